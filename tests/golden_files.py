@@ -1,0 +1,129 @@
+"""Reads tests/golden: what Hugging Face models and PyTorch optimizers compute, made by scripts/make_golden.py.
+
+Needs numpy and safetensors only. Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+
+GOLDEN_FOLDER = Path(__file__).parent / "golden"
+
+
+class ModelCase(NamedTuple):
+    """One tiny Hugging Face model, one batch, and what the model makes of it in float32."""
+
+    name: str
+    config: dict[str, Any]
+    """The Hugging Face configuration, in the keys of config.json before transformers 5 (rope_theta, rope_scaling)."""
+    weights: dict[str, np.ndarray]
+    """By Hugging Face name, for example ``model.layers.0.self_attn.q_proj.weight`` [out, in]. Tied: no ``lm_head``."""
+    gradients: dict[str, np.ndarray]
+    """Of ``loss_sum / valid_tokens``, by the same names."""
+    input_ids: np.ndarray
+    """int32 [B, T]."""
+    labels: np.ndarray
+    """int32 [B, T]: the next token, -100 where there is no loss."""
+    positions: np.ndarray
+    """int32 [B, T]: position within the document."""
+    segment_ids: np.ndarray
+    """int32 [B, T]: which document of the row; all 0 in the cases that are not packed."""
+    logits: np.ndarray
+    """float32 [B, T, V]."""
+    loss_sum: float
+    valid_tokens: int
+    metadata: dict[str, Any]
+    """The whole header: what the case shows, its sensitivity, the versions that made it."""
+
+
+class OptimizerCase(NamedTuple):
+    """Some tensors under a PyTorch optimizer, in float32, with gradients from ``golden_gradient``."""
+
+    name: str
+    settings: dict[str, Any]
+    """``optimizer``, its settings, and ``weight_decay``: one value a tensor, by name."""
+    names: list[str]
+    """The tensors in the order of ``golden_gradient``'s ``index``."""
+    learning_rates: np.ndarray
+    """float64 [steps]; update number n (from 0) uses ``learning_rates[n]``."""
+    initial: dict[str, np.ndarray]
+    after: dict[int, dict[str, np.ndarray]]
+    """The tensors after so many updates."""
+    state: dict[str, dict[str, np.ndarray]]
+    """The optimizer's state after the last update, for example ``state["exp_avg"]["matrix"]``."""
+    metadata: dict[str, Any]
+
+
+def golden_gradient(step: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The gradient that update ``step`` (from 0) sees for tensor number ``index``: float32, computed in float64.
+
+    With k the flat index of an element: 10**(1 - 2 index) * sin(0.7 k + 0.3 (index + 1) step + 0.1), so tensor 0 has
+    gradients of 10, tensor 3 of 1e-5 (where eps is felt). Tensor 2 has a gradient of zero in the first five steps.
+    """
+    flat = np.arange(int(np.prod(shape)), dtype=np.float64)
+    gradient = 10.0 ** (1 - 2 * index) * np.sin(0.7 * flat + 0.3 * (index + 1) * step + 0.1)
+    if index == 2 and step < 5:
+        gradient[:] = 0.0
+    return gradient.reshape(shape).astype(np.float32)
+
+
+def model_case_names() -> list[str]:
+    return sorted(path.stem for path in GOLDEN_FOLDER.glob("model_*.safetensors"))
+
+
+def load_model_case(name: str) -> ModelCase:
+    metadata, tensors = _read(name)
+    return ModelCase(
+        name=name, config=metadata["config"], weights=_group(tensors, "weight."),
+        gradients=_group(tensors, "gradient."), metadata=metadata,
+        loss_sum=float(tensors["loss_sum"]), valid_tokens=int(tensors["valid_tokens"]),
+        **{key: tensors[key] for key in ("input_ids", "labels", "positions", "segment_ids", "logits")},
+    )
+
+
+def load_optimizer_case(name: str) -> OptimizerCase:
+    metadata, tensors = _read(name)
+    return OptimizerCase(
+        name=name, settings=metadata["settings"], names=metadata["names"], metadata=metadata,
+        learning_rates=tensors["learning_rates"], initial=_group(tensors, "initial."),
+        after={step: _group(tensors, f"after_{step}.") for step in metadata["recorded_steps"]},
+        state={key: _group(tensors, f"state.{key}.") for key in metadata["state_keys"]},
+    )
+
+
+def model_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The ``model_config`` section of a YAML that describes the model of a golden case."""
+    head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "type": {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}[config["model_type"]],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"],
+        "head_dim": head_dim,
+        "intermediate_size": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "rope_theta": config["rope_theta"],
+        "rope_scaling": config["rope_scaling"],
+        "qkv_has_bias": config["model_type"] == "qwen2" or config["attention_bias"],
+        "attn_proj_has_bias": config["model_type"] != "qwen2" and config["attention_bias"],
+        "mlp_has_bias": config["model_type"] == "llama" and config["mlp_bias"],
+        "use_qk_norm": config["model_type"] == "qwen3",
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+
+
+def _read(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    with safe_open(GOLDEN_FOLDER / f"{name}.safetensors", framework="numpy") as file:
+        return json.loads(file.metadata()["golden"]), {key: file.get_tensor(key) for key in file.keys()}
+
+
+def _group(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}

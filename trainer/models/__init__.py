@@ -1,0 +1,1 @@
+"""The decoder: shapes and initial values (no MindSpore), its cells, and generation."""

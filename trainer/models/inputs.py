@@ -1,0 +1,76 @@
+"""A batch of numpy arrays turned into what the decoder takes: token-major tensors, position tables and the attention mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from mindspore import Tensor
+
+from trainer.data.batch import IGNORE_INDEX, Batch
+from trainer.models.rotary import rotary_angles
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+    from trainer.ops.kernel_set import KernelSet
+
+
+class ModelInputs(NamedTuple):
+    """One micro-batch on the device. N = B * T."""
+
+    ids_N: Tensor
+    labels_N: Tensor
+    """int32, 0 where there is no loss."""
+    valid_N1: Tensor
+    """float32, 1 where the label counts, else 0."""
+    tables: tuple[Tensor, Tensor, Tensor, Tensor]
+    """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
+    mask: Tensor
+    """Causal and within a document, in the kernels' layout."""
+
+
+class InputBuilder:
+    """Builds `ModelInputs`; keeps the tables and the mask of the common case, rows that hold a single document.
+
+    Args:
+        settings: The model section; positions up to its seq_length or max_position_embeddings are tabulated.
+        kernels: Say which layout tables and mask have.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        self.settings, self.kernels = settings, kernels
+        self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
+        self._plain: tuple[tuple[int, int], tuple, Tensor] | None = None
+
+    def __call__(self, batch: Batch) -> ModelInputs:
+        tables, mask = self._tables_and_mask(batch)
+        labels = batch.labels.reshape(-1)
+        valid = labels != IGNORE_INDEX
+        return ModelInputs(
+            Tensor(batch.input_ids.reshape(-1)),
+            Tensor(np.where(valid, labels, 0).astype(np.int32)),
+            Tensor(valid.astype(np.float32)[:, None]),
+            tables,
+            mask,
+        )
+
+    def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
+        """Position tables of tokens at these positions."""
+        cos, sin = self.cos[positions_N], self.sin[positions_N]
+        queries = self.kernels.rotary_tables(cos, sin, self.settings.num_heads)
+        if self.settings.kv_heads == self.settings.num_heads:
+            return (*queries, *queries)
+        return (*queries, *self.kernels.rotary_tables(cos, sin, self.settings.kv_heads))
+
+    def _tables_and_mask(self, batch: Batch) -> tuple[tuple, Tensor]:
+        single = not batch.segment_ids.any()
+        if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
+            return self._plain[1], self._plain[2]
+        length = batch.input_ids.shape[1]
+        causal_TT = np.tri(length, dtype=bool)
+        allowed_BTT = (batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]) & causal_TT
+        tables = self.tables(batch.positions.reshape(-1))
+        mask = self.kernels.attention_mask(allowed_BTT, self.settings.num_heads, self.settings.kv_heads)
+        if single:
+            self._plain = (batch.input_ids.shape, tables, mask)
+        return tables, mask

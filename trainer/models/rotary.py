@@ -1,0 +1,77 @@
+"""Rotary position tables: cosines and sines of every position, with the scalings for longer contexts. numpy only.
+
+Sources: Su et al. 2021 (RoPE); linear: Chen et al. 2023; yarn: Peng et al. 2023; llama3: Meta's Llama 3.1 release. The
+arithmetic follows Hugging Face's `modeling_rope_utils`, against which it is tested.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from trainer.config.model_schema import ModelConfig, RopeScaling
+
+
+def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines.
+
+    Args:
+        settings: The model section.
+        positions: How many positions, from 0.
+
+    Returns:
+        cos, sin: float32 [positions, head_size]; the second half repeats the first.
+    """
+    size = settings.head_size
+    exponents = np.arange(0, size, 2, dtype=np.float64) / size
+    frequencies, factor = 1.0 / settings.rope_theta**exponents, 1.0
+    if settings.rope_scaling is not None:
+        frequencies, factor = _scale(frequencies, settings, settings.rope_scaling)
+    angles = np.outer(np.arange(positions), frequencies)
+    angles = np.concatenate([angles, angles], axis=-1)
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
+
+
+def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+    """Scaled frequencies and the factor on cosines and sines."""
+    trained_length = scaling.original_max_position_embeddings or settings.max_positions
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies, scaling, trained_length), 1.0
+    return _yarn(frequencies, settings, scaling, trained_length), _yarn_attention_factor(scaling)
+
+
+def _llama3(frequencies: np.ndarray, scaling: RopeScaling, trained_length: int) -> np.ndarray:
+    """Short wavelengths are kept, long ones divided by the factor, those between blended."""
+    turns = trained_length * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = np.clip((turns - scaling.low_freq_factor) / span, 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, trained_length: int) -> np.ndarray:
+    """A linear ramp over the dimensions from kept (many rotations in the trained length) to divided (few)."""
+    size = settings.head_size
+
+    def dimension(rotations: float) -> float:
+        return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_theta))
+
+    low, high = max(math.floor(dimension(scaling.beta_fast)), 0), min(math.ceil(dimension(scaling.beta_slow)), size - 1)
+    ramp = np.clip((np.arange(size // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)

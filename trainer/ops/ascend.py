@@ -1,0 +1,68 @@
+"""Ascend kernels: MindSpore's fused operators behind the signatures of `reference.py`.
+
+These operators have no CPU kernel. What can be checked without an Ascend is that MindSpore's front end accepts them, forward
+and backward: tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and its gradient.
+
+Legend: as in reference.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+
+class RmsNorm(nn.Cell):
+    """RmsNorm: y = x / sqrt(mean(x^2) + eps) * weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def construct(self, x_ND, weight_D):
+        return ops.rms_norm(x_ND, weight_D, self.eps)[0]
+
+
+class Rotary(nn.Cell):
+    """rotary_position_embedding, mode 0: the first half of a head is paired with the second."""
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        self.head_size = head_size
+
+    def construct(self, x_NC, cos_N1d, sin_N1d):
+        x_1NHd = x_NC.reshape(1, x_NC.shape[0], -1, self.head_size)
+        return ops.rotary_position_embedding(x_1NHd, cos_N1d, sin_N1d, 0).reshape(x_NC.shape)
+
+
+class SwiGLU(nn.Cell):
+    """swiglu: silu of the first half of the last axis times the second half."""
+
+    def construct(self, gate_NF, up_NF):
+        return ops.swiglu(ops.concat((gate_NF, up_NF), -1), -1)
+
+
+class Attention(nn.Cell):
+    """flash_attention_score in layout BSH; the mask is True where a position must not be seen."""
+
+    def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.heads, self.head_size, self.scale = heads, head_size, head_size**-0.5
+
+    def construct(self, q_NC, k_NK, v_NK, mask_B1TT, dropout):
+        rows = mask_B1TT.shape[0]
+        q, k, v = (x.reshape(rows, -1, x.shape[-1]) for x in (q_NC, k_NK, v_NK))
+        out = ops.flash_attention_score(
+            q, k, v, self.heads, attn_mask=mask_B1TT, scalar_value=self.scale, input_layout="BSH"
+        )
+        return out.reshape(q_NC.shape)
+
+
+def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int) -> tuple[Tensor, Tensor]:
+    """The tables as the operator wants them, [1, N, 1, d]: it spreads them over the heads itself."""
+    return tuple(Tensor(table[None, :, None, :]) for table in (cos_Nd, sin_Nd))
+
+
+def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
+    """The mask as the operator wants it: [B, 1, Q, S], True where a position must not be seen."""
+    return Tensor(~allowed_BQS[:, None])

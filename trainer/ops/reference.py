@@ -1,0 +1,297 @@
+"""Reference kernels: right on every device and fast on a CPU.
+
+On a CPU MindSpore's reductions over the last axis and all broadcasting element-wise operators are 10 to 20 times slower than a
+MatMul or an operator on equal shapes. So row sums are products with a column of ones, a factor per row or per column is spread
+by an outer product, and masks and rotary tables come in the full shape of what they meet. Gradients are written by hand where
+the automatic ones would use the slow forms or save more than is needed.
+
+Legend: N tokens (B rows x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K key/value heads,
+G = H / K, d head size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SiLU, SiLUGrad
+
+
+def _ones(*shape: int) -> Tensor:
+    return Tensor(np.ones(shape, np.float32))
+
+
+class Linear(nn.Cell):
+    """y_NO = x_NI weight_OI^T, with the weight's gradient in the faster of its two forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x_wt, self.g_w, self.xt_g = P.MatMul(transpose_b=True), P.MatMul(), P.MatMul(transpose_a=True)
+        self.transpose = P.Transpose()
+
+    def construct(self, x_NI, weight_OI):
+        return self.x_wt(x_NI, weight_OI)
+
+    def bprop(self, x_NI, weight_OI, out, grad_NO):
+        # (x^T g)^T runs up to twice as fast as g^T x when O is much larger than I, and no slower otherwise.
+        return self.g_w(grad_NO, weight_OI), self.transpose(self.xt_g(x_NI, grad_NO), (1, 0))
+
+
+class LinearBias(nn.Cell):
+    """y_NO = x_NI weight_OI^T + bias_O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias_add = Linear(), P.BiasAdd()
+
+    def construct(self, x_NI, weight_OI, bias_O):
+        return self.bias_add(self.linear(x_NI, weight_OI), bias_O)
+
+
+class RmsNorm(nn.Cell):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.mean_D1, self.ones_1D = _ones(size, 1) / size, _ones(1, size)
+        self.matmul, self.matmul_at, self.rsqrt = P.MatMul(), P.MatMul(transpose_a=True), P.Rsqrt()
+
+    def construct(self, x_ND, weight_D):
+        return self.forward(x_ND, weight_D)[0]
+
+    def forward(self, x_ND, weight_D):
+        rstd_N1 = self.rsqrt(self.matmul(x_ND * x_ND, self.mean_D1) + self.eps)
+        return x_ND * self.matmul(rstd_N1, weight_D.reshape(1, -1)), rstd_N1
+
+    def bprop(self, x_ND, weight_D, out, grad_ND):
+        # The reciprocal standard deviation is computed again: two cheap products instead of one more saved tensor.
+        rstd_N1 = self.rsqrt(self.matmul(x_ND * x_ND, self.mean_D1) + self.eps)
+        scaled_ND = grad_ND * self.matmul(rstd_N1, weight_D.reshape(1, -1))
+        mean_N1 = self.matmul(scaled_ND * x_ND, self.mean_D1) * rstd_N1 * rstd_N1
+        grad_x_ND = scaled_ND - x_ND * self.matmul(mean_N1, self.ones_1D)
+        return grad_x_ND, self.matmul_at(rstd_N1, grad_ND * x_ND).reshape(weight_D.shape)
+
+
+class Rotary(nn.Cell):
+    """x cos + rotate_half(x) sin for every head (Su et al. 2021, equation 34, in the two-halves layout of Llama).
+
+    rotate_half is a product with a signed permutation: one small MatMul instead of a split, a negation and a concatenation.
+    """
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        half = head_size // 2
+        rotate = np.zeros((head_size, head_size), np.float32)
+        rotate[np.arange(half) + half, np.arange(half)] = -1
+        rotate[np.arange(half), np.arange(half) + half] = 1
+        self.head_size, self.rotate_dd = head_size, Tensor(rotate)
+        self.matmul, self.matmul_bt = P.MatMul(), P.MatMul(transpose_b=True)
+
+    def construct(self, x_NC, cos_NC, sin_NC):
+        turned_NC = self.matmul(x_NC.reshape(-1, self.head_size), self.rotate_dd).reshape(x_NC.shape)
+        return x_NC * cos_NC + turned_NC * sin_NC
+
+    def bprop(self, x_NC, cos_NC, sin_NC, out, grad_NC):
+        turned_NC = self.matmul_bt((grad_NC * sin_NC).reshape(-1, self.head_size), self.rotate_dd).reshape(x_NC.shape)
+        return grad_NC * cos_NC + turned_NC, ops.zeros_like(cos_NC), ops.zeros_like(sin_NC)
+
+
+class SwiGLU(nn.Cell):
+    """silu(gate) * up (Shazeer 2020, equation 5). Saves its two inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silu, self.silu_grad = SiLU(), SiLUGrad()
+
+    def construct(self, gate_NF, up_NF):
+        return self.silu(gate_NF) * up_NF
+
+    def bprop(self, gate_NF, up_NF, out, grad_NF):
+        return self.silu_grad(grad_NF * up_NF, gate_NF), grad_NF * self.silu(gate_NF)
+
+
+class Attention(nn.Cell):
+    """softmax(q k^T / sqrt(d) + mask) v for grouped query heads, without repeating keys and values.
+
+    The backward pass needs rowsum(dP * P), which equals rowsum(dO * O) (Dao et al. 2022, appendix B.2): its subtraction is folded
+    into the product dO v^T as one more column, so no broadcast and no reduction over T x T happens. With dropout on the
+    probabilities the identity still holds, because the dropped probabilities are what multiplies v.
+
+    Args:
+        heads, kv_heads, head_size: H, K, d.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.core = _AttentionCore(heads, kv_heads, head_size)
+
+    def construct(self, q_NC, k_NK, v_NK, mask, dropout):
+        return self.core(q_NC, k_NK, v_NK, mask, dropout)[0]
+
+
+class _AttentionCore(nn.Cell):
+    """Returns (o, probabilities): the second output keeps the probabilities for the backward pass."""
+
+    def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.groups, self.head_size = heads, kv_heads, heads // kv_heads, head_size
+        self.scale = head_size**-0.5
+        self.product, self.product_at, self.product_bt = (
+            P.BatchMatMul(),
+            P.BatchMatMul(transpose_a=True),
+            P.BatchMatMul(transpose_b=True),
+        )
+        self.matmul, self.softmax, self.transpose, self.concat = P.MatMul(), P.Softmax(), P.Transpose(), P.Concat(-1)
+        self.ones_d1 = _ones(head_size, 1)
+
+    def split_heads(self, x_NC, rows, groups):
+        """[B*T, K*groups*d] -> [B*K, groups*T, d]."""
+        length = x_NC.shape[0] // rows
+        x = self.transpose(x_NC.reshape(rows, length, self.kv_heads * groups, self.head_size), (0, 2, 1, 3))
+        return x.reshape(rows * self.kv_heads, groups * length, self.head_size)
+
+    def merge_heads(self, x, rows, groups):
+        """[B*K, groups*T, d] -> [B*T, K*groups*d]."""
+        length = x.shape[1] // groups
+        x = self.transpose(x.reshape(rows, self.kv_heads * groups, length, self.head_size), (0, 2, 1, 3))
+        return x.reshape(rows * length, -1)
+
+    def construct(self, q_NC, k_NK, v_NK, mask, dropout):
+        # mask: [B*K, G*T, T], added to the scores
+        rows = mask.shape[0] // self.kv_heads
+        q, k = self.split_heads(q_NC * self.scale, rows, self.groups), self.split_heads(k_NK, rows, 1)
+        probabilities = self.softmax(self.product_bt(q, k) + mask)
+        kept = probabilities if dropout is None else probabilities * dropout
+        out = self.product(kept, self.split_heads(v_NK, rows, 1))
+        return self.merge_heads(out, rows, self.groups), probabilities
+
+    def bprop(self, q_NC, k_NK, v_NK, mask, dropout, out, grads):
+        out_NC, probabilities = out
+        grad_NC = grads[0]
+        rows = mask.shape[0] // self.kv_heads
+        q, k = self.split_heads(q_NC * self.scale, rows, self.groups), self.split_heads(k_NK, rows, 1)
+        v, grad = self.split_heads(v_NK, rows, 1), self.split_heads(grad_NC, rows, self.groups)
+        delta = self.row_delta(out_NC * grad_NC, rows, grad.shape[1])
+        if dropout is None:
+            grad_v = self.product_at(probabilities, grad)
+            # [dO, -delta] [v, 1]^T = dO v^T - delta
+            centred = self.product_bt(self.concat((grad, -delta)), self.concat((v, self.ones_column(v))))
+            grad_scores = probabilities * centred
+        else:
+            grad_v = self.product_at(probabilities * dropout, grad)
+            spread = self.product_bt(delta, self.ones_column(v))
+            grad_scores = probabilities * (self.product_bt(grad, v) * dropout - spread)
+        grad_q = self.product(grad_scores, k) * self.scale
+        grad_k = self.product_at(grad_scores, q)
+        grad_dropout = None if dropout is None else ops.zeros_like(dropout)
+        return (
+            self.merge_heads(grad_q, rows, self.groups),
+            self.merge_heads(grad_k, rows, 1),
+            self.merge_heads(grad_v, rows, 1),
+            ops.zeros_like(mask),
+            grad_dropout,
+        )
+
+    def row_delta(self, product_NC, rows, length):
+        """Sums over each head's d columns: [B*T, C] -> [B*K, G*T, 1]."""
+        sums = self.matmul(product_NC.reshape(-1, self.head_size), self.ones_d1)
+        sums = self.transpose(sums.reshape(rows, -1, self.heads), (0, 2, 1))
+        return sums.reshape(rows * self.kv_heads, length, 1)
+
+    def ones_column(self, v):
+        return ops.ones((v.shape[0], v.shape[1], 1), v.dtype)
+
+
+class CrossEntropy(nn.Cell):
+    """Sum over valid tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
+
+    logsumexp is max(logits) - log(max(softmax)): the largest probability is at least 1/V, so its logarithm never overflows.
+    Rows are weighted on the small side of each product, never on the [N, V] logits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = _CrossEntropyCore()
+
+    def construct(self, x_ND, weight_VD, labels_N, valid_N1):
+        return self.core(x_ND, weight_VD, labels_N, valid_N1)[0]
+
+
+class _CrossEntropyCore(nn.Cell):
+    """Returns (loss, probabilities): the second output keeps the probabilities for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x_wt, self.matmul, self.matmul_at = P.MatMul(transpose_b=True), P.MatMul(), P.MatMul(transpose_a=True)
+        self.softmax, self.row_max, self.gather = P.Softmax(), P.ArgMaxWithValue(axis=1), P.GatherD()
+        self.transpose, self.log, self.scatter_sub = P.Transpose(), P.Log(), P.TensorScatterSub()
+        self.concat = P.Concat(1)
+
+    def construct(self, x_ND, weight_VD, labels_N, valid_N1):
+        logits_NV = self.x_wt(x_ND, weight_VD)
+        probabilities_NV = self.softmax(logits_NV)
+        index_N, max_N = self.row_max(logits_NV)
+        max_probability_N1 = self.gather(probabilities_NV, 1, index_N.reshape(-1, 1).astype(mstype.int32))
+        label_logit_N1 = self.gather(logits_NV, 1, labels_N.reshape(-1, 1))
+        loss_N1 = max_N.reshape(-1, 1) - self.log(max_probability_N1) - label_logit_N1
+        return self.matmul_at(valid_N1, loss_N1).reshape(()), probabilities_NV
+
+    def bprop(self, x_ND, weight_VD, labels_N, valid_N1, out, grads):
+        probabilities_NV, grad = out[1], grads[0]
+        rows_N1 = ops.arange(labels_N.shape[0]).reshape(-1, 1).astype(mstype.int32)
+        index_N2 = self.concat((rows_N1, labels_N.reshape(-1, 1)))
+        centred_NV = self.scatter_sub(probabilities_NV, index_N2, ops.ones_like(valid_N1).reshape(-1))
+        weight_ND = self.matmul(valid_N1 * grad, ops.ones((1, x_ND.shape[1]), x_ND.dtype))
+        grad_x_ND = self.matmul(centred_NV, weight_VD) * weight_ND
+        grad_weight_VD = self.transpose(self.matmul_at(x_ND * weight_ND, centred_NV), (1, 0))
+        return grad_x_ND, grad_weight_VD, ops.zeros_like(labels_N), ops.zeros_like(valid_N1)
+
+
+def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int) -> tuple[Tensor, Tensor]:
+    """The tables as `Rotary` wants them: every head's columns side by side, [N, heads * d]."""
+    return tuple(ops.tile(Tensor(table), (1, heads)) for table in (cos_Nd, sin_Nd))
+
+
+def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
+    """The mask as `Attention` wants it: added to the scores, [B*K, G*Q, S] float32, 0 where allowed."""
+    rows, queries, keys = allowed_BQS.shape
+    bias = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min).reshape(rows, 1, -1)
+    return ops.tile(Tensor(bias), (1, heads, 1)).reshape(rows * kv_heads, heads // kv_heads * queries, keys)
+
+
+def cached_attention(q_BQC: Tensor, k_BSK: Tensor, v_BSK: Tensor, mask: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Attention of Q new tokens over S cached ones (prediction: forward only).
+
+    Args:
+        q_BQC: Queries [B, Q, H*d].
+        k_BSK, v_BSK: Cached keys and values [B, S, K*d]; what `mask` excludes may hold anything finite.
+        mask: As `attention_mask` makes it, [B*K, G*Q, S].
+
+    Returns:
+        [B, Q, H*d].
+    """
+    rows, queries, width = q_BQC.shape
+    head_size, groups = width // heads, heads // kv_heads
+    q = ops.transpose(q_BQC.reshape(rows, queries, heads, head_size), (0, 2, 1, 3))
+    q = q.reshape(rows * kv_heads, groups * queries, head_size) * head_size**-0.5
+    k, v = (
+        ops.transpose(x.reshape(rows, -1, kv_heads, head_size), (0, 2, 1, 3)).reshape(rows * kv_heads, -1, head_size)
+        for x in (k_BSK, v_BSK)
+    )
+    out = ops.bmm(ops.softmax(ops.bmm(q, ops.transpose(k, (0, 2, 1))) + mask, -1), v)
+    out = ops.transpose(out.reshape(rows, heads, queries, head_size), (0, 2, 1, 3))
+    return out.reshape(rows, queries, width)
+
+
+def sum_of_squares(tensor: Tensor) -> float:
+    """Sum of the squares of all elements, accumulated in float64 over float32 blocks.
+
+    MindSpore's L2Loss adds in one float32 running sum on a CPU: three million values come out 0.3 % too small.
+    """
+    flat = tensor.asnumpy().reshape(-1)  # a view, not a copy, on a CPU
+    if flat.dtype != np.float32:
+        flat = flat.astype(np.float32)
+    block = 65536
+    return float(sum(float(np.dot(part, part)) for part in (flat[i : i + block] for i in range(0, flat.size, block))))

@@ -1,0 +1,57 @@
+"""Which implementation each kernel gets on a device, and why. Pure Python: `plan` prints it without MindSpore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """One kernel: what the configuration asked for, what it gets, and the reason."""
+
+    kernel: str
+    asked: str
+    chosen: str
+    why: str
+
+    @property
+    def fused(self) -> bool:
+        return self.chosen != REFERENCE
+
+
+# kernel, the configuration's switch (None: always fused where it exists), the Ascend operator
+_KERNELS = (
+    ("rotary_embedding", "use_fused_rope", "rotary_position_embedding"),
+    ("swiglu", "use_fused_swiglu", "swiglu"),
+    ("attention", "use_flash_attention", "flash_attention_score"),
+    ("rms_norm", None, "RmsNorm"),
+)
+
+
+def select_kernels(settings: ModelConfig, device: str) -> tuple[KernelChoice, ...]:
+    """Choose an implementation for every kernel.
+
+    Args:
+        settings: The model section; its `use_*` switches say what was asked for.
+        device: "CPU", "GPU" or "Ascend".
+    """
+    return tuple(_choose(kernel, switch, operator, settings, device) for kernel, switch, operator in _KERNELS)
+
+
+def _choose(kernel: str, switch: str | None, operator: str, settings: ModelConfig, device: str) -> KernelChoice:
+    wanted = switch is None or bool(getattr(settings, switch))
+    asked = f"{switch}: {wanted}" if switch else "(automatic)"
+    if device != "Ascend":
+        why = f"{operator} exists only on Ascend" if wanted else f"{switch} is off"
+        return KernelChoice(kernel, asked, REFERENCE, f"{why}; device is {device}")
+    if not wanted:
+        return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
+    if kernel == "attention" and settings.attention_dropout > 0:
+        return KernelChoice(kernel, asked, REFERENCE, "attention_dropout > 0: the same masks on every device")
+    return KernelChoice(kernel, asked, operator, f"fused operator of {device}")

@@ -1,0 +1,1 @@
+"""Learning rate schedules (pure Python) and the optimizers (MindSpore); import the file you need."""
