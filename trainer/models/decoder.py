@@ -41,18 +41,22 @@ _NO_DROPOUT = DropoutMasks(None, None, None)
 
 
 class Block(nn.Cell):
-    """One decoder block as a pure function of the residual stream, the position tables, the masks and the weights."""
+    """One decoder block as a pure function of the residual stream, the position tables, the masks and the weights.
+
+    Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each new one.
+    """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         self.attention, self.mlp = AttentionLayer(settings, kernels), MlpLayer(settings, kernels)
         self.split = self.attention.num_weights
 
-    def construct(self, x_ND, tables, mask, dropout, *weights):
-        added_ND = self.attention(x_ND, tables[0:2], tables[2:4], mask, dropout[0], weights[: self.split])
-        x_ND = x_ND + (added_ND if dropout[1] is None else added_ND * dropout[1])
+    def construct(self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights):
+        q_tables, k_tables = (q_cos, q_sin), (k_cos, k_sin)
+        added_ND = self.attention(x_ND, q_tables, k_tables, mask, drop_attention, weights[: self.split])
+        x_ND = x_ND + (added_ND if drop_out_ND is None else added_ND * drop_out_ND)
         added_ND = self.mlp(x_ND, weights[self.split :])
-        return x_ND + (added_ND if dropout[2] is None else added_ND * dropout[2])
+        return x_ND + (added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
 
 
 class Head(nn.Cell):
@@ -112,7 +116,8 @@ class Decoder(nn.Cell):
         x_ND = ops.gather(_view(self.embedding), inputs.ids_N, 0)
         for layer, weights in enumerate(self.layer_weights):
             masks = self._dropout_masks(dropout, layer, inputs)
-            x_ND = self.run_block(x_ND, inputs.tables, inputs.mask, masks, *(_view(weight) for weight in weights))
+            views = (_view(weight) for weight in weights)
+            x_ND = self.run_block(x_ND, *inputs.tables, inputs.mask, *masks, *views)
         return x_ND
 
     def logits(self, inputs: ModelInputs) -> Tensor:

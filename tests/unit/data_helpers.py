@@ -1,0 +1,70 @@
+"""What the tests of trainer.data share: real configurations, real corpora, and a tokenizer made on the spot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from trainer.config import Config, load_config
+from trainer.data.sources import Source, find_source
+from trainer.data.token_file import Cache
+
+
+def make_config(folder: Path, dataset_dir: Path | str = "", *, model=None, train=None, loader=None, **top) -> Config:
+    """Writes a small YAML file in `folder` and loads it; token files go to `folder`/cache."""
+    train_dataset = {
+        "data_loader": {"type": "TextDataset", "dataset_dir": str(dataset_dir), **(loader or {})},
+        "cache_dir": str(folder / "cache"),
+        **(train or {}),
+    }
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 300, "seq_length": 8}
+    document = {
+        "output_dir": str(folder / "output"),
+        "model": {
+            "arch": {"type": "LlamaForCausalLM"},
+            "model_config": {"type": "LlamaConfig", **sizes, **(model or {})},
+        },
+        "train_dataset": train_dataset,
+        **top,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    return load_config(str(path))
+
+
+def jsonl(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def source_of(folder: Path, dataset_dir: Path | str, kind: str = "TextDataset") -> Source:
+    return find_source(make_config(folder, dataset_dir, loader={"type": kind}), "train_dataset")
+
+
+def cache_of(folder: Path) -> Cache:
+    return Cache(folder / "cache", "train_dataset.cache_dir", "run.yaml:5")
+
+
+def line_of(folder: Path, word: str) -> str:
+    """``run.yaml:LINE`` of the first line that holds `word`, as messages show it."""
+    lines = (folder / "run.yaml").read_text(encoding="utf-8").splitlines()
+    return f"run.yaml:{next(number for number, line in enumerate(lines, 1) if word in line)}"
+
+
+def write_tokenizer(path: Path, *specials: str) -> Path:
+    """Makes a byte-level ``tokenizer.json`` with the given special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + 40, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, the dog sat on the log\n"] * 20, trainer)
+    tokenizer.add_special_tokens([AddedToken(special, special=True, normalized=False) for special in specials])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    return path

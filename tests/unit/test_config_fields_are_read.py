@@ -1,0 +1,82 @@
+"""Every key of the schema acts: some code reads it, or it is declared ignored or not yet supported."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import trainer
+from trainer.config.fields import Section, shape_of, support_of
+from trainer.config.schema import Config
+
+ROOT = Path(trainer.__file__).parent
+DERIVED = {
+    # Read through a property of its section, by the name of the property.
+    "n_kv_heads": "kv_heads",
+    "head_dim": "head_size",
+    "intermediate_size": "ffn_size",
+    "multiple_of": "ffn_size",
+    "ffn_dim_multiplier": "ffn_size",
+    "max_position_embeddings": "max_positions",
+}
+ELSEWHERE = {
+    # The loader turns it into tie_word_embeddings.
+    "model.settings.untie_embeddings_and_output_weights",
+    # All its values mean the same.
+    "model.settings.hidden_act",
+    # The tokenizers read eos and bos by a name that they put together.
+    "model.settings.bos_token_id",
+    # The rules compare them with the model.
+    "callbacks.expert_num",
+    "callbacks.capacity_factor",
+    "callbacks.num_layers",
+    "callbacks.mtp_depth",
+    # A notice says that one device runs it all.
+    "parallel_config.data_parallel",
+    "parallel_config.model_parallel",
+    "parallel_config.context_parallel",
+    "parallel_config.expert_parallel",
+    "parallel_config.pipeline_stage",
+    "parallel_config.micro_batch_num",
+}
+
+
+def sections() -> dict[type[Section], str]:
+    """All sections that can act, with the key that leads to them."""
+    found: dict[type[Section], str] = {Config: ""}
+    for kind in (queue := [Config]):
+        for name, field in kind.model_fields.items():
+            for below in shape_of(field).kinds:
+                if below not in found and support_of(field)[0] == "honoured" and below.support == "honoured":
+                    found[below] = f"{found[kind]}{name}."
+                    queue.append(below)
+    return found
+
+
+@cache
+def code() -> str:
+    """The program outside of the schema: rules across sections alone do not make a key act."""
+    files = [path for path in ROOT.rglob("*.py") if "config" not in path.relative_to(ROOT).parts]
+    return "\n".join(path.read_text() for path in files if path.name != "flags.py")
+
+
+def acting_fields() -> list[str]:
+    """The keys that claim to act: ``section.field``."""
+    fields = []
+    for kind, path in sections().items():
+        for name, field in kind.model_fields.items():
+            # "type" chooses a section and a section is read by its keys: neither acts by itself.
+            acts = support_of(field)[0] == "honoured" and name != "type" and not shape_of(field).kinds
+            if acts and f"{path}{name}" not in ELSEWHERE:
+                fields.append(f"{path}{name}")
+    return sorted(set(fields))
+
+
+@pytest.mark.parametrize("field", acting_fields())
+def test_every_field_is_read_or_declared_not_to_act(field):
+    name = field.split(".")[-1]
+    name = DERIVED[name] if name in DERIVED else name
+    assert re.search(rf"\.{name}\b|[\"']{name}[\"']", code()), f"nothing reads {field}"

@@ -1,0 +1,152 @@
+"""The JSON Schema of a configuration, by what an editor does with it: checks values and completes keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from config_helpers import BASE
+from test_config_dump import FULL
+from test_config_places import SNIPPETS
+
+from trainer.config import json_schema
+from trainer.config.nodes import plain
+from trainer.config.yaml_reader import parse_document
+
+SCHEMA = json_schema()
+TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
+    "number": (int, float),
+}
+CHECKED = {"$ref", "anyOf", "oneOf", "type", "enum", "const", "properties", "additionalProperties", "required", "items"}
+CHECKED |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "minLength"}
+SPOKEN = {"title", "description", "default", "$defs", "$schema", "x-aliases", "x-support", "x-reason"}
+
+
+def complaints(value: Any, rule: Any, path: str = "") -> list[str]:
+    """What a validator says: the part of JSON Schema that ours uses, and no more."""
+    if rule is True:
+        return []
+    unknown = set(rule) - CHECKED - SPOKEN
+    assert not unknown, f"the schema uses {unknown}, which this test does not check"
+    if "$ref" in rule:
+        return complaints(value, SCHEMA["$defs"][rule["$ref"].removeprefix("#/$defs/")], path)
+    for word in ("anyOf", "oneOf"):
+        if word in rule:
+            tried = [complaints(value, option, path) for option in rule[word]]
+            fitting = sum(not found for found in tried)
+            if not fitting:
+                return [f"{path}: no option fits", *(text for found in tried for text in found)]
+            if word == "oneOf" and fitting != 1:
+                return [f"{path}: {fitting} options fit"]
+    return _own_complaints(value, rule, path)
+
+
+def _own_complaints(value: Any, rule: dict[str, Any], path: str) -> list[str]:
+    wanted = rule["type"] if "type" in rule else None
+    if wanted and (
+        not isinstance(value, TYPES[wanted]) or (isinstance(value, bool) and wanted in ("integer", "number"))
+    ):
+        return [f"{path}: {value!r} is no {wanted}"]
+    if "const" in rule and value != rule["const"] or "enum" in rule and value not in rule["enum"]:
+        return [f"{path}: {value!r} is not one of the values"]
+    if isinstance(value, dict) and ("properties" in rule or "required" in rule):
+        return _of_object(value, rule, path)
+    if isinstance(value, list) and "items" in rule:
+        return [
+            text for number, item in enumerate(value) for text in complaints(item, rule["items"], f"{path}.{number}")
+        ]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        low = value < rule.get("minimum", value) or value <= rule.get("exclusiveMinimum", value - 1)
+        high = value > rule.get("maximum", value) or value >= rule.get("exclusiveMaximum", value + 1)
+        return [f"{path}: {value} is out of bounds"] if low or high else []
+    return []
+
+
+def _of_object(value: dict[str, Any], rule: dict[str, Any], path: str) -> list[str]:
+    properties = rule["properties"]
+    found = [f"{path}.{key} is required" for key in rule.get("required", []) if key not in value]
+    for key, item in value.items():
+        if key in properties:
+            found += complaints(item, properties[key], f"{path}.{key}")
+        elif rule.get("additionalProperties") is False:
+            found.append(f"{path}.{key} is unknown")
+    return found
+
+
+def check(text: str) -> list[str]:
+    """The complaints about a YAML text."""
+    root, _ = parse_document("a.yaml", text)
+    return complaints(plain(root), SCHEMA)
+
+
+# Keys that lost their indentation are repaired by the loader only: an editor may well complain about them.
+INDENTED = [text for text, _ in SNIPPETS.values() if "\n..." not in text]
+
+
+@pytest.mark.parametrize("text", [BASE, FULL, *INDENTED])
+def test_valid_files_satisfy_the_schema(text):
+    assert check(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("runner_config: {epoch: 1}\n", "epoch is unknown"),
+        ("zzz: 1\n", "zzz is unknown"),
+        ("runner_config: {epochs: one}\n", "is no integer"),
+        ("runner_config: {epochs: 0}\n", "out of bounds"),
+        ("runner_wrapper: {max_grad_norm: 0}\n", "out of bounds"),
+        ("lr_schedule: {type: Cosine}\n", "no option fits"),
+        ("lr_schedule: {type: CosineAnnealingLR}\n", "t_max is required"),
+        ("callbacks: [{type: MFLossMonitor, keep_checkpoint_max: 3}]\n", "no option fits"),
+        ("callbacks: [{per_print_times: 3}]\n", "no option fits"),
+        ("run_mode: evaluate\n", "not one of the values"),
+        ("seed: True\n", "is no integer"),
+    ],
+)
+def test_invalid_files_do_not(text, part):
+    assert any(part in complaint for complaint in check(text)), check(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model_config: {num_hidden_layers: 3, moe_grouped_gemm: True}\n",
+        "callback: [{type: CheckpointMointor}]\n",
+        "moe_config: {moe_expert_capacity_factor: 2}\n",
+        "train_dataset_task: {type: CausalLanguageModelDataset, dataset_config: {held_out: 0.1}}\n",
+        "optimizer: {type: FusedAdamW}\n",
+        "lr_schedule: {learning_rate: 1}\n",
+        "lr_schedule: {type: CosineAnnealingLR, learning_rate: 0.1, t_max: 3}\n",
+        "runner_config:\ncallbacks:\nmodel:\n",
+        "eval_dataset: null\n",
+        "train_dataset: {data_loader: {dataset_dir: a}}\n",
+        "runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell}}\n",
+        "resume_training: step-1\n",
+    ],
+)
+def test_other_names_places_and_empty_sections_satisfy_it(text):
+    assert check(text) == []
+
+
+def test_it_is_json_with_a_description_for_every_key_and_no_free_objects():
+    assert json.loads(json.dumps(SCHEMA)) == SCHEMA
+    assert SCHEMA["$schema"].startswith("https://json-schema.org/")
+    for name, described in {"": SCHEMA, **SCHEMA["$defs"]}.items():
+        assert described["additionalProperties"] is False, name
+        for key, rule in described["properties"].items():
+            assert rule["description"], f"{name}.{key}"
+
+
+def test_the_real_library_agrees_where_it_is_installed():
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    root, _ = parse_document("a.yaml", FULL)
+    jsonschema.validate(plain(root), SCHEMA)

@@ -1,0 +1,377 @@
+"""One setting in its several places and under its several names; the documentation's snippets as they stand there."""
+
+from __future__ import annotations
+
+import pytest
+from config_helpers import BASE, error_of, load, notices
+
+from trainer.config import parse_config
+
+ACCUMULATION = """\
+# runner config
+runner_config:
+...
+gradient_accumulation_steps: 4
+...
+"""
+CLIPPING = """\
+# wrapper cell config
+runner_wrapper:
+type: MFTrainOneStepCell
+...
+use_clip_grad: True
+max_grad_norm: 1.0
+...
+"""
+GMM = """\
+moe_config:
+  ...
+  use_gmm: True
+  ...
+"""
+GMM_PERMUTE_FLAT = """\
+moe_config:
+...
+use_gmm: True
+use_fused_ops_permute: True
+...
+"""
+SAFE_TOKENS = """\
+moe_config:
+  ...
+  enable_gmm_safe_tokens: True
+  ...
+"""
+SAFE_TOKENS_FLAT = """\
+moe_config:
+...
+enable_gmm_safe_tokens: True
+...
+"""
+DROP_RATE = """\
+moe_config:
+  ...
+  callback_moe_droprate: True
+  ...
+
+callback:
+  ...
+  - type: MoEDropRateCallback
+    expert_num: 4
+    capacity_factor: 1.5
+    num_layers: 8
+    mtp_depth: 1
+  ...
+"""
+DROP_RATE_FLAT = """\
+moe_config:
+...
+callback_moe_droprate: True
+...
+callback:
+...
+- type: MoEDropRateCallback
+expert_num: 4
+capacity_factor: 1.5
+num_layers: 8
+mtp_depth: 1
+...
+"""
+FUSED_ROPE = """\
+model_config:
+  ...
+  use_fused_rope: True
+  ...
+"""
+FUSED_ROPE_FLAT = """\
+model_config:
+...
+use_fused_rope: True
+...
+"""
+FUSED_SWIGLU = """\
+model_config:
+  ...
+  use_fused_swiglu: True
+  ...
+"""
+FUSED_SWIGLU_FLAT = """\
+model_config:
+...
+use_fused_swiglu: True
+...
+"""
+SNIPPETS = {
+    "accumulation": (ACCUMULATION, lambda c: c.runner_config.gradient_accumulation_steps == 4),
+    "clipping": (CLIPPING, lambda c: (c.runner_wrapper.use_clip_grad, c.runner_wrapper.max_grad_norm) == (True, 1.0)),
+    "gmm": (GMM, lambda c: c.decoder.moe_config.use_gmm),
+    "gmm permute": (
+        GMM_PERMUTE_FLAT,
+        lambda c: c.decoder.moe_config.use_gmm and c.decoder.moe_config.use_fused_ops_permute,
+    ),
+    "safe tokens": (SAFE_TOKENS, lambda c: c.decoder.moe_config.enable_gmm_safe_tokens),
+    "safe tokens, flat": (SAFE_TOKENS_FLAT, lambda c: c.decoder.moe_config.enable_gmm_safe_tokens),
+    "drop rate": (DROP_RATE, lambda c: c.decoder.moe_config.callback_moe_droprate),
+    "drop rate, flat": (DROP_RATE_FLAT, lambda c: c.decoder.moe_config.callback_moe_droprate),
+    "rope": (FUSED_ROPE, lambda c: c.decoder.use_fused_rope),
+    "rope, flat": (FUSED_ROPE_FLAT, lambda c: c.decoder.use_fused_rope),
+    "swiglu": (FUSED_SWIGLU, lambda c: c.decoder.use_fused_swiglu),
+    "swiglu, flat": (FUSED_SWIGLU_FLAT, lambda c: c.decoder.use_fused_swiglu),
+}
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_documentation_snippets_load_verbatim(name):
+    text, holds = SNIPPETS[name]
+    assert holds(load(text))
+
+
+@pytest.mark.parametrize("text", [DROP_RATE, DROP_RATE_FLAT])
+def test_the_callback_snippet_has_all_its_values(text):
+    (callback,) = load(text).callbacks
+    assert callback.type == "MoEDropRateCallback"
+    assert (callback.expert_num, callback.capacity_factor, callback.num_layers, callback.mtp_depth) == (4, 1.5, 8, 1)
+
+
+def test_lost_indentation_is_told():
+    message = notices(CLIPPING)
+    assert "a.yaml:3: indent these lines: 3 keys at the top level are taken as runner_wrapper's" in message
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_snippets_complete_a_file_without_the_section(name):
+    text, holds = SNIPPETS[name]
+    if "drop rate" in name:
+        text = text.replace("num_layers: 8", "num_layers: 2").replace("expert_num: 4", "expert_num: 1")
+        text = text.replace("capacity_factor: 1.5", "capacity_factor: 1.1").replace("mtp_depth: 1", "mtp_depth: 0")
+    file = "model:\n  model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300}\n" + text
+    config = load(file)
+    assert holds(config)
+    assert config.decoder.num_layers == 2
+
+
+def test_a_key_that_lost_its_indentation_below_a_filled_section_is_an_error():
+    message = error_of("runner_config:\n  epochs: 2\ngradient_accumulation_steps: 4\n")
+    assert "a.yaml:3: gradient_accumulation_steps: unknown key at the top level" in message
+    assert "runner_config.gradient_accumulation_steps" in message
+
+
+def test_a_lost_key_that_the_open_section_does_not_have_is_an_error():
+    assert "a.yaml:2: use_gmm: unknown key" in error_of("runner_config:\nuse_gmm: True\n")
+
+
+def test_a_top_level_key_below_an_empty_section_stays_at_the_top():
+    config = load("runner_wrapper:\ncalculate_per_token_loss: True\nrunner_config:\nseed: 7\n")
+    assert config.seed == 7
+    assert config.calculate_per_token_loss and not config.runner_wrapper.calculate_per_token_loss
+
+
+def test_sections_have_their_other_places():
+    inside = load(
+        "model: {model_config: {moe_config: {use_gmm: True}, num_layers: 3}}\ncallbacks: [{type: MFLossMonitor}]\n"
+    )
+    outside = load("model_config: {num_layers: 3}\nmoe_config: {use_gmm: True}\ncallback: [{type: MFLossMonitor}]\n")
+    assert inside == outside
+
+
+def test_flat_expert_keys_complete_their_section():
+    config = load("model_config: {moe_config: {use_gmm: True}, n_shared_experts: 2}\n")
+    assert (config.decoder.moe_config.use_gmm, config.decoder.moe_config.shared_expert_num) == (True, 2)
+    message = error_of("model_config:\n  moe_config: {use_gmm: True}\n  moe_grouped_gemm: False\n")
+    assert "a.yaml:3: model.model_config.moe_config.use_gmm = " in message and "a.yaml:2" in message
+
+
+def test_a_merged_model_section_is_completed_by_the_top_level():
+    text = "processor: &base {model_config: {num_layers: 3}}\nmodel: {<<: *base}\nmodel_config: {num_heads: 8}\n"
+    config = load(text)
+    assert (config.decoder.num_layers, config.decoder.num_heads) == (3, 8)
+    assert config.processor == {"model_config": {"num_layers": 3}}
+
+
+def test_a_merged_task_gives_its_data_set():
+    config = load("processor: &base {dataset_config: {held_out: 0.1}}\ntrain_dataset_task: {<<: *base}\n")
+    assert config.train_dataset.held_out == 0.1
+
+
+def test_both_places_of_a_section_complete_each_other():
+    config = load(
+        "model: {model_config: {num_layers: 3, num_heads: 8}}\nmodel_config: {hidden_size: 128, num_heads: 8}\n"
+    )
+    assert (config.decoder.num_layers, config.decoder.hidden_size, config.decoder.num_heads) == (3, 128, 8)
+
+
+def test_places_that_disagree_are_an_error_with_both_lines():
+    text = "model:\n  model_config:\n    moe_config:\n      use_gmm: True\nmoe_config:\n  use_gmm: False\n"
+    message = error_of(text)
+    assert "a.yaml:6: model.model_config.moe_config.use_gmm = False" in message
+    assert "a.yaml:4" in message and "remove one of the two" in message
+
+
+def test_callback_and_callbacks_that_disagree_are_an_error():
+    message = error_of("callbacks:\n  - type: MFLossMonitor\ncallback:\n  - type: CheckpointMonitor\n")
+    assert "a.yaml:3: callbacks" in message and "a.yaml:1" in message
+
+
+@pytest.mark.parametrize(
+    ("alias", "main", "value"),
+    [
+        ("num_hidden_layers", "num_layers", 3),
+        ("num_attention_heads", "num_heads", 8),
+        ("num_key_value_heads", "n_kv_heads", 2),
+        ("ffn_hidden_size", "intermediate_size", 100),
+        ("attention_bias", "qkv_has_bias", True),
+        ("mlp_bias", "mlp_has_bias", True),
+        ("qk_layernorm", "use_qk_norm", True),
+        ("theta", "rope_theta", 500.0),
+        ("apply_rope_fusion", "use_fused_rope", True),
+        ("bias_swiglu_fusion", "use_fused_swiglu", True),
+        ("params_dtype", "param_init_type", "float16"),
+        ("layernorm_compute_dtype", "layernorm_compute_type", "float16"),
+        ("mtp_num_layers", "mtp_depth", 0),
+        ("num_nextn_predict_layers", "mtp_depth", 0),
+    ],
+)
+def test_other_names_of_model_keys(alias, main, value):
+    config = load(f"model_config:\n  {alias}: {value}\n")
+    assert getattr(config.decoder, main) == value
+    assert config.source.where(f"model.model_config.{main}") == "a.yaml:2"
+
+
+@pytest.mark.parametrize(
+    ("alias", "main", "value"),
+    [
+        ("use_fused_ops_permute", "use_fused_ops_permute", True),
+        ("moe_permute_fusion", "use_fused_ops_permute", True),
+        ("moe_grouped_gemm", "use_gmm", True),
+        ("moe_expert_capacity_factor", "capacity_factor", 2.0),
+        ("n_routed_experts", "expert_num", 1),
+        ("n_shared_experts", "shared_expert_num", 1),
+        ("first_k_dense_replace", "first_k_dense_replace", 1),
+    ],
+)
+def test_other_names_of_expert_keys_in_the_section_and_flat(alias, main, value):
+    for text in (f"moe_config:\n  {alias}: {value}\n", f"model:\n  model_config:\n    {alias}: {value}\n"):
+        assert getattr(load(text).decoder.moe_config, main) == value
+
+
+def test_two_names_with_one_value_agree():
+    assert load("model_config: {num_layers: 3, num_hidden_layers: 3}\n").decoder.num_layers == 3
+
+
+def test_two_names_that_disagree_are_an_error_with_both_lines():
+    message = error_of("model_config:\n  num_layers: 3\n  num_hidden_layers: 4\n")
+    assert "a.yaml:3: model.model_config.num_layers = 4: disagrees with a.yaml:2" in message
+
+
+def test_a_data_set_inside_its_task():
+    text = "train_dataset: &data\n  held_out: 0.1\ntrain_dataset_task:\n  type: CausalLanguageModelDataset\n"
+    config = load(text + "  dataset_config: *data\n")
+    assert config.train_dataset.held_out == 0.1
+    alone = load("train_dataset_task:\n  type: CausalLanguageModelDataset\n  dataset_config: {held_out: 0.1}\n")
+    assert alone.train_dataset.held_out == 0.1
+    message = error_of(text + "  dataset_config: {held_out: 0.2}\n")
+    assert "a.yaml:5: train_dataset.held_out = 0.2: disagrees with a.yaml:2" in message
+
+
+def test_a_section_of_the_wrong_kind():
+    assert "a.yaml:1: runner_config = 3: must be a section" in error_of("runner_config: 3\n")
+    assert "a.yaml:1: callbacks = 3: must be a list" in error_of("callbacks: 3\n")
+    assert "a.yaml:2: callbacks.0 = 3: must be a section" in error_of("callbacks:\n  - 3\n")
+    assert "a.yaml:1: model: must be a section" in error_of("model: 3\nmodel_config: {num_layers: 2}\n")
+
+
+def test_empty_sections_mean_their_defaults():
+    config = load("runner_config:\ncallbacks:\neval_dataset:\nmodel:\n  model_config:\nmoe_config:\nlr_schedule:\n")
+    assert config == parse_config("b.yaml", "seed: 1\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "fix"),
+    [
+        ("runner_confg: {}\n", "runner_confg", "you probably mean runner_config"),
+        ("runner_config:\n  epoch: 1\n", "runner_config.epoch", "runner_config.epochs"),
+        ("model:\n  archi: {}\n", "model.archi", "model.arch"),
+        ("model_config:\n  num_layer: 3\n", "model.model_config.num_layer", "model.model_config.num_layers"),
+        ("callbacks:\n  - type: CheckpointMonitor\n    keep_max: 3\n", "callbacks.0.keep_max", "keep_checkpoint_max"),
+        ("runner_wrapper:\n  use_clip_gard: True\n", "runner_wrapper.use_clip_gard", "use_clip_grad"),
+        ("lr_schedule:\n  learning_rte: 1.0\n", "lr_schedule.learning_rte", "lr_schedule.learning_rate"),
+        ("lr_schedule:\n  type: ConstantWarmUpLR\n  lr_end: 0.1\n", "lr_schedule.lr_end", "warmup_steps, warmup_ratio"),
+        ("epochs: 3\n", "epochs", "runner_config.epochs"),
+        ("zzz: 3\n", "zzz", "remove it"),
+        ("model: {settings: {}}\n", "model.settings", "remove it"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(text, key, fix):
+    message = error_of(text)
+    assert f": {key}: unknown key" in message
+    assert fix in message.split("Fix: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("lr_schedule: {type: CosinWithWarmUpLR}\n", ["lr_schedule.type = 'CosinWithWarmUpLR'", "CosineWithWarmUpLR"]),
+        ("callbacks: [{type: LossMonitor}]\n", ["callbacks.0.type = 'LossMonitor'", "MFLossMonitor"]),
+        ("callbacks: [{per_print_times: 3}]\n", ["callbacks.0: the key type is missing", "CheckpointMonitor"]),
+        ("train_dataset: {data_loader: {type: TextDatset}}\n", ["TextDatset", "you probably mean TextDataset"]),
+        ("callbacks: [{type: 3}]\n", ["callbacks.0.type = 3"]),
+        ("optimizer: {type: AdamWeightDecay}\n", ["optimizer.type = 'AdamWeightDecay': must be AdamW or SGD"]),
+        ("model: {arch: {type: GPT}}\n", ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM or"]),
+    ],
+)
+def test_unknown_types_list_the_known_ones(text, parts):
+    message = error_of(text)
+    assert all(part in message for part in parts), message
+
+
+def test_types_have_other_spellings():
+    text = "callbacks: [{type: CheckpointMointor}]\noptimizer: {type: FusedAdamW}\n"
+    config = load(text)
+    assert (config.callbacks[0].type, config.optimizer.type) == ("CheckpointMonitor", "AdamW")
+    assert "a.yaml:2: optimizer.type FusedAdamW is taken as AdamW" in notices(text)
+
+
+def test_sections_told_apart_by_type_have_a_default_type():
+    config = load("lr_schedule: {learning_rate: 0.1}\ntrain_dataset: {data_loader: {dataset_dir: a}}\n")
+    assert config.lr_schedule.type == "CosineWithWarmUpLR"
+    assert config.train_dataset.data_loader.type == "TextDataset"
+
+
+def test_all_problems_are_shown_in_the_order_of_the_file():
+    text = BASE + "runner_config:\n  batch_size: four\n  epoch: 3\nseed: -1\nlr_schedule:\n  type: Cosine\n"
+    message = error_of(text, "eval_step_interval=x", "rum_mode=eval")
+    lines = [line for line in message.splitlines() if not line.startswith("  Fix")]
+    assert [line.split(": ")[0] for line in lines[1:]] == [
+        "a.yaml:17", "a.yaml:18", "a.yaml:19", "a.yaml:21", "flag --eval_step_interval", "flag --rum_mode",
+    ]  # fmt: skip
+    assert lines[0] == "6 problems in the configuration."
+
+
+def test_at_most_ten_problems_are_shown():
+    message = error_of("".join(f"zzz{number}: 1\n" for number in range(25)))
+    assert message.startswith("25 problems") and message.endswith("... and 15 more.")
+    assert message.count("unknown key") == 10
+
+
+def test_an_architecture_implies_what_its_name_says():
+    assert load("model: {arch: {type: Qwen2ForCausalLM}}\n").decoder.qkv_has_bias
+    assert load("model: {arch: {type: Qwen3ForCausalLM}}\n").decoder.use_qk_norm
+    explicit = load("model: {arch: {type: Qwen3ForCausalLM}, model_config: {qk_layernorm: False}}\n")
+    assert not explicit.decoder.use_qk_norm
+    assert not load("model: {arch: {type: LlamaForCausalLM}}\n").decoder.use_qk_norm
+
+
+def test_the_optimizers_learning_rate_reaches_the_schedule():
+    constant = load("optimizer: {learning_rate: 0.01}\n")
+    assert (constant.lr_schedule.type, constant.lr_schedule.learning_rate) == ("ConstantWarmUpLR", 0.01)
+    peak = load("optimizer: {learning_rate: 0.01}\nlr_schedule: {warmup_steps: 3}\n")
+    assert (peak.lr_schedule.type, peak.lr_schedule.learning_rate) == ("CosineWithWarmUpLR", 0.01)
+    assert peak.source.where("lr_schedule.learning_rate") == "a.yaml:1 (optimizer.learning_rate)"
+    wave = load("optimizer: {learning_rate: 0.01}\nlr_schedule: {type: CosineAnnealingLR, t_max: 5}\n")
+    assert wave.lr_schedule.base_lr == 0.01
+
+
+def test_untied_embeddings_are_the_opposite_of_tied_ones():
+    assert load("model_config: {untie_embeddings_and_output_weights: False}\n").decoder.tie_word_embeddings
+    message = error_of("model_config:\n  untie_embeddings_and_output_weights: True\n  tie_word_embeddings: True\n")
+    assert "contradicts tie_word_embeddings = True (a.yaml:3)" in message

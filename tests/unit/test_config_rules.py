@@ -1,0 +1,313 @@
+"""Types, bounds and rules across sections: every message names place, key, value, rule and fix."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from config_helpers import BASE, error_of, failure, load, notices
+
+from trainer.config import check_runnable
+
+SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300}\n"
+
+
+@pytest.mark.parametrize(
+    ("pair", "rule"),
+    [
+        ("runner_config.gradient_accumulation_steps=0", "= 0: must be at least 1"),
+        ("runner_config.gradient_accumulation_steps=-1", "= -1: must be at least 1"),
+        ("runner_config.gradient_accumulation_steps=1.5", "= 1.5: must be an integer"),
+        ("runner_config.gradient_accumulation_steps=four", "= 'four': must be an integer"),
+        ("runner_config.gradient_accumulation_steps=True", "= True: must be an integer"),
+        ("runner_config.gradient_accumulation_steps='4'", "write 4 without quotes"),
+        ("runner_config.gradient_accumulation_steps=", "= None: must be an integer"),
+        ("runner_config.batch_size=1_000", "write 1000 without quotes"),
+        ("runner_wrapper.max_grad_norm=0", "= 0: must be greater than 0"),
+        ("runner_wrapper.max_grad_norm=-1.0", "= -1.0: must be greater than 0"),
+        ("runner_wrapper.max_grad_norm=.nan", "must be a finite number"),
+        ("runner_wrapper.max_grad_norm=.inf", "must be a finite number"),
+        ("runner_wrapper.max_grad_norm=big", "= 'big': must be a number"),
+        ("runner_wrapper.max_grad_norm=True", "= True: must be a number"),
+        ("runner_wrapper.use_clip_grad=yes", "write True"),
+        ("runner_wrapper.use_clip_grad=1", "= 1: must be True or False"),
+        ("runner_wrapper.type=TrainOneStep", "must be MFTrainOneStepCell or MFPipelineWithLossScaleCell"),
+        ("optimizer.betas=[0.9, 1.0]", "= 1.0: must be less than 1"),
+        ("optimizer.betas=[-0.1, 0.9]", "= -0.1: must be at least 0"),
+        ("optimizer.betas=[0.9]", "must be a list of at least 2 values"),
+        ("optimizer.betas=[0.9, 0.9, 0.9]", "must be a list of at most 2 values"),
+        ("optimizer.betas=0.9", "= 0.9: must be a list"),
+        ("optimizer.eps=0", "must be greater than 0"),
+        ("lr_schedule.warmup_ratio=1.5", "must be at most 1"),
+        ("lr_schedule.learning_rate=-1", "must be at least 0"),
+        ("run_mode=evaluate", "must be train, finetune, eval or predict"),
+        ("run_mode=Train", "write train"),
+        ("context.mode=2", "= 2: must be at most 1"),
+        ("context.mode=True", "= True: must be an integer"),
+        ("context.device_target=cpu", "write CPU"),
+        ("resume_training=3", "= 3: must be True or False or a text"),
+        ("output_dir=", "must be a text"),
+        ("output_dir=''", "must be a text that is not empty"),
+        ("model_config.hidden_act=gelu", "must be silu, swiglu or fusedswiglu"),
+        ("model_config.top_p=0", "must be greater than 0"),
+        ("model_config.compute_dtype=float64", "must be float32, float16 or bfloat16"),
+        ("train_dataset.held_out=1", "must be less than 1"),
+        ("train_dataset.data_loader.patterns=[]", "must be a list of at least 1 values"),
+        ("seed=[1]", "= [1]: must be an integer"),
+    ],
+)
+def test_types_and_bounds(pair, rule):
+    message = error_of(BASE, pair)
+    assert rule in message
+    assert message.startswith(f"flag --{pair.split('=')[0]}: ")
+    assert re.search(r"\n  Fix: .+\.$", message)
+
+
+def test_an_integer_is_a_number_but_a_number_is_no_integer():
+    assert load(BASE, "optimizer.weight_decay=1").optimizer.weight_decay == 1.0
+    assert "must be an integer" in error_of(BASE, "seed=1.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "model_config: {hidden_size: 64, num_heads: 5}\n",
+            ["num_heads = 5: must divide hidden_size (64)", "use 4 heads"],
+        ),
+        ("model_config: {hidden_size: 12, num_heads: 4}\n", ["a head has 3 numbers", "must be even"]),
+        ("model_config: {head_dim: 5}\n", ["model.model_config.head_dim = 5", "must be even"]),
+        ("model_config: {num_heads: 4, n_kv_heads: 3}\n", ["n_kv_heads = 3: must divide num_heads (4)", "use 2"]),
+        ("model_config: {num_heads: 4, n_kv_heads: 8}\n", ["n_kv_heads = 8: must divide num_heads (4)"]),
+        ("model_config: {position_embedding_type: yarn}\n", ["rope_scaling is absent", "rope_type: yarn"]),
+        (
+            "model_config: {rope_scaling: {rope_type: llama3, low_freq_factor: 4}}\n",
+            ["low_freq_factor = 4.0: must be below high_freq_factor (4.0)"],
+        ),
+        ("model_config: {rope_scaling: {rope_type: yarn, beta_slow: 40}}\n", ["must be below beta_fast (32.0)"]),
+        ("model_config: {rope_scaling: {type: dynamic}}\n", ["rope_scaling.rope_type = 'dynamic'"]),
+        ("model_config: {vocab_size: 300, eos_token_id: 300}\n", ["eos_token_id = 300", "0 to 299"]),
+        ("model_config: {vocab_size: 300, eos_token_id: [2, -1]}\n", ["eos_token_id = [2, -1]", "0 to 299"]),
+        (
+            "model_config: {vocab_size: 256}\ntrain_dataset: {data_loader: {dataset_dir: stdlib}}\n",
+            ["vocab_size = 256: the byte tokenizer has 257 tokens", "set it to 257 or more"],
+        ),
+        ("lr_schedule: {total_steps: 0}\n", ["lr_schedule.total_steps = 0", "write -1"]),
+        (
+            "lr_schedule: {warmup_steps: 20, total_steps: 10}\n",
+            ["warmup_steps = 20: must be at most", "total_steps (10)"],
+        ),
+        ("lr_schedule:\n  warmup_steps: 20\n  warmup_ratio: 0.1\n", ["a.yaml:2: ", "warmup_ratio = 0.1 (a.yaml:3)"]),
+        (
+            "optimizer: {learning_rate: 0.1}\nlr_schedule: {learning_rate: 0.2}\n",
+            ["a.yaml:1: optimizer.learning_rate = 0.1", "lr_schedule.learning_rate = 0.2 (a.yaml:2)"],
+        ),
+        ("train_dataset: {tokenizer: {path: x}}\n", ["the byte tokenizer reads no file", "huggingface"]),
+        (
+            "callbacks: [{type: MFLossMonitor}, {type: MFLossMonitor}]\n",
+            ["callbacks.1.type", "there already (a.yaml:1)"],
+        ),
+        ("moe_config: {num_experts_chosen: 2}\n", ["num_experts_chosen = 2: a token cannot go to more experts"]),
+        ("moe_config: {expert_num: 4, num_experts_chosen: 8}\n", ["more experts than there are (4)"]),
+        ("moe_config: {capacity_factor: 0}\n", ["capacity_factor = 0.0: must be greater than 0, or -1"]),
+        ("moe_config: {expert_num: 8, n_group: 3}\n", ["n_group = 3: must divide the experts (8)"]),
+        ("moe_config: {expert_num: 8, topk_group: 2}\n", ["topk_group = 2: needs n_group"]),
+        (
+            "moe_config: {expert_num: 8, n_group: 2, topk_group: 3}\n",
+            ["topk_group = 3: a token cannot go to more groups"],
+        ),
+        (
+            "moe_config: {expert_num: 8, n_group: 4, topk_group: 1, num_experts_chosen: 3}\n",
+            ["num_experts_chosen = 3: 1 groups of 2 experts have fewer"],
+        ),
+        ("model_config: {num_layers: 2}\nmoe_config: {first_k_dense_replace: 3}\n", ["must be at most num_layers (2)"]),
+        ("model_config: {num_layers: 2}\nmoe_config: {moe_layer_freq: [1]}\n", ["one number for each of the 2 layers"]),
+        ("moe_config: {use_gating_sigmoid: True, scoring_func: softmax}\n", ["contradicts use_gating_sigmoid"]),
+        ("moe_config: {aux_loss_factors: [1.0]}\n", ["one factor for each of aux_loss_types (0)"]),
+        (
+            SIZES + "callbacks: [{type: MoEDropRateCallback, num_layers: 3}]\n",
+            ["callbacks.0.num_layers = 3: disagrees with model.model_config.num_layers = 2 (a.yaml:1)"],
+        ),
+        (
+            SIZES + "callbacks: [{type: MoEDropRateCallback, expert_num: 4}]\n",
+            ["disagrees with model.model_config.moe_config.expert_num = 1, its default"],
+        ),
+    ],
+)
+def test_rules_across_sections(text, parts):
+    message = error_of(text)
+    assert all(part in message for part in parts), message
+    assert "\n  Fix: " in message
+
+
+PIPELINE = "use_parallel: True\nparallel_config: {pipeline_stage: 4, micro_batch_num: %d}\n"
+
+
+def test_accumulation_under_a_pipeline():
+    message = error_of(PIPELINE % 4 + "runner_config: {gradient_accumulation_steps: 8}\n")
+    assert (
+        "gradient_accumulation_steps = 8: under a pipeline it means micro_batch_num, which is 4 (a.yaml:2)" in message
+    )
+    assert "micro_batch_num = 2: must be at least pipeline_stage (4)" in error_of(PIPELINE % 2)
+    fits = error_of(PIPELINE % 8)
+    assert "micro_batch_num" not in fits and "use_parallel = True: not yet supported" in fits
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model_config: {hidden_size: 64, num_heads: 5, head_dim: 16}\n",
+        "model_config: {vocab_size: 100}\ntrain_dataset: {data_loader: {type: SyntheticDataset}}\n",
+        "lr_schedule: {warmup_steps: 10, total_steps: 10}\n",
+        "lr_schedule: {warmup_steps: 0, warmup_ratio: 0.1}\n",
+        "optimizer: {learning_rate: 0.1}\nlr_schedule: {learning_rate: 0.1}\n",
+        "moe_config: {capacity_factor: -1}\n",
+        "runner_wrapper: {scale_sense: 1.0}\n",
+        "runner_wrapper: {scale_sense: 1}\n",
+        "recompute_config: {recompute: False, select_recompute: False, mp_comm_recompute: True}\n",
+        "parallel: {parallel_mode: 1, full_batch: True, dataset_strategy: [[1, 1]]}\n",
+    ],
+)
+def test_what_is_right_at_the_edge_loads(text):
+    load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("moe_config: {expert_num: 4}\n", ["moe_config.expert_num = 4: not yet", "train a dense model"]),
+        ("model_config: {mtp_depth: 1}\n", ["mtp_depth = 1: not yet"]),
+        ("use_parallel: True\n", ["use_parallel = True: not yet", "use_parallel False"]),
+        ("recompute_config: {recompute: True}\n", ["recompute = True: not yet", "set it to False"]),
+        ("recompute_config: {select_recompute: [1, 2]}\n", ["select_recompute = [1, 2]: not yet"]),
+        ("runner_wrapper: {scale_sense: 1024}\n", ["scale_sense = 1024.0: not yet", "1.0"]),
+        (
+            "runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_value: 4}}\n",
+            ["runner_wrapper.scale_sense = {'type': 'DynamicLossScaleUpdateCell'", "not yet"],
+        ),
+        (
+            "train_dataset: {data_loader: {type: MindDataset, dataset_dir: a}}\n",
+            ["'MindDataset': not yet", "TextDataset"],
+        ),
+        ("train_dataset: {data_loader: {type: MnistDataset}}\n", ["not yet", "TextDataset"]),
+        ("train_dataset: {data_loader: {type: CommonDataLoader, path: a}}\n", ["not yet", "JsonlDataset"]),
+        (
+            "train_dataset:\n  data_loader:\n    type: BlendedMegatronDatasetDataLoader\n    sizes: [1, 0, 0]\n",
+            ["a.yaml:2: train_dataset.data_loader = 'BlendedMegatronDatasetDataLoader': not yet"],
+        ),
+        ("callbacks: [{type: ProfileMonitor, start_step: 3}]\n", ["callbacks.0 = 'ProfileMonitor': not yet"]),
+        ("callbacks: [{type: EarlyStop}]\n", ["callbacks.0 = 'EarlyStop': not yet", "stop_step"]),
+        ("model_config: {pet_config: {pet_type: lora}}\n", ["not yet", "adapters"]),
+        ("pretrained_model_dir: a\n", ["not yet", "load_checkpoint"]),
+    ],
+)
+def test_what_is_not_yet_built_says_what_to_do_meanwhile(text, parts):
+    message = error_of(text)
+    assert all(part in message for part in parts), message
+
+
+def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
+    assert "scale_window = 0: must be at least 1" in error_of("runner_wrapper: {scale_sense: {scale_window: 0}}\n")
+    assert "loss_scale: unknown key" in error_of("runner_wrapper: {scale_sense: {loss_scale: 1}}\n")
+    assert "not yet" not in error_of("moe_config: {expert_num: 4, num_experts_chosen: 5}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("runner_config: {sink_mode: True}\n", ["ignored: runner_config.sink_mode (a.yaml:1): ", "no data sink"]),
+        ("context: {max_device_memory: 58GB}\n", ["context.max_device_memory (a.yaml:1)", "Ascend"]),
+        (
+            "context:\n  max_device_memory: 58GB\n  memory_optimize_level: O1\n",
+            ["ignored: context.max_device_memory (a.yaml:2), context.memory_optimize_level (a.yaml:3): only Ascend"],
+        ),
+        ("swap_config: {swap: True}\n", ["swap_config.swap"]),
+        ("tensorboard: {tensorboard_dir: a}\n", ["tensorboard.tensorboard_dir", "metrics.jsonl"]),
+        ("callbacks: [{type: ObsMonitor}]\n", ["callbacks.0", "nothing is uploaded"]),
+        ("callbacks: [{type: CheckpointMonitor, prefix: x}]\n", ["callbacks.0.prefix"]),
+        (
+            "parallel_config: {data_parallel: 8, model_parallel: 2}\n",
+            ["data_parallel 8, model_parallel 2", "one device"],
+        ),
+        ("model_config: {compute_dtype: bfloat16}\n", ["compute_dtype: a CPU has no bfloat16", "float32"]),
+        ("model_config: {compute_dtype: float16}\n", ["float16", "not scaled"]),
+        ("model_config: {seq_length: 64, max_position_embeddings: 32}\n", ["seq_length 64 is beyond"]),
+        ("optimizer: {type: SGD, betas: [0.9, 0.95]}\n", ["optimizer.betas: not used by SGD"]),
+        ("optimizer: {momentum: 0.9}\n", ["optimizer.momentum: not used by AdamW"]),
+        ("moe_config: {use_gmm: True}\n", ["moe_config: changes nothing"]),
+        ("callbacks: [{type: MoEDropRateCallback}]\n", ["reports nothing, the model is dense"]),
+        ("train_dataset: {batch_size: 3}\n", ["train_dataset.batch_size 3: not used"]),
+        ("train_dataset: {max_batches: 3}\n", ["train_dataset.max_batches: not used"]),
+        (
+            "train_dataset: {held_out: 0.1}\neval_dataset: {held_out: 0.1}\n",
+            ["train_dataset.held_out", "eval_dataset.held"],
+        ),
+        ("predict_data: x\n", ["predict_data: not used, run_mode is train"]),
+        ("run_mode: eval\nresume_training: True\n", ["resume_training: not used"]),
+        ("do_eval: True\neval_step_interval: -1\n", ["evaluates only at the end"]),
+    ],
+)
+def test_what_changes_nothing_is_told(text, parts):
+    told = notices(text)
+    assert all(part in told for part in parts), told
+
+
+def test_a_plain_file_gives_no_notice():
+    assert notices(BASE) == ""
+
+
+def test_default_values_written_out_give_no_notice():
+    assert notices("runner_config: {sink_mode: False}\nprofile: False\nswap_config: {swap: False}\n") == ""
+
+
+def test_on_ascend_bfloat16_is_no_news():
+    assert "bfloat16" not in notices("context: {device_target: Ascend}\nmodel_config: {compute_dtype: bfloat16}\n")
+
+
+def test_derived_sizes():
+    decoder = load("model_config: {hidden_size: 4096, num_heads: 32}\n").decoder
+    assert (decoder.kv_heads, decoder.head_size, decoder.ffn_size, decoder.max_positions) == (32, 128, 11008, 2048)
+    text = (
+        "model_config: {hidden_size: 8192, num_heads: 64, multiple_of: 4096, ffn_dim_multiplier: 1.3, n_kv_heads: 8}\n"
+    )
+    assert (load(text).decoder.ffn_size, load(text).decoder.kv_heads) == (28672, 8)
+    explicit = load("model_config: {head_dim: 6, intermediate_size: 7, max_position_embeddings: 9}\n").decoder
+    assert (explicit.head_size, explicit.ffn_size, explicit.max_positions) == (6, 7, 9)
+
+
+def run_error(text: str, *pairs: str) -> str:
+    """The message of the error that says why a valid file cannot run."""
+    config = load(text, *pairs)
+    return failure(lambda: check_runnable(config))
+
+
+def test_the_base_file_can_run(tmp_path):
+    check_runnable(load(BASE, f"output_dir={tmp_path / 'new' / 'folder'}"))
+
+
+def test_a_run_needs_the_sizes_of_its_model():
+    message = run_error("model_config: {num_layers: 2}\n")
+    assert "missing: hidden_size, num_heads, vocab_size" in message and message.startswith("a.yaml")
+
+
+def test_modes_need_weights_prompts_and_data():
+    for mode in ("finetune", "eval", "predict"):
+        assert f"load_checkpoint = '': run_mode {mode} needs weights" in run_error(BASE, f"run_mode={mode}")
+    check_runnable(load(BASE, "run_mode=finetune", "resume_training=True"))
+    assert "run_mode predict needs prompts" in run_error(BASE, "run_mode=predict", "load_checkpoint=/")
+    check_runnable(load(BASE, "run_mode=predict", "load_checkpoint=/", "predict_data=x"))
+    assert "nothing to evaluate on" in run_error(BASE, "do_eval=True")
+    assert "nothing to evaluate on" in run_error(BASE, "run_mode=eval", "load_checkpoint=/")
+    check_runnable(load(BASE, "do_eval=True", "train_dataset.held_out=0.1"))
+
+
+def test_a_checkpoint_that_does_not_exist(tmp_path):
+    message = run_error(BASE, f"load_checkpoint={tmp_path / 'none'}")
+    assert "flag --load_checkpoint: load_checkpoint = " in message and "does not exist" in message
+
+
+def test_an_output_dir_that_is_a_file(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is a file, not a folder" in run_error(BASE, f"output_dir={file}")
+    assert f"{file} is a file" in run_error(BASE, f"output_dir={file / 'below'}")

@@ -1,0 +1,27 @@
+"""Reading a configuration is quick: it brings in neither MindSpore nor numpy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+import trainer.config, trainer.flags
+from trainer.config import json_schema, load_config, dump_config
+config = trainer.config.parse_config("a.yaml", "seed: 1")
+dump_config(config)
+json_schema()
+print(*(name for name in ("mindspore", "numpy", "torch", "rich", "typer") if name in sys.modules))
+"""
+
+
+def test_the_configuration_imports_no_heavy_library():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_the_table_of_flags_does_not_even_need_the_schema():
+    program = "import sys, trainer.flags; print('pydantic' in sys.modules, 'yaml' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "False"], done.stderr

@@ -1,0 +1,302 @@
+"""From a configuration to data sets: what is built, what is estimated, and every rule between data and model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import jsonl, line_of, make_config, write_tokenizer
+
+from trainer.data import BatchLoader, SyntheticDataset, build_datasets, build_eval_dataset, estimate_rows
+from trainer.data.batch import IGNORE_INDEX
+from trainer.data.datasets import DEFAULT_CACHE_DIR, batch_size
+from trainer.errors import UserError
+
+JSONL = {"type": "JsonlDataset"}
+
+
+def corpus_of(folder: Path, sizes=(100, 3, 50, 0, 500, 40, 41, 42, 300, 7)) -> Path:
+    """Text files of the given sizes in bytes."""
+    corpus = folder / "corpus"
+    corpus.mkdir(exist_ok=True)
+    for number, size in enumerate(sizes):
+        (corpus / f"{number:03}.txt").write_text(chr(97 + number % 26) * size)
+    return corpus
+
+
+def text_of(dataset) -> bytes:
+    """All tokens of a data set as text; documents end in a new line."""
+    ids = dataset.rows(range(dataset.num_rows)).input_ids.reshape(-1)
+    return bytes(np.where(ids == 256, 10, ids).astype(np.uint8))
+
+
+def test_training_rows_and_held_out_rows_share_no_document(tmp_path):
+    config = make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.2, "drop_remainder": False})
+    train, held_out = build_datasets(config)
+    split_texts = [set(text_of(dataset).strip(b"\0").split()) for dataset in (train, held_out)]
+    assert len(split_texts[0]) + len(split_texts[1]) == 9 and not split_texts[0] & split_texts[1]
+    assert train.num_tokens + held_out.num_tokens == 100 + 3 + 50 + 500 + 40 + 41 + 42 + 300 + 7 + 9
+    again, other = (
+        build_datasets(make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.2}, seed=seed))[1]
+        for seed in (1, 12)
+    )
+    assert text_of(again) == text_of(held_out) != text_of(other)
+
+
+def test_a_single_document_is_split_at_its_tail(tmp_path):
+    (tmp_path / "one.txt").write_text("abcdefghij" * 100)
+    train, held_out = build_datasets(make_config(tmp_path, tmp_path / "one.txt", train={"held_out": 0.1}))
+    assert (train.num_tokens, held_out.num_tokens) == (901, 100)
+    assert text_of(held_out).startswith(b"bcdefghija")
+
+
+def test_the_default_is_no_evaluation_data(tmp_path):
+    config = make_config(tmp_path, corpus_of(tmp_path))
+    assert build_datasets(config)[1] is None and build_eval_dataset(config) is None
+    assert estimate_rows(config).eval_rows is None
+
+
+def test_eval_dataset_is_its_own_data_and_is_built_only_to_evaluate(tmp_path):
+    other = jsonl(tmp_path / "eval.jsonl", {"text": "evaluate this text"}, {"text": "and that"})
+    data = {"data_loader": {**JSONL, "dataset_dir": str(other)}}
+    config = make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.1}, eval_dataset=data, do_eval=True)
+    train, evaluation = build_datasets(config)
+    assert text_of(evaluation) == b"evaluate this text\nand t", "rows of 8, the rest is dropped"
+    assert text_of(build_eval_dataset(config)) == text_of(evaluation)
+    unused = make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.1}, eval_dataset=data)
+    assert build_datasets(unused)[1] is None and estimate_rows(unused).eval_rows is not None
+    only = make_config(tmp_path, "nowhere", eval_dataset=data, run_mode="eval")
+    assert text_of(build_eval_dataset(only)) == text_of(evaluation)
+
+
+def test_held_out_documents_alone_can_be_built(tmp_path):
+    config = make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.2})
+    assert text_of(build_eval_dataset(config)) == text_of(build_datasets(config)[1])
+
+
+def test_num_samples_limits_training_rows_only(tmp_path):
+    train = {"held_out": 0.3}
+    every = build_datasets(make_config(tmp_path, corpus_of(tmp_path), train=train))
+    limited = build_datasets(make_config(tmp_path, corpus_of(tmp_path), train=train, loader={"num_samples": 4}))
+    assert limited[0].num_rows == 4 and limited[1].num_rows == every[1].num_rows
+    assert text_of(limited[0]) == text_of(every[0])[:32]
+
+
+def test_drop_remainder_decides_about_the_last_row(tmp_path):
+    corpus = corpus_of(tmp_path, (20,))
+    dropped, kept = (
+        build_datasets(make_config(tmp_path, corpus, train={"drop_remainder": drop}))[0] for drop in (True, False)
+    )
+    assert (dropped.num_rows, kept.num_rows) == (2, 3)
+    last = kept.rows([2])
+    assert last.input_ids.tolist() == [[97, 97, 97, 97, 256, 0, 0, 0]]
+    assert last.labels.tolist() == [[97, 97, 97, 256] + [IGNORE_INDEX] * 4]
+
+
+def test_an_uneven_split_is_told(tmp_path):
+    told: list[str] = []
+    config = make_config(tmp_path, corpus_of(tmp_path, (400, 500)), train={"held_out": 0.1})
+    build_datasets(config, notice=told.append)
+    assert len(told) == 1 and "44.5% of all tokens instead of held_out = 10.0%" in told[0]
+    build_datasets(make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.1}), notice=told.append)
+    assert len(told) == 1
+
+
+def test_synthetic_rows(tmp_path):
+    loader = {"type": "SyntheticDataset", "num_samples": 50}
+    train, held_out = build_datasets(make_config(tmp_path, loader=loader, train={"held_out": 0.1}))
+    assert isinstance(train, SyntheticDataset) and (train.num_rows, held_out.num_rows) == (45, 5)
+    assert train.max_token_id == 299 and not (tmp_path / "cache").exists()
+    evaluation = {"data_loader": {"type": "SyntheticDataset", "num_samples": 7}}
+    train, own = build_datasets(make_config(tmp_path, loader=loader, eval_dataset=evaluation, do_eval=True))
+    assert (train.num_rows, own.num_rows) == (50, 7)
+    rows = np.concatenate([dataset.rows(range(dataset.num_rows)).input_ids for dataset in (train, own, held_out)])
+    assert len(np.unique(rows, axis=0)) == 57, "rows of eval_dataset come after those of training"
+
+
+def test_evaluation_uses_the_tokenizer_of_training(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    other = write_tokenizer(tmp_path / "other" / "tokenizer.json", "<|endoftext|>")
+    (tmp_path / "eval.txt").write_text("the cat sat on the mat " * 20)
+    tokenizer = {"tokenizer": {"type": "huggingface", "path": str(path)}}
+    data = {"data_loader": {"type": "TextDataset", "dataset_dir": str(tmp_path / "eval.txt")}}
+    arguments = {"train": tokenizer, "do_eval": True}
+    for section in (data, {**data, **tokenizer}, {**data, "tokenizer": {"type": "bytes"}}):
+        evaluation = build_datasets(make_config(tmp_path, corpus_of(tmp_path), eval_dataset=section, **arguments))[1]
+        assert evaluation.num_tokens < 200
+    section = {**data, "tokenizer": {"type": "huggingface", "path": str(other)}}
+    with pytest.raises(UserError, match="eval_dataset.tokenizer = .*train_dataset.tokenizer is another one") as caught:
+        build_datasets(make_config(tmp_path, corpus_of(tmp_path), eval_dataset=section, **arguments))
+    assert "run.yaml:" in str(caught.value)
+
+
+def test_the_default_cache_lies_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = make_config(tmp_path, corpus_of(tmp_path), train={"cache_dir": None})
+    build_datasets(config)
+    assert any(Path(DEFAULT_CACHE_DIR).expanduser().glob("*/tokens.bin"))
+    assert (tmp_path / "home").exists()
+
+
+def test_batch_size_of_an_evaluation(tmp_path):
+    evaluation = {"data_loader": {"type": "SyntheticDataset", "num_samples": 7}}
+    config = make_config(tmp_path, "x", eval_dataset=evaluation, runner_config={"batch_size": 3})
+    assert (batch_size(config, "train_dataset"), batch_size(config, "eval_dataset")) == (3, 3)
+    config = make_config(tmp_path, "x", eval_dataset={**evaluation, "batch_size": 2}, runner_config={"batch_size": 3})
+    assert (batch_size(config, "train_dataset"), batch_size(config, "eval_dataset")) == (3, 2)
+
+
+def test_rows_and_loader_together_see_every_token_once(tmp_path):
+    config = make_config(tmp_path, corpus_of(tmp_path), train={"drop_remainder": False})
+    dataset, _ = build_datasets(config)
+    loader = BatchLoader(dataset, batch_size=4, shuffle=True, seed=1, drop_remainder=False, prefetch_size=2)
+    labels = np.concatenate([batch.labels.reshape(-1) for batch in loader.epoch(0)])
+    inputs = dataset.rows(range(dataset.num_rows)).input_ids.reshape(-1)[: dataset.num_tokens]
+    counted = np.bincount(labels[labels != IGNORE_INDEX], minlength=257)
+    expected = np.bincount(inputs, minlength=257)
+    # Each token is a label once, but the first of each document and the first of each row that starts inside one.
+    assert counted[256] <= expected[256] == 9
+    assert counted.sum() == dataset.num_tokens - 9
+
+
+# Estimates
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+@pytest.mark.parametrize("held_out", [0.0, 0.2])
+@pytest.mark.parametrize("num_samples", [None, 5])
+def test_the_estimate_for_bytes_of_text_is_exact(tmp_path, drop_remainder, held_out, num_samples):
+    train = {"held_out": held_out, "drop_remainder": drop_remainder}
+    config = make_config(tmp_path, corpus_of(tmp_path), train=train, loader={"num_samples": num_samples})
+    estimate = estimate_rows(config)
+    assert not (tmp_path / "cache").exists()
+    dataset, evaluation = build_datasets(config)
+    assert estimate.exact and (estimate.rows, estimate.tokens) == (dataset.num_rows, dataset.num_tokens)
+    assert estimate.eval_rows == (evaluation.num_rows if evaluation else None)
+
+
+def test_the_estimate_for_synthetic_rows_is_exact(tmp_path):
+    loader = {"type": "SyntheticDataset", "num_samples": 50}
+    estimate = estimate_rows(make_config(tmp_path, loader=loader, train={"held_out": 0.1}))
+    assert estimate == (45, True, 360, 5)
+
+
+def test_other_estimates_become_exact_with_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.data.sources.STAMP_SETTLES_SECONDS", 0.0)
+    path = jsonl(tmp_path / "a.jsonl", *({"text": "the cat sat on the mat " * count} for count in range(1, 30)))
+    config = make_config(tmp_path, path, loader=JSONL, train={"held_out": 0.2})
+    guess = estimate_rows(config)
+    time.sleep(0.02)
+    dataset, evaluation = build_datasets(config)
+    assert not guess.exact and 0.5 < guess.rows / dataset.num_rows < 2
+    assert estimate_rows(config) == (dataset.num_rows, True, dataset.num_tokens, evaluation.num_rows)
+
+
+def test_the_estimate_for_a_hugging_face_tokenizer_is_a_guess(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    train = {"tokenizer": {"type": "huggingface", "path": str(path)}}
+    estimate = estimate_rows(make_config(tmp_path, corpus_of(tmp_path), train=train))
+    assert not estimate.exact and estimate.rows > 0
+
+
+def test_the_estimate_for_the_standard_library_is_exact(tmp_path):
+    config = make_config(tmp_path, "stdlib", train={"held_out": 0.02})
+    estimate = estimate_rows(config)
+    dataset, evaluation = build_datasets(config)
+    assert estimate == (dataset.num_rows, True, dataset.num_tokens, evaluation.num_rows)
+    assert 0.015 < evaluation.num_tokens / (dataset.num_tokens + evaluation.num_tokens) <= 0.02
+
+
+def test_an_estimate_imports_no_mindspore(tmp_path):
+    estimate_rows(make_config(tmp_path, corpus_of(tmp_path)))
+    assert "mindspore" not in sys.modules
+
+
+def test_an_estimate_of_eval_dataset(tmp_path):
+    evaluation = {"data_loader": {"type": "TextDataset", "dataset_dir": str(corpus_of(tmp_path, (100,)))}}
+    config = make_config(tmp_path, corpus_of(tmp_path), eval_dataset=evaluation, do_eval=True)
+    assert estimate_rows(config).eval_rows == build_datasets(config)[1].num_rows
+
+
+# Rules
+
+
+def both_fail(config, match: str) -> str:
+    """The build fails with this message, and so does the estimate, which costs less."""
+    with pytest.raises(UserError, match=match) as built:
+        build_datasets(config)
+    with pytest.raises(UserError, match=match) as estimated:
+        estimate_rows(config)
+    assert str(built.value) == str(estimated.value) and "Fix: " in str(built.value)
+    return str(built.value)
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+@pytest.mark.parametrize("size", [1, 6, 7])
+def test_a_row_longer_than_the_data_is_an_error(tmp_path, size, drop_remainder):
+    config = make_config(tmp_path, corpus_of(tmp_path, (size,)), train={"drop_remainder": drop_remainder})
+    message = both_fail(config, r"seq_length = 8: a row takes 9 tokens.* train_dataset has \d")
+    assert line_of(tmp_path, "seq_length") in message and f"at most {size}" in message
+    assert build_datasets(make_config(tmp_path, corpus_of(tmp_path, (8,))))[0].num_rows == 1
+
+
+def test_a_batch_larger_than_the_data_set_is_an_error(tmp_path):
+    corpus, runner = corpus_of(tmp_path, (100,)), {"batch_size": 13}
+    message = both_fail(make_config(tmp_path, corpus, runner_config=runner), "12 rows of 8 tokens, fewer than one")
+    assert line_of(tmp_path, "batch_size") in message and "runner_config.batch_size = 13" in message
+    assert "at most 12" in message and "drop_remainder" in message
+    limited = make_config(tmp_path, corpus, runner_config={"batch_size": 6}, loader={"num_samples": 5})
+    both_fail(limited, "train_dataset has 5 rows")
+    kept = make_config(tmp_path, corpus, runner_config=runner, train={"drop_remainder": False})
+    assert build_datasets(kept)[0].num_rows == estimate_rows(kept).rows == 13
+
+
+def test_a_batch_larger_than_eval_dataset_is_an_error(tmp_path):
+    evaluation = {"data_loader": {"type": "TextDataset", "dataset_dir": str(corpus_of(tmp_path))}, "batch_size": 10_000}
+    config = make_config(tmp_path, corpus_of(tmp_path), eval_dataset=evaluation, do_eval=True)
+    message = both_fail(config, "eval_dataset.batch_size = 10000: eval_dataset has .* fewer than one batch")
+    assert line_of(tmp_path, "batch_size: 10000") in message
+    evaluation = {"data_loader": {"type": "SyntheticDataset", "num_samples": 3}}
+    small = make_config(
+        tmp_path, corpus_of(tmp_path), eval_dataset=evaluation, do_eval=True, runner_config={"batch_size": 4}
+    )
+    both_fail(small, "runner_config.batch_size = 4: eval_dataset has 3 rows")
+
+
+def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="vocab_size = 256: "):
+        build_datasets(make_config(tmp_path, corpus_of(tmp_path), model={"vocab_size": 256}))
+    assert build_datasets(make_config(tmp_path, corpus_of(tmp_path), model={"vocab_size": 257}))[0].max_token_id == 256
+    path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    train = {"tokenizer": {"type": "huggingface", "path": str(path)}}
+    config = make_config(tmp_path, corpus_of(tmp_path), train=train, model={"vocab_size": 200})
+    message = both_fail(config, r"vocab_size = 200: the data holds token id 2\d\d, beyond the model's vocabulary")
+    assert line_of(tmp_path, "vocab_size") in message and "at least 2" in message
+
+
+def test_a_token_of_the_text_beyond_the_vocabulary_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.data.sources.STAMP_SETTLES_SECONDS", 0.0)
+    path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    train = {"tokenizer": {"type": "huggingface", "path": str(path)}}
+    (tmp_path / "a.txt").write_text("the cat sat on the mat, the dog sat on the log\n" * 10)
+    model = {"vocab_size": 200, "eos_token_id": 0}
+    config = make_config(tmp_path, tmp_path / "a.txt", train=train, model=model)
+    assert not estimate_rows(config).exact, "what lies in the text is not known yet"
+    time.sleep(0.02)
+    with pytest.raises(UserError, match=r"vocab_size = 200: the data holds token id 2\d\d"):
+        build_datasets(config)
+    with pytest.raises(UserError, match=r"vocab_size = 200: the data holds token id 2\d\d"):
+        estimate_rows(config)
+
+
+def test_synthetic_data_needs_a_size(tmp_path):
+    config = make_config(tmp_path, loader={"type": "SyntheticDataset"})
+    message = both_fail(config, "train_dataset.data_loader.num_samples = None: SyntheticDataset has no end of its own")
+    assert line_of(tmp_path, "SyntheticDataset") in message
+
+
+def test_data_without_text_is_an_error_in_the_estimate_too(tmp_path):
+    both_fail(make_config(tmp_path, corpus_of(tmp_path, (0, 0))), "holds no text")

@@ -1,0 +1,297 @@
+"""Which files a data set consists of, and what is read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from data_helpers import cache_of, jsonl, line_of, make_config, source_of
+
+from trainer.data import sources
+from trainer.data.cache import find_token_file
+from trainer.data.documents import Piece, parse_line, read_pieces, render_prompt
+from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import UserError
+
+
+def read_all(folder: Path, dataset_dir: Path | str, kind: str = "TextDataset", chunk_bytes: int = 1024) -> list[Piece]:
+    return list(read_pieces(source_of(folder, dataset_dir, kind), chunk_bytes))
+
+
+def names(source: sources.Source, root: Path) -> list[str]:
+    return [file.path.relative_to(root).as_posix() for file in source.files]
+
+
+def test_a_folder_is_read_recursively_in_sorted_order_by_pattern(tmp_path):
+    corpus = tmp_path / "corpus"
+    for name in ("b.txt", "a/z.md", "a/y.py", "a/x.rst", ".git/c.txt", ".hidden.txt", "a-b/k.txt"):
+        (corpus / name).parent.mkdir(parents=True, exist_ok=True)
+        (corpus / name).write_text(name)
+    assert names(source_of(tmp_path, corpus), corpus) == ["a/y.py", "a/z.md", "a-b/k.txt", "b.txt"]
+    config = make_config(tmp_path, corpus, loader={"patterns": ["*.rst"]})
+    assert names(sources.find_source(config, "train_dataset"), corpus) == ["a/x.rst"]
+
+
+def test_a_folder_of_json_lines_needs_no_patterns(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    jsonl(corpus / "b.jsonl", {"text": "two"})
+    jsonl(corpus / "a.jsonl", {"text": "one"})
+    (corpus / "readme.txt").write_text("not data")
+    assert [piece.text for piece in read_all(tmp_path, corpus, "JsonlDataset")] == [b"one", b"two"]
+
+
+def test_stdlib_is_the_source_code_of_this_python_without_tests_and_packages(tmp_path):
+    source = source_of(tmp_path, "stdlib")
+    assert source.files == source_of(tmp_path, "stdlib").files
+    paths = [file.path for file in source.files]
+    assert Path(json.__file__) in paths and Path(os.__file__) in paths
+    folders = {part for path in paths for part in path.parts[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    assert {path.suffix for path in paths} == {".py"} and len(paths) > 300
+
+
+def test_stdlib_skips_files_that_are_not_text(tmp_path, monkeypatch):
+    (tmp_path / "lib" / "test").mkdir(parents=True)
+    (tmp_path / "lib" / "good.py").write_text("x = 1\n")
+    (tmp_path / "lib" / "latin.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "lib" / "nul.py").write_bytes(b"x = '\0'\n")
+    (tmp_path / "lib" / "test" / "bad.py").write_text("x = 2\n")
+    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    assert read_all(tmp_path, "stdlib") == [Piece(b"x = 1\n", True, True, True, 6)]
+
+
+def test_a_python_without_its_sources_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
+    with pytest.raises(UserError, match="no source files of its standard library"):
+        source_of(tmp_path, "stdlib")
+
+
+def test_a_folder_called_stdlib_is_reached_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "stdlib").mkdir()
+    (tmp_path / "stdlib" / "a.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert [piece.text for piece in read_all(tmp_path, "./stdlib")] == [b"mine"]
+
+
+@pytest.mark.parametrize("chunk_bytes", [4, 5, 7, 64])
+def test_pieces_of_a_long_file_join_to_it_and_never_cut_a_character(tmp_path, chunk_bytes):
+    text = "first line\n  indented\n\nnäïve ünïcode 日本語 🙂🙂 no line end here at all\nlast"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    pieces = read_all(tmp_path, tmp_path / "a.txt", chunk_bytes=chunk_bytes)
+    assert b"".join(piece.text for piece in pieces).decode() == text
+    for piece in pieces:
+        assert piece.text.decode()
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.ends_turn for piece in pieces] == [piece.ends_document for piece in pieces]
+    assert sum(piece.source_bytes for piece in pieces) == len(text.encode())
+
+
+def test_a_long_file_is_cut_before_lines_that_start_with_a_character(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n  three\n" * 3)
+    texts = [piece.text for piece in read_all(tmp_path, tmp_path / "a.txt", chunk_bytes=14)]
+    assert len(texts) > 2
+    assert all(text.startswith((b"one", b"two")) for text in texts)
+
+
+def test_an_empty_file_is_no_document(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("")
+    (corpus / "b.txt").write_text("b")
+    assert [piece.text for piece in read_all(tmp_path, corpus)] == [b"b"]
+
+
+# JSON lines
+
+
+def test_text_lines_carry_loss_everywhere():
+    assert parse_line(b'{"text": "caf\\u00e9", "id": 3}', "x:1") == [Piece("café".encode(), True, True, True, 0)]
+    assert parse_line(b'{"text": ""}', "x:1") == []
+
+
+def test_a_conversation_carries_loss_only_in_the_answers():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "See you."},
+    ]
+    pieces = parse_line(json.dumps({"messages": messages}).encode(), "x:1")
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    second = "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    assert pieces == [
+        Piece(prompt.encode(), False, False, False, 0),
+        Piece(b"Hello!", True, True, False, 0),
+        Piece(second.encode(), False, False, False, 0),
+        Piece(b"See you.", True, True, True, 0),
+    ]
+    assert render_prompt(messages[:2]) == prompt, "generation starts with what training showed"
+
+
+def test_a_conversation_may_end_with_the_user():
+    messages = [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Bye"}]
+    pieces = parse_line(json.dumps({"messages": messages}).encode(), "x:1")
+    assert [(piece.has_loss, piece.ends_turn, piece.ends_document) for piece in pieces] == [
+        (False, False, False),
+        (True, True, False),
+        (False, True, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "prompt"),
+    [
+        ({"input": "2"}, "### Instruction:\nDouble\n\n### Input:\n2\n\n### Response:\n"),
+        ({"input": ""}, "### Instruction:\nDouble\n\n### Response:\n"),
+        ({}, "### Instruction:\nDouble\n\n### Response:\n"),
+        ({"text": "the whole rendered"}, "### Instruction:\nDouble\n\n### Response:\n"),
+    ],
+)
+def test_an_instruction_carries_loss_only_in_the_output(extra, prompt):
+    pieces = parse_line(json.dumps({"instruction": "Double", "output": "4", **extra}).encode(), "x:1")
+    assert pieces == [Piece(prompt.encode(), False, False, False, 0), Piece(b"4", True, True, True, 0)]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_mistakes(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n  \n{"text": "two"}')
+    assert [piece.text for piece in read_all(tmp_path, path, "JsonlDataset")] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"text": "a"', ["not JSON", "column"]),
+        (b'{"text": "caf\xe9"}', ["UTF-8"]),
+        (b'["text"]', ["JSON object", "list"]),
+        (b'{"txet": "a", "id": 1}', ["none of the known forms", "txet, id"]),
+        (b"{}", ["none of the known forms", "none"]),
+        (b'{"instruction": "a"}', ["none of the known forms", "instruction"]),
+        (b'{"text": 3}', ["text = 3", "must be text"]),
+        (b'{"text": "\\ud800"}', ["surrogate"]),
+        (b'{"instruction": "a", "output": null}', ["output = None", "must be text"]),
+        (b'{"instruction": "a", "input": 5, "output": "b"}', ["input = 5"]),
+        (b'{"messages": "hi"}', ["messages = 'hi'", "list of {role, content}"]),
+        (b'{"messages": []}', ["messages = []"]),
+        (b'{"messages": [{"role": "user"}]}', ["messages.0", "role and content"]),
+        (b'{"messages": [{"role": "bot", "content": "a"}]}', ["messages.0.role = 'bot'", "assistant"]),
+        (b'{"messages": [{"role": "user", "content": ["a"]}]}', ["messages.0.content = ['a']", "must be text"]),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', ["no turn of the assistant"]),
+        (b"[" * 100_000, ["nested too deep"]),
+    ],
+)
+def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(UserError) as caught:
+        read_all(tmp_path, path, "JsonlDataset")
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ") and "Fix: " in message
+    for word in words:
+        assert word in message
+
+
+def test_a_long_bad_value_is_shown_in_part(tmp_path):
+    with pytest.raises(UserError) as caught:
+        parse_line(json.dumps({"text": ["x" * 10_000]}).encode(), "x:1")
+    assert len(str(caught.value)) < 400
+
+
+# Errors about files
+
+
+@pytest.mark.parametrize("kind", ["TextDataset", "JsonlDataset"])
+def test_an_unset_path_is_an_error(tmp_path, kind):
+    with pytest.raises(UserError, match="train_dataset.data_loader.dataset_dir = ''.*a file or a folder") as caught:
+        source_of(tmp_path, "", kind)
+    assert line_of(tmp_path, "dataset_dir") in str(caught.value)
+
+
+def test_a_missing_path_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="does not exist") as caught:
+        source_of(tmp_path, tmp_path / "nowhere.txt")
+    for word in (line_of(tmp_path, "dataset_dir"), "train_dataset.data_loader.dataset_dir", "nowhere.txt", "Fix: "):
+        assert word in str(caught.value)
+
+
+def test_a_folder_without_matching_files_is_an_error(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.csv").write_text("1,2")
+    with pytest.raises(UserError, match=r"no file named like \*\.txt, \*\.md, \*\.py") as caught:
+        source_of(tmp_path, tmp_path / "corpus")
+    assert "data_loader.patterns" in caught.value.fix
+
+
+def test_a_broken_link_is_an_error(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(UserError, match="a link to a file that is gone"):
+        source_of(tmp_path, tmp_path / "corpus")
+
+
+def test_a_pipe_is_an_error(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="neither a regular file nor a folder"):
+        source_of(tmp_path, tmp_path / "pipe")
+
+
+def test_an_impossible_name_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="cannot be read .*[Ff]ile name too long"):
+        source_of(tmp_path, "x" * 5000)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads a file that Linux refuses to read")
+def test_a_file_that_fails_to_read_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="/proc/self/mem.*cannot be read"):
+        read_all(tmp_path, "/proc/self/mem")
+    with pytest.raises(UserError, match="/proc/self/mem.*cannot be read"):
+        read_all(tmp_path, "/proc/self/mem", "JsonlDataset")
+
+
+def test_a_file_that_goes_away_is_an_error(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    source = source_of(tmp_path, tmp_path / "a.txt")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        list(read_pieces(source, 1024))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_forbidden_folder_is_an_error(tmp_path):
+    (tmp_path / "corpus").mkdir(mode=0o000)
+    with pytest.raises(UserError, match="cannot be read"):
+        source_of(tmp_path, tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("chunk_bytes", [4, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "line", "offset", "words"),
+    [
+        (b"good\nbad \xff\n", 2, 9, ["0xff", "UTF-8"]),
+        (b"PK\x03\x04\n\n\0\0", 3, 6, ["binary", "NUL"]),
+        (b"good\n" * 10 + b"cut \xe6\x97", 11, 54, ["0xe6", "unexpected end"]),
+    ],
+)
+def test_text_that_is_not_text_is_an_error_with_its_place(tmp_path, chunk_bytes, content, line, offset, words):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_all(tmp_path, path, chunk_bytes=chunk_bytes)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{line}: ") and f"at byte {offset}" in message and "iconv" in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(("kind", "content"), [("TextDataset", ""), ("JsonlDataset", '\n{"text": ""}\n')])
+def test_a_data_set_without_text_is_an_error(tmp_path, kind, content):
+    (tmp_path / "a.txt").write_text(content)
+    source = source_of(tmp_path, tmp_path / "a.txt", kind)
+    with pytest.raises(UserError, match="holds no text"):
+        find_token_file(source, ByteTokenizer(), cache_of(tmp_path))
+    assert list((tmp_path / "cache").glob("*")) == [], "nothing half made is left"

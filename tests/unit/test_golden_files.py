@@ -1,0 +1,75 @@
+"""The golden files are whole, agree with themselves and stay small; what they are for is tested in tests/parity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from golden_files import GOLDEN_FOLDER, golden_gradient, load_model_case, load_optimizer_case, model_case_names
+
+EXPECTED = ["model_llama", "model_llama_bias", "model_llama_llama3", "model_llama_packed", "model_llama_tied_linear",
+            "model_llama_yarn", "model_llama_yarn_mscale", "model_qwen2", "model_qwen3", "model_qwen3_packed"]
+
+
+def test_every_case_is_there_and_together_they_are_small():
+    assert model_case_names() == EXPECTED
+    assert sum(path.stat().st_size for path in GOLDEN_FOLDER.iterdir()) < 3_000_000
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_loss_is_the_cross_entropy_of_the_logits(name):
+    case = load_model_case(name)
+    logits_NV = case.logits.reshape(-1, case.config["vocab_size"]).astype(np.float64)
+    labels_N = case.labels.reshape(-1)
+    valid = labels_N != -100
+    largest = logits_NV.max(axis=1)
+    log_sum_N = np.log(np.exp(logits_NV - largest[:, None]).sum(axis=1)) + largest
+    losses = log_sum_N[valid] - logits_NV[valid, labels_N[valid]]
+    assert case.loss_sum == pytest.approx(losses.sum(), rel=1e-6)
+    assert case.valid_tokens == valid.sum() < labels_N.size
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_batch_follows_the_rules_of_packing(name):
+    case = load_model_case(name)
+    for ids, labels, positions, segments in zip(
+            case.input_ids, case.labels, case.positions, case.segment_ids, strict=True):
+        starts = np.flatnonzero(np.diff(segments, prepend=-1))
+        assert (positions == np.arange(len(ids)) - np.repeat(starts, np.diff(np.append(starts, len(ids))))).all()
+        shifted = labels[:-1] != -100
+        assert (labels[:-1][shifted] == ids[1:][shifted]).all()
+        if "packed" in name:
+            assert len(starts) > 1
+            assert (labels[np.append(starts[1:], len(ids)) - 1] == -100).all()
+    arrays = (case.input_ids, case.labels, case.positions, case.segment_ids)
+    assert all(array.dtype == np.int32 and array.shape == (2, 24) for array in arrays)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_weight_has_a_gradient_that_a_test_can_feel(name):
+    case = load_model_case(name)
+    assert case.weights.keys() == case.gradients.keys()
+    assert ("lm_head.weight" in case.weights) != case.config["tie_word_embeddings"]
+    for weight_name, weight in case.weights.items():
+        gradient = case.gradients[weight_name]
+        assert gradient.shape == weight.shape and gradient.dtype == weight.dtype == np.float32
+        # The softmax feels a bias of the keys only through its rotation.
+        assert np.abs(gradient).max() > 1e-3, weight_name
+    assert {"torch", "transformers", "numpy"} <= case.metadata["versions"].keys()
+    assert case.metadata["effect_on_logits"] > 0.01
+
+
+@pytest.mark.parametrize("name", ["optimizer_adamw", "optimizer_sgd"])
+def test_first_update_follows_from_the_documented_gradients(name):
+    case = load_optimizer_case(name)
+    rate = case.learning_rates[0]
+    for index, key in enumerate(case.names):
+        start = case.initial[key].astype(np.float64)
+        gradient, decay = golden_gradient(0, index, start.shape).astype(np.float64), case.settings["weight_decay"][key]
+        if name == "optimizer_adamw":  # both moments, corrected for their bias, are the first gradient and its square
+            expected = start * (1 - rate * decay) - rate * gradient / (np.abs(gradient) + case.settings["eps"])
+        else:
+            expected = start - rate * (gradient + decay * start)
+        np.testing.assert_allclose(case.after[1][key], expected, rtol=1e-5, atol=1e-7)
+        assert all(values[key].shape == start.shape for values in (*case.after.values(), *case.state.values()))
+    assert list(case.after) == [1, 10, 100] and len(case.learning_rates) == 100
+    assert len(set(case.settings["weight_decay"].values())) == 2

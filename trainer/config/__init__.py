@@ -1,0 +1,23 @@
+"""Configuration: YAML and flags in, one checked tree of values out. Never imports MindSpore."""
+
+from trainer.config.dump import dump_config
+from trainer.config.json_schema import json_schema
+from trainer.config.loader import config_notices, load_config, parse_config
+from trainer.config.overrides import Override, is_boolean, is_top_level
+from trainer.config.resolve import sections_with
+from trainer.config.runnable import check_runnable
+from trainer.config.schema import Config
+
+__all__ = [
+    "Config",
+    "Override",
+    "check_runnable",
+    "config_notices",
+    "dump_config",
+    "is_boolean",
+    "is_top_level",
+    "json_schema",
+    "load_config",
+    "parse_config",
+    "sections_with",
+]

@@ -1,0 +1,165 @@
+"""How a key of the YAML file is declared: its default, its documentation, its other names and whether we can honour it.
+
+Every section is a frozen pydantic model derived from :class:`Section`; every key is declared by one of
+
+* :func:`setting`: acts as documented;
+* :func:`section`: a nested section that may be left out;
+* :func:`ignored`: accepted so that existing files load; another value than the default gives a printed notice;
+* :func:`not_yet`: accepted and checked; another value than the default is an error which says what to do meanwhile.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+REQUIRED: Any = ...
+
+_ALIASES, _SUPPORT, _REASON = "x-aliases", "x-support", "x-reason"
+Support = Literal["honoured", "ignored", "not_yet"]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen; unknown keys and coercions are errors (but an integer for a float is fine)."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        protected_namespaces=(),
+        defer_build=True,  # one validator for the root, at first use, instead of one for each class at import
+    )
+
+    support: ClassVar[Support] = "honoured"
+    """Whether a section as a whole acts, is ignored with a notice or ends in a "not yet" error."""
+    support_reason: ClassVar[str] = ""
+    default_type: ClassVar[str] = ""
+    """In a family of sections told apart by ``type``: the type that holds when the file names none."""
+    type_aliases: ClassVar[dict[str, str]] = {}
+    """Other spellings of ``type`` which mean the same, for example a misspelling that the peer once shipped."""
+
+
+def _declare(default: Any, description: str, extra: dict[str, Any], constraints: dict[str, Any]) -> Any:
+    extra = {key: value for key, value in extra.items() if value}
+    if isinstance(default, (list, dict)):
+        constraints["default_factory"] = default.copy
+    else:
+        constraints["default"] = default
+    return Field(description=description, json_schema_extra=extra or None, **constraints)
+
+
+def setting(default: Any, description: str, *, aliases: tuple[str, ...] = (), **constraints: Any) -> Any:
+    """Declares a key that acts.
+
+    Args:
+        default: Value when the file leaves the key out; ``REQUIRED`` when it may not.
+        description: What it does, with its unit.
+        aliases: Other names of the same key; naming it twice with different values is an error.
+        **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
+    """
+    return _declare(default, description, {_ALIASES: list(aliases)}, constraints)
+
+
+def section(kind: type[Section], description: str, **constraints: Any) -> Any:
+    """Declares a nested section whose keys all have defaults."""
+    return Field(default_factory=kind, description=description, **constraints)
+
+
+def ignored(default: Any, description: str, reason: str, *, aliases: tuple[str, ...] = (), **constraints: Any) -> Any:
+    """Declares a key that changes nothing here; ``reason`` is printed when it differs from the default."""
+    extra = {_ALIASES: list(aliases), _SUPPORT: "ignored", _REASON: reason}
+    return _declare(default, f"{description} Ignored: {reason}.", extra, constraints)
+
+
+def not_yet(default: Any, description: str, reason: str, *, aliases: tuple[str, ...] = (), **constraints: Any) -> Any:
+    """Declares a key that only its default can be honoured of; ``reason`` says what to use meanwhile."""
+    extra = {_ALIASES: list(aliases), _SUPPORT: "not_yet", _REASON: reason}
+    return _declare(default, f"{description} Not yet: {reason}.", extra, constraints)
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+def aliases_of(field: FieldInfo) -> list[str]:
+    """Other names under which a file may write this field."""
+    extra = _extra(field)
+    return extra[_ALIASES] if _ALIASES in extra else []
+
+
+def support_of(field: FieldInfo) -> tuple[Support, str]:
+    """Whether this field acts, and the reason when it does not."""
+    extra = _extra(field)
+    return (extra[_SUPPORT], extra[_REASON]) if _SUPPORT in extra else ("honoured", "")
+
+
+class Shape(NamedTuple):
+    """What a field may hold, as far as walking a file needs to know it."""
+
+    kinds: tuple[type[Section], ...]
+    """Sections it may be; several are told apart by their ``type``."""
+    is_list: bool
+    """True when it holds a list of them."""
+    nullable: bool
+    """True when ``null`` is a value of its own rather than an empty section."""
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _flatten(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [part for option in get_args(annotation) for part in _flatten(option)]
+    return [annotation]
+
+
+def shape_of(field: FieldInfo) -> Shape:
+    """Finds the sections in a field's annotation."""
+    parts = _flatten(field.annotation)
+    is_list = False
+    for part in parts:
+        if get_origin(part) is list and _sections(_flatten(get_args(part)[0])):
+            parts, is_list = _flatten(get_args(part)[0]) + [p for p in parts if p is not part], True
+            break
+    return Shape(_sections(parts), is_list, type(None) in parts)
+
+
+def scalar_kinds(field: FieldInfo) -> set[type]:
+    """The types of value a field may hold, leaving out ``None``; of ``Literal`` the types of its members."""
+    parts = _flatten(field.annotation)
+    kinds = {part if isinstance(part, type) else get_origin(part) for part in parts if get_origin(part) is not Literal}
+    members = {type(value) for part in parts if get_origin(part) is Literal for value in get_args(part)}
+    return {kind for kind in kinds | members if isinstance(kind, type) and kind is not type(None)}
+
+
+def _sections(parts: list[Any]) -> tuple[type[Section], ...]:
+    return tuple(part for part in parts if isinstance(part, type) and issubclass(part, Section))
+
+
+@cache
+def yaml_names(kind: type[Section]) -> dict[str, str]:
+    """Every name a file may use in a section -> the name that counts (pydantic's alias, else the field's own name)."""
+    names: dict[str, str] = {}
+    for name, field in kind.model_fields.items():
+        main = field.alias or name
+        names[main] = main
+        for alias in aliases_of(field):
+            names[alias] = main
+    return names
+
+
+@cache
+def fields_by_yaml_name(kind: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by the name that counts in the file."""
+    return {field.alias or name: field for name, field in kind.model_fields.items()}
+
+
+def types_of(kind: type[Section]) -> tuple[str, ...]:
+    """The values of ``type`` that select this section in its family."""
+    return get_args(kind.model_fields["type"].annotation)

@@ -1,0 +1,216 @@
+"""Rules across sections: what a configuration says against itself, and what works but is worth knowing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.config.model_rules import model_problems
+from trainer.config.moe_rules import callback_problems, moe_notices, moe_problems
+from trainer.config.problems import Problem
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+BYTE_VOCABULARY = 257
+"""Token ids of the byte tokenizer: 256 bytes and the end of a document."""
+
+Report = Callable[..., Problem]
+
+
+def reporter(config: Config) -> Report:
+    """Makes a function that turns a key, its value, rule and fix into a problem at its place."""
+
+    def report(key: str, value: Any, rule: str, fix: str) -> Problem:
+        place = config.source.place(key)
+        return Problem(place, UserError(rule, where=place.text, key=key, value=value, fix=fix))
+
+    return report
+
+
+def rule_problems(config: Config) -> list[Problem]:
+    """Everything that the sections say against each other."""
+    report = reporter(config)
+    rules = (model_problems, moe_problems, callback_problems, _vocabulary, _schedule, _learning_rate, _data, _pipeline)
+    return [problem for rule in rules for problem in rule(config, report)]
+
+
+def _vocabulary(config: Config, report: Report) -> Iterator[Problem]:
+    size, key = config.decoder.vocab_size, "model.model_config.vocab_size"
+    reads_bytes = config.train_dataset.tokenizer.type == "bytes" and config.train_dataset.data_loader.dataset_dir
+    if reads_bytes and size < BYTE_VOCABULARY:
+        yield report(
+            key,
+            size,
+            f"the byte tokenizer has {BYTE_VOCABULARY} tokens, more than the model's vocabulary",
+            f"set it to {BYTE_VOCABULARY} or more",
+        )
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = getattr(config.decoder, name)
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not 0 <= token < size:
+                yield report(
+                    f"model.model_config.{name}",
+                    value,
+                    f"must be a token of the vocabulary, 0 to {size - 1} (vocab_size {size})",
+                    "set it to the tokenizer's id, or leave it out",
+                )
+
+
+def _schedule(config: Config, report: Report) -> Iterator[Problem]:
+    schedule = config.lr_schedule
+    total = schedule.total_steps
+    if total == 0:
+        yield report("lr_schedule.total_steps", 0, "must be at least 1, or -1", "write -1 for all steps of the run")
+    for steps, ratio in (
+        ("warmup_steps", "warmup_ratio"),
+        ("decay_steps", "decay_ratio"),
+        ("decay_start_steps", "decay_start_ratio"),
+    ):
+        names = type(schedule).model_fields
+        if steps not in names:
+            continue
+        number = getattr(schedule, steps)
+        if ratio in names and getattr(schedule, ratio) is not None and number:
+            where = config.source.where(f"lr_schedule.{ratio}")
+            yield report(
+                f"lr_schedule.{steps}",
+                number,
+                f"says the same as {ratio} = {getattr(schedule, ratio)} ({where})",
+                "remove one of the two",
+            )
+        if number is not None and total > 0 and number > total:
+            yield report(
+                f"lr_schedule.{steps}",
+                number,
+                f"must be at most the schedule's total_steps ({total})",
+                f"lower {steps} or raise lr_schedule.total_steps",
+            )
+
+
+def _learning_rate(config: Config, report: Report) -> Iterator[Problem]:
+    rate, schedule = config.optimizer.learning_rate, config.lr_schedule
+    name = "learning_rate" if "learning_rate" in type(schedule).model_fields else "base_lr"
+    peak = getattr(schedule, name)
+    if rate is not None and rate != peak:
+        where = config.source.where(f"lr_schedule.{name}")
+        yield report(
+            "optimizer.learning_rate",
+            rate,
+            f"disagrees with lr_schedule.{name} = {peak} ({where})",
+            "remove one of the two",
+        )
+
+
+def _data(config: Config, report: Report) -> Iterator[Problem]:
+    for section in ("train_dataset", "eval_dataset"):
+        dataset = getattr(config, section)
+        if dataset is None:
+            continue
+        tokenizer = dataset.tokenizer
+        if tokenizer.type == "bytes" and tokenizer.path:
+            yield report(
+                f"{section}.tokenizer.path",
+                tokenizer.path,
+                "the byte tokenizer reads no file",
+                f"set {section}.tokenizer.type to huggingface, or remove the path",
+            )
+
+
+def _pipeline(config: Config, report: Report) -> Iterator[Problem]:
+    degrees, accumulation = config.parallel_config, config.runner_config.gradient_accumulation_steps
+    if not config.use_parallel or degrees.pipeline_stage == 1:
+        return
+    if accumulation > 1 and degrees.micro_batch_num > 1 and accumulation != degrees.micro_batch_num:
+        yield report(
+            "runner_config.gradient_accumulation_steps",
+            accumulation,
+            f"under a pipeline it means micro_batch_num, which is {degrees.micro_batch_num}"
+            f" ({config.source.where('parallel_config.micro_batch_num')})",
+            "remove one of the two",
+        )
+    if max(accumulation, degrees.micro_batch_num) < degrees.pipeline_stage:
+        yield report(
+            "parallel_config.micro_batch_num",
+            degrees.micro_batch_num,
+            f"must be at least pipeline_stage ({degrees.pipeline_stage}), or stages stand idle",
+            f"set it to {degrees.pipeline_stage} or more",
+        )
+
+
+def rule_notices(config: Config) -> list[str]:
+    """What works, but other than a reader of the file might expect."""
+    rules = (_dtype_notices, _optimizer_notices, _parallel_notices, _data_notices, _mode_notices, moe_notices)
+    return [notice for rule in rules for notice in rule(config)]
+
+
+def _set_keys(config: Config, section: str, names: tuple[str, ...]) -> list[str]:
+    """Those of the names that the file or a flag sets, to something else than the default."""
+    part = getattr(config, section)
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(part).model_fields.items()}
+    keys = [f"{section}.{name}" for name in names if getattr(part, name) != defaults[name]]
+    return [key for key in keys if config.source.where(key)]
+
+
+def _dtype_notices(config: Config) -> Iterator[str]:
+    decoder = config.decoder
+    names = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype", "param_init_type")
+    if config.context.device_target in (None, "CPU"):
+        keys = [f"model.model_config.{name}" for name in names if getattr(decoder, name) == "bfloat16"]
+        if keys:
+            yield f"{', '.join(keys)}: a CPU has no bfloat16 kernels; there it computes in float32"
+    if decoder.compute_dtype == "float16":
+        yield "model.model_config.compute_dtype float16: gradients below 6e-8 become 0, as the loss is not scaled"
+    if decoder.max_positions < decoder.seq_length:
+        yield (
+            f"model.model_config.seq_length {decoder.seq_length} is beyond max_position_embeddings"
+            f" {decoder.max_positions}: the model sees positions it was not made for"
+        )
+
+
+def _optimizer_notices(config: Config) -> Iterator[str]:
+    unused = {"SGD": ("betas", "eps"), "AdamW": ("momentum", "nesterov", "dampening")}[config.optimizer.type]
+    keys = _set_keys(config, "optimizer", unused)
+    if keys:
+        yield f"{', '.join(keys)}: not used by {config.optimizer.type}"
+
+
+def _parallel_notices(config: Config) -> Iterator[str]:
+    if config.use_parallel:
+        return
+    degrees = config.parallel_config
+    names = (
+        "data_parallel",
+        "model_parallel",
+        "context_parallel",
+        "expert_parallel",
+        "pipeline_stage",
+        "micro_batch_num",
+    )
+    used = [f"{name} {getattr(degrees, name)}" for name in names if getattr(degrees, name) > 1]
+    if used:
+        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: use_parallel is False"
+
+
+def _data_notices(config: Config) -> Iterator[str]:
+    train, evaluation = config.train_dataset, config.eval_dataset
+    size = config.runner_config.batch_size
+    if train.batch_size is not None and train.batch_size != size:
+        yield f"train_dataset.batch_size {train.batch_size}: not used, runner_config.batch_size {size} counts"
+    if train.max_batches:
+        yield "train_dataset.max_batches: not used, it bounds evaluations: set eval_dataset.max_batches"
+    if evaluation is not None and train.held_out:
+        yield (
+            f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
+            " as there is an eval_dataset"
+        )
+    if evaluation is not None and evaluation.held_out:
+        yield "eval_dataset.held_out: not used, only train_dataset keeps documents back"
+
+
+def _mode_notices(config: Config) -> Iterator[str]:
+    if config.run_mode != "predict" and config.predict_data is not None:
+        yield f"predict_data: not used, run_mode is {config.run_mode}"
+    if config.run_mode in ("eval", "predict") and config.resume_training is not False:
+        yield f"resume_training: not used, run_mode is {config.run_mode}"
+    if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
+        yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"

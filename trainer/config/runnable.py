@@ -1,0 +1,79 @@
+"""What a run needs beyond a valid file: a section copied from documentation loads, but cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.config.problems import NOWHERE, Place, Problem, raise_problems
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+_SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
+
+
+def check_runnable(config: Config) -> None:
+    """Checks what ``run_mode`` needs; looks at the disk for ``output_dir`` and ``load_checkpoint`` only.
+
+    Raises:
+        UserError: Sizes of the model are missing, there are no weights or prompts, nothing to evaluate on, or
+            ``output_dir`` is a file.
+    """
+    raise_problems([*_model(config), *_weights(config), *_evaluation(config), *_prompts(config), *_output(config)])
+
+
+def _problem(config: Config, key: str, rule: str, fix: str, *, because: str = "", value: object = None) -> Problem:
+    place = config.source.place(key)
+    if place == NOWHERE:
+        place = config.source.place(because) if because else NOWHERE
+    if place == NOWHERE:
+        place = Place(0, config.source.path)
+    shown = {"value": value} if value is not None else {}
+    return Problem(place, UserError(rule, where=place.text, key=key, fix=fix, **shown))
+
+
+def _model(config: Config) -> list[Problem]:
+    missing = [name for name in _SIZES if not config.source.where(f"model.model_config.{name}")]
+    if not config.source.path or not missing:
+        return []
+    key = "model.model_config"
+    rule = f"a run needs the sizes of its model; missing: {', '.join(missing)}"
+    return [_problem(config, key, rule, "write them in model.model_config, as configs/quickstart.yaml does")]
+
+
+def _weights(config: Config) -> list[Problem]:
+    mode, path = config.run_mode, config.load_checkpoint
+    if path and not Path(path).expanduser().exists():
+        fix = "name a checkpoint folder (output/checkpoints/step-...) or a .safetensors file"
+        return [_problem(config, "load_checkpoint", "the path does not exist", fix, value=path)]
+    resumes = mode == "finetune" and config.resume_training is not False
+    if mode != "train" and not path and not resumes:
+        fix = "give --load_checkpoint output/checkpoints/step-..., or use run_mode train"
+        return [
+            _problem(config, "load_checkpoint", f"run_mode {mode} needs weights", fix, because="run_mode", value="")
+        ]
+    return []
+
+
+def _evaluation(config: Config) -> list[Problem]:
+    asked = "do_eval" if config.do_eval and config.run_mode in ("train", "finetune") else ""
+    asked = "run_mode" if config.run_mode == "eval" else asked
+    if not asked or config.eval_dataset is not None or config.train_dataset.held_out:
+        return []
+    fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
+    return [_problem(config, asked, "there is nothing to evaluate on", fix, value=getattr(config, asked))]
+
+
+def _prompts(config: Config) -> list[Problem]:
+    if config.run_mode != "predict" or config.predict_data:
+        return []
+    fix = 'give --predict_data "Once upon a time"'
+    return [_problem(config, "predict_data", "run_mode predict needs prompts", fix, because="run_mode")]
+
+
+def _output(config: Config) -> list[Problem]:
+    folder = Path(config.output_dir).expanduser()
+    blocking = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if blocking is None or blocking.is_dir():
+        return []
+    rule = "is a file, not a folder" if blocking == folder else f"{blocking} is a file, not a folder"
+    return [_problem(config, "output_dir", rule, "give another --output_dir", value=config.output_dir)]

@@ -1,0 +1,92 @@
+"""Sections about the run itself: runner_config, runner_wrapper and what a profile or TensorBoard would need."""
+
+# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+from typing import Literal
+
+from trainer.config.fields import Section, ignored, not_yet, setting
+
+_STEP_IN_PYTHON = "each optimizer step is one call from Python, there is no data sink to fill"
+_LOSS_SCALE = "loss scaling is not built; write a number, 1.0"
+
+
+class RunnerConfig(Section):
+    """How many batches of which size (YAML ``runner_config``)."""
+
+    batch_size: int = setting(1, "Rows (sequences) in one micro-batch. Default 1.", ge=1)
+    epochs: int = setting(1, "Passes over the training data. Default 1.", ge=1)
+    gradient_accumulation_steps: int = setting(
+        1, "Micro-batches whose gradients are summed before one optimizer step. Default 1.", ge=1
+    )
+    stop_step: int = setting(
+        0,
+        "Ends the run after this optimizer step and changes nothing else, the schedule included. Default 0: off.",
+        ge=0,
+    )
+    sink_mode: bool = ignored(False, "Data sink of the peer. Default False.", _STEP_IN_PYTHON)
+    sink_size: int = ignored(1, "Steps of one data sink call. Default 1.", _STEP_IN_PYTHON, ge=-1)
+    sink_interval: int | None = ignored(None, "Older name of the sink size. Default null.", _STEP_IN_PYTHON)
+    initial_epoch: int = ignored(0, "First epoch. Default 0.", "a resumed run knows its epoch from its checkpoint")
+    num_classes: int | None = ignored(
+        None, "Classes of an image classifier. Default null.", "it is not a language model key"
+    )
+    image_size: int | None = ignored(None, "Pixels of an image. Default null.", "it is not a language model key")
+    has_trained_epoches: int | None = ignored(
+        None, "Epochs done before. Default null.", "a resumed run knows its epoch from its checkpoint"
+    )
+    has_trained_steps: int | None = ignored(
+        None, "Steps done before. Default null.", "a resumed run knows its step from its checkpoint"
+    )
+
+
+class DynamicLossScale(Section):
+    """Loss scale that halves on overflow and doubles after a quiet window (YAML ``runner_wrapper.scale_sense``)."""
+
+    support = "not_yet"
+    support_reason = _LOSS_SCALE
+
+    type: Literal["DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "AdaptiveLossScaleUpdateCell"] = setting(
+        "DynamicLossScaleUpdateCell", "Kind of loss scale."
+    )
+    loss_scale_value: float = setting(65536, "First loss scale. Default 65536.", gt=0)
+    scale_factor: int = setting(2, "Factor of a change of the scale. Default 2.", ge=1)
+    scale_window: int = setting(1000, "Steps without overflow before the scale grows. Default 1000.", ge=1)
+    max_scale_window: int = setting(1000, "Largest window of the adaptive kind. Default 1000.", ge=1)
+    min_scale_window: int = setting(20, "Smallest window of the adaptive kind. Default 20.", ge=1)
+
+
+class RunnerWrapper(Section):
+    """What happens around forward and backward (YAML ``runner_wrapper``)."""
+
+    type: Literal["MFTrainOneStepCell", "MFPipelineWithLossScaleCell"] = setting(
+        "MFTrainOneStepCell", "The peer's cell; both mean the same step here. Default MFTrainOneStepCell."
+    )
+    use_clip_grad: bool = setting(False, "Clip gradients by their global norm before the update. Default False.")
+    max_grad_norm: float = setting(1.0, "Largest global norm after clipping. Default 1.0.", gt=0)
+    scale_sense: float | DynamicLossScale = not_yet(1.0, "Loss scale. Default 1.0.", _LOSS_SCALE)
+    local_norm: bool = not_yet(
+        False,
+        "Norm of each parameter's gradient. Default False.",
+        "the global norm is in metrics.jsonl; leave this False",
+    )
+    calculate_per_token_loss: bool = ignored(
+        False,
+        "Divide the summed loss by the valid tokens of the window. Default False.",
+        "the loss is always divided once by all valid tokens of the window, which is what True means",
+    )
+    global_norm_spike_threshold: float = not_yet(
+        1.0,
+        "Global norm above which a batch counts as a spike. Default 1.0.",
+        "no batch is skipped by its norm; leave it at 1.0",
+        gt=0,
+    )
+    global_norm_spike_count_threshold: int = not_yet(
+        10, "Spikes in a row that stop the run. Default 10.", "no batch is skipped by its norm; leave it at 10", ge=1
+    )
+    use_skip_data_by_global_norm: bool = not_yet(
+        False, "Skip batches whose norm spikes. Default False.", "no batch is skipped by its norm; use use_clip_grad"
+    )
+    use_graceful_exit: bool = ignored(
+        False,
+        "Finish the step and save on a signal. Default False.",
+        "SIGINT and SIGTERM always finish the step and save",
+    )

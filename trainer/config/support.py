@@ -1,0 +1,71 @@
+"""What a configuration asks for that a run cannot honour: notices for what changes nothing, errors for what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from trainer.config.fields import Section, Support, support_of
+from trainer.config.moe_schema import MoEConfig
+from trainer.config.problems import Problem
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+
+class Finding(NamedTuple):
+    """A key that was set to something a run does not honour."""
+
+    key: str
+    value: Any
+    support: Support
+    reason: str
+
+
+def findings(section: Section, path: str = "") -> Iterator[Finding]:
+    """All keys below a section whose value is not honoured."""
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{path}{field.alias or name}"
+        support, reason = support_of(field)
+        if support != "honoured" and value != field.get_default(call_default_factory=True):
+            yield Finding(key, _shown(value), support, reason)
+        elif isinstance(value, Section):
+            yield from _of_section(value, key)
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                if isinstance(item, Section):
+                    yield from _of_section(item, f"{key}.{number}")
+
+
+def _of_section(section: Section, key: str) -> Iterator[Finding]:
+    # A mixture of experts with one expert is a dense model: rules.py looks at it.
+    if section.support != "honoured" and not isinstance(section, MoEConfig):
+        yield Finding(key, getattr(section, "type", _shown(section)), section.support, section.support_reason)
+    else:
+        yield from findings(section, f"{key}.")
+
+
+def _shown(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+
+
+def not_yet_problems(config: Config) -> list[Problem]:
+    """An error for every key that only its default can be honoured of."""
+    problems = []
+    for finding in findings(config):
+        if finding.support == "not_yet":
+            place = config.source.place(finding.key)
+            error = UserError(
+                "not yet supported", where=place.text, key=finding.key, value=finding.value, fix=finding.reason
+            )
+            problems.append(Problem(place, error))
+    return problems
+
+
+def ignored_notices(config: Config) -> list[str]:
+    """One notice a reason, naming the keys that are ignored for it."""
+    keys: dict[str, list[str]] = {}
+    for finding in findings(config):
+        if finding.support == "ignored":
+            where = config.source.where(finding.key)
+            keys.setdefault(finding.reason, []).append(f"{finding.key} ({where})" if where else finding.key)
+    return [f"ignored: {', '.join(names)}: {reason}" for reason, names in keys.items()]

@@ -1,0 +1,177 @@
+"""Device, parallel layout, memory and records: context, parallel, parallel_config, recompute_config and relatives."""
+
+# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+from typing import Any, Literal
+
+from trainer.config.fields import Section, ignored, not_yet, section, setting
+
+_ASCEND = "only Ascend devices have it"
+_ONE_DEVICE = "a run uses one device"
+_PARALLEL = "runs on several devices are not built; use one device: use_parallel False"
+_RECOMPUTE = "recomputation is not built; set it to False and use a smaller runner_config.batch_size with accumulation"
+_METRICS = "metrics.jsonl and report.png hold what a run shows"
+_TENSORBOARD = "TensorBoard files are not written; metrics.jsonl and report.png hold what a run shows"
+_COMPILER = "blocks are compiled with MindSpore's own defaults"
+
+
+class ContextConfig(Section):
+    """Device and execution mode (YAML ``context``)."""
+
+    mode: int = setting(
+        0, "0: blocks are compiled; 1: no compilation, for debugging; the same numbers. Default 0.", ge=0, le=1
+    )
+    device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
+    device_id: int = setting(0, "Which device of this machine. Default 0.", ge=0)
+    max_device_memory: str | None = ignored(None, "Bound on device memory.", _ASCEND)
+    mempool_block_size: str | None = ignored(None, "Block of the memory pool.", _ASCEND)
+    memory_optimize_level: Literal["O0", "O1"] | None = ignored(None, "Memory optimization.", _ASCEND)
+    memory_offload: Literal["ON", "OFF"] | None = ignored(None, "Move idle memory to the host.", _ASCEND)
+    max_call_depth: int = ignored(10000, "Depth of calls in a graph.", _COMPILER, ge=1)
+    jit_config: dict[str, Any] | None = ignored(None, "Options of the graph compiler.", _COMPILER)
+    jit_level: Literal["O0", "O1", "O2"] | None = ignored(None, "Optimization of graphs.", _COMPILER)
+    infer_boost: str | None = ignored(None, "Faster inference.", _ASCEND)
+    save_graphs: bool | int = ignored(
+        False, "Write compiled graphs.", "set the environment variable MS_DEV_SAVE_GRAPHS instead"
+    )
+    save_graphs_path: str = ignored(
+        "./graph", "Where to.", "set the environment variable MS_DEV_SAVE_GRAPHS_PATH instead"
+    )
+    enable_graph_kernel: bool = ignored(False, "Fuse graph kernels.", _COMPILER)
+    graph_kernel_flags: str | None = ignored(None, "Options of such fusion.", _COMPILER)
+    ascend_config: dict[str, Any] | None = ignored(None, "Options of Ascend devices.", _ASCEND)
+    gpu_config: dict[str, Any] | None = ignored(None, "Options of GPUs.", "GPUs run with MindSpore's own defaults")
+    affinity_cpu_list: bool | str | list[Any] | dict[str, Any] | None = ignored(
+        None, "Cores to bind to.", "use taskset to bind a process"
+    )
+    affinity_config: dict[str, Any] | None = ignored(None, "Cores to bind to.", "use taskset to bind a process")
+    use_past: bool = ignored(False, "Keep keys and values.", "generation always keeps them")
+    runtime_num_threads: int | None = ignored(
+        None, "Threads of kernels.", "set the environment variable OMP_NUM_THREADS instead"
+    )
+    inter_op_parallel_num: int | None = ignored(None, "Operators at once.", _COMPILER)
+    enable_compile_cache: bool = ignored(False, "Keep compiled graphs.", _COMPILER)
+    compile_cache_path: str | None = ignored(None, "Where to.", _COMPILER)
+    deterministic: Literal["ON", "OFF"] | None = ignored(
+        None, "The same bits each time.", "on a CPU a run always gives the same bits"
+    )
+    exec_order: str | None = ignored(None, "Order of operators.", _COMPILER)
+    check_bprop: bool = ignored(False, "Check gradients.", "the tests check them")
+    pynative_synchronize: bool = ignored(False, "Wait after each operator.", "use context.mode 1 for debugging")
+    max_memory_usage: str | None = ignored(None, "Bound on memory.", _ASCEND)
+    hccl_buffsize: int | None = ignored(None, "Buffer of communication.", _ASCEND)
+
+
+class ParallelOptimizerConfig(Section):
+    """How optimizer state is cut (YAML ``parallel.parallel_optimizer_config``)."""
+
+    gradient_accumulation_shard: bool = ignored(False, "Cut accumulated gradients.", _ONE_DEVICE)
+    parallel_optimizer_threshold: int = ignored(64, "Kilobytes from which a parameter is cut.", _ONE_DEVICE)
+    optimizer_weight_shard_size: int = ignored(-1, "Devices that share a parameter.", _ONE_DEVICE)
+    optimizer_level: Literal["level1", "level2", "level3"] | None = ignored(None, "What is cut.", _ONE_DEVICE)
+
+
+class ParallelSection(Section):
+    """How a run is spread (YAML ``parallel``)."""
+
+    parallel_mode: int | str = ignored(0, "0 data, 1 semi-automatic, 2 automatic, 3 hybrid.", _ONE_DEVICE)
+    full_batch: bool = ignored(True, "Every rank reads the whole batch.", _ONE_DEVICE)
+    gradients_mean: bool = ignored(
+        False, "Average gradients over ranks.", "the loss is always divided by the valid tokens of all ranks"
+    )
+    enable_parallel_optimizer: bool = ignored(False, "Cut optimizer state.", _ONE_DEVICE)
+    enable_alltoall: bool = ignored(False, "All-to-all communication.", _ONE_DEVICE)
+    loss_repeated_mean: bool = ignored(True, "Average repeated losses.", _ONE_DEVICE)
+    search_mode: str = ignored("sharding_propagation", "How a strategy is found.", _ONE_DEVICE)
+    strategy_ckpt_save_file: str | None = ignored(None, "Strategy file.", _ONE_DEVICE)
+    strategy_ckpt_config: dict[str, Any] | None = ignored(None, "Strategy file and its contents.", _ONE_DEVICE)
+    dataset_strategy: str | list[Any] | None = ignored(None, "How a batch is cut.", _ONE_DEVICE)
+    parallel_optimizer_config: ParallelOptimizerConfig = section(ParallelOptimizerConfig, "How optimizer state is cut.")
+    parallel_optimizer_threshold: int = ignored(64, "Kilobytes from which a parameter is cut.", _ONE_DEVICE)
+    device_num: int | None = ignored(None, "Devices.", _ONE_DEVICE)
+    group_ckpt_save_file: str | None = ignored(None, "File of groups.", _ONE_DEVICE)
+    pipeline_config: dict[str, Any] | None = ignored(None, "Pipeline schedule.", _ONE_DEVICE)
+    comm_fusion: dict[str, Any] | None = ignored(None, "Fused communication.", _ONE_DEVICE)
+    auto_parallel_search_mode: str | None = ignored(None, "How a strategy is found.", _ONE_DEVICE)
+    force_fp32_communication: bool = ignored(False, "Communicate in float32.", _ONE_DEVICE)
+
+
+class ParallelConfig(Section):
+    """Degrees of the rank grid (YAML ``parallel_config``); with use_parallel False they are not used."""
+
+    data_parallel: int = setting(1, "Copies of the model on different data. Default 1.", ge=1)
+    model_parallel: int = setting(1, "Devices that share each matrix. Default 1.", ge=1)
+    context_parallel: int = setting(1, "Devices that share each row's tokens. Default 1.", ge=1)
+    expert_parallel: int = setting(1, "Devices that share the experts. Default 1.", ge=1)
+    pipeline_stage: int = setting(1, "Devices that share the layers. Default 1.", ge=1)
+    micro_batch_num: int = setting(1, "Micro-batches of a pipeline. Default 1.", ge=1)
+    use_seq_parallel: bool = ignored(False, "Cut activations along the sequence.", _ONE_DEVICE)
+    vocab_emb_dp: bool = ignored(True, "Every device has the whole embedding.", _ONE_DEVICE)
+    gradient_aggregation_group: int = ignored(4, "Gradients communicated at once.", _ONE_DEVICE, ge=1)
+    seq_split_num: int = ignored(1, "Parts of a sequence in a pipeline.", _ONE_DEVICE, ge=1)
+    expert_model_parallel: int | None = ignored(None, "Devices that share an expert.", _ONE_DEVICE)
+    context_parallel_algo: str = ignored("colossalai_cp", "How tokens are shared.", _ONE_DEVICE)
+    ulysses_degree_in_cp: int = ignored(1, "Ulysses' part of context_parallel.", _ONE_DEVICE, ge=1)
+    mem_coeff: float = ignored(0.1, "Weight of memory in a search.", _ONE_DEVICE)
+    optimizer_shard: bool | None = ignored(None, "Cut optimizer state.", _ONE_DEVICE)
+    sp_ds: int | None = ignored(None, "Older cut of the sequence.", _ONE_DEVICE)
+    virtual_pipeline_model_parallel_size: int | None = ignored(None, "Interleaved pipeline parts.", _ONE_DEVICE)
+
+
+class RecomputeConfig(Section):
+    """Trade time for activation memory (YAML ``recompute_config``)."""
+
+    recompute: bool | int | list[Any] | dict[str, Any] = not_yet(False, "Recompute whole blocks.", _RECOMPUTE)
+    select_recompute: bool | int | list[Any] | dict[str, Any] = not_yet(False, "Recompute parts of blocks.", _RECOMPUTE)
+    parallel_optimizer_comm_recompute: bool = ignored(False, "Communicate parameters again.", _ONE_DEVICE)
+    mp_comm_recompute: bool = ignored(True, "Communicate activations again.", _ONE_DEVICE)
+    recompute_slice_activation: bool = ignored(False, "Cut what is kept.", _ONE_DEVICE)
+    select_recompute_exclude: bool | int | list[Any] | dict[str, Any] = ignored(False, "Blocks left out.", _RECOMPUTE)
+    select_comm_recompute: bool | int | list[Any] | dict[str, Any] = ignored(False, "Communicate again.", _ONE_DEVICE)
+    select_comm_recompute_exclude: bool | int | list[Any] | dict[str, Any] = ignored(
+        False, "Blocks left out.", _ONE_DEVICE
+    )
+
+
+class SwapConfig(Section):
+    """Move activations to host memory (YAML ``swap_config``)."""
+
+    swap: bool = ignored(False, "Move activations to the host.", _ASCEND)
+    default_prefetch: int = ignored(1, "Operators ahead to bring them back.", _ASCEND)
+    layer_swap: list[Any] | dict[str, Any] | None = ignored(None, "Whole blocks.", _ASCEND)
+    op_swap: list[Any] | dict[str, Any] | None = ignored(None, "Parts of blocks.", _ASCEND)
+
+
+class TensorboardConfig(Section):
+    """TensorBoard files (YAML ``tensorboard``)."""
+
+    tensorboard_dir: str | None = ignored(None, "Folder.", _TENSORBOARD)
+    tensorboard_queue_size: int = ignored(10, "Records kept before writing.", _TENSORBOARD)
+    log_loss_scale_to_tensorboard: bool = ignored(False, "Record the loss scale.", _TENSORBOARD)
+    log_timers_to_tensorboard: bool = ignored(False, "Record times.", _TENSORBOARD)
+    log_expert_load_to_tensorboard: bool = ignored(False, "Record experts.", _TENSORBOARD)
+
+
+class MonitorConfig(Section):
+    """Training state records (YAML ``monitor_config``)."""
+
+    monitor_on: bool = ignored(True, "Record at all.", _METRICS)
+    dump_path: str | None = ignored(None, "Folder.", _METRICS)
+    target: list[str] | None = ignored(None, "Parameters.", _METRICS)
+    invert: bool = ignored(False, "All others.", _METRICS)
+    step_interval: int = ignored(1, "Steps between records.", _METRICS)
+    local_loss_format: str | list[str] | None = ignored(None, "Loss of each rank.", _METRICS)
+    device_local_loss_format: str | list[str] | None = ignored(None, "Loss of each device.", _METRICS)
+    local_norm_format: str | list[str] | None = ignored(None, "Norm of each parameter.", _METRICS)
+    device_local_norm_format: str | list[str] | None = ignored(None, "Norm of each device.", _METRICS)
+    optimizer_state_format: str | list[str] | None = ignored(None, "Optimizer state.", _METRICS)
+    weight_state_format: str | list[str] | None = ignored(None, "Weights.", _METRICS)
+    max_attention_logit_format: str | list[str] | None = ignored(None, "Attention scores.", _METRICS)
+    throughput_baseline: float | None = ignored(None, "Tokens per second to compare with.", _METRICS)
+    print_struct: bool = ignored(False, "Print parameter names.", _METRICS)
+    check_for_global_norm: bool = ignored(False, "Watch the global norm.", _METRICS)
+    global_norm_record_path: str | None = ignored(None, "Its record.", _METRICS)
+    global_norm_spike_threshold: float = ignored(3.0, "When it is a spike.", _METRICS)
+    global_norm_spike_count_threshold: int = ignored(10, "Spikes in a row.", _METRICS)
+    embedding_size: int | None = ignored(None, "Size of the embedding.", _METRICS)
+    embedding_local_norm_threshold: float | None = ignored(None, "Norm of the embedding.", _METRICS)
+    use_checkpoint_health_monitor: bool = ignored(False, "Mark healthy checkpoints.", _METRICS)

@@ -1,0 +1,29 @@
+"""Data: text to micro-batches. Needs numpy and, for Hugging Face tokenizers, `tokenizers`; never MindSpore."""
+
+from __future__ import annotations
+
+from trainer.data.batch import IGNORE_INDEX, Batch
+from trainer.data.datasets import RowEstimate, batch_size, build_datasets, build_eval_dataset, estimate_rows
+from trainer.data.documents import render_prompt
+from trainer.data.packing import RowDataset, TokenDataset
+from trainer.data.sampler import BatchLoader
+from trainer.data.synthetic import SyntheticDataset
+from trainer.data.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "BatchLoader",
+    "RowDataset",
+    "RowEstimate",
+    "SyntheticDataset",
+    "TextStream",
+    "TokenDataset",
+    "Tokenizer",
+    "batch_size",
+    "build_datasets",
+    "build_eval_dataset",
+    "estimate_rows",
+    "load_tokenizer",
+    "render_prompt",
+]

@@ -1,0 +1,288 @@
+"""From the configuration to the data sets of a run, and what can be said of them before they are built."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from trainer.data import sources, split
+from trainer.data.cache import Notice, find_built, find_token_file
+from trainer.data.documents import is_text
+from trainer.data.packing import RowDataset, TokenDataset, count_rows
+from trainer.data.sources import Source, find_source
+from trainer.data.split import Spans
+from trainer.data.synthetic import SyntheticDataset
+from trainer.data.token_file import Cache, Progress
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+TRAIN, EVAL = "train_dataset", "eval_dataset"
+DEFAULT_CACHE_DIR = "~/.cache/run_trainer/tokens"
+_VOCAB_KEY = "model.model_config.vocab_size"
+
+
+class RowEstimate(NamedTuple):
+    """What is known of a data set without tokenizing it.
+
+    Attributes:
+        rows: Rows of an epoch.
+        exact: Whether that is what a run will have, or an estimate from the size of the files.
+        tokens: Tokens of the training documents, as exact.
+        eval_rows: Rows of an evaluation, as exact; None without evaluation data.
+    """
+
+    rows: int
+    exact: bool
+    tokens: int
+    eval_rows: int | None
+
+
+def build_datasets(
+    config: Config, progress: Progress | None = None, notice: Notice | None = None
+) -> tuple[RowDataset, RowDataset | None]:
+    """Builds the data sets of a training run; slow only when the token file is not in the cache.
+
+    Args:
+        config: The whole configuration.
+        progress: Called with (bytes done, bytes of the source) while a token file is built.
+        notice: Called with a sentence for whatever is done otherwise than asked.
+
+    Returns:
+        Training rows, and rows for evaluation: those of ``eval_dataset`` if the run evaluates, otherwise the documents
+        held out of ``train_dataset``; None where there are neither.
+
+    Raises:
+        UserError: See `find_source`, `load_tokenizer` and `find_token_file`; or a row is longer than the data, a batch
+            larger than the data set, a token beyond the model's vocabulary.
+        RunError: The disk is full, or the data changes while it is read.
+    """
+    train, held_out = _build_section(config, TRAIN, progress, notice)
+    _check_rows(config, TRAIN, train.num_tokens, train.num_rows)
+    if config.eval_dataset is None:
+        return train, held_out
+    return train, _build_eval(config, progress, notice) if _evaluates(config) else None
+
+
+def build_eval_dataset(
+    config: Config, progress: Progress | None = None, notice: Notice | None = None
+) -> RowDataset | None:
+    """Builds only what an evaluation reads; None without ``eval_dataset`` and held-out documents.
+
+    Raises:
+        UserError: As `build_datasets`.
+        RunError: As `build_datasets`.
+    """
+    if config.eval_dataset is not None:
+        return _build_eval(config, progress, notice)
+    if not config.train_dataset.held_out:
+        return None
+    return _build_section(config, TRAIN, progress, notice)[1]
+
+
+def estimate_rows(config: Config) -> RowEstimate:
+    """Says how many rows a training run will have, from file sizes or from the cache; tokenizes nothing.
+
+    Exact for synthetic data, for text with the byte tokenizer, and for whatever is in the cache.
+
+    Raises:
+        UserError: What can be known to be wrong without reading the data; see `build_datasets`.
+    """
+    train = _estimate_section(config, TRAIN)
+    if train.exact:
+        _check_rows(config, TRAIN, train.tokens, train.rows)
+    if config.eval_dataset is None or not _evaluates(config):
+        return train
+    own = _estimate_section(config, EVAL)
+    if own.exact:
+        _check_rows(config, EVAL, own.tokens, own.rows)
+    return train._replace(eval_rows=own.rows, exact=train.exact and own.exact)
+
+
+def batch_size(config: Config, section: str) -> int:
+    """Rows of a micro-batch of a section."""
+    own = getattr(config, section).batch_size
+    return own if section == EVAL and own is not None else config.runner_config.batch_size
+
+
+def _evaluates(config: Config) -> bool:
+    return config.do_eval or config.run_mode == "eval"
+
+
+def _build_eval(config: Config, progress: Progress | None, notice: Notice | None) -> RowDataset:
+    dataset, _ = _build_section(config, EVAL, progress, notice)
+    _check_rows(config, EVAL, dataset.num_tokens, dataset.num_rows)
+    return dataset
+
+
+def _build_section(
+    config: Config, section: str, progress: Progress | None, notice: Notice | None
+) -> tuple[RowDataset, RowDataset | None]:
+    """Builds the rows of a section and those held out of it (of ``train_dataset``, if asked for)."""
+    wanted, seq_length = getattr(config, section), config.decoder.seq_length
+    limit = wanted.data_loader.num_samples
+    if wanted.data_loader.type == "SyntheticDataset":
+        return _synthetic(config, section)
+    source, tokenizer, cache = _find(config, section)
+    token_file = find_token_file(source, tokenizer, cache, progress=progress, notice=notice)
+    _check_vocabulary(config, token_file.meta.max_token_id)
+    documents, held_out = _split(config, section, split.whole(token_file.offsets))
+    dataset = TokenDataset(token_file, documents, seq_length, keep_tail=not wanted.drop_remainder, limit=limit)
+    if held_out is None:
+        return dataset, None
+    if notice is not None:
+        _tell_uneven_split(wanted.held_out, documents, held_out, notice)
+    # Held-out text is little, and an evaluation reads it once: no token of it is left out.
+    return dataset, TokenDataset(token_file, held_out, seq_length, keep_tail=True)
+
+
+def _split(config: Config, section: str, documents: Spans) -> tuple[Spans, Spans | None]:
+    fraction = getattr(config, section).held_out
+    if section != TRAIN or not fraction:
+        return documents, None
+    return split.hold_out(documents, fraction, config.seed)
+
+
+def _tell_uneven_split(fraction: float, documents: Spans, held_out: Spans, notice: Notice) -> None:
+    held_out_tokens = int(held_out.lengths.sum())
+    actual = held_out_tokens / (held_out_tokens + int(documents.lengths.sum()))
+    if not fraction / 1.5 <= actual <= fraction * 1.5:
+        notice(f"Whole documents are held out: {actual:.1%} of all tokens instead of held_out = {fraction:.1%}.")
+
+
+def _synthetic(config: Config, section: str) -> tuple[SyntheticDataset, SyntheticDataset | None]:
+    """Numbers the rows of a seed: training from 0 on, then what is held out, then those of ``eval_dataset``."""
+    rows, held_out_rows = _synthetic_rows(config, section)
+    sizes = config.decoder.seq_length, config.decoder.vocab_size, config.seed
+    first_row = 0
+    if section == EVAL and config.train_dataset.data_loader.type == "SyntheticDataset":
+        first_row = config.train_dataset.data_loader.num_samples or 0
+    dataset = SyntheticDataset(rows, *sizes, first_row=first_row)
+    return dataset, SyntheticDataset(held_out_rows, *sizes, first_row=rows) if held_out_rows else None
+
+
+def _synthetic_rows(config: Config, section: str) -> tuple[int, int]:
+    wanted = getattr(config, section)
+    rows = wanted.data_loader.num_samples
+    if rows is None:
+        key = f"{section}.data_loader.num_samples"
+        raise UserError(
+            "SyntheticDataset has no end of its own",
+            where=config.source.where(f"{section}.data_loader.type"),
+            key=key,
+            value=rows,
+            fix=f"set {key} to the number of rows of an epoch",
+        )
+    held_out_rows = 0
+    if section == TRAIN and wanted.held_out and rows > 1:
+        held_out_rows = min(max(round(wanted.held_out * rows), 1), rows - 1)
+    return rows - held_out_rows, held_out_rows
+
+
+def _find(config: Config, section: str) -> tuple[Source, Tokenizer, Cache]:
+    """Finds the files, the tokenizer and the cache of a section; where eval_dataset is silent, train_dataset speaks."""
+    source = find_source(config, section)
+    tokenizer = _find_tokenizer(config, section)
+    _check_vocabulary(config, tokenizer.eos_id)
+    owner = section if getattr(config, section).cache_dir is not None else TRAIN
+    key = f"{owner}.cache_dir"
+    folder = getattr(config, owner).cache_dir or DEFAULT_CACHE_DIR
+    return source, tokenizer, Cache(Path(os.path.expanduser(folder)), key, config.source.where(key))
+
+
+def _find_tokenizer(config: Config, section: str) -> Tokenizer:
+    """Loads a section's tokenizer; `bytes`, its default, means that of ``train_dataset`` in ``eval_dataset``."""
+    if section == TRAIN or getattr(config, section).tokenizer.type == "bytes":
+        return load_tokenizer(config, TRAIN)
+    tokenizer = load_tokenizer(config, section)
+    if config.run_mode == "eval" or tokenizer.fingerprint == load_tokenizer(config, TRAIN).fingerprint:
+        return tokenizer
+    key = "eval_dataset.tokenizer"
+    raise UserError(
+        "a model is evaluated with the tokens it was trained with, and train_dataset.tokenizer is another one",
+        where=config.source.where(f"{key}.type"),
+        key=key,
+        value=config.eval_dataset.tokenizer.path,
+        fix="leave eval_dataset.tokenizer out: it is train_dataset.tokenizer then",
+    )
+
+
+def _check_vocabulary(config: Config, max_token_id: int) -> None:
+    vocab_size = config.decoder.vocab_size
+    if max_token_id >= vocab_size:
+        raise UserError(
+            f"the data holds token id {max_token_id}, beyond the model's vocabulary",
+            where=config.source.where(_VOCAB_KEY),
+            key=_VOCAB_KEY,
+            value=vocab_size,
+            fix=f"set it to at least {max_token_id + 1}, or use another tokenizer",
+        )
+
+
+def _check_rows(config: Config, section: str, num_tokens: int, num_rows: int) -> None:
+    """Checks that the data make a row, and the rows a batch."""
+    wanted, seq_length = getattr(config, section), config.decoder.seq_length
+    is_synthetic = wanted.data_loader.type == "SyntheticDataset"
+    if not is_synthetic and num_tokens <= seq_length:
+        key = "model.model_config.seq_length"
+        raise UserError(
+            f"a row takes {seq_length + 1} tokens (one more for the last label), and {section} has {num_tokens}",
+            where=config.source.where(key),
+            key=key,
+            value=seq_length,
+            fix=f"set it to at most {max(num_tokens - 1, 1)}, or use more data",
+        )
+    rows_of_batch = batch_size(config, section)
+    if wanted.drop_remainder and num_rows < rows_of_batch:
+        key = f"{EVAL}.batch_size" if section == EVAL and wanted.batch_size is not None else "runner_config.batch_size"
+        raise UserError(
+            f"{section} has {num_rows} rows of {seq_length} tokens, fewer than one batch",
+            where=config.source.where(key),
+            key=key,
+            value=rows_of_batch,
+            fix=f"set it to at most {num_rows}, or {section}.drop_remainder to False, or use more data",
+        )
+
+
+# Estimates
+
+
+def _estimate_section(config: Config, section: str) -> RowEstimate:
+    wanted, seq_length = getattr(config, section), config.decoder.seq_length
+    if wanted.data_loader.type == "SyntheticDataset":
+        rows, held_out_rows = _synthetic_rows(config, section)
+        return RowEstimate(rows, True, rows * seq_length, held_out_rows or None)
+    source, tokenizer, cache = _find(config, section)
+    token_file = find_built(source, tokenizer, cache)
+    if token_file is not None:
+        _check_vocabulary(config, token_file.meta.max_token_id)
+        documents, exact = split.whole(token_file.offsets), True
+    else:
+        documents, exact = _guess_documents(source, tokenizer), tokenizer.mean_bytes_per_token == 1.0
+        exact = exact and source.kind != sources.JSONL
+    documents, held_out = _split(config, section, documents)
+    num_tokens = int(documents.lengths.sum())
+    limit, keep_tail = wanted.data_loader.num_samples, not wanted.drop_remainder
+    eval_rows = None
+    if held_out is not None:
+        eval_rows = count_rows(int(held_out.lengths.sum()), seq_length, keep_tail=True, limit=None)
+    return RowEstimate(
+        count_rows(num_tokens, seq_length, keep_tail=keep_tail, limit=limit), exact, num_tokens, eval_rows
+    )
+
+
+def _guess_documents(source: Source, tokenizer: Tokenizer) -> Spans:
+    """Takes every file for a document: the lengths are right for text and bytes."""
+    files = [file for file in source.files if file.size_bytes]
+    if source.kind == sources.STDLIB:
+        files = [file for file in files if is_text(file.path.read_bytes())]
+    if not files:
+        raise sources.no_text(source)
+    sizes_bytes = np.array([file.size_bytes for file in files], np.int64)
+    lengths = np.maximum((sizes_bytes / tokenizer.mean_bytes_per_token).astype(np.int64), 1) + 1
+    return Spans(np.cumsum(lengths) - lengths, lengths)

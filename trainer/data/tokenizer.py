@@ -1,0 +1,305 @@
+"""Tokenizers: text to token ids and back.
+
+Two kinds, with the same attributes and methods:
+
+- ``bytes``: ids 0 to 255 are the bytes of UTF-8, 256 ends a document. Nothing to download, nothing out of vocabulary.
+- ``huggingface``: a ``tokenizer.json`` (or the folder that holds it), read by the `tokenizers` library.
+
+The token that ends a document (eos) is, in this order: ``model_config.eos_token_id`` (of a list, the first);
+``eos_token`` of a ``tokenizer_config.json`` beside the tokenizer; the first of `EOS_NAMES` that the tokenizer knows.
+The token that begins one (bos) is found likewise (`BOS_NAMES`), may be missing, and is left out where
+``tokenizer_config.json`` says ``add_bos_token: false``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<eos>")
+BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
+_BYTES_EOS_ID = 256
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER_TOKENS = 4  # a character has at most four bytes of UTF-8, a token at least one of them
+
+
+class TextStream(Protocol):
+    """Decodes tokens as they come; see `Tokenizer.stream`."""
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that this token completes: empty while a character is incomplete."""
+
+    def finish(self) -> str:
+        """Returns what is left; an incomplete character becomes U+FFFD."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the trainer knows of a tokenizer.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        eos_id: Ends a document, and each answer of a conversation.
+        bos_id: Begins a document; None where the tokenizer has none.
+        fingerprint: Changes whenever the same text could become other ids.
+        mean_bytes_per_token: For estimates only; 1.0 exactly for bytes.
+    """
+
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    fingerprint: str
+    mean_bytes_per_token: float
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, without bos and eos."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text."""
+
+    def encode_utf8(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids of each text (valid UTF-8) as arrays of an unsigned type, without Python integers."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids`; special tokens and ids beyond the vocabulary are left out."""
+
+    def stream(self) -> TextStream:
+        """Starts decoding token by token, for output that is shown while it is made."""
+
+
+def load_tokenizer(config: Config, section: str = "train_dataset") -> Tokenizer:
+    """Loads the tokenizer of a data set section.
+
+    Raises:
+        UserError: The file is missing or not a tokenizer, no token that ends a document is known, or
+            ``model_config.eos_token_id`` is none of its tokens.
+    """
+    wanted = getattr(config, section).tokenizer
+    if wanted.type == "bytes":
+        return _bytes_tokenizer(config)
+    key = f"{section}.tokenizer.path"
+    return _load_hugging_face(config, wanted.path, key)
+
+
+# Bytes
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 as tokens."""
+
+    vocab_size = 257
+    eos_id = _BYTES_EOS_ID
+    bos_id = None
+    fingerprint = "bytes-1"
+    mean_bytes_per_token = 1.0
+
+    def encode(self, text: str) -> list[int]:
+        # A terminal hands over bytes that are not UTF-8 as lone surrogates; they go back to what they were.
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_utf8(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(token_id) for token_id in ids if 0 <= token_id < 256).decode("utf-8", "replace")
+
+    def stream(self) -> TextStream:
+        return _ByteStream()
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id])) if 0 <= token_id < 256 else ""
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _bytes_tokenizer(config: Config) -> ByteTokenizer:
+    eos_id = _configured_id(config, "eos")
+    if eos_id not in (None, _BYTES_EOS_ID):
+        key = "model.model_config.eos_token_id"
+        raise UserError(
+            f"the tokenizer `bytes` ends a document with id {_BYTES_EOS_ID}",
+            where=config.source.where(key),
+            key=key,
+            value=eos_id,
+            fix=f"leave it out, or set it to {_BYTES_EOS_ID}",
+        )
+    return ByteTokenizer()
+
+
+# Hugging Face
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer`.
+        eos_id: The token that ends a document.
+        bos_id: The token that begins one, or None.
+        content: The bytes of the file, for the fingerprint.
+    """
+
+    mean_bytes_per_token = 4.0
+
+    def __init__(self, tokenizer, *, eos_id: int, bos_id: int | None, content: bytes) -> None:
+        self._tokenizer = tokenizer
+        self.eos_id = eos_id
+        self.bos_id = bos_id
+        # Ids may have gaps, so the number of tokens does not tell the largest one.
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = f"huggingface-1:{hashlib.sha256(content).hexdigest()}:{eos_id}:{bos_id}"
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encodings(list(texts))]
+
+    def encode_utf8(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        encodings = self._encodings([text.decode() for text in texts])
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def _encodings(self, texts: list[str]):
+        # `fast` only leaves out the character offsets, which nobody reads here.
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(token_id) for token_id in ids if 0 <= token_id < self.vocab_size])
+
+    def stream(self) -> TextStream:
+        return _DiffStream(self)
+
+
+class _DiffStream:
+    """Decodes a short window of tokens twice, without and with the new one: the difference is the new text.
+
+    A token cannot be decoded alone: some tokenizers drop or add a space at the start, and a character may be spread
+    over several tokens (its text ends in U+FFFD until the last one is there).
+    """
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []
+        self._waiting: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._waiting.append(token_id)
+        text = self._new_text()
+        incomplete = text.endswith(_REPLACEMENT) and len(self._waiting) < _LONGEST_CHARACTER_TOKENS
+        if not text or incomplete:
+            return ""
+        self._shown, self._waiting = self._waiting, []
+        return text
+
+    def finish(self) -> str:
+        text = self._new_text()
+        self._waiting = []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._shown)
+        return self._tokenizer.decode(self._shown + self._waiting)[len(before) :]
+
+
+def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokenizer:
+    where = config.source.where(key)
+    if not name:
+        where = where or config.source.where(key.removesuffix("path") + "type")
+        raise UserError(
+            "the tokenizer `huggingface` needs a tokenizer.json",
+            where=where,
+            key=key,
+            value=name,
+            fix="set tokenizer.path to the file or its folder, or tokenizer.type to bytes",
+        )
+    path = Path(os.path.expanduser(name))
+    path = path / "tokenizer.json" if os.path.isdir(path) else path
+    fix = "name a tokenizer.json as saved by Hugging Face tokenizers, or its folder, or set tokenizer.type to bytes"
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        rule = f"the tokenizer cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
+
+    import tokenizers  # late: bytes need no such library, and reading a large vocabulary is slow
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception
+        rule = f"this is not a tokenizer.json ({error})"
+        raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
+    # A file may carry settings for fixed-size batches; a training corpus must be neither cut nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    described = _read_description(path.with_name("tokenizer_config.json"))
+    eos_id = _find_special(config, tokenizer, described, "eos", EOS_NAMES)
+    if eos_id is None:
+        raise UserError(
+            "the tokenizer has no token that ends a document; looked for " + ", ".join(EOS_NAMES),
+            where=where,
+            key=key,
+            value=str(path),
+            fix="set model.model_config.eos_token_id",
+        )
+    bos_id = None
+    if described.get("add_bos_token") is not False:
+        bos_id = _find_special(config, tokenizer, described, "bos", BOS_NAMES)
+    return HuggingFaceTokenizer(tokenizer, eos_id=eos_id, bos_id=bos_id, content=content)
+
+
+def _read_description(path: Path) -> dict:
+    """Reads ``tokenizer_config.json``, a file that is often there and never needed: empty when it does not help."""
+    try:
+        described = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return described if isinstance(described, dict) else {}
+
+
+def _configured_id(config: Config, kind: str) -> int | None:
+    """Reads ``model_config.eos_token_id`` or ``bos_token_id``; of a list of eos ids the first ends documents."""
+    token_id = getattr(config.decoder, f"{kind}_token_id")
+    if isinstance(token_id, list):
+        return token_id[0] if token_id else None
+    return token_id
+
+
+def _find_special(config: Config, tokenizer, described: dict, kind: str, names: Sequence[str]) -> int | None:
+    """Finds the id of eos or bos (`kind`); the order is told at the top of this file."""
+    token_id = _configured_id(config, kind)
+    if token_id is not None:
+        if token_id < 0 or tokenizer.id_to_token(token_id) is None:
+            key = f"model.model_config.{kind}_token_id"
+            raise UserError(
+                "the tokenizer has no token of this id",
+                where=config.source.where(key),
+                key=key,
+                value=token_id,
+                fix=f"leave it out to use the tokenizer's own, or set an id below {tokenizer.get_vocab_size()}",
+            )
+        return token_id
+    token = described.get(f"{kind}_token")
+    if isinstance(token, dict):  # an AddedToken written out
+        token = token.get("content")
+    wanted = [token] if isinstance(token, str) else []
+    return next((found for name in (*wanted, *names) if (found := tokenizer.token_to_id(name)) is not None), None)

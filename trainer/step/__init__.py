@@ -1,0 +1,1 @@
+"""The training step: forward and backward for each micro-batch, norm, clip, update."""

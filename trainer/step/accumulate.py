@@ -1,0 +1,64 @@
+"""Gradients of a window of micro-batches, normalised once by all valid tokens of the window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mindspore import Tensor, ops
+
+from trainer.data.batch import IGNORE_INDEX, Batch
+
+
+@dataclass(frozen=True)
+class WindowGradients:
+    """Loss, tokens and gradients of one window.
+
+    Attributes:
+        loss: Sum of token losses / valid tokens, in nats.
+        tokens: Valid tokens of the window.
+        gradients: Of `loss`, one for each parameter; None when the window has no valid token.
+    """
+
+    loss: float
+    tokens: int
+    gradients: Sequence[Tensor] | None
+
+
+def valid_tokens(batch: Batch) -> int:
+    """Labels that carry a loss."""
+    return int(np.count_nonzero(batch.labels != IGNORE_INDEX))
+
+
+def accumulate(
+    micro_batches: Sequence[Batch], backward: Callable[[Batch, int, float], tuple[Tensor, Sequence[Tensor]]]
+) -> WindowGradients:
+    """Forward and backward over a window, summing gradients.
+
+    The number of valid tokens is known before the first backward pass, so every micro-batch's loss is divided by the
+    window's total and the sum of the gradients is that of one large batch, however the tokens are spread.
+
+    Args:
+        micro_batches: The window; a last, partial one of an epoch is simply shorter.
+        backward: (batch, its number in the window, 1 / tokens of the window) -> loss times that factor, its gradients.
+            Not called for a micro-batch without a valid token, whose gradient is zero.
+    """
+    counts = [valid_tokens(batch) for batch in micro_batches]
+    tokens = sum(counts)
+    if tokens == 0:
+        return WindowGradients(0.0, 0, None)
+    loss, total = 0.0, None
+    for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
+        if count == 0:
+            continue
+        part, gradients = backward(batch, number, 1.0 / tokens)
+        loss += float(part.asnumpy())
+        # Summed one by one and dropped at once: memory does not grow with the number of micro-batches.
+        total = gradients if total is None else _add(total, gradients)
+        del gradients
+    return WindowGradients(loss, tokens, total)
+
+
+def _add(total: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [ops.add(a, b) for a, b in zip(total, gradients, strict=True)]
