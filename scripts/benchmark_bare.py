@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""What the trainer adds to its own arithmetic: its steps against a bare loop, in one process, in alternating windows.
+
+Started by `benchmark.py dense`. The trainer runs as always, with one more monitor: after every window of its steps
+that monitor runs as many steps of a bare loop (forward, backward, update of the same decoder on a fixed batch; no
+data, no monitors, no logging) and times both. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from trainer.config import Config, Override, load_config  # noqa: E402
+from trainer.monitors.metrics import Monitor, StepMetrics  # noqa: E402
+
+
+class BareLoopMonitor(Monitor):
+    """Times the trainer's steps from the end of one call of this monitor to the start of the next, and the bare loop's.
+
+    So everything between two steps counts for the trainer (data, metrics, the other monitors), and nothing of the
+    bare loop does.
+
+    Args:
+        bare_step: One step of the bare loop; returns when its arithmetic is done.
+        window_steps: Steps of the trainer before the bare loop gets as many.
+        warm_up_steps: Steps at the start that neither side's times hold: they compile.
+        clock: Gives seconds.
+    """
+
+    def __init__(self, bare_step: Callable[[], None], window_steps: int, warm_up_steps: int = 2,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        self._bare_step, self._window_steps, self._clock = bare_step, window_steps, clock
+        self._warm_up_steps = warm_up_steps
+        self._steps = 0
+        self._left_at = 0.0
+        self.trainer_seconds: list[float] = []
+        self.bare_seconds: list[float] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        entered_at = self._clock()
+        self._steps += 1
+        done = self._steps - self._warm_up_steps
+        if done > 0:
+            self.trainer_seconds.append(entered_at - self._left_at)
+            if done % self._window_steps == 0:
+                self.bare_seconds += [self._time_bare_step() for _ in range(self._window_steps)]
+        else:
+            self._bare_step()
+        self._left_at = self._clock()
+
+    def _time_bare_step(self) -> float:
+        start = self._clock()
+        self._bare_step()
+        return self._clock() - start
+
+
+def build_bare_step(config: Config) -> Callable[[], None]:
+    """One step of the bare loop: the config's decoder and optimizer, built through the trainer's public rooms.
+
+    Returns:
+        A function that runs forward, backward, clipping and update on one fixed batch and waits for the result.
+    """
+    raise NotImplementedError("the rooms that build the decoder and the step")
+
+
+def run_trainer(config: Config, monitor: Monitor) -> None:
+    """The run that `run_trainer.py` would make of this config, with one more monitor."""
+    raise NotImplementedError("the room that runs a run")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--steps", type=int, default=22, help="steps of the trainer; its first two do not count")
+    parser.add_argument("--window", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(options.config, [
+            Override("output_dir", folder, "benchmark"),
+            Override("runner_config.stop_step", str(options.steps), "benchmark"),
+            Override("report", "False", "benchmark"),
+        ])
+        monitor = BareLoopMonitor(build_bare_step(config), options.window)
+        run_trainer(config, monitor)
+    print(json.dumps({"trainer_seconds": monitor.trainer_seconds, "bare_seconds": monitor.bare_seconds}))
+
+
+if __name__ == "__main__":
+    main()

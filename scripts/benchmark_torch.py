@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""The peer of `benchmark.py dense`: the same decoder in PyTorch, as its user would write it, timed the same way.
+
+Runs in an environment of its own that holds torch (the trainer's must not); `benchmark.py` starts it with
+`--torch_python`. Prints one JSON line: the seconds of every step, the first with compilation, and the peak of
+resident memory before anything else is measured.
+
+Legend: B batch, T tokens, D hidden, H heads, E head size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+SIZES = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 688, "tokens": 256, "vocabulary": 4096,
+         "batch": 8}
+
+
+class Block(nn.Module):
+    """Attention with rotary embeddings and grouped queries, then SwiGLU; both behind RMSNorm."""
+
+    def __init__(self, sizes: argparse.Namespace) -> None:
+        super().__init__()
+        hidden, head_size = sizes.hidden, sizes.hidden // sizes.heads
+        self.head_size, self.grouped = head_size, sizes.kv_heads != sizes.heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, 1e-6), nn.RMSNorm(hidden, 1e-6)
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, sizes.kv_heads * head_size, bias=False)
+        self.value = nn.Linear(hidden, sizes.kv_heads * head_size, bias=False)
+        self.output = nn.Linear(hidden, hidden, bias=False)
+        self.gate = nn.Linear(hidden, sizes.intermediate, bias=False)
+        self.up = nn.Linear(hidden, sizes.intermediate, bias=False)
+        self.down = nn.Linear(sizes.intermediate, hidden, bias=False)
+
+    def forward(self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
+        y_BTD = self.attention_norm(x_BTD)
+        query, key, value = (
+            projection(y_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H, T, E]
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            rotate(query, cos_TE, sin_TE), rotate(key, cos_TE, sin_TE), value, is_causal=True, enable_gqa=self.grouped)
+        x_BTD = x_BTD + self.output(mixed.transpose(1, 2).flatten(2))
+        y_BTD = self.mlp_norm(x_BTD)
+        return x_BTD + self.down(functional.silu(self.gate(y_BTD)) * self.up(y_BTD))
+
+
+def rotate(x: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos_TE + torch.cat((-second, first), -1) * sin_TE
+
+
+class Decoder(nn.Module):
+    def __init__(self, sizes: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.hidden, 1e-6)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        head_size = sizes.hidden // sizes.heads
+        frequencies = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
+        angles = torch.outer(torch.arange(sizes.tokens).float(), frequencies).repeat(1, 2)
+        self.register_buffer("cos_TE", angles.cos())
+        self.register_buffer("sin_TE", angles.sin())
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, ids_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a token."""
+        x_BTD = self.embedding(ids_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, self.cos_TE, self.sin_TE)
+        return functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels_BT.flatten())
+
+
+def time_steps(options: argparse.Namespace) -> list[float]:
+    """Seconds of each optimizer step: accumulated forward and backward, clipping by global norm, AdamW."""
+    model = Decoder(options)
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    vectors = [weight for weight in model.parameters() if weight.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], 1e-3,
+                                  betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    forward = torch.compile(model) if options.mode == "compile" else model
+    ids = torch.randint(0, options.vocabulary, (options.batch, options.tokens + 1))
+    seconds = []
+    for _ in range(options.steps):
+        start = time.perf_counter()
+        for _ in range(options.accumulate):
+            (forward(ids[:, :-1], ids[:, 1:]) / options.accumulate).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def matmul_gflops(size: int = 2048) -> float:
+    """Best float32 matrix product of this machine in GFLOP/s: what both frameworks could reach at most."""
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mode", choices=("eager", "compile"), default="eager")
+    for name, default in {**SIZES, "steps": 20, "accumulate": 1, "threads": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    seconds = time_steps(options)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({
+        "step_seconds": seconds,
+        "tokens_per_step": options.batch * options.tokens * options.accumulate,
+        "peak_rss_bytes": peak if sys.platform == "darwin" else peak * 1024,
+        "matmul_gflops": matmul_gflops(),
+        "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# From a fresh clone to generated text: sets up .venv, trains configs/quickstart.yaml, then continues three prompts.
+#
+#   bash scripts/quickstart.sh [flags of run_trainer.py for the training]
+#
+# The first call downloads MindSpore; later ones need no network. PYTHON=/path/to/python chooses the interpreter.
+
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+bash "$root/scripts/setup_env.sh" run
+cd "$root"
+export PATH="$root/.venv/bin:$PATH"
+
+show() {
+    printf '\n$ %s\n' "$*"
+    "$@"
+}
+
+show python run_trainer.py --config configs/quickstart.yaml "$@"
+show python run_trainer.py --config configs/quickstart.yaml --run_mode predict \
+    --load_checkpoint output/quickstart/checkpoints --predict_data 'def ' 'import ' 'class '

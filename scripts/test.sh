@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Checks everything: sets up .venv with what the tests need, then ruff, flake8 and pytest.
+#
+#   bash scripts/test.sh [arguments of pytest]       for example: bash scripts/test.sh tests/unit -k schedule
+#
+# PYTHON=/path/to/python chooses the interpreter.
+
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+bash "$root/scripts/setup_env.sh" test
+cd "$root"
+export PATH="$root/.venv/bin:$PATH"
+
+python -m ruff check .
+python -m flake8 .
+python -m pytest --durations=15 "$@"

@@ -1,0 +1,387 @@
+"""The rules of the design that a reader cannot check at a glance, checked on the syntax trees of the whole package.
+
+Each rule is a function from a package to its violations. The real package must have none; a small package that breaks
+every rule shows that each is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# The rooms, from left to right. A module imports from its own room and from rooms further left; rooms of one place do
+# not know each other. The longest prefix decides where a module belongs.
+ROOMS = (
+    ("trainer.errors",),
+    ("trainer.config",),
+    # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
+    (
+        "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
+        "trainer.models.shapes", "trainer.ops.select", "trainer.device", "trainer.flags", "trainer.doctor",
+        "trainer.launch",
+    ),
+    ("trainer.plan",),
+    ("trainer.parallel",),
+    ("trainer.ops",),
+    ("trainer.models",),
+    ("trainer.optim",),
+    ("trainer.step",),
+    ("trainer.monitors",),
+    ("trainer.checkpoint",),
+    ("trainer.session",),
+    ("trainer.predict",),
+    ("trainer.run",),
+    ("trainer.cli",),
+)
+LAST_ROOM_BEFORE_MINDSPORE = "trainer.plan"
+ALSO_WITHOUT_MINDSPORE = ("trainer.monitors", "trainer.cli")
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+FUSED_OPERATORS = frozenset(
+    "rms_norm RmsNorm swiglu Swiglu rotary_position_embedding RotaryPositionEmbedding apply_rotary_pos_emb "
+    "ApplyRotaryPosEmb flash_attention_score FlashAttentionScore grouped_matmul grouped_matmul_v2 GroupedMatmul "
+    "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
+)
+COLLECTIVES = frozenset(
+    "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
+    "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "
+    "reduce_scatter_tensor all_to_all all_to_all_single isend irecv barrier distributed comm_func".split()
+)
+
+
+@dataclass
+class Module:
+    """One source file of a package."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+    text: str
+    package: frozenset[str] = field(default=frozenset())  # names of all modules of the package
+
+    def imports(self) -> Iterator[tuple[str, int]]:
+        """The modules it imports anywhere, lazily and for type checkers too, with the line."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                for alias in node.names:
+                    full = f"{base}.{alias.name}"
+                    yield (full if full in self.package else base), node.lineno
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        is_package = self.path.name == "__init__.py"
+        parts = self.name.split(".")
+        parts = parts[: len(parts) - node.level + is_package]
+        return ".".join([*parts, node.module] if node.module else parts)
+
+    def used_from_mindspore(self) -> Iterator[tuple[str, int]]:
+        """Every name it takes from MindSpore, by import or as an attribute of what it imported, with the line."""
+        bound = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mindspore":
+                for part in node.module.split("."):
+                    yield part, node.lineno
+                for alias in node.names:
+                    bound.add(alias.asname or alias.name)
+                    yield alias.name, node.lineno
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "mindspore":
+                        bound.add(alias.asname or "mindspore")
+                        yield from ((part, node.lineno) for part in alias.name.split("."))
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute):
+                root = node.value
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                if isinstance(root, ast.Name) and root.id in bound:
+                    yield node.attr, node.lineno
+
+    def at(self, line: int) -> str:
+        return f"{self.path.name}:{line} ({self.name})"
+
+
+def read_package(root: Path) -> list[Module]:
+    """All modules below ``root / "trainer"``."""
+    modules = []
+    for path in sorted((root / "trainer").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        modules.append(Module(name, path, ast.parse(text), text))
+    names = frozenset(module.name for module in modules)
+    for module in modules:
+        module.package = names
+    return modules
+
+
+def room_of(name: str) -> tuple[int, str] | None:
+    """Place and prefix of the room of a module; None without one. The package itself is left of all rooms."""
+    if name == "trainer":
+        return -1, name
+    rooms = [
+        (len(prefix), place, prefix)
+        for place, prefixes in enumerate(ROOMS)
+        for prefix in prefixes
+        if name == prefix or name.startswith(prefix + ".")
+    ]
+    if not rooms:
+        return None
+    _, place, prefix = max(rooms)
+    return place, prefix
+
+
+def without_mindspore(name: str) -> bool:
+    place, prefix = room_of(name) or (len(ROOMS), "")
+    last = room_of(LAST_ROOM_BEFORE_MINDSPORE)[0]
+    return place <= last or prefix in ALSO_WITHOUT_MINDSPORE
+
+
+# ---- the rules -------------------------------------------------------------------------------------------------------
+
+
+def homeless(modules: list[Module]) -> list[str]:
+    names = [module.name for module in modules if room_of(module.name) is None]
+    return [f"{name} has no room: give it a place in ROOMS" for name in names]
+
+
+def backward_imports(modules: list[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        own = room_of(module.name)
+        for target, line in module.imports():
+            if not target.startswith("trainer.") or own is None:
+                continue
+            other = room_of(target)
+            if other is not None and other != own and other[0] >= own[0]:
+                found.append(f"{module.at(line)} imports {target}, which is not to its left")
+    return found
+
+
+def cycles(modules: list[Module]) -> list[str]:
+    # Annotations may name what must not be imported, so what is only for type checkers is left out here.
+    graph = {}
+    for module in modules:
+        for_types = {line for node in ast.walk(module.tree) if is_type_checking(node) for line in lines_of(node)}
+        targets = {target for target, line in module.imports() if line not in for_types}
+        graph[module.name] = {target for target in targets if target.startswith("trainer.") and target != module.name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def lines_of(node: ast.AST) -> range:
+    return range(node.lineno, node.end_lineno + 1)
+
+
+def mindspore_on_the_left(modules: list[Module]) -> list[str]:
+    return [
+        f"{module.at(line)} imports {target}"
+        for module in modules
+        if without_mindspore(module.name)
+        for target, line in module.imports()
+        if target.split(".")[0] == "mindspore"
+    ]
+
+
+def eager_imports_of_the_right(modules: list[Module]) -> list[str]:
+    """What is without MindSpore may import what needs it only inside a function."""
+    found = []
+    for module in modules:
+        if not without_mindspore(module.name):
+            continue
+        lazy = {
+            line
+            for node in ast.walk(module.tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_type_checking(node)
+            for line in lines_of(node)
+        }
+        for target, line in module.imports():
+            if target.startswith("trainer.") and not without_mindspore(target) and line not in lazy:
+                found.append(f"{module.at(line)} imports {target} when it is itself imported")
+    return found
+
+
+def fused_operators_elsewhere(modules: list[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        if module.name != "trainer.ops.ascend":
+            for name, line in module.used_from_mindspore():
+                if name in FUSED_OPERATORS:
+                    found.append(f"{module.at(line)} uses {name}: fused operators belong to trainer/ops/ascend.py")
+        if room_of(module.name) != room_of("trainer.ops"):
+            for target, line in module.imports():
+                if target in ("trainer.ops.ascend", "trainer.ops.reference"):
+                    found.append(f"{module.at(line)} imports {target}: only trainer/ops chooses kernels")
+    return found
+
+
+def communication_elsewhere(modules: list[Module]) -> list[str]:
+    return [
+        f"{module.at(line)} uses {name}: only trainer/parallel/collectives.py communicates"
+        for module in modules
+        if module.name != "trainer.parallel.collectives"
+        for name, line in module.used_from_mindspore()
+        if name in COLLECTIVES
+    ]
+
+
+def long_files(modules: list[Module]) -> list[str]:
+    lengths = ((module, len(module.text.splitlines())) for module in modules)
+    return [f"{module.path.name} has {lines} lines" for module, lines in lengths if lines > MAX_FILE_LINES]
+
+
+def long_functions(modules: list[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and function_lines(node) > MAX_FUNCTION_LINES:
+                found.append(f"{module.at(node.lineno)} {node.name} has {function_lines(node)} lines")
+    return found
+
+
+def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Its lines less those of its docstring, which may be as long as it needs to be."""
+    first = node.body[0]
+    has_docstring = ast.get_docstring(node) is not None
+    return len(lines_of(node)) - (len(lines_of(first)) if has_docstring else 0)
+
+
+RULES = (
+    homeless, backward_imports, cycles, mindspore_on_the_left, eager_imports_of_the_right, fused_operators_elsewhere,
+    communication_elsewhere, long_files, long_functions,
+)
+
+
+# ---- the real package ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_package() -> list[Module]:
+    return read_package(REPOSITORY)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(real_package: list[Module], rule) -> None:
+    assert rule(real_package) == []
+
+
+def test_importing_the_left_side_leaves_mindspore_out(real_package: list[Module]) -> None:
+    names = [module.name for module in real_package if without_mindspore(module.name)]
+    assert len(names) > 20
+    program = """if True:
+        import importlib, sys
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
+            assert "mindspore" not in sys.modules, name
+    """
+    result = subprocess.run([sys.executable, "-c", program, *names], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+# ---- a package that breaks them all ----------------------------------------------------------------------------------
+
+_BREAKS = {
+    "nowhere.py": "",
+    "errors.py": "def f():\n    from trainer import plan\n",
+    "data/__init__.py": "",
+    "data/a.py": "from .b import x\nfrom trainer import flags\n",
+    "data/b.py": "def lazy():\n    import trainer.data.a\n",
+    "flags.py": "import mindspore as ms\n",
+    "plan.py": "from typing import TYPE_CHECKING\nfrom trainer.models.shapes import x\n"
+               "if TYPE_CHECKING:\n    from trainer.data import a\n",
+    "models/__init__.py": "",
+    "models/shapes.py": "",
+    "models/decoder.py": "from mindspore import ops, mint as m\nfrom trainer.ops.reference import RmsNorm\n"
+                         "y = ops.flash_attention_score(ops.swiglu)\nz = m.distributed.all_reduce\n"
+                         "own = RmsNorm.Send\n",
+    "ops/__init__.py": "",
+    "ops/reference.py": "from mindspore.ops import RmsNorm\nimport mindspore.mint.distributed as dist\n",
+    "ops/ascend.py": "from mindspore import ops\nops.rms_norm\n",
+    "monitors/__init__.py": "import trainer.step\n",
+    "step/__init__.py": "def long(" + "\n    a,\n    b=0,\n" + "):\n    '''One\n\n    two.'''\n" + "    x = 1\n" * 57,
+    "step/fits.py": "def fits():\n    '''One\n\n    two.'''\n" + "    x = 1\n" * 59,
+    "run.py": "x = 1\n" * 401,
+    "cli.py": "import trainer.run\ndef f():\n    import trainer.run\n",
+    "parallel/__init__.py": "",
+    "parallel/collectives.py": "from mindspore.ops import AllReduce, AllGather\n",
+    "parallel/mesh.py": "from mindspore.communication import create_group\nfrom mindspore.ops import AllGather\n",
+}
+
+
+@pytest.fixture
+def broken_package(tmp_path: Path) -> list[Module]:
+    for name, content in {"__init__.py": "", **_BREAKS}.items():
+        path = tmp_path / "trainer" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return read_package(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (homeless, ["trainer.nowhere has no room"]),
+        (backward_imports, ["trainer.data.a) imports trainer.flags", "trainer.errors) imports trainer.plan"]),
+        (cycles, ["trainer.data.a -> trainer.data.b -> trainer.data.a"]),
+        (mindspore_on_the_left, ["flags.py:1 (trainer.flags) imports mindspore"]),
+        (eager_imports_of_the_right, ["cli.py:1 (trainer.cli) imports trainer.run", "monitors) imports trainer.step"]),
+        (
+            fused_operators_elsewhere,
+            [
+                "decoder) uses flash_attention_score", "decoder) uses swiglu", "decoder) imports trainer.ops.reference",
+                "ops.reference) uses RmsNorm",
+            ],
+        ),
+        (
+            communication_elsewhere,
+            [
+                "decoder) uses all_reduce", "decoder) uses distributed", "ops.reference) uses distributed",
+                "parallel.mesh) uses AllGather",
+            ],
+        ),
+        (long_files, ["run.py has 401 lines"]),
+        (long_functions, ["(trainer.step) long has 61 lines"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_rule_finds_what_breaks_it(broken_package: list[Module], rule, expected: list[str]) -> None:
+    found = sorted(rule(broken_package))
+    assert len(found) == len(expected), found
+    for part in expected:
+        assert any(part in violation for violation in found), (part, found)
+
+
+def test_every_rule_is_shown_to_find_something(broken_package: list[Module]) -> None:
+    assert all(rule(broken_package) for rule in RULES)
+
+
+def test_a_cycle_through_annotations_alone_is_none(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "errors.py").write_text("import trainer.plan\n")
+    plan = tmp_path / "trainer" / "plan.py"
+    plan.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from trainer import errors\n")
+    assert cycles(read_package(tmp_path)) == []
+    plan.write_text("from trainer import errors\n")
+    assert cycles(read_package(tmp_path)) != []

@@ -1,0 +1,232 @@
+"""The benchmark's own arithmetic, and whole runs of it against programs that only pretend to train."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import benchmark  # noqa: E402
+import benchmark_bare  # noqa: E402
+
+from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
+
+CONFIG = """
+runner_config: {batch_size: 8}
+model:
+  arch: {type: LlamaForCausalLM}
+  model_config: {type: LlamaConfig, num_layers: 4, hidden_size: 256, num_heads: 8, intermediate_size: 688,
+                 vocab_size: 4096, seq_length: 256}
+train_dataset: {data_loader: {type: SyntheticDataset}}
+"""
+
+# Steps take 0.5 s each after a first one of 3.5 s; more layers take longer to compile, more micro-batches more memory.
+TRAINER = """
+import json, sys
+from pathlib import Path
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+layers = int(flags.get("--model.model_config.num_layers", 4))
+memory = {memory} + 1000000 * int(flags.get("--gradient_accumulation_steps", 1))
+with open(Path(flags["--output_dir"]) / "metrics.jsonl", "w") as file:
+    for step in range(int(flags["--runner_config.stop_step"])):
+        seconds = 3.4 + layers / 40 if step == 0 else 0.5
+        line = {{"step": step + 1, "step_seconds": seconds, "tokens": 2048, "peak_rss_bytes": memory}}
+        file.write(json.dumps(line) + "\\n")
+    file.write(json.dumps({{"step": step + 1, "eval_loss": 1.0}}) + "\\n")
+"""
+TORCH = """#!/bin/sh
+case "$*" in *compile*) seconds=0.4;; *) seconds={seconds};; esac
+echo "a library says something"
+echo '{{"step_seconds": [1.0, 9.0, 9.0, '$seconds', '$seconds'], "tokens_per_step": 2048, "peak_rss_bytes": 800000000,
+"matmul_gflops": 90.0, "torch": "2.0", "python": "3.11"}}' | tr -d '\\n'
+echo
+"""
+
+
+def step_metrics(step: int) -> StepMetrics:
+    return StepMetrics(step, 9, 1, 1, step, 9, 1.0, 0.1, None, 1.0, False, 2048, 1e3, 0.5, 10**9)
+
+
+def run(first: float = 3.5, steady: float = 0.5, peak: int = 1_000_000_000) -> benchmark.Measurement:
+    return benchmark.Measurement(first, steady, 2048 / steady, peak)
+
+
+def verdicts(**changes) -> dict[str, str]:
+    runs = {"ours": [run()] * 3, "eager": [run(1.0, 0.48, 800_000_000)] * 3, "compiled": [run(30.0, 0.4)] * 3,
+            "deep": run(4 + 4.4, 4.0), "accumulated": run(peak=1_040_000_000),
+            "bare": {"trainer_seconds": [0.51, 0.50, 9.0], "bare_seconds": [0.50, 0.49, 0.50]}}
+    return {line.name: line.verdict for line in benchmark.dense_lines(**{**runs, **changes})}
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def test_measure_leaves_out_the_first_steps_and_takes_the_median():
+    result = benchmark.measure([4.0, 9.0, 9.0, 0.5, 0.25, 0.5], 1000, 77)
+    assert result == benchmark.Measurement(4.0, 0.5, 2000.0, 77)
+    assert result.compile_seconds == 3.5
+
+
+def test_measure_refuses_a_run_too_short():
+    with pytest.raises(benchmark.RunFailed, match="a run of 3 steps, 4 are needed"):
+        benchmark.measure([1.0, 1.0, 1.0], 1000, 1)
+
+
+def test_metrics_file_of_the_trainer_is_understood(tmp_path):
+    lines = [json.dumps(step_record(step_metrics(step))) for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "eval_loss": 2.0}', '{"step": 5, "lo']))
+    assert benchmark.measure_metrics_file(tmp_path / "metrics.jsonl") == benchmark.Measurement(0.5, 0.5, 4096.0, 10**9)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(benchmark.RunFailed, match="holds no step"):
+        benchmark.measure_metrics_file(tmp_path / "metrics.jsonl")
+
+
+def test_ratio_of_turns_is_not_moved_by_a_drift_of_the_machine():
+    median, low, high = benchmark.paired_ratio([90.0, 45.0, 30.0], [100.0, 50.0, 25.0])
+    assert (median, low, high) == (0.9, 0.9, 1.2)
+
+
+@pytest.mark.parametrize(("value", "limit", "at_least", "binding", "verdict"), [
+    (0.9, 0.9, True, True, "pass"), (0.89, 0.9, True, True, "FAIL"), (0.89, 0.9, True, False, "not yet"),
+    (5.0, 5.0, False, True, "pass"), (5.1, 5.0, False, True, "FAIL"), (None, 1.0, True, True, "not measured"),
+])
+def test_verdict(value, limit, at_least, binding, verdict):
+    assert benchmark.Line("x", value, limit, at_least, "", binding).verdict == verdict
+
+
+def test_every_target_passes_and_the_goal_is_only_noted():
+    assert verdicts() == {
+        "tokens/s, trainer / PyTorch eager": "pass", "tokens/s, trainer / torch.compile": "not yet",
+        "first step, seconds": "pass", "compilation, 32 layers / as configured": "pass",
+        "peak memory / allowed": "pass", "peak memory, accumulation 8 / 1": "pass", "step, trainer / bare loop": "pass",
+    }
+
+
+@pytest.mark.parametrize(("changes", "failing"), [
+    ({"eager": [run(1.0, 0.44, 800_000_000)] * 3}, "tokens/s, trainer / PyTorch eager"),
+    ({"ours": [run(5.1, 0.5)] * 3}, "first step, seconds"),
+    ({"deep": run(4 + 4.6, 4.0)}, "compilation, 32 layers / as configured"),
+    ({"ours": [run(peak=1_651_000_000)] * 3}, "peak memory / allowed"),  # 1.5 x 800 + 450 = 1650 MB
+    ({"accumulated": run(peak=1_051_000_000)}, "peak memory, accumulation 8 / 1"),
+    ({"bare": {"trainer_seconds": [0.52], "bare_seconds": [0.5]}}, "step, trainer / bare loop"),
+])
+def test_each_target_can_fail_alone(changes, failing):
+    assert [name for name, verdict in verdicts(**changes).items() if verdict == "FAIL"] == [failing]
+
+
+def test_what_was_left_out_is_said_and_does_not_fail():
+    left_out = verdicts(compiled=[], bare=None)
+    assert left_out["tokens/s, trainer / torch.compile"] == left_out["step, trainer / bare loop"] == "not measured"
+    assert "FAIL" not in left_out.values()
+
+
+def test_last_json_ignores_what_libraries_print():
+    assert benchmark.last_json('warning\n{"a": 1}\n{"a": 2}\nbye\n') == {"a": 2}
+    with pytest.raises(benchmark.RunFailed, match="no JSON"):
+        benchmark.last_json("nothing\n")
+
+
+def test_cpu_model(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel\t\t: 1\nmodel name\t: A Fine: CPU\n\nmodel name\t: another\n")
+    assert benchmark.cpu_model(cpuinfo) == "A Fine: CPU"
+    assert benchmark.cpu_model(tmp_path / "absent") != ""
+
+
+def test_table_names_every_line():
+    console = Console(width=160, record=True, file=io.StringIO())
+    benchmark.render([benchmark.Line("speed", 0.5, 0.9, True, "a / b"),
+                      benchmark.Line("step", None, 1.03, False, "left out")], console)
+    text = console.export_text()
+    assert all(part in text for part in ("speed", "0.500", ">= 0.9", "FAIL", "a / b", "<= 1.03", "not measured"))
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------
+
+
+def programs(folder: Path, *, torch_seconds: float = 0.5, memory: int = 900_000_000) -> list[str]:
+    """Writes a trainer and a Python with torch that only pretend, and returns the flags that use them."""
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "trainer.py").write_text(TRAINER.format(memory=memory))
+    python = folder / "torch_python"
+    python.write_text(TORCH.format(seconds=torch_seconds))
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return ["dense", "--config", str(folder / "config.yaml"), "--trainer", str(folder / "trainer.py"),
+            "--torch_python", str(python), "--rounds", "2", "--steps", "5", "--no_bare"]
+
+
+def test_whole_benchmark_passes(tmp_path, capsys):
+    assert benchmark.main(programs(tmp_path)) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [line["verdict"] for line in result["lines"]] == ["pass", "not yet", *["pass"] * 4, "not measured"]
+    assert [len(result["runs"][name]) for name in ("trainer", "torch_eager", "torch_compile", "deep")] == [2, 2, 2, 1]
+    assert result["sizes"] == {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 688,
+                               "tokens": 256, "vocabulary": 4096, "batch": 8, "accumulate": 1}
+    assert {"date", "commit", "cpu", "cores", "python", "mindspore", "torch"} <= result["machine"].keys()
+
+
+def test_whole_benchmark_fails_when_a_target_is_missed(tmp_path, capsys):
+    assert benchmark.main([*programs(tmp_path, torch_seconds=0.4), "--no_compile"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["lines"][0]["verdict"] == "FAIL"
+    assert "FAIL" in captured.err
+
+
+def test_a_failed_run_ends_the_benchmark_with_its_last_words(tmp_path, capsys):
+    flags = programs(tmp_path)
+    (tmp_path / "trainer.py").write_text("raise SystemExit('out of [memory]')")
+    assert benchmark.main(flags) == 2
+    captured = capsys.readouterr()
+    assert "out of [memory]" in captured.err and "exit code 1" in captured.err and captured.out == ""
+
+
+def test_a_bad_config_ends_the_benchmark_with_its_message(tmp_path, capsys):
+    flags = programs(tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("num_layers", "num_layerz"))
+    assert benchmark.main(flags) == 2
+    assert "num_layerz" in capsys.readouterr().err
+
+
+def test_a_model_that_the_peer_lacks_is_refused(tmp_path, capsys):
+    flags = programs(tmp_path)
+    tied = CONFIG.replace("type: LlamaConfig,", "type: LlamaConfig, tie_word_embeddings: True,")
+    (tmp_path / "config.yaml").write_text(tied)
+    assert benchmark.main(flags) == 2
+    assert "untied head" in capsys.readouterr().err
+
+
+def test_a_python_that_does_not_exist_is_named(tmp_path, capsys):
+    assert benchmark.main([*programs(tmp_path), "--torch_python", "/nowhere/python"]) == 2
+    assert "/nowhere/python cannot be started: No such file" in capsys.readouterr().err
+
+
+def test_too_few_steps_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        benchmark.main([*programs(tmp_path), "--steps", "3"])
+    assert caught.value.code == 2
+    assert "--steps at least 4" in capsys.readouterr().err
+
+
+# --- the bare loop in turns with the trainer ------------------------------------------------------------------------
+
+
+def test_bare_loop_runs_in_windows_and_neither_side_pays_for_the_other():
+    now = 0.0
+
+    def bare_step() -> None:
+        nonlocal now
+        now += 10.0
+
+    monitor = benchmark_bare.BareLoopMonitor(bare_step, window_steps=2, warm_up_steps=1, clock=lambda: now)
+    assert isinstance(monitor, Monitor)
+    for step in range(1, 7):
+        now += 100.0 if step == 1 else 1.0  # the trainer works; its first step compiles
+        monitor.on_step(step_metrics(step))
+    assert monitor.trainer_seconds == [1.0] * 5
+    assert monitor.bare_seconds == [10.0] * 4

@@ -1,0 +1,389 @@
+"""The checkpoint store: what is written comes back bit for bit, and no death of the writer costs a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.checkpoint import store
+from trainer.errors import RunError, UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def tensors_of(step: int, elements: int = 64) -> dict[str, dict[str, np.ndarray]]:
+    """Recognisable arrays of a step."""
+    weights = np.arange(elements, dtype=np.float32) + step
+    return {"model": {"w": weights, "b": np.float32([step])}, "optimizer": {"w.m": weights * 2}}
+
+
+def save(folder: Path, step: int, keep_max: int = 0, on_stage: store.OnStage | None = None) -> Path:
+    return store.write_checkpoint(folder, step, tensors_of(step), {"step": step, "epoch": 1}, keep_max, on_stage)
+
+
+def assert_holds(path: Path, step: int) -> None:
+    checkpoint = store.read_checkpoint(path)
+    assert checkpoint.step == step and checkpoint.state == {"step": step, "epoch": 1}
+    for part, arrays in tensors_of(step).items():
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(checkpoint.tensors[part][name], array)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- round trip ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(store._SAVABLE_DTYPES))
+def test_every_dtype_returns_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, size=(5, 3, 16), dtype=np.uint8)  # NaNs and infinities among them
+    array = (raw & 1).astype(bool) if dtype == "bool" else np.frombuffer(raw.tobytes(), dtype=dtype)
+    path = store.write_checkpoint(tmp_path, 1, {"model": {"x": array}}, {}, 1)
+    back = store.read_checkpoint(path).tensors["model"]["x"]
+    assert back.dtype == array.dtype and back.shape == array.shape and back.tobytes() == array.tobytes()
+
+
+def test_every_memory_layout_returns_its_values(tmp_path: Path) -> None:
+    square = np.arange(12, dtype=np.float32).reshape(3, 4)
+    arrays = {
+        "transposed": square.T,
+        "strided": square[::2, ::2],
+        "reversed": square[::-1],
+        "scalar": np.float32(7.5).reshape(()),
+        "empty": np.zeros((0, 4), np.float32),
+        "big_endian": square.astype(">f4"),
+        "unaligned": np.frombuffer(b"\0" + square.tobytes(), dtype=np.float32, offset=1),
+        "name with spaces/and.dots": square,
+    }
+    path = store.write_checkpoint(tmp_path, 1, {"model": arrays}, {}, 1)
+    back = store.read_checkpoint(path).tensors["model"]
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert back[name].shape == array.shape, name
+        np.testing.assert_array_equal(back[name], array, err_msg=name)
+
+
+def test_state_returns_exactly(tmp_path: Path) -> None:
+    state = {"best": 0.1 + 0.2, "rng": {"state": 2**127 + 1}, "name": "é", "none": None, "list": [1, 2.5, True]}
+    assert store.read_checkpoint(store.write_checkpoint(tmp_path, 3, {}, state, 1)).state == state
+
+
+def test_the_arrays_read_can_be_changed_and_outlive_the_files(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    weights = store.read_checkpoint(path).tensors["model"]["w"]
+    shutil.rmtree(path)
+    weights += 1
+    np.testing.assert_array_equal(weights, tensors_of(1)["model"]["w"] + 1)
+
+
+def test_a_part_can_be_read_alone(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "optimizer.safetensors").unlink()
+    assert store.read_checkpoint(path, ("model",)).tensors.keys() == {"model"}
+
+
+def test_the_layout_on_disk(tmp_path: Path) -> None:
+    path = save(tmp_path / "new" / "checkpoints", 100)
+    assert path == tmp_path / "new" / "checkpoints" / "step-00000100"
+    assert names(path) == ["COMPLETE", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert json.loads((path / "state.json").read_text())["step"] == 100
+
+
+def test_a_dtype_without_a_place_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="model: w has dtype complex128"):
+        store.write_checkpoint(tmp_path / "c", 1, {"model": {"w": np.zeros(1, np.complex128)}}, {}, 1)
+    assert not (tmp_path / "c").exists()
+
+
+# ---- newest, keep_max, finding ---------------------------------------------------------------------------------------
+
+
+def test_keep_max_removes_the_oldest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep_max=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    for step in (5, 6, 7):
+        save(tmp_path, step, keep_max=0)
+    assert len(names(tmp_path)) == 5
+
+
+def test_newest_is_the_one_saved_last_even_when_an_earlier_training_went_further(tmp_path: Path) -> None:
+    save(tmp_path, 500)
+    save(tmp_path, 100, keep_max=1)
+    assert store.newest_complete(tmp_path) == tmp_path / "step-00000100"
+    assert names(tmp_path) == ["step-00000100"]
+
+
+def test_the_same_step_saved_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    store.write_checkpoint(tmp_path, 1, {"model": {"w": np.float32([42])}}, {}, keep_max=0)
+    assert names(tmp_path) == ["step-00000001"]
+    assert store.read_checkpoint(tmp_path / "step-00000001").tensors["model"]["w"] == 42
+
+
+def test_incomplete_and_foreign_folders_are_not_checkpoints(tmp_path: Path) -> None:
+    assert store.newest_complete(tmp_path / "missing") is None
+    complete = save(tmp_path, 1)
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / "COMPLETE").write_text("")
+    shutil.copytree(complete, tmp_path / "step-00000009-mine")
+    (tmp_path / "step-00000004").write_text("a file")
+    assert store.complete_checkpoints(tmp_path) == [complete]
+
+
+def test_a_save_removes_only_what_it_left_itself(tmp_path: Path) -> None:
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / "COMPLETE").write_text("unreadable")
+    (tmp_path / "step-00000009-mine").mkdir()
+    (tmp_path / ".tmp-step-00000007").mkdir()
+    save(tmp_path, 10)
+    assert names(tmp_path) == ["step-00000003", "step-00000009-mine", "step-00000010"]
+
+
+def test_find_checkpoint_accepts_what_a_user_may_name(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 1)
+    newest = save(tmp_path / "checkpoints", 2)
+    for path in (newest, tmp_path / "checkpoints", tmp_path):
+        assert store.find_checkpoint(path) == newest
+    renamed = newest.rename(tmp_path / "my-best-model")
+    assert store.find_checkpoint(renamed) == renamed and store.read_checkpoint(renamed).step == 2
+
+
+def test_find_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="load_checkpoint = .*nowhere.*: there is no such checkpoint"):
+        store.find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="resume_training = .*the folder holds no complete checkpoint"):
+        store.find_checkpoint(tmp_path, key="resume_training")
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def damage_marker(path: Path) -> None:
+    (path / "COMPLETE").unlink()
+
+
+def damage_state(path: Path) -> None:
+    text = (path / "state.json").read_text()
+    (path / "state.json").write_text("?" * len(text))
+
+
+def truncate_model(path: Path) -> None:
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[:-10])
+
+
+def corrupt_model(path: Path) -> None:
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(b"\xff" * len(content))
+
+
+def lose_optimizer(path: Path) -> None:
+    (path / "optimizer.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_marker, "incomplete: it has no readable COMPLETE file"),
+        (damage_state, "damaged: state.json cannot be read"),
+        (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
+        (corrupt_model, "damaged: model.safetensors cannot be read"),
+        (lose_optimizer, "damaged: optimizer.safetensors is missing"),
+    ],
+)
+def test_damage_is_named_with_a_way_out(tmp_path: Path, damage, message: str) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    damage(bad)
+    with pytest.raises(UserError, match=message) as caught:
+        store.read_checkpoint(bad)
+    assert str(bad) in str(caught.value) and f"use {good}" in str(caught.value)
+    shutil.rmtree(good)
+    with pytest.raises(UserError, match="start anew"):
+        store.read_checkpoint(bad)
+
+
+def test_a_missing_checkpoint_or_part_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such checkpoint"):
+        store.read_checkpoint(tmp_path / "step-00000001")
+    with pytest.raises(UserError, match="has no part 'lora', only model, optimizer"):
+        store.read_checkpoint(save(tmp_path, 1), ("lora",))
+
+
+# ---- death at every stage --------------------------------------------------------------------------------------------
+
+# One process forks a writer for each stage; the writer kills itself there. argv: root, repository, step to save.
+_KILLED_WRITERS = """
+import os, signal, sys
+from pathlib import Path
+root, step = Path(sys.argv[1]), int(sys.argv[3])
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests/unit"]
+from test_checkpoint_store import save
+
+stages = []
+prepare = lambda folder: [save(folder, earlier) for earlier in (1, 2, 3)]
+prepare(root / "whole")
+save(root / "whole", step, 2, stages.append)
+for number, stage in enumerate(stages):
+    folder = root / f"{number:02d} {stage}"
+    prepare(folder)
+    pid = os.fork()
+    if pid == 0:
+        seen = []
+        def die(name):
+            seen.append(name)
+            if len(seen) == number + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        save(folder, step, 2, die)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, stage
+print(len(stages))
+"""
+
+
+@pytest.mark.parametrize("step", [4, 3], ids=["new step", "same step again"])
+def test_sigkill_at_every_stage_leaves_a_complete_checkpoint(tmp_path: Path, step: int) -> None:
+    command = [sys.executable, "-c", _KILLED_WRITERS, str(tmp_path), str(REPOSITORY), str(step)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    (tmp_path / "whole").rename(tmp_path / "99 whole")
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == int(result.stdout) + 1 > 12
+    reached_complete = False
+    for folder in folders:
+        reached_complete = reached_complete or folder.name.endswith(" complete")
+        newest = store.newest_complete(folder)
+        assert newest is not None, folder.name
+        assert_holds(newest, step if reached_complete else 3)
+        if not reached_complete:
+            assert_holds(folder / "step-00000002", 2)
+        save(folder, 5, keep_max=2)
+        left = names(folder)
+        assert len(left) == 2 and left[-1] == "step-00000005", (folder.name, left)
+        for name in left:
+            assert_holds(folder / name, int(name[-8:]))
+    assert reached_complete
+
+
+# ---- a disk that is full or does not let us write --------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A real file system of 1 MiB. Needs the right to mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a file system here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def assert_refused_without_loss(folder: Path, tensors: dict, state: dict) -> None:
+    with pytest.raises(RunError) as caught:
+        store.write_checkpoint(folder, 2, tensors, state, 1)
+    message = str(caught.value)
+    needed_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
+    assert "No space left on device" in message and f"it needs {needed_bytes:,} bytes and " in message
+    assert str(folder) in message and "earlier checkpoints are untouched" in message and "Fix: " in message
+    assert names(folder) == ["step-00000001"]
+    assert_holds(folder / "step-00000001", 1)
+
+
+def test_full_disk_known_beforehand_costs_no_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(small_disk, 1)
+    monkeypatch.setattr(store, "_write_files", lambda *args: pytest.fail("began to write"))
+    assert_refused_without_loss(small_disk, tensors_of(2, elements=1 << 20), {})
+
+
+def test_full_disk_met_while_writing_arrays(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(small_disk, 1)
+    usage = shutil.disk_usage(small_disk)._replace(free=1 << 40)  # as if another process filled the disk meanwhile
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert_refused_without_loss(small_disk, tensors_of(2, elements=1 << 20), {})
+
+
+def test_full_disk_met_while_writing_the_state(small_disk: Path) -> None:
+    save(small_disk, 1)
+    assert_refused_without_loss(small_disk, tensors_of(2), {"much": "x" * (2 << 20)})
+
+
+def test_full_disk_while_saving_a_step_again_keeps_its_older_save(small_disk: Path) -> None:
+    save(small_disk, 1)
+
+    def fill(stage: str) -> None:
+        if stage == "renamed":
+            with pytest.raises(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+
+    with pytest.raises(RunError, match="No space left"):
+        save(small_disk, 1, on_stage=fill)
+    (small_disk / "filler").unlink()
+    assert names(small_disk) == ["step-00000001"]
+    assert_holds(small_disk / "step-00000001", 1)
+
+
+def test_a_file_size_limit_ends_like_any_other_failed_write(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(RunError, match="File too large; earlier checkpoints are untouched"):
+            store.write_checkpoint(tmp_path, 2, tensors_of(2, elements=1 << 16), {}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["step-00000001"]
+    assert_holds(tmp_path / "step-00000001", 1)
+
+
+def test_a_folder_that_may_not_be_written(small_disk: Path) -> None:
+    save(small_disk, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(RunError, match="Read-only file system.*\n  Fix: make the folder writable"):
+        save(small_disk, 2)
+    with pytest.raises(UserError, match="checkpoints cannot be written there: Read-only file system"):
+        store.prepare_folder(small_disk)
+    assert_holds(small_disk / "step-00000001", 1)
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("mine")
+    with pytest.raises(UserError, match="output_dir = .*checkpoints cannot be written there: File exists"):
+        store.prepare_folder(tmp_path / "checkpoints")
+    with pytest.raises(RunError, match="File exists"):
+        save(tmp_path / "checkpoints", 1)
+    assert (tmp_path / "checkpoints").read_text() == "mine"
+
+
+def test_prepare_folder_leaves_an_empty_folder(tmp_path: Path) -> None:
+    store.prepare_folder(tmp_path / "a" / "b")
+    assert names(tmp_path / "a" / "b") == []
+
+
+def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    save(folder, 1)
+    folder.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # nothing is closed to root
+    try:
+        with pytest.raises(UserError, match="checkpoints cannot be read there: Permission denied"):
+            store.find_checkpoint(folder)
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)

@@ -1,0 +1,357 @@
+"""What a run shows: its lines, the live line on a pseudo-terminal, the log file, the closing summary, their cost."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trainer.errors import RunError
+from trainer.monitors import wording
+from trainer.monitors.console import Eta, LineMonitor, ProgressMonitor, console_monitor, log_file_monitor
+from trainer.monitors.jsonl import JsonlMonitor
+from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics
+from trainer.monitors.summary import Totals
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EVALUATION = EvalMetrics(step=20, epoch=1, loss=2.25, perplexity=9.4877, tokens=16384, seconds=1.2)
+
+
+def step_metrics(step: int, **changes) -> StepMetrics:
+    values = {
+        "step": step, "total_steps": 200, "epoch": 1, "epochs": 2, "step_in_epoch": step, "steps_per_epoch": 100,
+        "loss": 5.612345, "lr": 5e-5, "global_norm": 0.981, "loss_scale": 1.0, "overflow": False, "tokens": 1500,
+        "tokens_per_second": 12345.0, "step_seconds": 0.123, "peak_rss_bytes": 1 << 30,
+    }
+    return StepMetrics(**{**values, **changes})
+
+
+def run_info(**changes) -> RunInfo:
+    values = {"output_dir": Path("output"), "total_steps": 200, "last_step": 200, "epochs": 2, "steps_per_epoch": 100}
+    return RunInfo(**{**values, **changes})
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_peers_line_to_the_letter() -> None:
+    line = wording.mindformers_step(step_metrics(20, loss_scale=65536.0), 0.0)
+    assert line == (
+        "{ Epoch:[  1/  2], step:[   20/  100], loss: 5.612345, per_step_time: 123ms, lr: 5.0e-05, "
+        "overflow cond: False, loss_scale: 65536.0, global_norm: 0.981 }"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"lr": 2.5641025e-08}, "lr: 2.5641025e-08,"),
+        ({"lr": 0.0}, "lr: 0.0e+00,"),
+        ({"lr": 1e-3}, "lr: 1.0e-03,"),
+        ({"overflow": True}, "overflow cond: True,"),
+        ({"global_norm": None}, "loss_scale: 1.0 }"),
+        ({"global_norm": math.inf}, "global_norm: inf }"),
+        ({"step": 120, "step_in_epoch": 20, "epoch": 2}, "Epoch:[  2/  2], step:[   20/  100]"),
+    ],
+)
+def test_the_peers_line_in_other_cases(changes: dict, part: str) -> None:
+    assert part in wording.mindformers_step(step_metrics(**{"step": 20, **changes}), 0.0)
+
+
+def test_the_plain_line() -> None:
+    assert wording.plain_step(step_metrics(20), 65.0) == (
+        "step  20/200 | epoch 1/2 | loss 5.6123 | lr 5.00e-05 | norm 0.981 | 12.3k tokens/s | eta 1m05s"
+    )
+    line = wording.plain_step(
+        step_metrics(20, global_norm=None, overflow=True, loss_scale=1024.0, extra={"drop_rate.layer_0": 0.25}), 0.0
+    )
+    assert "norm" not in line
+    assert "| scale 1024 | OVERFLOW, update skipped | drop_rate.layer_0 0.25 | 12.3k tokens/s" in line
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (987, "987"), (999.7, "1.00k"), (1000, "1.00k"), (12345, "12.3k"), (99960, "100k"), (999_999, "1.00M"),
+     (4.56e6, "4.56M"), (7.2e9, "7.20G"), (math.inf, "inf"), (math.nan, "nan")],
+)
+def test_counts(number: float, text: str) -> None:
+    assert wording.count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0421, "42ms"), (0.42, "0.42s"), (9.94, "9.9s"), (9.96, "10s"), (59.4, "59s"), (59.6, "1m00s"), (65, "1m05s"),
+     (7620, "2h07m"), (273600, "3d04h"), (math.inf, "?"), (math.nan, "?")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert wording.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(2048, "2 KiB"), (512 << 20, "512 MiB"), (1536 << 20, "1.50 GiB")])
+def test_sizes(number: int, text: str) -> None:
+    assert wording.size(number) == text
+
+
+# ---- when lines come -------------------------------------------------------------------------------------------------
+
+
+def steps_shown(monitor: Monitor, shown: list[str], info: RunInfo, **changes) -> list[int]:
+    monitor.on_start(info)
+    for step in range(info.start_step + 1, info.last_step + 1):
+        monitor.on_step(step_metrics(step, **changes))
+    return [int(match[1]) for line in shown if (match := re.match(r"step +(\d+)/", line))]
+
+
+def test_a_line_every_so_many_steps_and_for_the_first_and_the_last() -> None:
+    shown: list[str] = []
+    assert steps_shown(LineMonitor(shown.append, every=1), shown, run_info(last_step=3)) == [1, 2, 3]
+    shown = []
+    info = run_info(start_step=3, last_step=25)
+    assert steps_shown(LineMonitor(shown.append, every=10), shown, info) == [4, 10, 20, 25]
+
+
+def test_an_overflow_is_always_shown() -> None:
+    shown: list[str] = []
+    monitor = LineMonitor(shown.append, every=100)
+    assert steps_shown(monitor, shown, run_info(last_step=4), overflow=True) == [1, 2, 3, 4]
+
+
+def test_the_other_events_have_lines() -> None:
+    shown: list[str] = []
+    monitor = LineMonitor(shown.append)
+    monitor.on_start(run_info(start_step=50, last_step=120, resumed_from=Path("o/step-00000050")))
+    monitor.on_eval(EVALUATION)
+    monitor.on_checkpoint(Path("o/checkpoints/step-00000020"), 20)
+    monitor.on_notice("bfloat16 computes in float32")
+    monitor.close(None)
+    assert shown == [
+        "training: steps 51 to 120 of 200 (2 epochs of 100), continuing o/step-00000050",
+        "eval at step 20: loss 2.2500, perplexity 9.488 (16.4k tokens in 1.2s)",
+        "checkpoint of step 20: o/checkpoints/step-00000020",
+        "note: bfloat16 computes in float32",
+    ]
+
+
+def test_the_eta_leaves_the_compiling_first_step_out_and_counts_to_the_runs_own_end() -> None:
+    eta = Eta()
+    eta.start(run_info(last_step=52))
+    eta.add(step_metrics(1, step_seconds=100.0))
+    assert eta.seconds(step_metrics(1)) == pytest.approx(51 * 100.0)
+    for step in (2, 3, 4):
+        eta.add(step_metrics(step, step_seconds=0.5))
+    assert eta.seconds(step_metrics(4)) == pytest.approx(48 * 0.5)
+    for step in range(5, 200):
+        eta.add(step_metrics(step, step_seconds=2.0))
+    assert eta.seconds(step_metrics(50)) == pytest.approx(2 * 2.0, rel=0.01)
+    assert eta.seconds(step_metrics(60)) == 0.0
+
+
+# ---- which monitor ---------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("log_format", ["rich", "plain", "mindformers"])
+def test_without_a_terminal_there_are_lines_whatever_the_environment_says(
+    log_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    stream = io.StringIO()
+    monitor = console_monitor(log_format, 1, stream)
+    monitor.on_start(run_info())
+    monitor.on_step(step_metrics(1))
+    assert "\x1b" not in stream.getvalue()
+    step_line = stream.getvalue().splitlines()[1]
+    assert step_line.startswith("{ Epoch:[" if log_format == "mindformers" else "step   1/200 |")
+
+
+def test_on_a_terminal_only_rich_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(console_monitor("rich", 1, Terminal()), ProgressMonitor)
+    assert isinstance(console_monitor("plain", 1, Terminal()), LineMonitor)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(console_monitor("rich", 1, Terminal()), LineMonitor)
+
+
+def test_per_print_times_reaches_the_console() -> None:
+    stream = io.StringIO()
+    monitor = console_monitor("plain", 50, stream)
+    monitor.on_start(run_info())
+    for step in range(1, 201):
+        monitor.on_step(step_metrics(step))
+    assert re.findall(r"^step +(\d+)", stream.getvalue(), re.MULTILINE) == ["1", "50", "100", "150", "200"]
+
+
+# ---- the live line ---------------------------------------------------------------------------------------------------
+
+_LIVE_RUN = """
+import sys, time
+from pathlib import Path
+from test_monitors_console import EVALUATION, run_info, step_metrics
+from trainer.monitors.console import console_monitor
+monitor = console_monitor("rich")
+monitor.on_start(run_info())
+for step in range(1, 201):
+    monitor.on_step(step_metrics(step, loss=7.0 if step < 200 else 1.25))
+    if step == 100:
+        monitor.on_eval(EVALUATION)
+        monitor.on_notice("scale [bold] kept")
+    time.sleep(0.005)
+monitor.close(None)
+print("after the run")
+"""
+
+
+def run_on_terminal(program: str, columns: int) -> str:
+    import fcntl
+    import pty
+    import termios
+
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/unit"}
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=follower, stdout=follower, stderr=follower,
+                               env=environment)
+    os.close(follower)
+    output = b""
+    with contextlib.suppress(OSError):  # the terminal's end is an error on Linux
+        while chunk := os.read(leader, 65536):
+            output += chunk
+    os.close(leader)
+    assert process.wait(timeout=30) == 0, output.decode()
+    return output.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_live_line_on_a_terminal(columns: int) -> None:
+    output = run_on_terminal(_LIVE_RUN, columns)
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor must come back"
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    drawn = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.startswith("step ")]
+    assert 3 <= len(drawn) <= 20, "about four a second, not one a step"
+    figures = "step 200/200  loss 1.2500  lr 5.00e-05  norm 0.981  12.3k tokens/s  eta 0ms"
+    assert drawn[-1] == figures if columns == 80 else drawn[-1].startswith(figures + " ━━━")
+    assert columns == 80 or any(re.search("━[╸╺]━", line) for line in drawn), "the bar must move"
+    assert "first step: compiling" in text
+    assert text.count("eval at step 20: loss 2.2500") == 1 and text.count("note: scale [bold] kept") == 1
+    assert text.rstrip().endswith("after the run")
+
+
+def test_the_live_line_leaves_out_a_norm_nobody_asked_for() -> None:
+    monitor = ProgressMonitor(Console(file=io.StringIO()))
+    assert "compiling" in monitor.figures().plain
+    monitor.on_step(step_metrics(3, global_norm=None))
+    assert "norm" not in monitor.figures().plain and "loss 5.6123" in monitor.figures().plain
+
+
+def test_the_live_monitor_tells_the_other_events() -> None:
+    stream = io.StringIO()
+    monitor = ProgressMonitor(Console(file=stream, width=200))
+    monitor.on_step(step_metrics(7, overflow=True, loss_scale=512.0))
+    monitor.on_checkpoint(Path("o/step-00000007"), 7)
+    totals = Totals()
+    totals.on_step(step_metrics(7))
+    monitor.close(totals.summary("finished", {"metrics": Path("o/[red]/metrics.jsonl")}))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert lines[:2] == ["step 7: overflow, update skipped (loss scale 512)", "checkpoint of step 7: o/step-00000007"]
+    assert "metrics      o/[red]/metrics.jsonl" in lines
+
+
+# ---- log file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_file_gets_plain_lines_with_their_time_and_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "rank-0.log"
+    for start_step in (0, 1):
+        monitor = log_file_monitor(path)
+        monitor.on_start(run_info(start_step=start_step))
+        monitor.on_step(step_metrics(start_step + 1))
+        assert len(path.read_text().splitlines()) == 2 * (start_step + 1)  # before it is closed
+        monitor.close(None)
+        monitor.close(None)
+    lines = path.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (training: steps|step +\d+/200 \| )", line) for line in lines)
+
+
+def test_a_log_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(RunError, match=r"log file = .*rank-0\.log.*: the log cannot be written: "):
+        log_file_monitor(tmp_path / "logs" / "rank-0.log")
+
+
+def test_a_log_on_a_full_disk_ends_the_run() -> None:
+    monitor = log_file_monitor(Path("/dev/full"))
+    with pytest.raises(RunError, match="No space left on device"):
+        monitor.on_notice("x")
+    monitor.close(None)
+
+
+# ---- summary ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_of_a_run() -> None:
+    totals = Totals()
+    totals.on_start(run_info(start_step=10))
+    rates = [10.0, 1000.0, 1300.0, 1100.0]  # the first step compiles
+    for step, rate in enumerate(rates, start=11):
+        totals.on_step(step_metrics(step, tokens_per_second=rate, loss=10.0 - step / 10, step_seconds=1.0 / rate))
+    for step, loss in ((11, math.nan), (12, 2.5), (13, 2.0), (14, 2.2)):
+        totals.on_eval(EvalMetrics(step, 1, loss, math.exp(loss), 64, 0.1))
+    summary = totals.summary("stopped by SIGTERM", {"checkpoints": Path("o/checkpoints")})
+    assert summary.tokens_per_second == 1100.0 and summary.tokens == 6000 and summary.steps == 4
+    assert summary.best_eval.step == 13 and summary.last_eval.step == 14
+    lines = wording.summary_lines(summary)
+    assert lines[0].startswith("run          stopped by SIGTERM at step 14 of 200: 4 steps in ")
+    assert lines[1:4] == [
+        "tokens       6.00k, 1.10k tokens/s (median; first step 0.1s)",
+        "loss         8.9000 -> 8.6000",
+        "eval loss    best 2.0000 at step 13, last 2.2000 at step 14",
+    ]
+    assert re.fullmatch(r"peak memory  \d+ MiB|peak memory  [\d.]+ GiB", lines[4])
+    assert lines[5] == "checkpoints  o/checkpoints"
+
+
+def test_the_summary_of_one_step_and_of_none() -> None:
+    totals = Totals()
+    totals.on_start(run_info(start_step=200))
+    nothing = wording.summary_lines(totals.summary("finished", {}))
+    assert nothing[0].startswith("run          finished at step 200 of 200: 0 steps") and len(nothing) == 2
+    totals.on_step(step_metrics(201, tokens_per_second=7.0))
+    one = totals.summary("finished", {})
+    assert one.tokens_per_second == 7.0 and one.first_loss == one.last_loss == 5.612345
+    assert "1 step in" in wording.summary_lines(one)[0] and "median" not in wording.summary_lines(one)[1]
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_costs_far_less_than_a_millisecond(tmp_path: Path) -> None:
+    live = ProgressMonitor(Console(file=open(os.devnull, "w"), force_terminal=True, width=120))  # noqa: SIM115
+    monitors: list[Monitor] = [live, log_file_monitor(tmp_path / "log"), JsonlMonitor(tmp_path / "m.jsonl"), Totals()]
+    steps = [step_metrics(step) for step in range(1, 2001)]
+    for monitor in monitors:
+        monitor.on_start(run_info(total_steps=2000, last_step=2000))
+    # Processor time of the whole process, the drawing thread included: a busy machine does not disturb it.
+    started_at = time.process_time()
+    for metrics in steps:
+        for monitor in monitors:
+            monitor.on_step(metrics)
+    mean_seconds = (time.process_time() - started_at) / len(steps)
+    for monitor in monitors:
+        monitor.close(None)
+    assert mean_seconds < 0.3e-3

@@ -1,0 +1,183 @@
+"""Text prediction: greedy or sampled continuation of a batch of prompts with a key/value cache.
+
+Runs operator by operator: no compilation, one pass over all prompts, then one token a step for all rows together.
+Legend: B rows, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size, K = key/value heads * head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+from mindspore.ops import operations as P
+
+if TYPE_CHECKING:
+    from trainer.models.decoder import Decoder
+    from trainer.models.inputs import InputBuilder
+
+_ROUND = 32  # cached positions are attended to in multiples of this, so that few shapes occur
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        do_sample: Draw; False takes the likeliest token.
+        temperature: Divides the logits before drawing.
+        top_k: Draw among this many likeliest tokens; 0: all.
+        top_p: Draw among the likeliest tokens that reach this probability together; 1.0: all.
+        repetition_penalty: Divides positive (multiplies negative) logits of tokens that are in the row already; 1.0: off.
+        seed: Of the draws; each row and position has its own stream, so a row does not depend on its neighbours.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, row: int, position: int) -> int:
+    """The next token of one row.
+
+    Args:
+        logits_V: Float32 logits.
+        seen: Tokens of the row so far, for the repetition penalty.
+        sampling: The rules.
+        row, position: Name the random stream.
+    """
+    logits = logits_V.astype(np.float64)
+    if sampling.repetition_penalty != 1.0:
+        ids = np.unique(np.asarray(seen, np.int64))
+        penalty = sampling.repetition_penalty
+        logits[ids] = np.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
+    if not sampling.do_sample:
+        return int(logits.argmax())
+    logits /= sampling.temperature
+    order = np.argsort(-logits, kind="stable")
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    probabilities = np.exp(logits[order] - logits[order[0]])
+    probabilities /= probabilities.sum()
+    if sampling.top_p < 1.0:
+        # The first token is always kept; further ones as long as those before them have not reached top_p.
+        keep = np.cumsum(probabilities) - probabilities < sampling.top_p
+        order, probabilities = order[keep], probabilities[keep] / probabilities[keep].sum()
+    stream = np.random.Generator(np.random.Philox(key=[sampling.seed, 0x9E], counter=[0, 0, row, position]))
+    return int(order[np.searchsorted(np.cumsum(probabilities), stream.random(), side="right").clip(max=len(order) - 1)])
+
+
+class Generator:
+    """Continues prompts with a decoder.
+
+    Args:
+        model: The decoder.
+        build_inputs: Knows the position tables.
+        eos_ids: Tokens that end a row.
+    """
+
+    def __init__(self, model: Decoder, build_inputs: InputBuilder, eos_ids: Sequence[int]) -> None:
+        self.model, self.tables, self.eos_ids = model, build_inputs.tables, frozenset(eos_ids)
+        self.write = P.ScatterUpdate()
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: Sampling, first_row: int = 0
+    ) -> Iterator[list[int | None]]:
+        """Yields, step by step, the new token of every row; None for a row that has ended.
+
+        Args:
+            prompts: Token ids of each row, none empty.
+            max_tokens: Most new tokens of each row.
+            sampling: How tokens are chosen.
+            first_row: Number of the first row among all prompts, for the random streams.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts])
+        capacity = int(max(length + extra for length, extra in zip(lengths, max_tokens, strict=True)))
+        cache = _Cache(self.model, len(prompts), _round_up(capacity), self.write)
+        rows = [list(prompt) for prompt in prompts]
+        ids_BQ = np.zeros((len(prompts), int(lengths.max())), np.int32)
+        for row, prompt in enumerate(prompts):
+            ids_BQ[row, : len(prompt)] = prompt
+        logits_BV = self._forward(cache, ids_BQ, np.zeros_like(lengths), lengths - 1)
+        left = list(max_tokens)
+        while True:
+            chosen: list[int | None] = []
+            for row, tokens in enumerate(rows):
+                token = None
+                if left[row] > 0:
+                    token = choose_token(logits_BV[row], tokens, sampling, first_row + row, len(tokens))
+                    left[row] = 0 if token in self.eos_ids else left[row] - 1
+                    tokens.append(token)
+                chosen.append(token)
+            if all(token is None for token in chosen):
+                return
+            yield chosen
+            if not any(left):
+                return
+            starts = np.array([len(tokens) - 1 for tokens in rows])
+            last_B1 = np.array([[tokens[-1]] for tokens in rows], np.int32)
+            logits_BV = self._forward(cache, last_B1, starts, np.zeros_like(starts))
+
+    def _forward(self, cache: _Cache, ids_BQ: np.ndarray, starts: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Logits [B, V] after each row's token number `last` of this pass, whose first token stands at `starts`."""
+        model, settings = self.model, self.model.settings
+        rows, width = ids_BQ.shape
+        positions_BQ = np.minimum(starts[:, None] + np.arange(width), cache.capacity - 1)
+        seen = _round_up(int(positions_BQ.max()) + 1)
+        allowed_BQS = np.arange(seen) <= positions_BQ[:, :, None]
+        mask = model.kernels.cached_mask(allowed_BQS, settings.num_heads, settings.kv_heads)
+        tables = self.tables(positions_BQ.reshape(-1))
+        cache.place(positions_BQ, seen)
+        x_ND = ops.gather(model.embedding, Tensor(ids_BQ.reshape(-1)), 0)
+        attention, split = model.block.attention, model.block.split
+        for layer, weights in enumerate(model.layer_weights):
+            q_NC, k_NK, v_NK = attention.project(x_ND, tables[0:2], tables[2:4], weights[:split])
+            keys, values = cache.update(layer, k_NK, v_NK)
+            out = model.kernels.cached_attention(
+                q_NC.reshape(rows, width, -1), keys, values, mask, settings.num_heads, settings.kv_heads
+            )
+            x_ND = x_ND + attention.project_out(out.reshape(rows * width, -1), weights[:split])
+            x_ND = x_ND + model.block.mlp(x_ND, weights[split:])
+        ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
+        x_BD = model.head.norm(ops.gather(x_ND, ends, 0), model.final_norm)
+        return ops.matmul(x_BD, model.head_weight.T).asnumpy()
+
+
+class _Cache:
+    """Keys and values of all layers, [B * S, K] each; rows are written in place."""
+
+    def __init__(self, model: Decoder, rows: int, capacity: int, write: P.ScatterUpdate) -> None:
+        settings = model.settings
+        width = settings.kv_heads * settings.head_size
+        self.rows, self.capacity, self.write = rows, capacity, write
+        self.layers = [
+            tuple(_zeros(rows * capacity, width, f"cache.{layer}.{kind}") for kind in ("keys", "values"))
+            for layer in range(settings.num_layers)
+        ]
+        self.index, self.seen = Tensor(np.zeros(1, np.int32)), 0
+
+    def place(self, positions_BQ: np.ndarray, seen: int) -> None:
+        """Says where the next `update`s write and how many positions they return."""
+        offsets = np.arange(self.rows)[:, None] * self.capacity
+        self.index, self.seen = Tensor((offsets + positions_BQ).reshape(-1).astype(np.int32)), seen
+
+    def update(self, layer: int, k_NK: Tensor, v_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes new keys and values; returns the cached ones, [B, seen, K]."""
+        found = []
+        for store, new in zip(self.layers[layer], (k_NK, v_NK), strict=True):
+            self.write(store, self.index, new)
+            found.append(store.reshape(self.rows, self.capacity, -1)[:, : self.seen])
+        return found[0], found[1]
+
+
+def _zeros(rows: int, width: int, name: str) -> Parameter:
+    return Parameter(Tensor(np.zeros((rows, width), np.float32)), name=name, requires_grad=False)
+
+
+def _round_up(number: int) -> int:
+    return -(-number // _ROUND) * _ROUND

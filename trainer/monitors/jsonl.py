@@ -1,0 +1,120 @@
+"""metrics.jsonl: one JSON object a line, a line a step and a line an evaluation, over all the runs of one training.
+
+Numbers that are not finite are written as ``null``: JSON has no others, and a reader then sees a gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from trainer.errors import RunError
+from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
+
+
+class JsonlMonitor(Monitor):
+    """Writes metrics.jsonl.
+
+    A fresh run puts an older file aside; a resumed one continues it after its last step. Every line is handed to the
+    operating system at once, so that a killed run leaves all its steps.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if info.start_step > 0:
+                cut_after(self._path, info.start_step)
+            else:
+                put_aside(self._path)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._write(step_record(metrics))
+
+    def on_eval(self, metrics: EvalMetrics) -> None:
+        self._write(eval_record(metrics))
+
+    def close(self, summary: RunSummary | None) -> None:
+        if self._file is not None:
+            # What a full disk did not take is still in the buffer, and closing would fail on it once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _write(self, record: dict[str, object]) -> None:
+        if self._file is None:  # an evaluation alone, without training, has no metrics over time
+            return
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[name] = None
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> RunError:
+        return RunError(f"metrics cannot be written: {error.strerror or error}", key="metrics file",
+                        value=str(self._path), fix="free space or choose another output_dir")
+
+
+def read_records(path: Path) -> Iterator[dict[str, object]]:
+    """The records of a metrics file, in its order. Leaves out a line that a killed run left unfinished."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Removes the lines after ``step``, which a resumed run makes again. The file is replaced in one move.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
+    if not path.exists():
+        return
+    shortened = path.with_name(path.name + ".tmp")
+    with path.open(encoding="utf-8", errors="replace") as lines, shortened.open("w", encoding="utf-8") as kept:
+        for line in lines:
+            record = _parse(line)
+            if record is not None and record["step"] <= step:
+                kept.write(line)
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(shortened, path)
+
+
+def put_aside(path: Path) -> Path | None:
+    """Renames a metrics file of an earlier training to the first free ``metrics-1.jsonl``, ``metrics-2.jsonl`` ..."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def _parse(line: str) -> dict[str, object] | None:
+    if not line.endswith("\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

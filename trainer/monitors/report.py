@@ -1,0 +1,163 @@
+"""report.png: the course of a training, drawn from its metrics.jsonl so that it covers resumed runs too."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.monitors.jsonl import read_records
+from trainer.monitors.metrics import Monitor, RunSummary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAN = math.nan
+_USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "tokens_per_second": "tokens/s"}
+_NOT_DRAWN = frozenset({"step", "epoch", "loss", "loss_scale", "overflow", "tokens", "step_seconds", "peak_rss_bytes"})
+_MAX_POINTS = 4000  # more than a picture has columns
+_MAX_LINES_A_PANEL = 16
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of the picture: its title and the step fields it shows."""
+
+    title: str
+    fields: list[str]
+
+
+@dataclass
+class Curves:
+    """What metrics.jsonl holds, a list a field, NaN where a step lacks it."""
+
+    steps: list[int] = field(default_factory=list)
+    fields: dict[str, list[float]] = field(default_factory=dict)
+    eval_steps: list[int] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
+
+    def has_values(self, name: str) -> bool:
+        """Whether a step field holds any number."""
+        return any(not math.isnan(value) for value in self.fields.get(name, ()))
+
+    def panels(self) -> list[Panel]:
+        """The panels below the loss: the usual ones that hold numbers, then one for each group of extra fields."""
+        usual = [Panel(title, [name]) for name, title in _USUAL_PANELS.items() if self.has_values(name)]
+        groups: dict[str, list[str]] = defaultdict(list)
+        for name in self.fields:
+            if name not in _USUAL_PANELS and name not in _NOT_DRAWN and self.has_values(name):
+                groups[name.partition(".")[0]].append(name)
+        return usual + [Panel(title, names) for title, names in groups.items()]
+
+
+class ReportMonitor(Monitor):
+    """Draws the report when the run is over. A picture that fails becomes a notice: the training itself is done.
+
+    Args:
+        metrics_path: The metrics.jsonl to draw from.
+        report_path: The picture, replaced if it exists.
+        notice: Told why there is no picture.
+    """
+
+    def __init__(self, metrics_path: Path, report_path: Path, notice: Callable[[str], None]) -> None:
+        self._metrics_path, self._report_path, self._notice = metrics_path, report_path, notice
+
+    def close(self, summary: RunSummary | None) -> None:
+        try:
+            draw_report(self._metrics_path, self._report_path)
+        except Exception as error:  # whatever a drawing library runs into must not fail a training that is done
+            self._notice(f"report {self._report_path} was not drawn: {type(error).__name__}: {error}")
+
+
+def read_curves(path: Path) -> Curves:
+    """Reads a metrics file, keeping at most some thousand steps, evenly spaced, and every evaluation."""
+    with path.open("rb") as lines:
+        line_count = sum(1 for _ in lines)
+    stride = -(-line_count // _MAX_POINTS) or 1
+    curves = Curves()
+    steps_seen = 0
+    for record in read_records(path):
+        if "eval_loss" in record:
+            curves.eval_steps.append(record["step"])
+            curves.eval_losses.append(_number(record["eval_loss"]))
+            continue
+        steps_seen += 1
+        if (steps_seen - 1) % stride == 0:
+            _add_step(curves, record)
+    return curves
+
+
+def _add_step(curves: Curves, record: dict[str, object]) -> None:
+    for name in record:
+        if name not in curves.fields:
+            curves.fields[name] = [_NAN] * len(curves.steps)
+    curves.steps.append(record["step"])
+    for name, values in curves.fields.items():
+        values.append(_number(record[name]) if name in record else _NAN)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else _NAN
+
+
+def draw_report(metrics_path: Path, report_path: Path) -> bool:
+    """Draws ``report_path`` from ``metrics_path``; the picture is replaced in one move.
+
+    Returns:
+        Whether there was anything to draw.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    if not metrics_path.exists():
+        return False
+    curves = read_curves(metrics_path)
+    if not curves.steps and not curves.eval_steps:
+        return False
+    # The classes rather than pyplot: no global figure, and no window system is looked for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = curves.panels()
+    figure = Figure(figsize=(9, 4 + 2 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    heights = [2] + [1] * len(panels)
+    axes = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
+    _draw_loss(axes[0], curves)
+    for axis, panel in zip(axes[1:], panels, strict=True):
+        _draw_panel(axis, curves, panel)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.align_ylabels(axes)
+    axes[-1].set_xlabel("optimizer step")
+    unfinished = report_path.with_name(report_path.name + ".tmp")
+    figure.savefig(unfinished, format="png", dpi=110)
+    os.replace(unfinished, report_path)
+    return True
+
+
+def _draw_loss(axis: Axes, curves: Curves) -> None:
+    if curves.has_values("loss"):
+        axis.plot(curves.steps, curves.fields["loss"], linewidth=1, label="train", marker=_marker(curves.steps))
+    if curves.eval_steps:
+        axis.plot(curves.eval_steps, curves.eval_losses, linewidth=1.5, marker="o", markersize=4, label="eval")
+    axis.set_ylabel("loss (nats a token)")
+    axis.legend()
+
+
+def _draw_panel(axis: Axes, curves: Curves, panel: Panel) -> None:
+    for name in panel.fields[:_MAX_LINES_A_PANEL]:
+        label = name.partition(".")[2] or name
+        axis.plot(curves.steps, curves.fields[name], linewidth=1, label=label, marker=_marker(curves.steps))
+    axis.set_ylabel(panel.title)
+    if len(panel.fields) > 1:
+        axis.legend(fontsize="x-small", ncols=4)
+
+
+def _marker(steps: list[int]) -> str:
+    """A line through a single point would not be seen."""
+    return "." if len(steps) < 3 else ""

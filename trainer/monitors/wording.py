@@ -1,0 +1,123 @@
+"""The lines a run prints, as pure functions of its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainer.monitors.metrics import EvalMetrics, RunInfo, RunSummary, StepMetrics
+
+StepLine = Callable[[StepMetrics, float], str]
+
+
+def count(number: float) -> str:
+    """A count in at most five characters: ``987``, ``12.3k``, ``4.56M``."""
+    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (float("inf"), 1e9, "G")):
+        # The limit leaves room for rounding, so that 999999 is 1.00M and not 1000k.
+        if number < limit * 0.9995:
+            scaled = number / divisor
+            digits = 0 if not unit else (2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
+            return f"{scaled:.{digits}f}{unit}"
+    return str(number)
+
+
+def duration(seconds: float) -> str:
+    """A duration: ``0.42s``, ``12s``, ``3m05s``, ``2h07m``, ``3d04h``."""
+    if not seconds < float("inf"):
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.2g}s" if seconds >= 0.1 else f"{seconds * 1000:.0f}ms"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def size(number_bytes: float) -> str:
+    """A memory size: ``512 MiB``, ``1.43 GiB``."""
+    if number_bytes < 1 << 20:
+        return f"{number_bytes / (1 << 10):.0f} KiB"
+    if number_bytes < 1 << 30:
+        return f"{number_bytes / (1 << 20):.0f} MiB"
+    return f"{number_bytes / (1 << 30):.2f} GiB"
+
+
+def plain_step(metrics: StepMetrics, eta_seconds: float) -> str:
+    """``step 20/100 | epoch 1/2 | loss 5.6123 | lr 5.00e-05 | norm 0.981 | 12.3k tokens/s | eta 1m05s``."""
+    width = len(str(metrics.total_steps))
+    parts = [
+        f"step {metrics.step:>{width}}/{metrics.total_steps}",
+        f"epoch {metrics.epoch}/{metrics.epochs}",
+        f"loss {metrics.loss:.4f}",
+        f"lr {metrics.lr:.2e}",
+    ]
+    if metrics.global_norm is not None:
+        parts.append(f"norm {metrics.global_norm:.3g}")
+    if metrics.loss_scale != 1.0:
+        parts.append(f"scale {metrics.loss_scale:g}")
+    if metrics.overflow:
+        parts.append("OVERFLOW, update skipped")
+    parts += [f"{name} {value:.4g}" for name, value in metrics.extra.items()]
+    parts += [f"{count(metrics.tokens_per_second)} tokens/s", f"eta {duration(eta_seconds)}"]
+    return " | ".join(parts)
+
+
+def mindformers_step(metrics: StepMetrics, eta_seconds: float) -> str:
+    """The line of MindSpore Transformers, for tools that read its logs; without a norm when nobody asked for one."""
+    epochs = f"Epoch:[{metrics.epoch:>3}/{metrics.epochs:>3}]"
+    steps = f"step:[{metrics.step_in_epoch:>5}/{metrics.steps_per_epoch:>5}]"
+    norm = "" if metrics.global_norm is None else f", global_norm: {metrics.global_norm:.3f}"
+    scale = f"overflow cond: {metrics.overflow}, loss_scale: {float(metrics.loss_scale)}"
+    return (
+        f"{{ {epochs}, {steps}, loss: {metrics.loss:.6f}, per_step_time: {metrics.step_seconds * 1000:.0f}ms, "
+        f"lr: {_scientific(metrics.lr)}, {scale}{norm} }}"
+    )
+
+
+def _scientific(number: float) -> str:
+    """Like ``5.0e-05`` or ``2.5641026e-08``: float32's eight digits, less their zeros at the end."""
+    mantissa, _, exponent = f"{number:.7e}".partition("e")
+    mantissa = mantissa.rstrip("0")
+    return f"{mantissa}0e{exponent}" if mantissa.endswith(".") else f"{mantissa}e{exponent}"
+
+
+def eval_line(metrics: EvalMetrics) -> str:
+    """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``."""
+    tokens = f"{count(metrics.tokens)} tokens in {duration(metrics.seconds)}"
+    return f"eval at step {metrics.step}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
+
+
+def start_line(info: RunInfo) -> str:
+    """``training: steps 51 to 100 of 200 (2 epochs of 100), continuing output/checkpoints/step-00000050``."""
+    epochs = f" ({info.epochs} epochs of {info.steps_per_epoch})" if info.epochs > 1 else ""
+    origin = f", continuing {info.resumed_from}" if info.resumed_from else ""
+    return f"training: steps {info.start_step + 1} to {info.last_step} of {info.total_steps}{epochs}{origin}"
+
+
+def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """The closing summary as (name, value) rows; what the run did not do is left out."""
+    done = f"{summary.steps} steps" if summary.steps != 1 else "1 step"
+    where = f"{summary.outcome} at step {summary.last_step} of {summary.total_steps}"
+    rows = [("run", f"{where}: {done} in {duration(summary.seconds)}")]
+    if summary.steps:
+        after = f" (median; first step {duration(summary.first_step_seconds)})" if summary.steps > 1 else ""
+        rows.append(("tokens", f"{count(summary.tokens)}, {count(summary.tokens_per_second)} tokens/s{after}"))
+    if summary.first_loss is not None and summary.last_loss is not None:
+        rows.append(("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}"))
+    if summary.best_eval and summary.last_eval:
+        best, last = summary.best_eval, summary.last_eval
+        last_text = f"last {last.loss:.4f} at step {last.step}"
+        rows.append(("eval loss", f"best {best.loss:.4f} at step {best.step}, {last_text}"))
+    rows.append(("peak memory", size(summary.peak_rss_bytes)))
+    rows += [(name, str(path)) for name, path in summary.places.items()]
+    return rows
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """The closing summary as aligned text."""
+    rows = summary_rows(summary)
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -1,0 +1,145 @@
+"""run_mode predict: prompts in, continuations out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.data import load_tokenizer
+from trainer.errors import UserError
+from trainer.models.generate import Generator, Sampling
+from trainer.session import open_session
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+    from trainer.data import Tokenizer
+
+
+def read_prompts(config: Config) -> list[str]:
+    """The prompts of `predict_data`: texts, or the lines of one file.
+
+    Raises:
+        UserError: The file has no text or cannot be read.
+    """
+    given = config.predict_data
+    texts = [given] if isinstance(given, str) else list(given or ())
+    if len(texts) != 1 or not _is_file(texts[0]):
+        return texts
+    where = config.source.where("predict_data")
+    try:
+        prompts = [line for line in Path(texts[0]).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the file of prompts cannot be read as UTF-8 text ({error})",
+            where=where, key="predict_data", value=texts[0], fix="give a text file with one prompt a line",
+        ) from error  # fmt: skip
+    if not prompts:
+        raise UserError(
+            "the file holds no prompt", where=where, key="predict_data", value=texts[0], fix="write one prompt a line"
+        )
+    return prompts
+
+
+def predict(config: Config, write: Callable[[str], None]) -> None:
+    """Continues every prompt; text appears as it is made, and all of it lands in `output_dir`/predictions.jsonl.
+
+    Args:
+        config: Run mode predict.
+        write: Takes text to show, with its own newlines.
+
+    Raises:
+        UserError: A prompt is empty or too long.
+    """
+    settings = config.decoder
+    prompts, tokenizer = read_prompts(config), load_tokenizer(config)
+    encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
+    limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
+    session = open_session(config)
+    generator = Generator(session.model, session.build_inputs, _eos_ids(settings, tokenizer))
+    sampling = Sampling(
+        settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.repetition_penalty, config.seed
+    )
+    batch = config.predict_batch_size or settings.batch_size
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "predictions.jsonl").open("w", encoding="utf-8") as file:
+        for first in range(0, len(prompts), batch):
+            part = slice(first, first + batch)
+            steps = generator.stream(encoded[part], limits[part], sampling, first)
+            for prompt, text in zip(prompts[part], _show(prompts[part], steps, tokenizer, generator, write), strict=True):
+                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+
+
+def _show(prompts: Sequence[str], steps, tokenizer: Tokenizer, generator: Generator, write: Callable) -> list[str]:
+    """Texts of a batch. A single prompt's text is written token by token, several ones when the batch is done."""
+    streams, texts = [tokenizer.stream() for _ in prompts], ["" for _ in prompts]
+    alone = len(prompts) == 1
+
+    def add(row: int, text: str) -> None:
+        texts[row] += text
+        if alone:
+            write(text)
+
+    if alone:
+        write(prompts[0])
+    for tokens in steps:
+        for row, token in enumerate(tokens):
+            if token is not None and token not in generator.eos_ids:
+                add(row, streams[row].push(token))
+    for row, stream in enumerate(streams):
+        add(row, stream.finish())
+    if alone:
+        write("\n\n")
+    else:
+        for prompt, text in zip(prompts, texts, strict=True):
+            write(f"{prompt}{text}\n\n")
+    return texts
+
+
+def _encode(config: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    ids = tokenizer.encode(prompt)
+    ids = [tokenizer.bos_id, *ids] if tokenizer.bos_id is not None else ids
+    if not ids:
+        raise UserError(
+            "a prompt is empty",
+            where=config.source.where("predict_data"), key="predict_data", value=prompt, fix="give at least a character",
+        )  # fmt: skip
+    return ids
+
+
+def _most_new_tokens(config: Config, prompt: str, length: int) -> int:
+    """How many tokens may follow a prompt of `length` tokens."""
+    settings = config.decoder
+    limit = settings.max_decode_length or settings.seq_length
+    positions = max(settings.seq_length, settings.max_positions)
+    if limit > positions:
+        raise UserError(
+            f"the model has positions for {positions} tokens",
+            where=config.source.where("model.model_config.max_decode_length"),
+            key="model.model_config.max_decode_length",
+            value=limit,
+            fix=f"use at most {positions}, or raise max_position_embeddings",
+        )
+    if length >= limit:
+        raise UserError(
+            f"a prompt of {length} tokens leaves no room for an answer in {limit}",
+            where=config.source.where("predict_data"),
+            key="predict_data",
+            value=prompt[:40] + ("..." if len(prompt) > 40 else ""),
+            fix="shorten the prompt or raise model.model_config.max_decode_length",
+        )
+    return min(limit - length, settings.max_new_tokens or limit)
+
+
+def _eos_ids(settings: ModelConfig, tokenizer: Tokenizer) -> list[int]:
+    configured = settings.eos_token_id
+    return [tokenizer.eos_id, *([configured] if isinstance(configured, int) else configured or [])]
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # a long text or one with a NUL is no path
+        return False
