@@ -196,7 +196,7 @@ def _data_notices(config: Config) -> Iterator[str]:
     size = config.runner_config.batch_size
     if train.batch_size is not None and train.batch_size != size:
         yield f"train_dataset.batch_size {train.batch_size}: not used, runner_config.batch_size {size} counts"
-    if train.max_batches:
+    if train.max_batches and (evaluation is not None or not train.held_out):
         yield "train_dataset.max_batches: not used, it bounds evaluations: set eval_dataset.max_batches"
     if evaluation is not None and train.held_out:
         yield (

@@ -226,8 +226,8 @@ class _CrossEntropyCore(nn.Cell):
         super().__init__()
         self.x_wt, self.matmul, self.matmul_at = P.MatMul(transpose_b=True), P.MatMul(), P.MatMul(transpose_a=True)
         self.softmax, self.row_max, self.gather = P.Softmax(), P.ArgMaxWithValue(axis=1), P.GatherD()
-        self.transpose, self.log, self.scatter_sub = P.Transpose(), P.Log(), P.TensorScatterSub()
-        self.concat = P.Concat(1)
+        self.transpose, self.log = P.Transpose(), P.Log()
+        self.scatter_add = P.TensorScatterElements(axis=1, reduction="add")
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
         logits_NV = self.x_wt(x_ND, weight_VD)
@@ -240,9 +240,8 @@ class _CrossEntropyCore(nn.Cell):
 
     def bprop(self, x_ND, weight_VD, labels_N, valid_N1, out, grads):
         probabilities_NV, grad = out[1], grads[0]
-        rows_N1 = ops.arange(labels_N.shape[0]).reshape(-1, 1).astype(mstype.int32)
-        index_N2 = self.concat((rows_N1, labels_N.reshape(-1, 1)))
-        centred_NV = self.scatter_sub(probabilities_NV, index_N2, ops.ones_like(valid_N1).reshape(-1))
+        # d loss / d logits = probabilities - one_hot(label)
+        centred_NV = self.scatter_add(probabilities_NV, labels_N.reshape(-1, 1), -ops.ones_like(valid_N1))
         weight_ND = self.matmul(valid_N1 * grad, ops.ones((1, x_ND.shape[1]), x_ND.dtype))
         grad_x_ND = self.matmul(centred_NV, weight_VD) * weight_ND
         grad_weight_VD = self.transpose(self.matmul_at(x_ND * weight_ND, centred_NV), (1, 0))
