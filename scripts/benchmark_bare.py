@@ -67,12 +67,40 @@ def build_bare_step(config: Config) -> Callable[[], None]:
     Returns:
         A function that runs forward, backward, clipping and update on one fixed batch and waits for the result.
     """
-    raise NotImplementedError("the rooms that build the decoder and the step")
+    import mindspore
+
+    from trainer.data import build_datasets
+    from trainer.models.shapes import parameter_shapes
+    from trainer.optim.groups import parameter_groups
+    from trainer.optim.optimizer import build_optimizer
+    from trainer.session import open_session
+    from trainer.step.clip import clip_coefficient, global_norm
+
+    session = open_session(config)
+    model = session.model
+    groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
+    optimizer = build_optimizer(model.parameters_by_name, groups, config.optimizer)
+    rows, _ = build_datasets(config)
+    batch = rows.rows(range(config.runner_config.batch_size))
+    inputs, tokens = session.build_inputs(batch), batch.labels.size
+    gradients_of = mindspore.value_and_grad(
+        lambda: model(inputs) * (1 / tokens), None, list(model.parameters_by_name.values())
+    )
+
+    def step() -> None:
+        loss, gradients = gradients_of()
+        norm = global_norm(gradients, model.kernels.sum_of_squares)
+        optimizer.update(gradients, 1e-3, clip_coefficient(norm, config.runner_wrapper.max_grad_norm))
+        float(loss.asnumpy())
+
+    return step
 
 
 def run_trainer(config: Config, monitor: Monitor) -> None:
     """The run that `run_trainer.py` would make of this config, with one more monitor."""
-    raise NotImplementedError("the room that runs a run")
+    from trainer.run import run
+
+    run(config, [monitor])
 
 
 def main() -> None:

@@ -1,49 +1,83 @@
 """The command line. Arguments become a configuration with overrides (`flags.py`); Typer dispatches and prints the help.
 
-Nothing here imports MindSpore: only `run` does, when a run begins.
+Nothing here imports MindSpore: a run does, when all that can be checked without it has been.
 """
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.errors import EXIT_OK, EXIT_SIGINT, TrainerError, UserError
+from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
 from trainer.flags import FLAGS, Arguments, split_arguments
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 _COMMANDS = ("train", "plan", "doctor", "schema")
-_HELP = """Trains a language model from one YAML file, and evaluates and predicts with it.
-
-Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], [bold]--callbacks.0.save_checkpoint_steps 50[/bold],
-or [bold]--options optimizer.betas=[0.9,0.95][/bold]. Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad.
-
-Other commands: [bold]plan[/bold] says what a run would do; [bold]doctor[/bold] checks this machine; [bold]schema[/bold] prints
-the JSON Schema of the YAML files. Each has its own --help."""
+# A paragraph is one line: the terminal's width breaks it.
+_HELP = "\n\n".join(
+    (
+        "Trains a language model from one YAML file, and evaluates and predicts with it.",
+        "Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], "
+        "[bold]--callbacks.0.save_checkpoint_steps 50[/bold], or [bold]--options optimizer.betas=[0.9,0.95][/bold]. "
+        "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad.",
+        "Other commands: [bold]plan[/bold] says what a run would do; [bold]doctor[/bold] checks this machine; "
+        "[bold]schema[/bold] prints the JSON Schema of the YAML files. Each has its own --help.",
+    )
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point: runs a command and exits with its code; errors are one message on standard error, never a traceback."""
+    """Entry point: runs a command and exits with its code. An error is one message on standard error, no traceback."""
+    # While a run trains it has a handler of its own; around that SIGTERM ends the process as Ctrl-C does, cleaning up.
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         code = dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         code = EXIT_SIGINT
-    except BrokenPipeError:  # the reader of our output went away, for example `| head`
-        sys.stderr.close()
-        code = EXIT_OK
-    sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output went away, for example `| head`; nothing is left to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_RUN_FAILED
+    except OSError as error:
+        print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
+        code = EXIT_RUN_FAILED
     sys.exit(code)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(EXIT_SIGTERM)
+
+
+def _receive_signals_in_a_thread() -> None:
+    """Makes SIGINT and SIGTERM reach Python's handlers whatever MindSpore does to them.
+
+    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which sends
+    SIGTERM to its process: Ctrl-C would look like SIGTERM. So both signals are blocked in all threads, which inherit that from
+    this one, and a thread that waits for them hands them to the main thread's Python handlers.
+    """
+    numbers = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def forward() -> None:
+        while True:
+            _thread.interrupt_main(signal.sigwait(numbers))
+
+    threading.Thread(target=forward, name="signals", daemon=True).start()
 
 
 def dispatch(argv: list[str]) -> int:
@@ -65,11 +99,10 @@ def dispatch(argv: list[str]) -> int:
 
 
 def _invoke(args: list[str], arguments: Arguments | None) -> int:
-    import click
-
+    usage_error = typer.BadParameter.__base__  # of the Click that this Typer uses, which may be a copy of its own
     try:
         code = typer.main.get_command(_app())(args, prog_name="run_trainer.py", obj=arguments, standalone_mode=False)
-    except click.ClickException as error:
+    except usage_error as error:
         raise UserError(error.format_message().rstrip("."), fix=f"see run_trainer.py {args[0]} --help") from None
     return code if isinstance(code, int) else EXIT_OK
 
@@ -77,21 +110,16 @@ def _invoke(args: list[str], arguments: Arguments | None) -> int:
 def _app() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command("train", help=_HELP)(_with_flags(_train))
-    app.command("plan", help="Says what a run would do, and ends. Never loads MindSpore.")(_with_flags(_plan, json_flag=True))
+    plan_help = "Says what a run would do, and ends. Never loads MindSpore."
+    app.command("plan", help=plan_help)(_with_flags(_plan, json_flag=True))
     app.command("doctor", help="Checks whether this machine can train, and says how to mend what is missing.")(_doctor)
     app.command("schema", help="Prints the JSON Schema of the YAML files, for editors.")(_schema)
     return app
 
 
 def _train(context: typer.Context) -> int:
-    from trainer.config import check_runnable
-    from trainer.device import resolve_device
-
     config = _load(context.obj)
-    # Before MindSpore loads: what can be known now is said now.
-    check_runnable(config)
-    resolve_device(config)
-    _check_data(config)
+    _receive_signals_in_a_thread()  # before numpy and MindSpore start threads
     from trainer.run import run
 
     return run(config)
@@ -140,18 +168,6 @@ def _load(arguments: Arguments) -> Config:
     return load_config(arguments.config, arguments.overrides)
 
 
-def _check_data(config: Config) -> None:
-    """Looks at the data as far as that is quick, so that a wrong path ends the run before MindSpore loads."""
-    if config.run_mode in ("train", "finetune"):
-        from trainer.data import estimate_rows
-
-        estimate_rows(config)
-    elif config.run_mode == "predict":
-        from trainer.data import load_tokenizer
-
-        load_tokenizer(config)
-
-
 def _print_sections(sections: list[tuple[str, list[tuple[str, ...]]]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -159,7 +175,8 @@ def _print_sections(sections: list[tuple[str, list[tuple[str, ...]]]]) -> None:
 
     console = Console()
     for title, (header, *rows) in sections:
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=any(header), box=None, pad_edge=False)
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.show_header = any(header)
         for name in header:
             table.add_column(name, overflow="fold")
         for row in rows:
@@ -174,14 +191,14 @@ def _with_flags(command: Callable, json_flag: bool = False) -> Callable:
     def wrapper(context: typer.Context, **values: Any) -> int:
         return command(context, values["json_"]) if json_flag else command(context)
 
-    def option(name: str, text: str, metavar: str, kind: Any = Optional[str]) -> inspect.Parameter:
+    def option(name: str, text: str, metavar: str, kind: Any = str | None) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(f"--{name}", help=text, metavar=metavar, show_default=False)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters.append(option("config", "The YAML file.", "FILE"))
     parameters += [option(flag.name, flag.help, "BOOL" if flag.kind == "bool" else flag.metavar) for flag in FLAGS]
-    parameters.append(option("options", "Any other keys: a.b=c d.e=f.", "KEY=VALUE..."))
+    parameters.append(option("options", "Any other keys: a.b=c d.e=f.", "KEY=VALUE"))
     if json_flag:
         kind = Annotated[bool, typer.Option("--json", help="For machines.")]
         parameters.append(inspect.Parameter("json_", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind))

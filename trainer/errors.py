@@ -1,7 +1,7 @@
 """The two ways a run can fail on purpose: both end without a traceback.
 
-A message answers, as far as each is known: where (file and line, or the flag), which key, what value, which rule it breaks
-and how to mend it.
+A message answers, as far as each is known: where (file and line, or the flag), which key, what value, which rule it
+breaks and how to mend it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Flag(NamedTuple):
 _DATA, _MODEL, _MOE = "train_dataset.data_loader", "model.model_config", "model.model_config.moe_config"
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("run_mode", "run_mode", "value", "What to do.", "train|finetune|eval|predict"),
+    Flag("run_mode", "run_mode", "value", "What to do: train, finetune, eval or predict.", "MODE"),
     Flag("output_dir", "output_dir", "value", "Folder for all a run leaves.", "DIR"),
     Flag("seed", "seed", "value", "Seed of weights, dropout and the order of data.", "INT"),
     Flag("epochs", "runner_config.epochs", "value", "Passes over the training data.", "INT"),
@@ -72,7 +72,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("predict_batch_size", "predict_batch_size", "value", "predict: prompts generated at once.", "INT"),
     Flag("do_sample", f"{_MODEL}.do_sample", "bool", "predict: draw tokens instead of taking the likeliest."),
     Flag("mode", "context.mode", "value", "0: compiled blocks; 1: no compilation.", "0|1"),
-    Flag("device_target", "context.device_target", "value", "Device.", "CPU|Ascend|GPU"),
+    Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
     Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
     Flag("use_parallel", "use_parallel", "bool", "Run on several devices; not yet."),
     Flag("use_fused_rope", f"{_MODEL}.use_fused_rope", "bool", "Fused rotary embedding where there is one."),
@@ -80,7 +80,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),
     Flag("enable_gmm_safe_tokens", f"{_MOE}.enable_gmm_safe_tokens", "bool", "At least one token for each expert."),
     Flag("callback_moe_droprate", f"{_MOE}.callback_moe_droprate", "bool", "Report the tokens that experts dropped."),
-    Flag("log_format", "log_format", "value", "How progress is printed.", "rich|plain|mindformers"),
+    Flag("log_format", "log_format", "value", "How progress is printed: rich, plain or mindformers.", "FORMAT"),
     Flag("profile", "profile", "bool", "Record what the device does; not yet."),
     Flag("auto_trans_ckpt", "auto_trans_ckpt", "bool", "Cut checkpoints for another layout; ignored with a notice."),
     Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value", "Layout of a checkpoint; ignored.", "PATH"),

@@ -1,7 +1,7 @@
 """What a run will do, computed without MindSpore: printed by `plan`, kept as plan.txt, and testable.
 
-Memory is an estimate of the peak: weights, gradients and optimizer state exactly, activations by counting what the backward
-pass keeps, and what importing MindSpore costs.
+Memory is an estimate of the peak: weights, gradients and optimizer state exactly, activations by counting what the
+backward pass keeps, and what importing MindSpore costs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Plan:
         weights: Number of trained weights.
         dtypes: Dtype of each part as it will be on the device.
         rows, rows_exact: Rows of an epoch; False where text must be tokenized first to know.
-        batch_rows, micro_batches, tokens_per_step: Rows of a micro-batch, micro-batches of a step, positions of a full step.
+        batch_rows, micro_batches, tokens_per_step: Rows of a micro-batch, micro-batches of a step, positions of a
+            full step.
         steps_per_epoch, epochs, total_steps, last_step: Optimizer steps; `last_step` is where this run ends.
         learning_rates: (step, rate) at a few telling steps; steps count from 1 as in the log.
         memory_bytes: Estimated peak by part, and their total.
@@ -143,7 +144,7 @@ def _fallback_reason(dtype: str, device: str) -> str:
 
 
 def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
-    """Estimated peak resident memory in bytes, by part. Activations: what the reference kernels keep for the backward pass."""
+    """Estimated peak resident memory in bytes, by part; activations are what the kernels keep for the backward pass."""
     settings = config.decoder
     weights = sum(math.prod(shape) for shape in parameter_shapes(settings).values()) * _FLOAT32_BYTES
     parts = {"MindSpore and Python": _IMPORT_BYTES, "weights": weights}
@@ -151,7 +152,8 @@ def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
         tokens = config.runner_config.batch_size * settings.seq_length
         copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
         heads, keys = (n * settings.head_size for n in (settings.num_heads, settings.kv_heads))
-        # Per token and layer: two norms, q, k, v before and after rotation, attention output, gate, up, their product, residuals.
+        # Per token and layer: two norms, q, k, v before and after rotation, attention output, gate, up, their
+        # product, residuals.
         row = 6 * settings.hidden_size + 3 * heads + 3 * keys + 3 * settings.ffn_size
         scores = settings.num_heads * settings.seq_length
         activations = tokens * (settings.num_layers * (row + scores) + 3 * settings.vocab_size + 4 * scores)
@@ -163,7 +165,8 @@ def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
 
 def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:
     schedule = build_schedule(config.lr_schedule, total, where=config.source.where)
-    steps = sorted({1, max(1, total // 10), max(1, total // 4), max(1, total // 2), max(1, 3 * total // 4), last, total})
+    parts = (total // 10, total // 4, total // 2, 3 * total // 4)
+    steps = sorted({1, last, total, *(max(1, step) for step in parts)})
     return tuple((step, schedule(step - 1)) for step in steps)
 
 
@@ -191,8 +194,8 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 
 def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", ""), ("mode", plan.run_mode), ("device", plan.device), ("execution", plan.execution)]
-    rows.append(("weights", f"{plan.weights:,}"))
+    rows: list[tuple[str, ...]] = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
+    rows += [("execution", plan.execution), ("weights", f"{plan.weights:,}")]
     if plan.run_mode in ("train", "finetune"):
         about = "" if plan.rows_exact else "about "
         step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint.weights import requested_weights
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
-from trainer.models.generate import Generator, Sampling
-from trainer.session import open_session
+from trainer.monitors.files import make_folder, write_failure
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.data import Tokenizer
+    from trainer.models.generate import Generator
 
 
 def read_prompts(config: Config) -> list[str]:
@@ -50,26 +53,45 @@ def predict(config: Config, write: Callable[[str], None]) -> None:
         write: Takes text to show, with its own newlines.
 
     Raises:
-        UserError: A prompt is empty or too long.
+        UserError: A prompt is empty or too long, or the weights do not fit.
+        RunError: The predictions cannot be written.
     """
     settings = config.decoder
     prompts, tokenizer = read_prompts(config), load_tokenizer(config)
     encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
     limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
-    session = open_session(config)
+    weights, folder = requested_weights(config), Path(config.output_dir).expanduser()
+    make_folder(folder, config.source.where("output_dir"))
+    # From here on MindSpore is needed.
+    from trainer.models.generate import Generator, Sampling
+    from trainer.session import open_session
+
+    session = open_session(config, weights)
     generator = Generator(session.model, session.build_inputs, _eos_ids(settings, tokenizer))
     sampling = Sampling(
         settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.repetition_penalty, config.seed
     )
-    batch = config.predict_batch_size or settings.batch_size
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "predictions.jsonl").open("w", encoding="utf-8") as file:
-        for first in range(0, len(prompts), batch):
-            part = slice(first, first + batch)
+    size = config.predict_batch_size or settings.batch_size
+    with _records(folder / "predictions.jsonl") as record:
+        for first in range(0, len(prompts), size):
+            part = slice(first, first + size)
             steps = generator.stream(encoded[part], limits[part], sampling, first)
             for prompt, text in zip(prompts[part], _show(prompts[part], steps, tokenizer, generator, write), strict=True):
-                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+                record({"prompt": prompt, "text": text})
+
+
+@contextlib.contextmanager
+def _records(path: Path) -> Iterator[Callable[[dict], None]]:
+    """Takes records for a file of JSON lines, which replaces an older one when all of them are written."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8", buffering=1) as file:
+            yield lambda record: print(json.dumps(record, ensure_ascii=False), file=file)
+        os.replace(unfinished, path)
+    except BrokenPipeError:  # of the console
+        raise
+    except OSError as error:
+        raise write_failure(path, error) from error
 
 
 def _show(prompts: Sequence[str], steps, tokenizer: Tokenizer, generator: Generator, write: Callable) -> list[str]:

@@ -1,9 +1,15 @@
-"""A run from its configuration to its exit code: set up, fit, finish. Ties the rooms together."""
+"""A run from its configuration to its exit code: prepare, fit, finish. Ties the rooms together.
+
+Preparing needs no MindSpore, and nothing here imports it before that is done: mistakes in configuration, data and checkpoints
+end a run within a second.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import math
 import signal
 import sys
 import time
@@ -12,29 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, resume, save
+from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, read_resumed, save
 from trainer.checkpoint.store import prepare_folder
+from trainer.checkpoint.weights import requested_weights
 from trainer.config import check_runnable, config_notices, dump_config
 from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
-from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, UserError
+from trainer.device import resolve_device
+from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
 from trainer.models.shapes import parameter_shapes
 from trainer.monitors.console import console_monitor, log_file_monitor
+from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics, peak_rss_bytes
 from trainer.monitors.report import ReportMonitor
 from trainer.monitors.summary import Totals
 from trainer.optim.groups import parameter_groups
-from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedules import build_schedule
 from trainer.plan import build_plan, plan_text
-from trainer.predict import predict
-from trainer.session import Session, open_session
-from trainer.step.evaluate import evaluate, perplexity
-from trainer.step.train_step import StepResult, TrainStep
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import Batch, RowDataset
+    from trainer.session import Session
+    from trainer.step.train_step import StepResult
 
 _PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast for a progress line
 
@@ -51,12 +57,15 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         RunError: The run failed (exit code 1).
     """
     check_runnable(config)
+    resolve_device(config)
     if config.run_mode == "predict":
+        from trainer.predict import predict
+
         predict(config, lambda text: print(text, end="", flush=True))
         return EXIT_OK
     if config.run_mode == "eval":
         return _eval_run(config)
-    return _Training(config, extra_monitors).run()
+    return _Training(config).run(extra_monitors)
 
 
 class StopSignals:
@@ -90,93 +99,116 @@ class StopSignals:
 
 
 @dataclass(frozen=True)
+class _EvalData:
+    """What an evaluation reads: all batches of an epoch, or the first `max_batches`."""
+
+    loader: BatchLoader
+    max_batches: int | None
+
+
+@dataclass(frozen=True)
 class _Data:
-    """The batches of a run."""
+    """The batches of a training run."""
 
     rows: RowDataset
     loader: BatchLoader
-    eval_loader: BatchLoader | None
-    max_eval_batches: int | None
+    evaluation: _EvalData | None
 
 
 class _Training:
     """One training run: run modes train and finetune."""
 
-    def __init__(self, config: Config, extra_monitors: Sequence[Monitor]) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.folder = Path(config.output_dir)
-        self.totals = Totals()
-        self.monitors: list[Monitor] = [self.totals, *_monitors(config, self.folder), *extra_monitors]
+        self.folder = Path(config.output_dir).expanduser()
         self.checkpoints = self.folder / "checkpoints"
         self.save_every, self.keep_max = _checkpoint_settings(config)
+        self.totals = Totals()
+        self.monitors: list[Monitor] = []
+        self.position = Position()
 
-    def run(self) -> int:
-        config, summary = self.config, None
-        resume_from = checkpoint_to_resume(config) if config.resume_training else None
-        prepare_folder(self.checkpoints)
+    def run(self, extra_monitors: Sequence[Monitor]) -> int:
+        summary, notices = None, self.prepare()
+        self.monitors = [self.totals, *_monitors(self.config, self.folder), *extra_monitors]
         try:
+            for notice in notices:
+                self.tell("on_notice", notice)
+            if self.position.step >= self.info.last_step:
+                self.tell("on_notice", f"nothing to do: the checkpoint has done all {self.info.last_step} steps of this run")
+                return EXIT_OK
+            self.load_engine()
+            self.tell("on_start", self.info)
             with StopSignals() as stop:
-                self.set_up(resume_from)
                 self.fit(stop)
-                outcome = f"stopped by {stop.received.name}" if stop.received else "finished"
-                summary = self.totals.summary(outcome, self.places())
+            outcome = f"stopped by {stop.received.name}" if stop.received else "finished"
+            summary = self.totals.summary(outcome, self.places())
             return stop.exit_code
         finally:
             for monitor in self.monitors:
                 monitor.close(summary)
 
-    def set_up(self, resume_from: Path | None) -> None:
-        config = self.config
+    def prepare(self) -> list[str]:
+        """Finds, reads and checks everything that the run needs; returns what the user should know."""
+        config, notices = self.config, config_notices(self.config)
+        resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config)
-        (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        (self.folder / "plan.txt").write_text(plan_text(plan), encoding="utf-8")
-        for notice in config_notices(config):
-            self.tell("on_notice", notice)
-        self.data = _build_data(config, lambda text: self.tell("on_notice", text))
-        window = config.runner_config.gradient_accumulation_steps
+        prepare_folder(self.checkpoints)
+        self.data = _build_data(config, notices.append)
+        self.layout = data_layout(config, self.data.rows)
+        # A run that resumes takes its weights from the checkpoint it resumes from.
+        self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
+        self.weights = self.resumed.weights if self.resumed else requested_weights(config)
+        if self.resumed:
+            self.position = self.resumed.position
+        window, epochs = config.runner_config.gradient_accumulation_steps, config.runner_config.epochs
         self.steps_per_epoch = -(-self.data.loader.batches_per_epoch // window)
-        total_steps = self.steps_per_epoch * config.runner_config.epochs
-        self.last_step = min(total_steps, config.runner_config.stop_step or total_steps)
-        schedule = build_schedule(config.lr_schedule, total_steps, where=config.source.where)
-        self.session = open_session(config)
-        model = self.session.model
-        groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
-        self.optimizer = build_optimizer(model.parameters_by_name, groups, config.optimizer)
-        self.layout = data_layout(config, self.data.rows.num_rows)
-        self.position = Position()
-        if resume_from is not None:
-            self.position = resume(resume_from, model, self.optimizer, self.layout, config.ignore_data_skip)
-        self.step = TrainStep(model, self.optimizer, schedule, self.session.build_inputs, config)
+        total_steps = self.steps_per_epoch * epochs
+        self.schedule = build_schedule(config.lr_schedule, total_steps, where=config.source.where)
         self.info = RunInfo(
             output_dir=self.folder,
             total_steps=total_steps,
-            last_step=self.last_step,
+            last_step=min(total_steps, config.runner_config.stop_step or total_steps),
             start_step=self.position.step,
-            epochs=config.runner_config.epochs,
+            epochs=epochs,
             steps_per_epoch=self.steps_per_epoch,
             resumed_from=resume_from,
         )
-        self.tell("on_start", self.info)
+        write_text(self.folder / "config.yaml", dump_config(config))
+        write_text(self.folder / "plan.txt", plan_text(plan))
+        return notices
+
+    def load_engine(self) -> None:
+        """Builds what computes; here MindSpore loads."""
+        from trainer.optim.optimizer import build_optimizer
+        from trainer.session import open_session
+        from trainer.step.train_step import TrainStep
+
+        config = self.config
+        self.session = open_session(config, self.weights)
+        model = self.session.model
+        groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
+        self.optimizer = build_optimizer(model.parameters_by_name, groups, config.optimizer)
+        if self.resumed:
+            self.optimizer.load_state(self.resumed.optimizer, self.resumed.updates)
+        self.weights = self.resumed = None  # the model has them now
+        self.step = TrainStep(model, self.optimizer, self.schedule, self.session.build_inputs, config)
 
     def fit(self, stop: StopSignals) -> None:
         """Trains to the last step or the first signal; always leaves a checkpoint of where it stopped."""
-        saved_at = evaluated_at = self.position.step
-        while self.position.step < self.last_step and not stop:
+        saved_at = self.position.step
+        while self.position.step < self.info.last_step and not stop:
             batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
             with contextlib.closing(batches):
                 for metrics in self.epoch_steps(batches):
                     self.tell("on_step", metrics)
-                    ended = self.position.step >= self.last_step
+                    ended = self.position.step >= self.info.last_step
                     if not stop and self.evaluates(metrics, ended):
-                        self.evaluate(stop)
-                        evaluated_at = self.position.step
+                        self.evaluate(metrics.epoch, stop)
                     if self.save_every and self.position.step % self.save_every == 0:
                         self.save()
                         saved_at = self.position.step
                     if stop or ended:
                         break
-        if self.config.do_eval and not stop and evaluated_at != self.position.step:
-            self.evaluate(stop)
         if saved_at != self.position.step:
             self.save()
 
@@ -193,11 +225,12 @@ class _Training:
 
     def after_step(self, result: StepResult, micro_batches: int, seconds: float) -> StepMetrics:
         position, config = self.position, self.config
-        epoch, position.step = position.epoch, position.step + 1
+        position.step += 1
         position.tokens += result.tokens
         position.batch += micro_batches
-        if position.batch >= self.data.loader.batches_per_epoch:
-            position.epoch, position.batch = position.epoch + 1, 0
+        epoch, batch = position.epoch, position.batch
+        if batch >= self.data.loader.batches_per_epoch:
+            position.epoch, position.batch = epoch + 1, 0
         if not result.updated:
             self.tell("on_notice", f"step {position.step} had no token with a loss: nothing was updated")
         return StepMetrics(
@@ -205,7 +238,7 @@ class _Training:
             total_steps=self.info.total_steps,
             epoch=epoch + 1,
             epochs=config.runner_config.epochs,
-            step_in_epoch=position.step - epoch * self.steps_per_epoch,
+            step_in_epoch=-(-batch // config.runner_config.gradient_accumulation_steps),
             steps_per_epoch=self.steps_per_epoch,
             loss=result.loss,
             lr=result.lr,
@@ -227,16 +260,22 @@ class _Training:
         by_epoch = config.eval_epoch_interval > 0 and epoch_ended and metrics.epoch % config.eval_epoch_interval == 0
         return by_step or by_epoch or ended
 
-    def evaluate(self, stop: StopSignals) -> None:
-        loss, tokens, seconds = _evaluate(self.session, self.data, stop)
-        if not stop:  # an evaluation that a signal cut short says nothing
-            epoch = max(1, -(-self.position.step // self.steps_per_epoch))
-            metrics = EvalMetrics(self.position.step, epoch, loss, perplexity(loss), tokens, seconds)
+    def evaluate(self, epoch: int, stop: StopSignals) -> None:
+        assert self.data.evaluation is not None, "do_eval without data is an error of the configuration"
+        metrics = _evaluate(self.session, self.data.evaluation, stop, self.position.step, epoch)
+        if metrics is not None:
             self.tell("on_eval", metrics)
 
     def save(self) -> None:
-        model = self.session.model
-        path = save(self.checkpoints, self.position, model, self.optimizer, self.layout, self.keep_max)
+        path = save(
+            self.checkpoints,
+            self.position,
+            self.session.model,
+            self.optimizer,
+            optimizer_type=self.config.optimizer.type,
+            layout=self.layout,
+            keep_max=self.keep_max,
+        )
         self.tell("on_checkpoint", path, self.position.step)
 
     def tell(self, event: str, *values: object) -> None:
@@ -271,22 +310,14 @@ def _checkpoint_settings(config: Config) -> tuple[int, int]:
 def _build_data(config: Config, notice: Callable[[str], None]) -> _Data:
     train, held_out = build_datasets(config, _show_build, notice)
     loader = _loader(config, "train_dataset", train, shuffle=config.train_dataset.data_loader.shuffle)
-    if not config.do_eval:
-        return _Data(train, loader, None, None)
-    return _Data(train, loader, *_eval_loader(config, held_out))
+    return _Data(train, loader, _eval_data(config, held_out) if config.do_eval else None)
 
 
-def _eval_loader(config: Config, rows: RowDataset | None) -> tuple[BatchLoader, int | None]:
-    if rows is None:
-        raise UserError(
-            "there is nothing to evaluate on",
-            where=config.source.where("do_eval"),
-            key="do_eval",
-            value=True,
-            fix="add an eval_dataset section, or train_dataset.held_out: 0.02",
-        )
+def _eval_data(config: Config, rows: RowDataset | None) -> _EvalData:
+    assert rows is not None, "check_runnable has seen that there is something to evaluate on"
     section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
-    return _loader(config, section, rows, shuffle=False, whole=True), getattr(config, section).max_batches or None
+    loader = _loader(config, section, rows, shuffle=False, whole=True)
+    return _EvalData(loader, getattr(config, section).max_batches or None)
 
 
 def _loader(config: Config, section: str, rows: RowDataset, shuffle: bool, whole: bool = False) -> BatchLoader:
@@ -308,31 +339,36 @@ def _show_build(done_bytes: int, total_bytes: int) -> None:
         print(f"\rtokenizing: {100 * done_bytes // total_bytes} % of {total_bytes >> 20} MiB", end=end, file=sys.stderr)
 
 
-def _evaluate(session: Session, data: _Data, stop: StopSignals) -> tuple[float, int, float]:
-    assert data.eval_loader is not None
-    batches = data.eval_loader.epoch(0)
+def _evaluate(session: Session, data: _EvalData, stop: StopSignals, step: int, epoch: int) -> EvalMetrics | None:
+    """Evaluates; None when a signal cut it short, which then says nothing."""
+    from trainer.step.evaluate import evaluate, perplexity
+
+    batches = data.loader.epoch(0)
     with contextlib.closing(batches):
-        return evaluate(
-            session.model, session.build_inputs, itertools.islice(batches, data.max_eval_batches), lambda: bool(stop)
-        )
+        some = itertools.islice(batches, data.max_batches)
+        loss, tokens, seconds = evaluate(session.model, session.build_inputs, some, lambda: bool(stop))
+    return None if stop else EvalMetrics(step, epoch, loss, perplexity(loss), tokens, seconds)
 
 
 def _eval_run(config: Config) -> int:
     """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
-    import json
-
     console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
     for notice in config_notices(config):
         console.on_notice(notice)
-    loader, max_batches = _eval_loader(config, build_eval_dataset(config, _show_build, console.on_notice))
-    session = open_session(config)
+    data = _eval_data(config, build_eval_dataset(config, _show_build, console.on_notice))
+    weights, folder = requested_weights(config), Path(config.output_dir).expanduser()
+    make_folder(folder, config.source.where("output_dir"))
+    from trainer.session import open_session
+
+    session = open_session(config, weights)
     with StopSignals() as stop:
-        loss, tokens, seconds = _evaluate(session, _Data(None, None, loader, max_batches), stop)
-    if stop:
+        metrics = _evaluate(session, data, stop, step=0, epoch=1)
+    if metrics is None:
         return stop.exit_code
-    console.on_eval(EvalMetrics(0, 1, loss, perplexity(loss), tokens, seconds))
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens, "seconds": seconds}
-    (folder / "eval.json").write_text(json.dumps({"load_checkpoint": config.load_checkpoint, **found}, indent=1) + "\n")
+    console.on_eval(metrics)
+    found = {"loss": metrics.loss, "perplexity": metrics.perplexity, "tokens": metrics.tokens, "seconds": metrics.seconds}
+    # JSON has no infinity and no NaN.
+    found = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    text = json.dumps({"load_checkpoint": config.load_checkpoint, **found}, indent=1)
+    write_text(folder / "eval.json", text + "\n")
     return EXIT_OK

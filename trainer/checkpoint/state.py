@@ -2,25 +2,31 @@
 
 Random numbers need no state of their own: the order of data is a function of (seed, epoch), a dropout mask of (seed, rank,
 update, micro-batch, site), so the seed and these counters are the whole of it.
+
+Finding, reading and checking a checkpoint needs no MindSpore, so what is wrong with it is known before that loads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mindspore import Tensor
 
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, write_checkpoint
 from trainer.checkpoint.weights import check_weights
 from trainer.errors import UserError
+from trainer.models.shapes import parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.data import RowDataset
     from trainer.models.decoder import Decoder
     from trainer.optim.optimizer import Optimizer
+
+_KEY = "resume_training"
 
 
 @dataclass
@@ -40,31 +46,77 @@ class Position:
     tokens: int = 0
 
 
-def data_layout(config: Config, num_rows: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that fits the run.
+
+    Attributes:
+        position: Where the run goes on.
+        weights: By name.
+        optimizer: Its state, by `kind.parameter`.
+        updates: How many the optimizer has made.
+    """
+
+    position: Position
+    weights: dict[str, np.ndarray]
+    optimizer: dict[str, np.ndarray]
+    updates: int
+
+
+def data_layout(config: Config, rows: RowDataset) -> dict[str, Any]:
     """What a position in the data means: with another value of any of these it would be another place."""
+    train, runner = config.train_dataset, config.runner_config
     return {
         "seed": config.seed,
-        "batch_size": config.runner_config.batch_size,
+        "batch_size": runner.batch_size,
+        "gradient_accumulation_steps": runner.gradient_accumulation_steps,
         "seq_length": config.decoder.seq_length,
-        "rows": num_rows,
-        "shuffle": config.train_dataset.data_loader.shuffle,
+        "shuffle": train.data_loader.shuffle,
+        "drop_remainder": train.drop_remainder,
+        "held_out": train.held_out,
+        "rows": rows.num_rows,
+        "content": rows.content,
     }
 
 
 def save(
-    folder: Path, position: Position, model: Decoder, optimizer: Optimizer, layout: dict[str, Any], keep_max: int
+    folder: Path,
+    position: Position,
+    model: Decoder,
+    optimizer: Optimizer,
+    *,
+    optimizer_type: str,
+    layout: Mapping[str, Any],
+    keep_max: int,
 ) -> Path:
-    """Writes a checkpoint of the run as it stands; returns its folder."""
+    """Writes a checkpoint of the run as it stands; returns its folder.
+
+    Args:
+        folder: Of the run's checkpoints.
+        position, model, optimizer: What to write.
+        optimizer_type: Of the configuration.
+        layout: See `data_layout`.
+        keep_max: Checkpoints to keep.
+
+    Raises:
+        RunError: The disk is full or does not let us write; earlier checkpoints are untouched.
+    """
     tensors = {
         "model": {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()},
         "optimizer": optimizer.state_arrays(),
     }
-    state = {"position": asdict(position), "optimizer_updates": optimizer.updates, "data": layout}
+    state = {
+        "position": asdict(position),
+        "optimizer": {"type": optimizer_type, "updates": optimizer.updates},
+        "data": dict(layout),
+    }
     return write_checkpoint(folder, position.step, tensors, state, keep_max)
 
 
-def load_weights(model: Decoder, weights: dict[str, np.ndarray]) -> None:
+def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
     """Sets every parameter; `weights` has been checked."""
+    from mindspore import Tensor
+
     for name, parameter in model.parameters_by_name.items():
         parameter.set_data(Tensor(np.ascontiguousarray(weights[name])))
 
@@ -75,7 +127,7 @@ def checkpoint_to_resume(config: Config) -> Path:
     Raises:
         UserError: There is none.
     """
-    where = config.source.where("resume_training")
+    where = config.source.where(_KEY)
     folder = Path(config.load_checkpoint or Path(config.output_dir) / "checkpoints").expanduser()
     if isinstance(config.resume_training, str):
         named = folder / config.resume_training
@@ -83,7 +135,7 @@ def checkpoint_to_resume(config: Config) -> Path:
             raise UserError(
                 f"there is no such checkpoint in {folder}",
                 where=where,
-                key="resume_training",
+                key=_KEY,
                 value=config.resume_training,
                 fix="name a folder that is there, or use --resume_training alone for the newest complete one",
             )
@@ -92,54 +144,61 @@ def checkpoint_to_resume(config: Config) -> Path:
         raise UserError(
             f"there is nothing to resume: {folder} does not exist",
             where=where,
-            key="resume_training",
+            key=_KEY,
             value=True,
             fix="give the output_dir of the run to go on with, or leave out --resume_training",
         )
-    return find_checkpoint(folder, key="resume_training")
+    try:
+        return find_checkpoint(folder, key=_KEY)
+    except UserError as error:
+        raise _located(error, where) from error
 
 
-def resume(path: Path, model: Decoder, optimizer: Optimizer, layout: dict[str, Any], ignore_data: bool) -> Position:
-    """Takes over weights, optimizer and position from a checkpoint.
+def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resumed:
+    """Reads a checkpoint to go on from.
 
     Args:
-        path: Checkpoint folder.
-        model: Gets the weights.
-        optimizer: Gets its state and count of updates.
-        layout: Of this run, see `data_layout`.
-        ignore_data: Start the data from the beginning (`ignore_data_skip`).
+        path: Its folder.
+        config: Of the run that goes on.
+        layout: Of that run, see `data_layout`.
 
     Raises:
-        UserError: The checkpoint does not fit the model, the optimizer or the data.
+        UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
     """
-    found = read_checkpoint(path)
-    weights = found.tensors["model"]
-    check_weights(weights, {name: tuple(p.shape) for name, p in model.parameters_by_name.items()}, path)
-    wanted = optimizer.state_arrays()
-    if set(found.tensors["optimizer"]) != set(wanted):
+    where = config.source.where(_KEY)
+    try:
+        found = read_checkpoint(path)
+    except UserError as error:
+        raise _located(error, where) from error
+    weights, optimizer = found.tensors["model"], found.state["optimizer"]
+    check_weights(weights, parameter_shapes(config.decoder), path, where, key=_KEY)
+    if optimizer["type"] != config.optimizer.type:
         raise UserError(
-            "the checkpoint was made by another optimizer",
-            key="resume_training",
+            f"the checkpoint was made with {optimizer['type']}, and this run's optimizer.type is {config.optimizer.type}",
+            where=where,
+            key=_KEY,
             value=str(path),
-            fix="use the optimizer section of its config.yaml, or start anew from its weights with --load_checkpoint",
+            fix=f"use {optimizer['type']}, or start anew from its weights with --load_checkpoint",
         )
-    position = _position(found, layout, ignore_data)
-    load_weights(model, weights)
-    optimizer.load_state(found.tensors["optimizer"], found.state["optimizer_updates"])
-    return position
+    position = _position(found, config, layout, where)
+    return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"])
 
 
-def _position(found: Checkpoint, layout: dict[str, Any], ignore_data: bool) -> Position:
+def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], where: str) -> Position:
     position = Position(**found.state["position"])
-    if ignore_data:
+    if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens)
-    changed = {key: (value, layout[key]) for key, value in found.state["data"].items() if layout[key] != value}
+    changed = [f"{key} was {old} and is {layout[key]}" for key, old in found.state["data"].items() if layout[key] != old]
     if changed:
-        listed = ", ".join(f"{key} was {before} and is {now}" for key, (before, now) in changed.items())
         raise UserError(
-            f"the data is not what the checkpoint was trained on, so its place in it means nothing: {listed}",
-            key="resume_training",
+            f"the data is not what the checkpoint was trained on, so its place in it means nothing: {', '.join(changed)}",
+            where=where,
+            key=_KEY,
             value=str(found.path),
             fix="use the same data and settings, or --ignore_data_skip to start the data from its beginning",
         )
     return position
+
+
+def _located(error: UserError, where: str) -> UserError:
+    return UserError(error.rule, where=where, key=_KEY, value=error.value, fix=error.fix)

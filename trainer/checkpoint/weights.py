@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors
 
-from trainer.checkpoint.store import find_checkpoint, read_checkpoint
+from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
 from trainer.errors import UserError
+from trainer.models.shapes import HEAD, parameter_shapes
+
+if TYPE_CHECKING:
+    from trainer.config import Config
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")  # any of them: a checkpoint of this trainer, maybe half of one
+# Tables that older Hugging Face files hold beside the weights; here they follow from the configuration.
+_BUFFERS = (".rotary_emb.inv_freq",)
+
+
+def requested_weights(config: Config) -> dict[str, np.ndarray] | None:
+    """The weights of `load_checkpoint`, which fit the model; None without.
+
+    Raises:
+        UserError: Nothing readable there, or weights of another model.
+    """
+    if not config.load_checkpoint:
+        return None
+    path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
+    weights = read_weights(path, where)
+    check_weights(weights, parameter_shapes(config.decoder), path, where)
+    return weights
 
 
 def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
@@ -26,16 +48,23 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
         UserError: Nothing readable there.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if path.is_file() or (files and not (path / "state.json").exists()):
+    if files and not any((path / name).exists() for name in _OUR_FILES):
         weights: dict[str, np.ndarray] = {}
         for file in files:
             weights |= _read_safetensors(file, where)
         return weights
-    return read_checkpoint(find_checkpoint(path), parts=("model",)).tensors["model"]
+    try:
+        return read_checkpoint(find_checkpoint(path), parts=("model",)).tensors["model"]
+    except UserError as error:
+        raise UserError(error.rule, where=where, key="load_checkpoint", value=error.value, fix=error.fix) from error
 
 
 def check_weights(
-    weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]], path: Path, where: str = ""
+    weights: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: Path,
+    where: str = "",
+    key: str = "load_checkpoint",
 ) -> None:
     """Every parameter is there and has its shape; a tied head may lie in the file as well.
 
@@ -43,7 +72,7 @@ def check_weights(
         UserError: Names the first parameter that is missing, unknown or of another shape, and counts the others.
     """
     missing = [name for name in shapes if name not in weights]
-    unknown = [name for name in weights if name not in shapes and name != "lm_head.weight"]
+    unknown = [name for name in weights if name not in shapes and name != HEAD and not name.endswith(_BUFFERS)]
     other = [name for name in shapes if name in weights and weights[name].shape != tuple(shapes[name])]
     problems = [f"lacks {_first(missing)}" if missing else "", f"holds {_first(unknown)} unknown here" if unknown else ""]
     if other:
@@ -53,7 +82,7 @@ def check_weights(
         raise UserError(
             f"the checkpoint does not fit model.model_config: it {'; it '.join(filter(None, problems))}",
             where=where,
-            key="load_checkpoint",
+            key=key,
             value=str(path),
             fix="use the model_config that the checkpoint was trained with (config.yaml beside it), or another checkpoint",
         )
@@ -74,10 +103,19 @@ def _read_safetensors(file: Path, where: str) -> dict[str, np.ndarray]:
             value=str(file),
             fix="name a checkpoint folder or a complete .safetensors file",
         ) from error
+    other = [f"{name} is {entry['dtype']}" for name, entry in entries if entry["dtype"] not in ("BF16", *_DTYPES)]
+    if other:
+        raise UserError(
+            f"weights must be floating-point numbers of 16 to 64 bits; {_first(other)}",
+            where=where,
+            key="load_checkpoint",
+            value=str(file),
+            fix="use a checkpoint that is not quantized",
+        )
     return {name: _as_float32(entry).reshape(entry["shape"]) for name, entry in entries}
 
 
 def _as_float32(entry: dict) -> np.ndarray:
     if entry["dtype"] == "BF16":  # numpy has no bfloat16: it is the upper half of a float32
         return (np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(entry["data"], _DTYPES.get(entry["dtype"], np.float32)).astype(np.float32)
+    return np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).astype(np.float32)

@@ -155,7 +155,9 @@ class ModelConfig(Section):
     mtp_loss_factor: float = ignored(0.3, "Weight of their loss.", MOE_LATER, aliases=("mtp_loss_scaling_factor",))
     eos_token_id: int | list[int] | None = setting(None, "Token that ends a document. Default null: the tokenizer's.")
     bos_token_id: int | None = setting(None, "Token that starts a document. Default null: the tokenizer's.")
-    pad_token_id: int | None = setting(None, "Token that fills a row. Default null: the tokenizer's.")
+    pad_token_id: int | None = ignored(
+        None, "Token that fills a row.", "rows are packed full, and what fills a last one carries no loss"
+    )
     ignore_token_id: int = not_yet(-100, "Label without loss. Default -100.", "labels without loss are always -100")
 
     checkpoint_name_or_path: str | None = not_yet(

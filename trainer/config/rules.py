@@ -154,12 +154,16 @@ def _set_keys(config: Config, section: str, names: tuple[str, ...]) -> list[str]
 def _dtype_notices(config: Config) -> Iterator[str]:
     decoder = config.decoder
     names = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype", "param_init_type")
-    if config.context.device_target in (None, "CPU"):
-        keys = [f"model.model_config.{name}" for name in names if getattr(decoder, name) == "bfloat16"]
+    asked = {name: getattr(decoder, name) for name in names}
+    on_cpu = config.context.device_target in (None, "CPU")
+    reasons = {
+        "bfloat16": "a CPU has no bfloat16 kernels" if on_cpu else "mixed precision is not built yet",
+        "float16": "mixed precision is not built yet",
+    }
+    for dtype, reason in reasons.items():
+        keys = [f"model.model_config.{name}" for name, value in asked.items() if value == dtype]
         if keys:
-            yield f"{', '.join(keys)}: a CPU has no bfloat16 kernels; there it computes in float32"
-    if decoder.compute_dtype == "float16":
-        yield "model.model_config.compute_dtype float16: gradients below 6e-8 become 0, as the loss is not scaled"
+            yield f"{', '.join(keys)}: {reason}; it computes in float32 instead of {dtype}"
     if decoder.max_positions < decoder.seq_length:
         yield (
             f"model.model_config.seq_length {decoder.seq_length} is beyond max_position_embeddings"

@@ -59,7 +59,7 @@ class TrainerSection(Section):
 class Config(Section):
     """Everything a run is told. Made by :func:`trainer.config.load_config`."""
 
-    seed: int = setting(1, "Seed of weights, dropout and the order of data. Default 1.", ge=0)
+    seed: int = setting(1, "Seed of weights, dropout and the order of data. Default 1.", ge=0, le=2**63 - 1)
     output_dir: str = setting(
         "./output", "Folder for all a run leaves; made when missing. Default ./output.", min_length=1
     )

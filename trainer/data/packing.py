@@ -29,6 +29,7 @@ class RowDataset(Protocol):
         num_documents: How many documents the tokens come from.
         has_boundaries: Whether a row may hold more than one document; without, a causal mask is all that is needed.
         seq_length: Tokens of a row.
+        content: A name for the tokens that the rows are made of; other tokens have another.
     """
 
     num_tokens: int
@@ -37,6 +38,7 @@ class RowDataset(Protocol):
     num_documents: int
     has_boundaries: bool
     seq_length: int
+    content: str
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Makes the rows of these numbers, in this order.
@@ -70,6 +72,7 @@ class TokenDataset:
         self.num_documents = len(spans.lengths)
         self.has_boundaries = self.num_documents > 1
         self.max_token_id = token_file.meta.max_token_id
+        self.content = token_file.path.name  # a hash of the text and of what turned it into tokens
         self._token_file = token_file
         # Where each document starts in the stream, and how far that is from where it lies in the file.
         self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(spans.lengths)])

@@ -30,6 +30,7 @@ class SyntheticDataset:
         self.num_tokens = num_rows * seq_length
         self.num_documents = num_rows
         self.max_token_id = vocab_size - 1
+        self.content = f"random tokens from 0 to {vocab_size - 1}"
         self._vocab_size = vocab_size
         self._seed = seed
         self._first_row = first_row

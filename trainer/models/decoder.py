@@ -1,8 +1,8 @@
 """The decoder: embedding, blocks, head with loss.
 
-A block is compiled once (context.mode 0) and called for every layer with that layer's weights as views: MindSpore specialises
-on every Parameter object it is given, so handing over Parameters would compile every layer anew. A view costs microseconds,
-copies nothing, and gradients flow through it.
+A block is compiled once (context.mode 0) and called for every layer with that layer's weights as views: MindSpore
+specialises on every Parameter object it is given, so handing over Parameters would compile every layer anew. A view
+costs microseconds, copies nothing, and gradients flow through it.
 
 Legend: B rows, T tokens, N = B * T, D hidden, V vocabulary, H query heads, K key/value heads, d head size.
 """
@@ -19,8 +19,15 @@ from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
 from trainer.models.inputs import ModelInputs
 from trainer.models.mlp import MlpLayer
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, attention_shapes, layer_prefix, mlp_shapes
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    attention_shapes,
+    layer_prefix,
+    mlp_shapes,
+    parameter_shapes,
+)
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -43,7 +50,8 @@ _NO_DROPOUT = DropoutMasks(None, None, None)
 class Block(nn.Cell):
     """One decoder block as a pure function of the residual stream, the position tables, the masks and the weights.
 
-    Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each new one.
+    Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each
+    new one.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
@@ -60,7 +68,7 @@ class Block(nn.Cell):
 
 
 class Head(nn.Cell):
-    """Final norm, output projection and cross entropy: (x_ND, norm_D, weight_VD, labels_N, valid_N1) -> sum of losses."""
+    """Final norm, output projection and cross entropy: (x_ND, norm_D, weight_VD, labels_N, valid_N1) -> loss sum."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()

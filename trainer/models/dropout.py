@@ -1,7 +1,7 @@
 """Dropout masks from counters, not from a state: (seed, rank, step, micro-batch, site) names a mask.
 
-So a resumed run draws the masks that the uninterrupted one would have drawn, recomputation replays them, and data-parallel
-ranks differ while everything that must agree across ranks uses rank 0's stream. numpy only.
+So a resumed run draws the masks that the uninterrupted one would have drawn, recomputation replays them, and
+data-parallel ranks differ while everything that must agree across ranks uses rank 0's stream. numpy only.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def dropout_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float
         shape: Shape of what is masked.
         rate: Probability of dropping, in [0, 1).
     """
-    philox = np.random.Philox(key=[key.seed, _DROPOUT_STREAM + (key.rank << 8)], counter=[0, key.step, key.micro_batch, site])
+    stream = [key.seed, _DROPOUT_STREAM + (key.rank << 8)]
+    philox = np.random.Philox(key=stream, counter=[0, key.step, key.micro_batch, site])
     kept = np.random.Generator(philox).random(shape, dtype=np.float32) >= np.float32(rate)
     return kept * np.float32(1 / (1 - rate))

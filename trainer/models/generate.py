@@ -1,7 +1,8 @@
 """Text prediction: greedy or sampled continuation of a batch of prompts with a key/value cache.
 
 Runs operator by operator: no compilation, one pass over all prompts, then one token a step for all rows together.
-Legend: B rows, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size, K = key/value heads * head size.
+Legend: B rows, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size, K = key/value heads *
+head size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Sampling:
         temperature: Divides the logits before drawing.
         top_k: Draw among this many likeliest tokens; 0: all.
         top_p: Draw among the likeliest tokens that reach this probability together; 1.0: all.
-        repetition_penalty: Divides positive (multiplies negative) logits of tokens that are in the row already; 1.0: off.
+        repetition_penalty: Divides positive (multiplies negative) logits of tokens that are in the row already; 1.0:
+            off.
         seed: Of the draws; each row and position has its own stream, so a row does not depend on its neighbours.
     """
 

@@ -9,8 +9,8 @@ o_proj and down_proj                             normal, initializer_range / sqr
 every other matrix                               normal, initializer_range
 ===============================================  =============================================
 
-The two projections that write to the residual stream are scaled down with depth (Radford et al. 2019, section 2.3), so that the
-stream's variance does not grow with the number of layers.
+The two projections that write to the residual stream are scaled down with depth (Radford et al. 2019, section 2.3),
+so that the stream's variance does not grow with the number of layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A batch of numpy arrays turned into what the decoder takes: token-major tensors, position tables and the attention mask."""
+"""A batch of numpy arrays turned into what the decoder takes: tensors, position tables and the attention mask."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Kernels: the only room that knows a fused operator from its reference.
 
-`select.py` (no MindSpore) decides which implementation each kernel gets and why. `reference.py` is right on every device and fast
-on a CPU; `ascend.py` holds the fused operators. Both export the same classes with the same call signatures:
+`select.py` (no MindSpore) decides which implementation each kernel gets and why. `reference.py` is right on every
+device and fast on a CPU; `ascend.py` holds the fused operators. Both export the same classes with the same call
+signatures:
 
 =================  ===================================================  ==================================
 kernel             call                                                 returns
@@ -16,6 +17,7 @@ CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of t
 
 N = B * T tokens of a micro-batch of B rows of T tokens; C = heads * d; K = key/value heads * d.
 
-Every call site owns its own instance: one `nn.Cell` with a `bprop` that is called twice inside one compiled function makes
-MindSpore 2.10 mix up the two forward results in the backward pass, without an error (tests/parity/test_kernels.py shows it).
+Every call site owns its own instance: one `nn.Cell` with a `bprop` that is called twice inside one compiled function
+makes MindSpore 2.10 mix up the two forward results in the backward pass, without an error
+(tests/parity/test_kernels.py shows it).
 """

@@ -1,7 +1,9 @@
 """Ascend kernels: MindSpore's fused operators behind the signatures of `reference.py`.
 
-These operators have no CPU kernel. What can be checked without an Ascend is that MindSpore's front end accepts them, forward
-and backward: tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and its gradient.
+These operators have no CPU kernel. What can be checked without an Ascend is that MindSpore's front end accepts them,
+forward
+and backward: tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and its
+gradient.
 
 Legend: as in reference.py.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
 
 
 class RmsNorm(nn.Cell):
@@ -43,7 +46,11 @@ class SwiGLU(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """flash_attention_score in layout BSH; the mask is True where a position must not be seen."""
+    """flash_attention_score in layout BSH; the mask is True where a position must not be seen.
+
+    The operator takes no float32: queries, keys and values go in as bfloat16, which has float32's range, and the result
+    comes back in the dtype of the queries.
+    """
 
     def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
         super().__init__()
@@ -51,11 +58,11 @@ class Attention(nn.Cell):
 
     def construct(self, q_NC, k_NK, v_NK, mask_B1TT, dropout):
         rows = mask_B1TT.shape[0]
-        q, k, v = (x.reshape(rows, -1, x.shape[-1]) for x in (q_NC, k_NK, v_NK))
+        q, k, v = (x.reshape(rows, -1, x.shape[-1]).astype(mstype.bfloat16) for x in (q_NC, k_NK, v_NK))
         out = ops.flash_attention_score(
             q, k, v, self.heads, attn_mask=mask_B1TT, scalar_value=self.scale, input_layout="BSH"
         )
-        return out.reshape(q_NC.shape)
+        return out.reshape(q_NC.shape).astype(q_NC.dtype)
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
 """Reference kernels: right on every device and fast on a CPU.
 
-On a CPU MindSpore's reductions over the last axis and all broadcasting element-wise operators are 10 to 20 times slower than a
-MatMul or an operator on equal shapes. So row sums are products with a column of ones, a factor per row or per column is spread
-by an outer product, and masks and rotary tables come in the full shape of what they meet. Gradients are written by hand where
-the automatic ones would use the slow forms or save more than is needed.
+On a CPU MindSpore's reductions over the last axis and all broadcasting element-wise operators are 10 to 20 times
+slower than a MatMul or an operator on equal shapes. So row sums are products with a column of ones, a factor per row
+or per column is spread by an outer product, and masks and rotary tables come in the full shape of what they meet.
+Gradients are written by hand where the automatic ones would use the slow forms or save more than is needed.
 
-Legend: N tokens (B rows x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K key/value heads,
-G = H / K, d head size.
+Legend: N tokens (B rows x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K key/value
+heads, G = H / K, d head size.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ def _ones(*shape: int) -> Tensor:
 class Linear(nn.Cell):
     """y_NO = x_NI weight_OI^T, with the weight's gradient in the faster of its two forms."""
 
+    _MUCH_WIDER = 4  # O / I from which (x^T g)^T beats g^T x: at 16 it takes half the time, at 1 it is 10 % slower
+
     def __init__(self) -> None:
         super().__init__()
-        self.x_wt, self.g_w, self.xt_g = P.MatMul(transpose_b=True), P.MatMul(), P.MatMul(transpose_a=True)
+        self.matmul, self.matmul_at, self.matmul_bt = P.MatMul(), P.MatMul(transpose_a=True), P.MatMul(transpose_b=True)
         self.transpose = P.Transpose()
 
     def construct(self, x_NI, weight_OI):
-        return self.x_wt(x_NI, weight_OI)
+        return self.matmul_bt(x_NI, weight_OI)
 
     def bprop(self, x_NI, weight_OI, out, grad_NO):
-        # (x^T g)^T runs up to twice as fast as g^T x when O is much larger than I, and no slower otherwise.
-        return self.g_w(grad_NO, weight_OI), self.transpose(self.xt_g(x_NI, grad_NO), (1, 0))
+        if weight_OI.shape[0] >= self._MUCH_WIDER * weight_OI.shape[1]:
+            return self.matmul(grad_NO, weight_OI), self.transpose(self.matmul_at(x_NI, grad_NO), (1, 0))
+        return self.matmul(grad_NO, weight_OI), self.matmul_at(grad_NO, x_NI)
 
 
 class LinearBias(nn.Cell):
@@ -54,30 +57,40 @@ class RmsNorm(nn.Cell):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.core = _RmsNormCore(size, eps)
+
+    def construct(self, x_ND, weight_D):
+        return self.core(x_ND, weight_D)[0]
+
+
+class _RmsNormCore(nn.Cell):
+    """Returns (y, 1 / sqrt(...)): the second output is kept for the backward pass."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
         self.mean_D1, self.ones_1D = _ones(size, 1) / size, _ones(1, size)
         self.matmul, self.matmul_at, self.rsqrt = P.MatMul(), P.MatMul(transpose_a=True), P.Rsqrt()
 
     def construct(self, x_ND, weight_D):
-        return self.forward(x_ND, weight_D)[0]
-
-    def forward(self, x_ND, weight_D):
         rstd_N1 = self.rsqrt(self.matmul(x_ND * x_ND, self.mean_D1) + self.eps)
         return x_ND * self.matmul(rstd_N1, weight_D.reshape(1, -1)), rstd_N1
 
-    def bprop(self, x_ND, weight_D, out, grad_ND):
-        # The reciprocal standard deviation is computed again: two cheap products instead of one more saved tensor.
-        rstd_N1 = self.rsqrt(self.matmul(x_ND * x_ND, self.mean_D1) + self.eps)
-        scaled_ND = grad_ND * self.matmul(rstd_N1, weight_D.reshape(1, -1))
-        mean_N1 = self.matmul(scaled_ND * x_ND, self.mean_D1) * rstd_N1 * rstd_N1
-        grad_x_ND = scaled_ND - x_ND * self.matmul(mean_N1, self.ones_1D)
-        return grad_x_ND, self.matmul_at(rstd_N1, grad_ND * x_ND).reshape(weight_D.shape)
+    def bprop(self, x_ND, weight_D, out, grads):
+        rstd_N1, grad_ND = out[1], grads[0]
+        product_ND = grad_ND * x_ND
+        # d y / d x: the direct part, less its projection on x: mean(grad * weight * x) rstd^3
+        projected_N1 = self.matmul(product_ND, weight_D.reshape(-1, 1)) * (rstd_N1 * rstd_N1 * rstd_N1 / self.size)
+        direct_ND = grad_ND * self.matmul(rstd_N1, weight_D.reshape(1, -1))
+        grad_x_ND = direct_ND - x_ND * self.matmul(projected_N1, self.ones_1D)
+        return grad_x_ND, self.matmul_at(rstd_N1, product_ND).reshape(weight_D.shape)
 
 
 class Rotary(nn.Cell):
     """x cos + rotate_half(x) sin for every head (Su et al. 2021, equation 34, in the two-halves layout of Llama).
 
-    rotate_half is a product with a signed permutation: one small MatMul instead of a split, a negation and a concatenation.
+    rotate_half is a product with a signed permutation: one small MatMul instead of a split, a negation and a
+    concatenation.
     """
 
     def __init__(self, head_size: int) -> None:
@@ -115,99 +128,75 @@ class SwiGLU(nn.Cell):
 class Attention(nn.Cell):
     """softmax(q k^T / sqrt(d) + mask) v for grouped query heads, without repeating keys and values.
 
-    The backward pass needs rowsum(dP * P), which equals rowsum(dO * O) (Dao et al. 2022, appendix B.2): its subtraction is folded
-    into the product dO v^T as one more column, so no broadcast and no reduction over T x T happens. With dropout on the
-    probabilities the identity still holds, because the dropped probabilities are what multiplies v.
-
     Args:
         heads, kv_heads, head_size: H, K, d.
     """
 
     def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
         super().__init__()
-        self.core = _AttentionCore(heads, kv_heads, head_size)
-
-    def construct(self, q_NC, k_NK, v_NK, mask, dropout):
-        return self.core(q_NC, k_NK, v_NK, mask, dropout)[0]
-
-
-class _AttentionCore(nn.Cell):
-    """Returns (o, probabilities): the second output keeps the probabilities for the backward pass."""
-
-    def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.groups, self.head_size = heads, kv_heads, heads // kv_heads, head_size
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
         self.scale = head_size**-0.5
-        self.product, self.product_at, self.product_bt = (
-            P.BatchMatMul(),
-            P.BatchMatMul(transpose_a=True),
-            P.BatchMatMul(transpose_b=True),
-        )
-        self.matmul, self.softmax, self.transpose, self.concat = P.MatMul(), P.Softmax(), P.Transpose(), P.Concat(-1)
-        self.ones_d1 = _ones(head_size, 1)
-
-    def split_heads(self, x_NC, rows, groups):
-        """[B*T, K*groups*d] -> [B*K, groups*T, d]."""
-        length = x_NC.shape[0] // rows
-        x = self.transpose(x_NC.reshape(rows, length, self.kv_heads * groups, self.head_size), (0, 2, 1, 3))
-        return x.reshape(rows * self.kv_heads, groups * length, self.head_size)
-
-    def merge_heads(self, x, rows, groups):
-        """[B*K, groups*T, d] -> [B*T, K*groups*d]."""
-        length = x.shape[1] // groups
-        x = self.transpose(x.reshape(rows, self.kv_heads * groups, length, self.head_size), (0, 2, 1, 3))
-        return x.reshape(rows * length, -1)
+        self.core, self.transpose = _AttentionCore(head_size), P.Transpose()
 
     def construct(self, q_NC, k_NK, v_NK, mask, dropout):
         # mask: [B*K, G*T, T], added to the scores
         rows = mask.shape[0] // self.kv_heads
-        q, k = self.split_heads(q_NC * self.scale, rows, self.groups), self.split_heads(k_NK, rows, 1)
+        queries = self.split_heads(q_NC * self.scale, rows, self.heads)
+        keys, values = self.split_heads(k_NK, rows, self.kv_heads), self.split_heads(v_NK, rows, self.kv_heads)
+        out = self.core(queries, keys, values, mask, dropout)[0]
+        out = self.transpose(out.reshape(rows, self.heads, -1, self.head_size), (0, 2, 1, 3))
+        return out.reshape(q_NC.shape)
+
+    def split_heads(self, x_NC, rows, heads):
+        """[B*T, heads*d] -> [B*K, heads/K*T, d]: the query heads of a group stand one below the other."""
+        x = self.transpose(x_NC.reshape(rows, -1, heads, self.head_size), (0, 2, 1, 3))
+        return x.reshape(rows * self.kv_heads, -1, self.head_size)
+
+
+class _AttentionCore(nn.Cell):
+    """(q, k, v, mask, dropout) -> (out, probabilities) on batched matrices; the probabilities are for the backward pass.
+
+    The backward pass needs rowsum(dP * P), which equals rowsum(dO * O) (Dao et al. 2022, appendix B.2): its
+    subtraction is folded into the product dO v^T as one more column, so no broadcast and no reduction over T x T
+    happens. With dropout on the probabilities the identity still holds, because the dropped probabilities are what
+    multiplies v.
+    """
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        self.product, self.product_at = P.BatchMatMul(), P.BatchMatMul(transpose_a=True)
+        self.product_bt = P.BatchMatMul(transpose_b=True)
+        self.matmul, self.softmax, self.concat = P.MatMul(), P.Softmax(), P.Concat(-1)
+        self.head_size, self.minus_ones_d1 = head_size, -_ones(head_size, 1)
+
+    def construct(self, q, k, v, mask, dropout):
         probabilities = self.softmax(self.product_bt(q, k) + mask)
         kept = probabilities if dropout is None else probabilities * dropout
-        out = self.product(kept, self.split_heads(v_NK, rows, 1))
-        return self.merge_heads(out, rows, self.groups), probabilities
+        return self.product(kept, v), probabilities
 
-    def bprop(self, q_NC, k_NK, v_NK, mask, dropout, out, grads):
-        out_NC, probabilities = out
-        grad_NC = grads[0]
-        rows = mask.shape[0] // self.kv_heads
-        q, k = self.split_heads(q_NC * self.scale, rows, self.groups), self.split_heads(k_NK, rows, 1)
-        v, grad = self.split_heads(v_NK, rows, 1), self.split_heads(grad_NC, rows, self.groups)
-        delta = self.row_delta(out_NC * grad_NC, rows, grad.shape[1])
+    def bprop(self, q, k, v, mask, dropout, out, grads):
+        probabilities, grad = out[1], grads[0]
+        minus_delta = self.matmul((out[0] * grad).reshape(-1, self.head_size), self.minus_ones_d1)
+        minus_delta = minus_delta.reshape(grad.shape[0], -1, 1)
+        ones = ops.ones((v.shape[0], v.shape[1], 1), v.dtype)
         if dropout is None:
-            grad_v = self.product_at(probabilities, grad)
+            kept, grad_dropout = probabilities, None
             # [dO, -delta] [v, 1]^T = dO v^T - delta
-            centred = self.product_bt(self.concat((grad, -delta)), self.concat((v, self.ones_column(v))))
-            grad_scores = probabilities * centred
+            centred = self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones)))
         else:
-            grad_v = self.product_at(probabilities * dropout, grad)
-            spread = self.product_bt(delta, self.ones_column(v))
-            grad_scores = probabilities * (self.product_bt(grad, v) * dropout - spread)
-        grad_q = self.product(grad_scores, k) * self.scale
-        grad_k = self.product_at(grad_scores, q)
-        grad_dropout = None if dropout is None else ops.zeros_like(dropout)
-        return (
-            self.merge_heads(grad_q, rows, self.groups),
-            self.merge_heads(grad_k, rows, 1),
-            self.merge_heads(grad_v, rows, 1),
-            ops.zeros_like(mask),
-            grad_dropout,
-        )
-
-    def row_delta(self, product_NC, rows, length):
-        """Sums over each head's d columns: [B*T, C] -> [B*K, G*T, 1]."""
-        sums = self.matmul(product_NC.reshape(-1, self.head_size), self.ones_d1)
-        sums = self.transpose(sums.reshape(rows, -1, self.heads), (0, 2, 1))
-        return sums.reshape(rows * self.kv_heads, length, 1)
-
-    def ones_column(self, v):
-        return ops.ones((v.shape[0], v.shape[1], 1), v.dtype)
+            kept, grad_dropout = probabilities * dropout, ops.zeros_like(dropout)
+            centred = self.product_bt(grad, v) * dropout + self.product_bt(minus_delta, ones)
+        grad_scores = probabilities * centred
+        grad_q, grad_k = self.product(grad_scores, k), self.product_at(grad_scores, q)
+        return grad_q, grad_k, self.product_at(kept, grad), ops.zeros_like(mask), grad_dropout
 
 
 class CrossEntropy(nn.Cell):
     """Sum over valid tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
 
-    logsumexp is max(logits) - log(max(softmax)): the largest probability is at least 1/V, so its logarithm never overflows.
+    logsumexp is max(logits) - log(p), p being the largest probability: at least 1/V, so its logarithm never overflows.
+    -log(p) is computed as log1p((1 - p) / p), because the bits of MindSpore's Log on a CPU depend on how it divides the
+    elements among threads, which it decides by timing itself: the same loss could differ from run to run.
     Rows are weighted on the small side of each product, never on the [N, V] logits.
     """
 
@@ -226,16 +215,17 @@ class _CrossEntropyCore(nn.Cell):
         super().__init__()
         self.x_wt, self.matmul, self.matmul_at = P.MatMul(transpose_b=True), P.MatMul(), P.MatMul(transpose_a=True)
         self.softmax, self.row_max, self.gather = P.Softmax(), P.ArgMaxWithValue(axis=1), P.GatherD()
-        self.transpose, self.log = P.Transpose(), P.Log()
+        self.transpose, self.log1p = P.Transpose(), P.Log1p()
         self.scatter_add = P.TensorScatterElements(axis=1, reduction="add")
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
         logits_NV = self.x_wt(x_ND, weight_VD)
         probabilities_NV = self.softmax(logits_NV)
         index_N, max_N = self.row_max(logits_NV)
-        max_probability_N1 = self.gather(probabilities_NV, 1, index_N.reshape(-1, 1).astype(mstype.int32))
+        p_N1 = self.gather(probabilities_NV, 1, index_N.reshape(-1, 1).astype(mstype.int32))
         label_logit_N1 = self.gather(logits_NV, 1, labels_N.reshape(-1, 1))
-        loss_N1 = max_N.reshape(-1, 1) - self.log(max_probability_N1) - label_logit_N1
+        # The difference of the logits first: it keeps its digits however large both are.
+        loss_N1 = (max_N.reshape(-1, 1) - label_logit_N1) + self.log1p((1 - p_N1) / p_N1)
         return self.matmul_at(valid_N1, loss_N1).reshape(()), probabilities_NV
 
     def bprop(self, x_ND, weight_VD, labels_N, valid_N1, out, grads):
@@ -285,12 +275,16 @@ def cached_attention(q_BQC: Tensor, k_BSK: Tensor, v_BSK: Tensor, mask: Tensor, 
 
 
 def sum_of_squares(tensor: Tensor) -> float:
-    """Sum of the squares of all elements, accumulated in float64 over float32 blocks.
+    """Sum of the squares of all elements: float32 products over short rows, the rows added in float64.
 
-    MindSpore's L2Loss adds in one float32 running sum on a CPU: three million values come out 0.3 % too small.
+    The error stays below 1e-7 of the sum. MindSpore's L2Loss adds in one float32 running sum on a CPU: three million
+    values come out 0.3 % too small.
     """
     flat = tensor.asnumpy().reshape(-1)  # a view, not a copy, on a CPU
     if flat.dtype != np.float32:
         flat = flat.astype(np.float32)
-    block = 65536
-    return float(sum(float(np.dot(part, part)) for part in (flat[i : i + block] for i in range(0, flat.size, block))))
+    row = 1024
+    rows = flat[: flat.size // row * row].reshape(-1, 1, row)
+    rest = flat[rows.size :]
+    sums = np.matmul(rows, rows.reshape(-1, row, 1))  # one dot product a row
+    return float(sums.sum(dtype=np.float64)) + float(np.dot(rest, rest))

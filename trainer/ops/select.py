@@ -52,6 +52,20 @@ def _choose(kernel: str, switch: str | None, operator: str, settings: ModelConfi
         return KernelChoice(kernel, asked, REFERENCE, f"{why}; device is {device}")
     if not wanted:
         return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
-    if kernel == "attention" and settings.attention_dropout > 0:
-        return KernelChoice(kernel, asked, REFERENCE, "attention_dropout > 0: the same masks on every device")
-    return KernelChoice(kernel, asked, operator, f"fused operator of {device}")
+    if kernel != "attention":
+        return KernelChoice(kernel, asked, operator, f"fused operator of {device}")
+    obstacle = _flash_attention_obstacle(settings)
+    if obstacle:
+        return KernelChoice(kernel, asked, REFERENCE, obstacle)
+    return KernelChoice(kernel, asked, operator, f"fused operator of {device}; it computes in bfloat16")
+
+
+def _flash_attention_obstacle(settings: ModelConfig) -> str:
+    """Why flash_attention_score cannot compute this model's attention; empty when it can."""
+    if settings.attention_dropout > 0:
+        return "attention_dropout > 0: the same masks on every device"
+    if settings.compute_dtype == "float32":
+        return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
+    if settings.head_size % 16 or settings.head_size > 512:
+        return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
+    return ""

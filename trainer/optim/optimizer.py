@@ -1,6 +1,7 @@
 """AdamW and SGD: one fused pass over each weight, float32 state, decoupled decay for the groups that have one.
 
-An optimizer is `update(gradients, lr, scale)` and a state of arrays; it knows nothing about schedules, clipping or ranks.
+An optimizer is `update(gradients, lr, scale)` and a state of arrays; it knows nothing about schedules, clipping or
+ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Optimizer:
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Copies of the state, by `kind.parameter`."""
         return {
-            f"{kind}.{name}": array.asnumpy().copy() for kind, by_name in self.state.items() for name, array in by_name.items()
+            f"{kind}.{name}": array.asnumpy().copy()
+            for kind, by_name in self.state.items()
+            for name, array in by_name.items()
         }
 
     def load_state(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
@@ -96,7 +99,7 @@ class AdamW(Optimizer):
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum, PyTorch's arithmetic: d = g + decay p; b = momentum b + d; p = p - lr b."""
+    """Gradient descent with momentum, PyTorch's arithmetic: d = g + decay p; b = momentum b + d; p = p - lr b."""
 
     def __init__(
         self, parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig

@@ -55,10 +55,13 @@ def accumulate(
         part, gradients = backward(batch, number, 1.0 / tokens)
         loss += float(part.asnumpy())
         # Summed one by one and dropped at once: memory does not grow with the number of micro-batches.
-        total = gradients if total is None else _add(total, gradients)
+        total = list(gradients) if total is None else _add(total, gradients)
         del gradients
     return WindowGradients(loss, tokens, total)
 
 
-def _add(total: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [ops.add(a, b) for a, b in zip(total, gradients, strict=True)]
+def _add(total: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Adds in place of `total`, tensor by tensor, so that no third set of gradients is ever alive."""
+    for i, gradient in enumerate(gradients):
+        total[i] = ops.add(total[i], gradient)
+    return total

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def global_norm(gradients: Iterable[Any], sum_of_squares: Callable[[Any], float]) -> float:
-    """sqrt of the sum of all squared elements; the squares of each gradient are summed by the kernel, in float32 or better."""
+    """sqrt of the sum of all squared elements; `sum_of_squares` adds those of one gradient, in float32 or better."""
     return math.sqrt(math.fsum(sum_of_squares(gradient) for gradient in gradients))
 
 

@@ -1,7 +1,7 @@
 """One optimizer step: accumulate -> norm -> finite check -> clip -> update.
 
-Loss scaling (unscale, overflow, scale update) will stand between accumulate and norm, the reduction over data-parallel ranks
-before it.
+Loss scaling (unscale, overflow, scale update) will stand between accumulate and norm, the reduction over
+data-parallel ranks before it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class TrainStep:
         ]
         where = f"; not finite first in the gradient of {bad[0]}" if bad else ""
         return RunError(
-            f"the loss is {window.loss} and the gradient's norm {norm} in optimizer step {self.optimizer.updates + 1}{where}; "
-            "the weights were not updated",
+            f"the loss is {window.loss} and the gradient's norm {norm} in optimizer step {self.optimizer.updates + 1}"
+            f"{where}; the weights were not updated",
             fix="lower the learning rate, lengthen the warm-up, or turn on runner_wrapper.use_clip_grad",
         )

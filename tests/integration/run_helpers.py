@@ -1,0 +1,194 @@
+"""What the integration tests share: a tiny corpus and model, runs in this process and in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from trainer.checkpoint.store import newest_complete, read_checkpoint
+from trainer.config import Config, Override, load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROGRAM = REPOSITORY / "run_trainer.py"
+WORDS = "the cat sat on a mat and saw dogs run over hills while rain fell down for an hour".split()
+
+
+def write_corpus(folder: Path, documents: int = 6, lines: int = 8) -> Path:
+    """A folder of short texts of unequal lengths: rows with document boundaries at changing places."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(7)
+    for number in range(documents):
+        text = "\n".join(" ".join(draw.choices(WORDS, k=6)) for _ in range(lines + number))
+        (folder / f"{number}.txt").write_text(text + "\n", encoding="utf-8")
+    return folder
+
+
+def write_instructions(path: Path, records: int = 48) -> Path:
+    """JSON lines with prompts of very unequal lengths, which carry no loss."""
+    draw = random.Random(5)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(records):
+            prompt = " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))
+            answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 3)))
+            print(json.dumps({"instruction": prompt, "output": answer}), file=file)
+    return path
+
+
+def settings(folder: Path, data: Path | str) -> dict[str, Any]:
+    """A configuration that trains in a second: 2 layers, hidden 16, rows of 16 bytes."""
+    return {
+        "output_dir": str(folder / "output"),
+        "report": False,
+        "model": {
+            "arch": {"type": "LlamaForCausalLM"},
+            "model_config": {
+                "num_layers": 2,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "n_kv_heads": 1,
+                "intermediate_size": 32,
+                "vocab_size": 257,
+                "seq_length": 16,
+                "max_position_embeddings": 64,
+            },
+        },
+        "train_dataset": {
+            "cache_dir": str(folder / "cache"),
+            "data_loader": {"type": "TextDataset", "dataset_dir": str(data)},
+            "held_out": 0.2,
+        },
+        "runner_config": {"batch_size": 4, "epochs": 2},
+        "optimizer": {"type": "AdamW", "weight_decay": 0.1},
+        "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 0.003},
+    }
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with dotted keys set, for example ``{"runner_config.epochs": 3}``."""
+    merged = json.loads(json.dumps(base))
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        section = merged
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return merged
+
+
+def write_config(folder: Path, data: Path | str, changes: Mapping[str, Any] | None = None) -> Path:
+    """Writes `folder`/run.yaml: `settings` with dotted keys changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(merge(settings(folder, data), changes or {}), sort_keys=False), encoding="utf-8")
+    return path
+
+
+def config_of(path: Path, **flags: object) -> Config:
+    """Loads a file with top-level or, with ``__`` for the dot, dotted keys set as flags do."""
+    pairs = [(name.replace("__", "."), str(value)) for name, value in flags.items()]
+    return load_config(str(path), [Override(key, text, f"flag --{key}") for key, text in pairs])
+
+
+def train(path: Path, **flags: object) -> Path:
+    """Runs a configuration in this process; returns its output folder."""
+    from trainer.run import run
+
+    config = config_of(path, **flags)
+    assert run(config) == 0
+    return Path(config.output_dir)
+
+
+# What a run left
+
+
+def step_records(output: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [record for record in _records(output / name) if "eval_loss" not in record]
+
+
+def eval_records(output: Path) -> list[dict[str, Any]]:
+    return [record for record in _records(output / "metrics.jsonl") if "eval_loss" in record]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def column(records: list[dict[str, Any]], name: str) -> list[Any]:
+    return [record[name] for record in records]
+
+
+def figures(output: Path, name: str = "metrics.jsonl") -> list[tuple]:
+    """What must be the same bits in two equal runs."""
+    names = ("step", "epoch", "loss", "lr", "global_norm", "tokens")
+    return [tuple(record[key] for key in names) for record in step_records(output, name)]
+
+
+def arrays_of(output: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """Weights and optimizer state of a checkpoint, the newest by default, by part and name."""
+    folder = output / "checkpoints"
+    path = newest_complete(folder) if step is None else folder / f"step-{step:08d}"
+    tensors = read_checkpoint(path).tensors
+    return {f"{part}/{name}": array for part, arrays in tensors.items() for name, array in arrays.items()}
+
+
+def assert_same_bits(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if left[name].tobytes() != right[name].tobytes()]
+    assert not different, f"other bits in {different}"
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+# Processes
+
+
+def start(*arguments: object, cwd: Path) -> subprocess.Popen:
+    """Starts the program as a user does."""
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+
+
+def finish(process: subprocess.Popen, timeout_seconds: float = 60) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error; never leaves the process running."""
+    try:
+        output, errors = process.communicate(timeout=timeout_seconds)
+    finally:
+        process.kill()
+    return process.returncode, output, errors
+
+
+def call(*arguments: object, cwd: Path) -> tuple[int, str, str]:
+    return finish(start(*arguments, cwd=cwd))
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen, timeout_seconds: float = 60) -> None:
+    """Waits for what a process will do; fails with its output when it ends or takes too long."""
+    deadline = time.monotonic() + timeout_seconds
+    while not holds():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"it did not happen: {finish(process, 5)}")
+        time.sleep(0.01)
+
+
+def steps_done(output: Path) -> int:
+    """Steps that a running training has written down."""
+    path = output / "metrics.jsonl"
+    return path.read_text(encoding="utf-8").count('"step"') if path.exists() else 0

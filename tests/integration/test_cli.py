@@ -1,0 +1,147 @@
+"""The command line as a process: quick, without MindSpore, from any folder, and helpful about mistakes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_helpers import PROGRAM, REPOSITORY, call, write_config, write_corpus
+
+from trainer.flags import FLAGS
+
+QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
+
+# Runs a command as the program does, then says on the last line of standard error whether MindSpore is loaded.
+WATCHED = """if True:
+    import sys
+    from trainer.cli import main
+    try:
+        main(sys.argv[1:])
+    finally:
+        print(f"mindspore loaded: {'mindspore' in sys.modules}", file=sys.stderr)
+"""
+QUICK = {
+    "help": ["--help"],
+    "train help": ["train", "--help"],
+    "plan help": ["plan", "--help"],
+    "doctor help": ["doctor", "--help"],
+    "schema help": ["schema", "--help"],
+    "plan": ["plan", "--config", str(QUICKSTART)],
+    "plan json": ["plan", "--json", "--config", str(QUICKSTART)],
+    "schema": ["schema"],
+}
+
+
+def children_seconds() -> float:
+    """Processor time of all child processes so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def watched(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED, *arguments],
+        cwd=cwd,
+        env={"PYTHONPATH": str(REPOSITORY), "HOME": str(cwd)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_answers_quickly_and_without_mindspore(name: str, tmp_path: Path) -> None:
+    # The promise is 0.4 s for help and 1 s for a plan on a quiet machine. Here processor time is bounded, by twice as
+    # much: other processes hardly change it.
+    before_seconds = children_seconds()
+    done = watched(QUICK[name], tmp_path)
+    seconds = children_seconds() - before_seconds
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["mindspore loaded: False"]
+    assert done.stdout
+    assert seconds < (0.8 if "help" in name else 2)
+    assert not any(tmp_path.rglob("*.yaml")) and not (tmp_path / "output").exists()
+
+
+def test_help_has_room_for_every_flag(tmp_path: Path) -> None:
+    for command in ("train", "plan"):
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), command, "--help"],
+            cwd=tmp_path,
+            env={"COLUMNS": "80"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        for flag in ["config", "options", *(flag.name for flag in FLAGS)]:
+            assert f"--{flag} " in done.stdout, flag
+
+
+def test_a_plan_says_what_a_run_would_do(tmp_path: Path) -> None:
+    _, output, _ = call("plan", "--config", QUICKSTART, "--gradient_accumulation_steps", 4, cwd=tmp_path)
+    for text in ("optimizer step", "4 micro-batches of 32 rows", "rotary_embedding", "learning rate", "weights", "MiB"):
+        assert text in output, text
+    code, output, _ = call("plan", "--json", "--config", QUICKSTART, "--use_fused_rope", cwd=tmp_path)
+    plan = json.loads(output)
+    assert code == 0 and plan["run_mode"] == "train" and plan["last_step"] == 1000
+    rope = next(choice for choice in plan["kernels"] if choice["kernel"] == "rotary_embedding")
+    assert rope["asked"] == "use_fused_rope: True" and rope["chosen"] == "reference" and "Ascend" in rope["why"]
+
+
+def test_doctor_judges_this_machine_without_loading_mindspore(tmp_path: Path) -> None:
+    done = watched(["doctor", "--json"], tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and done.stderr.splitlines() == ["mindspore loaded: False"], done.stderr
+    assert found["ok"] and all(check["verdict"] in ("ok", "warn", "fail") for check in found["checks"])
+    code, output, _ = call("doctor", cwd=tmp_path)
+    assert code == 0 and all(word in output for word in ("Python", "MindSpore"))
+
+
+def test_the_schema_is_a_json_schema_of_the_configuration(tmp_path: Path) -> None:
+    _, output, _ = call("schema", cwd=tmp_path)
+    schema = json.loads(output)
+    assert {"runner_config", "model", "train_dataset", "lr_schedule"} <= set(schema["properties"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["plam"], ["plam", "no such command", "use plan"]),
+        (["fit"], ["no such command", "train, plan, doctor, schema"]),
+        (["--btach_size", "3"], ["--btach_size", "unknown flag", "--batch_size"]),
+        (["plan", "--epoch", "3"], ["--epoch", "unknown flag", "--epochs"]),
+        (["doctor", "--jsn"], ["--jsn", "--json"]),
+        (["schema", "--json"], ["--json"]),
+        (["--json", "--config", str(QUICKSTART)], ["--json"]),
+        (["plan", "extra", "--config", str(QUICKSTART)], ["extra"]),
+        (["plan"], ["--config", "needs its YAML file", "configs/quickstart.yaml"]),
+        (["--config"], ["--config", "needs a value"]),
+    ],
+)
+def test_a_mistaken_command_line_is_explained(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
+    done = watched(arguments, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "mindspore loaded: False" in done.stderr and not done.stdout
+    for part in ["error: ", *parts]:
+        assert part in done.stderr, (part, done.stderr)
+
+
+def test_paths_count_from_the_working_directory(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data")
+    write_config(tmp_path / "configs", "data", {"output_dir": "out", "train_dataset.cache_dir": "cache"})
+    code, output, errors = call("plan", "--config", "configs/run.yaml", cwd=tmp_path)
+    assert code == 0 and "rows an epoch" in output, errors
+    code, _, errors = call("plan", "--config", "run.yaml", cwd=tmp_path)
+    assert code == 2 and "run.yaml" in errors
+    code, _, errors = call("plan", "--config", "run.yaml", cwd=tmp_path / "configs")  # its data is not there
+    assert code == 2 and "dataset_dir" in errors and str(tmp_path / "configs") in errors
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} {PROGRAM} schema | head -c 20"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("{") and done.stderr == ""

@@ -1,0 +1,103 @@
+"""Evaluation: loss and perplexity are those that numpy computes from the logits, alone and while training."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_helpers import config_of, eval_records, train, write_config, write_corpus, write_instructions
+
+from trainer.checkpoint.weights import requested_weights
+from trainer.data import IGNORE_INDEX, build_eval_dataset
+from trainer.errors import RunError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    write_corpus(folder / "data")
+    write_instructions(folder / "instructions.jsonl", 30)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def path(home: Path) -> Path:
+    changes = {"do_eval": True, "model.model_config.hidden_dropout": 0.3, "runner_config.stop_step": 12}
+    return write_config(home / "run", home / "data", changes)
+
+
+@pytest.fixture(scope="module")
+def trained(path: Path) -> Path:
+    return train(path)
+
+
+def evaluate(path: Path, trained: Path, **flags: object) -> dict:
+    output = train(path, run_mode="eval", load_checkpoint=trained, output_dir=trained.parent / "evaluated", **flags)
+    return json.loads((output / "eval.json").read_text())
+
+
+def by_numpy(path: Path, trained: Path, rows: int | None = None, **flags: object) -> tuple[float, int]:
+    """Mean loss of a valid token, row by row, from the model's logits in float64; and how many tokens."""
+    from trainer.session import open_session
+
+    config = config_of(path, run_mode="eval", load_checkpoint=trained, context__mode=1, **flags)
+    session = open_session(config, requested_weights(config))
+    dataset = build_eval_dataset(config)
+    total, tokens = 0.0, 0
+    for row in range(dataset.num_rows if rows is None else rows):
+        batch = dataset.rows([row])
+        logits_NV = session.model.logits(session.build_inputs(batch)).asnumpy().astype(np.float64)
+        labels_N = batch.labels.reshape(-1)
+        valid = labels_N != IGNORE_INDEX
+        log_sum_N = np.log(np.exp(logits_NV - logits_NV.max(-1, keepdims=True)).sum(-1)) + logits_NV.max(-1)
+        total += (log_sum_N - logits_NV[np.arange(len(labels_N)), np.where(valid, labels_N, 0)])[valid].sum()
+        tokens += int(valid.sum())
+    return total / tokens, tokens
+
+
+def test_the_loss_is_that_of_the_logits(path: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
+    found = evaluate(path, trained)
+    loss, tokens = by_numpy(path, trained)
+    assert found["tokens"] == tokens
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert found["load_checkpoint"] == str(trained) and found["seconds"] > 0
+    assert f"loss {loss:.4f}, perplexity {math.exp(loss):.4g}" in capsys.readouterr().out
+
+
+def test_it_is_the_one_made_while_training(path: Path, trained: Path) -> None:
+    while_training = eval_records(trained)[-1]
+    found = evaluate(path, trained)
+    assert while_training["eval_loss"] == found["loss"]
+    assert while_training["eval_tokens"] == found["tokens"]
+    assert while_training["eval_perplexity"] == math.exp(found["loss"])
+
+
+def test_max_batches_reads_only_so_many(path: Path, trained: Path) -> None:
+    found = evaluate(path, trained, train_dataset__max_batches=2)
+    loss, tokens = by_numpy(path, trained, rows=2 * 4)
+    assert (found["tokens"], found["loss"]) == (tokens, pytest.approx(loss, rel=1e-6))
+
+
+def test_a_data_set_of_its_own_with_masked_prompts(home: Path, path: Path, trained: Path) -> None:
+    own = {"data_loader": {"type": "JsonlDataset", "dataset_dir": str(home / "instructions.jsonl")}, "batch_size": 7}
+    changes = {"eval_dataset": own, "train_dataset.data_loader.dataset_dir": str(home / "not there")}
+    path = write_config(home / "own", home / "data", changes)  # training data is not looked for
+    found = evaluate(path, trained)
+    loss, tokens = by_numpy(path, trained)
+    assert (found["tokens"], found["loss"]) == (tokens, pytest.approx(loss, rel=1e-6))
+
+
+def test_data_without_a_label_cannot_be_evaluated(home: Path, trained: Path) -> None:
+    lines = home / "unlabelled.jsonl"
+    lines.write_text("".join(json.dumps({"instruction": "the cat sat on a mat", "output": "a"}) + "\n" for _ in range(4)))
+    own = {"data_loader": {"type": "JsonlDataset", "dataset_dir": str(lines)}, "batch_size": 1, "max_batches": 1}
+    path = write_config(home / "unlabelled", home / "data", {"eval_dataset": own, "model.model_config.seq_length": 8})
+    with pytest.raises(RunError, match="no token with a loss") as caught:
+        evaluate(path, trained)
+    assert caught.value.exit_code == 1 and "Fix: give more data" in str(caught.value)

@@ -1,0 +1,234 @@
+"""Prediction: the cache is right, batches do not mix, sampling follows its distribution, prompts are checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_helpers import config_of, train, write_config, write_corpus
+
+from trainer.data import Batch
+from trainer.errors import UserError
+from trainer.models.generate import Generator, Sampling, choose_token
+
+pytestmark = pytest.mark.slow
+
+# Grouped heads, q/k norm, biases and scaled positions: each has its place in the cached path.
+MODELS = {
+    "llama": {"n_kv_heads": 1},
+    "qwen3": {"n_kv_heads": 2, "use_qk_norm": True, "head_dim": 12, "tie_word_embeddings": True},
+    "qwen2": {"n_kv_heads": 2, "num_heads": 4, "qkv_has_bias": True, "mlp_has_bias": True, "attn_proj_has_bias": True},
+    "scaled": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predict")
+    write_corpus(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Path:
+    """A model that knows a little, so that its likeliest token is no coin toss."""
+    return train(write_config(home / "trained", home / "data", {"runner_config.epochs": 3}))
+
+
+def open_model(home: Path, changes: dict):
+    from trainer.session import open_session
+
+    changes = {"context": {"mode": 1}, **changes}  # no compilation: every length is a new shape
+    return open_session(config_of(write_config(home / "model", home / "data", changes)))
+
+
+def logits_of(session, ids: list[int]) -> np.ndarray:
+    """Logits after each token by a full forward pass, without a cache: [tokens, vocabulary]."""
+    ids_BT = np.array([ids], np.int32)
+    positions = np.arange(len(ids), dtype=np.int32)[None]
+    batch = Batch(ids_BT, np.zeros_like(ids_BT), positions, np.zeros_like(ids_BT))
+    return session.model.logits(session.build_inputs(batch)).asnumpy()
+
+
+def generate(session, prompts: list[list[int]], new: list[int], sampling: Sampling, eos: tuple = (), first: int = 0):
+    """New tokens of each row."""
+    rows = [[] for _ in prompts]
+    for tokens in Generator(session.model, session.build_inputs, eos).stream(prompts, new, sampling, first):
+        for row, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
+
+
+def with_large_weights(session):
+    """Weights far from zero: logits differ clearly, and a wrong cache shows."""
+    from mindspore import Tensor
+
+    draw = np.random.default_rng(3)
+    for parameter in session.model.parameters_by_name.values():
+        noise = draw.standard_normal(parameter.shape).astype(np.float32)
+        parameter.set_data(Tensor(parameter.asnumpy() + 0.3 * noise))
+    return session
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_with_cache_equals_a_full_forward_pass(name: str, home: Path) -> None:
+    session = with_large_weights(open_model(home, {f"model.model_config.{k}": v for k, v in MODELS[name].items()}))
+    prompts = [[104, 101], [116, 104, 101, 32, 99, 97, 116, 32, 115], [10]]
+    new = [30, 3, 37]  # beyond a multiple of the cache's rounding; rows end at different times
+    rows = generate(session, prompts, new, Sampling())
+    assert [len(row) for row in rows] == new
+    assert len({token for row in rows for token in row}) > 5
+    for prompt, row in zip(prompts, rows, strict=True):
+        logits = logits_of(session, prompt + row)[len(prompt) - 1 : -1]
+        # Equal but for rounding: where two tokens are as likely, either may be taken.
+        assert (logits[np.arange(len(row)), row] >= logits.max(-1) - 1e-4).all()
+        assert (np.sort(logits)[:, -1] - np.sort(logits)[:, -2] > 1e-2).mean() > 0.9  # mostly it is clear
+    alone = [generate(session, [prompt], [count], Sampling())[0] for prompt, count in zip(prompts, new, strict=True)]
+    assert rows == alone  # neighbours, and how long they are, make no difference
+
+
+def test_sampling_is_repeatable_and_does_not_depend_on_the_batch(home: Path) -> None:
+    session = open_model(home, {})
+    prompts, new = [[1, 2, 3], [4], [5, 6]], [12, 12, 12]
+    sampling = Sampling(do_sample=True, temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=3)
+    rows = generate(session, prompts, new, sampling)
+    assert generate(session, prompts, new, sampling) == rows
+    assert generate(session, prompts[1:], new[1:], sampling, first=1) == rows[1:]
+    assert generate(session, prompts, new, Sampling(do_sample=True, seed=4)) != rows
+    same = generate(session, [prompts[0]] * 3, new, sampling)
+    assert len({tuple(row) for row in same}) == 3  # equal prompts, streams of their own
+
+
+def test_an_end_token_ends_its_row(home: Path) -> None:
+    session = with_large_weights(open_model(home, {}))
+    prompts = [[1, 2, 3], [40, 50]]
+    rows = generate(session, prompts, [20, 20], Sampling())
+    end = next(token for token in rows[0] if token not in rows[1])
+    ended = generate(session, prompts, [20, 20], Sampling(), eos=(end,))
+    assert ended[0] == rows[0][: rows[0].index(end) + 1] and ended[1] == rows[1]
+
+
+# The rule for one token, without a model
+
+
+LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.07, 0.03])).astype(np.float32)
+
+
+def frequencies(logits: np.ndarray, seen: tuple = (), draws: int = 4000, **rules) -> np.ndarray:
+    sampling = Sampling(do_sample=True, **rules)
+    tokens = [choose_token(logits, seen, sampling, row, 0) for row in range(draws)]
+    return np.bincount(tokens, minlength=len(logits)) / draws
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({}, [0.4, 0.3, 0.2, 0.07, 0.03]),
+        ({"temperature": 0.5}, np.square([0.4, 0.3, 0.2, 0.07, 0.03]) / 0.2958),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0, 0]),
+        ({"top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0, 0]),
+        ({"top_p": 0.7}, [4 / 7, 3 / 7, 0, 0, 0]),
+        ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [4 / 7, 3 / 7, 0, 0, 0]),
+        ({"top_k": 99}, [0.4, 0.3, 0.2, 0.07, 0.03]),
+    ],
+    ids=str,
+)
+def test_sampling_follows_its_distribution(rules: dict, expected: list[float]) -> None:
+    found = frequencies(LOGITS, **rules)
+    expected = np.array(expected)
+    # Four standard deviations of a frequency over 4000 draws.
+    bound = 4 * np.sqrt(expected * (1 - expected) / 4000)
+    assert (np.abs(found - expected) <= bound + 1e-9).all(), found
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
+    logits = np.array([2.0, 1.9, -1.0, -1.1], np.float32)
+    penalised = Sampling(repetition_penalty=2.0)
+    assert choose_token(logits, (), penalised, 0, 0) == 0
+    assert choose_token(logits, (0, 0), penalised, 0, 0) == 1  # 2 -> 1, once however often it was seen
+    assert choose_token(logits, (0, 1), penalised, 0, 0) == 0  # 1 and 0.95
+    expected = np.exp([1.0, 1.9, -2.0, -1.1])
+    found = frequencies(logits, seen=(0, 2, 2), repetition_penalty=2.0)
+    np.testing.assert_allclose(found, expected / expected.sum(), atol=0.03)
+    assert (logits == np.array([2.0, 1.9, -1.0, -1.1], np.float32)).all()  # what it was given stays
+
+
+def test_temperature_near_zero_is_greedy_and_does_not_overflow() -> None:
+    rules = Sampling(do_sample=True, temperature=1e-6)
+    assert {choose_token(LOGITS * 1e3, (), rules, row, 0) for row in range(50)} == {0}
+
+
+# As a run
+
+
+def predict(path: Path, **flags: object) -> list[dict]:
+    output = train(path, run_mode="predict", **flags)
+    return [json.loads(line) for line in (output / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def path(home: Path, trained: Path) -> Path:
+    changes = {"load_checkpoint": str(trained), "model.model_config.max_decode_length": 32}
+    return write_config(home / "run", home / "data", changes)
+
+
+def test_a_prompt_is_continued_and_written_down(path: Path, capsys: pytest.CaptureFixture) -> None:
+    (record,) = predict(path, predict_data="the cat")
+    assert record["prompt"] == "the cat" and 0 < len(record["text"].encode()) <= 32 - len("the cat")
+    assert capsys.readouterr().out == "the cat" + record["text"] + "\n\n"
+    (short,) = predict(path, predict_data="the cat", model__model_config__max_new_tokens=5)
+    assert record["text"].startswith(short["text"]) and len(short["text"].encode()) == 5
+    again = predict(path, predict_data="the cat")
+    assert again == [record]
+
+
+def test_a_file_of_prompts_in_batches(path: Path, home: Path, capsys: pytest.CaptureFixture) -> None:
+    prompts = ["the cat sat", "a", "über die Brücke", "rain fell"]
+    (home / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
+    records = predict(path, predict_data=home / "prompts.txt", predict_batch_size=3)
+    assert [record["prompt"] for record in records] == prompts
+    assert capsys.readouterr().out == "".join(f"{r['prompt']}{r['text']}\n\n" for r in records)
+    for prompt, record in zip(prompts, records, strict=True):
+        assert predict(path, predict_data=prompt) == [record]
+
+
+def test_sampled_predictions_repeat_with_the_seed(path: Path) -> None:
+    flags = {"predict_data": "the cat", "model__model_config__do_sample": True, "model__model_config__temperature": 2.0}
+    first = predict(path, **flags)
+    assert predict(path, **flags) == first
+    assert predict(path, seed=2, **flags) != first
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"predict_data": "x" * 32}, ["32 tokens leaves no room", "predict_data", "max_decode_length"]),
+        ({"predict_data": "ä" * 16}, ["32 tokens leaves no room"]),
+        ({"predict_data": "[a, '']"}, ["a prompt is empty", "predict_data = ''"]),
+        ({"predict_data": "[]"}, ["needs prompts"]),
+        (
+            {"predict_data": "a", "model__model_config__max_decode_length": 65},
+            ["positions for 64 tokens", "model.model_config.max_decode_length = 65", "at most 64"],
+        ),
+        ({"predict_data": "empty.txt"}, ["holds no prompt", "empty.txt"]),
+        ({"predict_data": "binary.txt"}, ["cannot be read as UTF-8", "binary.txt"]),
+        ({"predict_data": "a", "load_checkpoint": "nowhere"}, ["load_checkpoint = 'nowhere'", "does not exist"]),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_prompts_that_cannot_be_continued(
+    path: Path, home: Path, flags: dict, parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    Path("empty.txt").write_text("\n \n")
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    output = home / "refused"
+    with pytest.raises(UserError) as caught:
+        predict(path, output_dir=output, **flags)
+    for part in [*parts, "Fix: "]:
+        assert part in str(caught.value)
+    assert not output.exists()

@@ -1,0 +1,201 @@
+"""A run that stopped and goes on equals one that never did, bit for bit; a checkpoint that does not fit is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from run_helpers import (
+    arrays_of,
+    assert_same_bits,
+    column,
+    eval_records,
+    figures,
+    files_below,
+    step_records,
+    train,
+    write_config,
+    write_corpus,
+)
+
+from trainer.errors import EXIT_BAD_INPUT, UserError
+
+pytestmark = pytest.mark.slow
+
+HALF = 8  # N: in the middle of the second epoch
+WINDOW = 4
+
+# All that has a state or a stream of random numbers: shuffling, dropout in both places, accumulation with a last,
+# partial window in each epoch, clipping, a schedule, evaluation.
+CHANGES = {
+    "model.model_config.hidden_dropout": 0.1,
+    "model.model_config.attention_dropout": 0.1,
+    "runner_config": {"batch_size": 4, "epochs": 3, "gradient_accumulation_steps": WINDOW, "stop_step": 2 * HALF},
+    "runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 0.7},
+    "lr_schedule": {"type": "CosineWithWarmUpLR", "learning_rate": 0.01, "warmup_steps": 3},
+    "do_eval": True,
+    "eval_step_interval": 5,
+    "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF, "keep_checkpoint_max": 3}],
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_corpus(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def path(home: Path) -> Path:
+    return write_config(home / "config", home / "data", CHANGES)
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path, path: Path) -> Path:
+    """2N steps in one go."""
+    return train(path, output_dir=home / "whole")
+
+
+@pytest.fixture(scope="module")
+def halves(home: Path, path: Path, whole: Path) -> Path:
+    """N steps, stopped, and N more."""
+    output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
+    assert column(step_records(output), "step") == list(range(1, HALF + 1))
+    assert_same_bits(arrays_of(output), arrays_of(whole, HALF))
+    return train(path, output_dir=home / "halves", resume_training=True)
+
+
+def test_the_stop_is_where_it_is_hardest(whole: Path) -> None:
+    records = step_records(whole)
+    steps_per_epoch = column(records, "epoch").count(1)
+    assert steps_per_epoch < HALF < 2 * steps_per_epoch - 1  # in the middle of the second epoch
+    fullest = max(column(records, "tokens"))
+    assert records[steps_per_epoch - 1]["tokens"] < fullest * 0.8  # each epoch ends in a partial window
+
+
+def test_stopped_and_resumed_equals_never_stopped(whole: Path, halves: Path) -> None:
+    assert figures(halves) == figures(whole)
+    assert_same_bits(arrays_of(halves), arrays_of(whole))
+    last = column(eval_records(whole), "eval_loss")[-1]
+    assert column(eval_records(halves), "eval_loss")[-1] == last
+
+
+def test_metrics_hold_every_step_once(halves: Path) -> None:
+    assert column(step_records(halves), "step") == list(range(1, 2 * HALF + 1))
+    assert column(eval_records(halves), "step") == [5, HALF, 10, 15, 2 * HALF]  # the first half ended with one
+    assert not any("metrics-" in name for name in files_below(halves))
+
+
+def test_a_checkpoint_by_name_and_steps_that_were_made_before(path: Path, whole: Path, home: Path) -> None:
+    output = home / "by_name"
+    shutil.copytree(whole, output)  # has reached 2N; goes back to N and makes the rest again
+    train(path, output_dir=output, resume_training=f"step-{HALF:08d}")
+    assert figures(output) == figures(whole)
+    assert column(eval_records(output), "step") == column(eval_records(whole), "step")
+    assert_same_bits(arrays_of(output), arrays_of(whole))
+
+
+def test_resuming_into_another_folder(path: Path, whole: Path, home: Path) -> None:
+    checkpoint = whole / "checkpoints" / f"step-{HALF:08d}"
+    steps = {"runner_config__stop_step": HALF + 2}
+    output = train(path, output_dir=home / "other", resume_training=True, load_checkpoint=checkpoint, **steps)
+    assert figures(output) == figures(whole)[HALF : HALF + 2]
+
+
+def test_nothing_is_left_to_do(path: Path, whole: Path, capsys: pytest.CaptureFixture) -> None:
+    before = {name: (whole / name).read_bytes() for name in files_below(whole) if not name.startswith("logs/")}
+    train(path, output_dir=whole, resume_training=True)
+    assert f"nothing to do: the checkpoint has done all {2 * HALF} steps" in capsys.readouterr().out
+    for name, content in before.items():
+        if name not in ("config.yaml", "plan.txt"):  # these say what was asked for last
+            assert (whole / name).read_bytes() == content, name
+
+
+def test_ignoring_the_data_starts_it_from_the_beginning(path: Path, whole: Path, home: Path) -> None:
+    output = home / "ignoring"
+    shutil.copytree(whole, output)
+    flags = {"resume_training": f"step-{HALF:08d}", "runner_config__stop_step": HALF + 2, "do_eval": False}
+    train(path, output_dir=output, ignore_data_skip=True, train_dataset__data_loader__shuffle=False, **flags)
+    records = step_records(output)[HALF:]
+    assert column(records, "step") == [HALF + 1, HALF + 2]
+    assert column(records, "epoch") == [1, 1]
+    assert column(records, "lr") == column(step_records(whole), "lr")[HALF : HALF + 2]  # the schedule goes on
+    assert records[0]["loss"] < step_records(whole)[0]["loss"] - 0.3  # and so do the weights
+
+
+def refusal(path: Path, output: Path, **flags: object) -> str:
+    """The message of a resumed run that is refused; nothing in the folder changes."""
+    before = {name: (output / name).read_bytes() for name in files_below(output)}
+    with pytest.raises(UserError) as caught:
+        train(path, **{"output_dir": output, "resume_training": True, **flags})
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+    assert {name: (output / name).read_bytes() for name in files_below(output)} == before
+    message = str(caught.value)
+    assert "flag --resume_training" in message and "Fix: " in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"seed": 9}, ["seed was 1 and is 9", "--ignore_data_skip"]),
+        ({"runner_config.batch_size": 2}, ["batch_size was 4 and is 2"]),
+        ({"runner_config.gradient_accumulation_steps": 2}, ["gradient_accumulation_steps was 4 and is 2"]),
+        ({"train_dataset.data_loader.shuffle": False}, ["shuffle was True and is False"]),
+        ({"train_dataset.data_loader.num_samples": 40}, ["rows was", "and is 40"]),
+        ({"train_dataset.held_out": 0.3}, ["held_out was 0.2 and is 0.3"]),
+        ({"model.model_config.seq_length": 8}, ["seq_length was 16 and is 8"]),
+        ({"model.model_config.intermediate_size": 48}, ["mlp.gate_proj.weight", "[32, 16]", "[48, 16]"]),
+        ({"model.model_config.num_layers": 3}, ["lacks model.layers.2."]),
+        ({"model.model_config.num_layers": 1}, ["model.layers.1.", "unknown here"]),
+        ({"optimizer.type": "SGD"}, ["made with AdamW", "optimizer.type is SGD", "--load_checkpoint"]),
+        ({"resume_training": "step-00000099"}, ["step-00000099", "no such checkpoint"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused(path: Path, whole: Path, flags: dict, parts: list[str]) -> None:
+    message = refusal(path, whole, **{name.replace(".", "__"): value for name, value in flags.items()})
+    for part in parts:
+        assert part in message, message
+
+
+def test_other_text_of_the_same_size_is_refused(path: Path, whole: Path, home: Path) -> None:
+    other = home / "other_data"
+    shutil.copytree(home / "data", other)
+    text = (other / "3.txt").read_text()
+    (other / "3.txt").write_text(text.replace("cat", "cow").replace("dogs", "cats"))
+    message = refusal(path, whole, train_dataset__data_loader__dataset_dir=other)
+    assert "content was" in message
+    shutil.copy(home / "data" / "3.txt", other / "3.txt")  # the same text elsewhere is the same data
+    train(path, output_dir=whole, resume_training=True, train_dataset__data_loader__dataset_dir=other)
+
+
+def test_an_incomplete_checkpoint_is_passed_over_and_refused_by_name(path: Path, whole: Path, home: Path) -> None:
+    output = home / "incomplete"
+    shutil.copytree(whole, output)
+    newest = output / "checkpoints" / f"step-{2 * HALF:08d}"
+    (newest / "COMPLETE").unlink()
+    message = refusal(path, output, resume_training=newest.name)
+    assert "incomplete" in message and f"step-{HALF:08d}" in message  # the fix names the one to use
+    train(path, output_dir=output, resume_training=True)  # from N
+    assert figures(output) == figures(whole)
+    assert_same_bits(arrays_of(output), arrays_of(whole))
+
+
+def test_a_damaged_checkpoint_is_refused(path: Path, whole: Path, home: Path) -> None:
+    output = home / "damaged"
+    shutil.copytree(whole, output)
+    state = output / "checkpoints" / f"step-{2 * HALF:08d}" / "optimizer.safetensors"
+    state.write_bytes(state.read_bytes()[:-100])
+    message = refusal(path, output)
+    assert "damaged: optimizer.safetensors has" in message and f"step-{HALF:08d}" in message
+
+
+def test_nothing_to_resume(path: Path, home: Path) -> None:
+    with pytest.raises(UserError, match="there is nothing to resume") as caught:
+        train(path, output_dir=home / "absent", resume_training=True)
+    assert "absent" in str(caught.value) and not (home / "absent").exists()
+    (home / "empty" / "checkpoints").mkdir(parents=True)
+    assert "no complete checkpoint" in refusal(path, home / "empty")

@@ -1,0 +1,162 @@
+"""Signals to a running training: it ends cleanly, with a checkpoint and the right exit code; SIGKILL loses one step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from run_helpers import (
+    arrays_of,
+    assert_same_bits,
+    column,
+    eval_records,
+    figures,
+    files_below,
+    finish,
+    start,
+    step_records,
+    steps_done,
+    train,
+    wait_until,
+    write_config,
+    write_corpus,
+)
+
+from trainer.checkpoint.store import newest_complete
+from trainer.errors import EXIT_SIGINT, EXIT_SIGTERM
+
+pytestmark = pytest.mark.slow
+
+LONG = {"runner_config": {"batch_size": 4, "epochs": 10_000}, "lr_schedule": {"type": "ConstantWarmUpLR"}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    write_corpus(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(home: Path) -> Path:
+    """A run that nobody disturbs; the disturbed ones stop long before its end."""
+    return train(write_config(home / "quiet", home / "data", LONG), runner_config__stop_step=60)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, EXIT_SIGINT), (signal.SIGTERM, EXIT_SIGTERM)], ids=["SIGINT", "SIGTERM"]
+)
+def test_finishes_the_step_saves_and_can_go_on(number: int, code: int, home: Path, uninterrupted: Path) -> None:
+    name = signal.Signals(number).name
+    path = write_config(home / name, home / "data", LONG)
+    output = home / name / "output"
+    process = start("--config", path, cwd=home)
+    wait_until(lambda: steps_done(output) >= 3, process)
+    process.send_signal(number)
+    returned, printed, errors = finish(process, 20)
+    assert (returned, errors) == (code, "")
+    last = step_records(output)[-1]["step"]
+    assert f"stopped by {name} at step {last} of" in printed
+    assert newest_complete(output / "checkpoints").name == f"step-{last:08d}"
+
+    train(path, resume_training=True, runner_config__stop_step=last + 2)
+    steps = last + 2
+    assert steps <= 60, "the machine was slow to deliver the signal"
+    assert figures(output) == figures(uninterrupted)[:steps]
+
+
+def test_killed_at_any_moment_the_newest_complete_checkpoint_serves(home: Path, uninterrupted: Path) -> None:
+    saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 1, "keep_checkpoint_max": 2}]
+    path = write_config(home / "killed", home / "data", {**LONG, "callbacks": saves})
+    output = home / "killed" / "output"
+    process = start("--config", path, cwd=home)
+    wait_until(lambda: steps_done(output) >= 5, process)
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
+    saved, written = newest_complete(output / "checkpoints"), steps_done(output)
+    step = int(saved.name.removeprefix("step-"))
+    assert written - 1 <= step <= written
+    train(path, resume_training=True, runner_config__stop_step=step + 2)
+    assert figures(output) == figures(uninterrupted)[: step + 2]
+    kept = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert kept == [f"step-{step + 1:08d}", f"step-{step + 2:08d}"]  # nothing of the killed save is left
+
+
+def test_during_an_evaluation(home: Path) -> None:
+    endless = {"data_loader": {"type": "SyntheticDataset", "num_samples": 10_000_000}}
+    changes = {**LONG, "do_eval": True, "eval_step_interval": 2, "eval_dataset": endless}
+    path = write_config(home / "evaluating", home / "data", changes)
+    output = home / "evaluating" / "output"
+    process = start("--config", path, cwd=home)
+    wait_until(lambda: steps_done(output) >= 2, process)
+    time.sleep(1.5)  # well into the evaluation
+    assert process.poll() is None and steps_done(output) == 2
+    process.send_signal(signal.SIGTERM)
+    returned, printed, _ = finish(process, 20)
+    assert returned == EXIT_SIGTERM and "stopped by SIGTERM at step 2" in printed
+    assert eval_records(output) == []  # a part of an evaluation says nothing
+    assert newest_complete(output / "checkpoints").name == "step-00000002"
+
+
+def test_a_second_signal_acts_at_once(home: Path) -> None:
+    runner = {"batch_size": 4, "epochs": 10_000, "gradient_accumulation_steps": 100_000}  # one step takes minutes
+    synthetic = {"data_loader": {"type": "SyntheticDataset", "num_samples": 400_000}}
+    path = write_config(home / "twice", home / "data", {"runner_config": runner, "train_dataset": synthetic})
+    output = home / "twice" / "output"
+    process = start("--config", path, cwd=home)
+    log = output / "logs" / "rank-0.log"
+    wait_until(lambda: log.exists() and "training: steps" in log.read_text(), process)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None  # it finishes its step
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    returned, _, errors = finish(process, 20)
+    assert time.monotonic() - began < 3
+    assert returned == EXIT_SIGINT and "Traceback" not in errors
+    assert newest_complete(output / "checkpoints") is None and step_records(output) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, EXIT_SIGINT), (signal.SIGTERM, EXIT_SIGTERM)], ids=["SIGINT", "SIGTERM"]
+)
+def test_before_the_first_step_nothing_is_waited_for(number: int, code: int, home: Path) -> None:
+    path = write_config(home / "early", home / "data", {**LONG, "output_dir": str(home / "early" / f"out{number}")})
+    output = home / "early" / f"out{number}"
+    process = start("--config", path, cwd=home)
+    wait_until(lambda: (output / "logs" / "rank-0.log").exists(), process)  # MindSpore is about to load
+    process.send_signal(number)
+    returned, _, errors = finish(process, 20)
+    assert returned == code and "Traceback" not in errors, errors
+    assert files_below(output) == {"config.yaml", "plan.txt", "logs/rank-0.log"}
+
+
+def test_while_predicting(home: Path, uninterrupted: Path) -> None:
+    changes = {
+        "run_mode": "predict",
+        "load_checkpoint": str(uninterrupted),
+        "predict_data": ["the cat"] * 5000,
+        "model.model_config.max_decode_length": 64,
+    }
+    path = write_config(home / "predicting", home / "data", changes)
+    output = home / "predicting" / "output"
+    output.mkdir()
+    (output / "predictions.jsonl").write_text("of an earlier run\n")
+    process = start("--config", path, cwd=home)
+    unfinished = output / "predictions.jsonl.tmp"
+    wait_until(lambda: unfinished.exists() and unfinished.stat().st_size > 0, process)
+    process.send_signal(signal.SIGINT)
+    returned, _, errors = finish(process, 20)
+    assert returned == EXIT_SIGINT and "Traceback" not in errors, errors
+    assert (output / "predictions.jsonl").read_text() == "of an earlier run\n"
+
+
+def test_the_interrupted_checkpoint_is_that_of_its_step(home: Path, uninterrupted: Path) -> None:
+    output = home / "SIGINT" / "output"
+    first = min(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").iterdir())
+    again = train(home / "SIGINT" / "run.yaml", output_dir=home / "again", runner_config__stop_step=first)
+    assert_same_bits(arrays_of(output, first), arrays_of(again))
+    assert column(step_records(again), "step")[-1] == first

@@ -1,0 +1,142 @@
+"""Inputs for test_kernels.py: every reference kernel on small arrays, and what it should compute, said in two ways.
+
+Legend: as in trainer/ops/reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy_kernels
+from mindspore import Tensor, nn, ops
+
+from trainer.models.dropout import DropoutKey, dropout_mask
+from trainer.ops import reference
+
+ROWS, TOKENS, HEADS, SIZE = 2, 5, 4, 4
+N, HIDDEN, WIDTH, VOCABULARY, EPS = ROWS * TOKENS, 6, 9, 11, 1e-5
+
+RANDOM = np.random.default_rng(20)
+CAUSAL = np.broadcast_to(np.tri(TOKENS, dtype=bool), (ROWS, TOKENS, TOKENS))
+SEGMENTS = np.array([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]])
+PACKED = CAUSAL & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+class Case(NamedTuple):
+    """One kernel on one set of inputs.
+
+    `cell(*arrays, *rest)` should equal `right(*arrays)`, which is numpy in float64, and `plain(*arrays)`, which is
+    MindSpore with automatic gradients.
+    """
+
+    cell: Callable[[], nn.Cell]
+    arrays: list[np.ndarray]
+    rest: list[Tensor | None]
+    right: Callable[..., np.ndarray]
+    plain: Callable[..., Tensor]
+
+
+def linear_case(width: int) -> Case:
+    return Case(
+        reference.Linear, [normal(N, HIDDEN), normal(width, HIDDEN)], [], numpy_kernels.linear,
+        lambda x, weight: ops.matmul(x, weight.T),
+    )
+
+
+def linear_bias_case() -> Case:
+    return Case(
+        reference.LinearBias, [normal(N, HIDDEN), normal(WIDTH, HIDDEN), normal(WIDTH)], [], numpy_kernels.linear,
+        lambda x, weight, bias: ops.matmul(x, weight.T) + bias,
+    )
+
+
+def rms_norm_case() -> Case:
+    x_ND = normal(N, HIDDEN) * np.float32(3)
+    x_ND[0] *= 1e-3  # eps is felt
+    return Case(
+        lambda: reference.RmsNorm(HIDDEN, EPS), [x_ND, normal(HIDDEN)], [],
+        lambda x, weight: numpy_kernels.rms_norm(x, weight, EPS),
+        lambda x, weight: x * ops.rsqrt(ops.mean(x * x, -1, True) + EPS) * weight,
+    )
+
+
+def rotary_case() -> Case:
+    half_Nd = RANDOM.uniform(0, 7, (N, SIZE // 2))
+    angles_Nd = np.concatenate([half_Nd, half_Nd], -1)
+    cos_Nd, sin_Nd = np.cos(angles_Nd).astype(np.float32), np.sin(angles_Nd).astype(np.float32)
+
+    def plain(x: Tensor) -> Tensor:
+        x_NHd = x.reshape(N, HEADS, SIZE)
+        first, second = x_NHd[..., : SIZE // 2], x_NHd[..., SIZE // 2 :]
+        turned_NHd = ops.concat((-second, first), -1)
+        return (x_NHd * Tensor(cos_Nd[:, None]) + turned_NHd * Tensor(sin_Nd[:, None])).reshape(x.shape)
+
+    return Case(
+        lambda: reference.Rotary(SIZE), [normal(N, HEADS * SIZE)], list(reference.rotary_tables(cos_Nd, sin_Nd, HEADS)),
+        lambda x: numpy_kernels.rotary(x, cos_Nd.astype(np.float64), sin_Nd.astype(np.float64)), plain,
+    )
+
+
+def swiglu_case() -> Case:
+    return Case(
+        reference.SwiGLU, [normal(N, WIDTH) * np.float32(4), normal(N, WIDTH)], [], numpy_kernels.swiglu,
+        lambda gate, up: gate * ops.sigmoid(gate) * up,
+    )
+
+
+def attention_case(kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.0) -> Case:
+    arrays = [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * SIZE)]
+    mask = reference.attention_mask(allowed, HEADS, kv_heads)
+    keep = dropout_mask(DropoutKey(1, 0, 0, 0), 0, tuple(mask.shape), rate) if rate else None
+    keep_BHQS = None if keep is None else keep.reshape(ROWS, HEADS, TOKENS, TOKENS)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (ops.transpose(x.reshape(ROWS, TOKENS, -1, SIZE), (0, 2, 1, 3)) for x in (q, k, v))
+        k, v = (ops.repeat_interleave(x, HEADS // kv_heads, 1) for x in (k, v))
+        scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) / SIZE**0.5
+        probabilities = ops.softmax(ops.masked_fill(scores, Tensor(~allowed[:, None]), -1e30), -1)
+        if keep is not None:
+            probabilities = probabilities * Tensor(keep_BHQS)
+        return ops.transpose(ops.matmul(probabilities, v), (0, 2, 1, 3)).reshape(N, -1)
+
+    return Case(
+        lambda: reference.Attention(HEADS, kv_heads, SIZE), arrays, [mask, None if keep is None else Tensor(keep)],
+        lambda q, k, v: numpy_kernels.attention(q, k, v, allowed, SIZE, keep_BHQS), plain,
+    )
+
+
+def cross_entropy_case() -> Case:
+    labels = RANDOM.integers(0, VOCABULARY, N).astype(np.int32)
+    valid = np.ones(N, bool)
+    valid[[0, 3, 9]], labels[[0, 3, 9]] = False, 0  # as InputBuilder marks a label without loss
+    return Case(
+        reference.CrossEntropy, [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)],
+        [Tensor(labels), Tensor(valid[:, None].astype(np.float32))],
+        lambda x, weight: numpy_kernels.cross_entropy(x, weight, labels, valid),
+        lambda x, weight: ops.cross_entropy(
+            ops.matmul(x, weight.T), Tensor(np.where(valid, labels, -100).astype(np.int32)), reduction="sum"
+        ),
+    )
+
+
+CASES = {
+    "linear": linear_case(WIDTH),
+    "linear_wide": linear_case(5 * HIDDEN + 1),  # the other form of the weight's gradient
+    "linear_bias": linear_bias_case(),
+    "rms_norm": rms_norm_case(),
+    "rotary": rotary_case(),
+    "swiglu": swiglu_case(),
+    "attention": attention_case(HEADS),
+    "attention_grouped": attention_case(2),
+    "attention_one_kv_head": attention_case(1, PACKED),
+    "attention_packed": attention_case(2, PACKED),
+    "attention_dropout": attention_case(HEADS, CAUSAL, 0.3),
+    "attention_packed_dropout": attention_case(2, PACKED, 0.3),
+    "cross_entropy": cross_entropy_case(),
+}

@@ -1,0 +1,271 @@
+"""The Ascend kernels without an Ascend: MindSpore's front end accepts them, and they mean what the reference computes.
+
+`mindspore.export` runs the whole front end (types, shapes, gradients) and selects no kernel, so the graph that an
+Ascend would get can be built and searched on any machine. What the operators compute there is taken from their
+documentation, written down here in numpy, and compared with the reference kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.train import mind_ir_pb2
+from numpy_kernels import distance
+
+from trainer.config import parse_config
+from trainer.config.model_schema import ModelConfig
+from trainer.data import Batch
+from trainer.models.decoder import Block
+from trainer.models.inputs import InputBuilder
+from trainer.models.shapes import attention_shapes, mlp_shapes
+from trainer.ops import ascend, reference
+from trainer.ops.kernel_set import KernelSet, load_kernels
+from trainer.ops.select import select_kernels
+
+ROWS, TOKENS, HEADS, SIZE, WIDTH, EPS = 2, 6, 4, 16, 10, 1e-5  # flash attention wants heads of a multiple of 16
+N = ROWS * TOKENS
+RANDOM = np.random.default_rng(7)
+SEGMENTS = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]])
+ALLOWED = np.tri(TOKENS, dtype=bool) & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
+HALF_ANGLES = RANDOM.uniform(0, 7, (N, SIZE // 2))
+COS, SIN = (np.tile(table(HALF_ANGLES), 2).astype(np.float32) for table in (np.cos, np.sin))
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+class Case(NamedTuple):
+    """A fused kernel and its reference on the same arrays; `extra` and `reference_extra` are their tables and masks."""
+
+    fused: nn.Cell
+    plain: nn.Cell
+    arrays: list[np.ndarray]
+    extra: tuple[Tensor, ...]
+    reference_extra: tuple[Tensor, ...]
+    operators: tuple[str, str]
+    tolerance: float = 3e-6  # float32, as in test_kernels.py
+
+
+def attention_case(kv_heads: int) -> Case:
+    sizes = (HEADS, kv_heads, SIZE)
+    return Case(
+        ascend.Attention(*sizes), reference.Attention(*sizes),
+        [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * SIZE)],
+        (ascend.attention_mask(ALLOWED, HEADS, kv_heads),), (reference.attention_mask(ALLOWED, HEADS, kv_heads),),
+        ("FlashAttentionScore", "FlashAttentionScoreGrad"), 1e-2,  # bfloat16 keeps 8 bits
+    )
+
+
+def cases() -> dict[str, Case]:
+    tables = [room.rotary_tables(COS, SIN, HEADS) for room in (ascend, reference)]
+    return {
+        "rms_norm": Case(
+            ascend.RmsNorm(WIDTH, EPS), reference.RmsNorm(WIDTH, EPS), [normal(N, WIDTH), normal(WIDTH)], (), (),
+            ("RmsNorm", "RmsNormGrad"),
+        ),
+        "rms_norm_of_heads": Case(
+            ascend.RmsNorm(SIZE, EPS), reference.RmsNorm(SIZE, EPS), [normal(N * HEADS, SIZE), normal(SIZE)], (), (),
+            ("RmsNorm", "RmsNormGrad"),
+        ),
+        "rotary": Case(
+            ascend.Rotary(SIZE), reference.Rotary(SIZE), [normal(N, HEADS * SIZE)], *tables,
+            ("RotaryPositionEmbedding", "RotaryPositionEmbeddingGrad"),
+        ),
+        "swiglu": Case(
+            ascend.SwiGLU(), reference.SwiGLU(), [normal(N, WIDTH), normal(N, WIDTH)], (), (), ("Swiglu", "SwigluGrad")
+        ),
+        "attention": attention_case(HEADS),
+        "attention_grouped": attention_case(2),
+    }
+
+
+CASES = cases()
+
+
+class Forward(nn.Cell):
+    """Gives attention the argument that is not a tensor: no dropout."""
+
+    def __init__(self, kernel: nn.Cell) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.tail = (None,) if isinstance(kernel, (ascend.Attention, reference.Attention)) else ()
+
+    def construct(self, *args):
+        return self.kernel(*args, *self.tail)
+
+
+class Backward(nn.Cell):
+    """Gradients with respect to every argument but the last, which is the gradient from above."""
+
+    def __init__(self, kernel: nn.Cell) -> None:
+        super().__init__()
+        self.forward, self.grad = Forward(kernel), ops.GradOperation(get_all=True, sens_param=True)
+
+    def construct(self, *args):
+        return self.grad(self.forward)(*args)
+
+
+class Graph(NamedTuple):
+    """An exported graph: the operators in it and the shape of every output."""
+
+    operators: set[str]
+    shapes: list[tuple[int, ...]]
+
+
+def export(cell: nn.Cell, inputs: list[Tensor], file: Path) -> Graph:
+    mindspore.export(cell, *inputs, file_name=str(file), file_format="MINDIR")
+    model = mind_ir_pb2.ModelProto()
+    model.ParseFromString(file.with_suffix(".mindir").read_bytes())
+    (output,) = model.graph.output
+    tensors = list(output.tensor) or [value.tensors[0] for value in output.attr_info.values]
+    nodes = [node.op_type for graph in (model.graph, *model.functions) for node in graph.node]
+    return Graph({name.split(":")[-2] if ":" in name else name for name in nodes}, [tuple(t.dims) for t in tensors])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_front_end_builds_the_fused_operator_and_its_gradient(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # MindSpore leaves its analysis of a refused graph in the working directory
+    case = CASES[name]
+    inputs = [*map(Tensor, case.arrays), *case.extra]
+    operator, gradient = case.operators
+    out = Forward(case.plain)(*map(Tensor, case.arrays), *case.reference_extra)
+
+    forward = export(Forward(case.fused), inputs, tmp_path / "forward")
+    assert operator in forward.operators
+    assert forward.shapes == [out.shape]
+    backward = export(Backward(case.fused), [*inputs, Tensor(normal(*out.shape))], tmp_path / "backward")
+    assert gradient in backward.operators
+    assert backward.shapes[: len(case.arrays)] == [array.shape for array in case.arrays]
+
+
+class FusedBlock(nn.Cell):
+    """A decoder block of fused kernels, without dropout."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        self.block = Block(settings, kernels)
+
+    def construct(self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, *weights):
+        return self.block(x_ND, q_cos, q_sin, k_cos, k_sin, mask, None, None, None, *weights)
+
+
+def settings_of(**changes) -> ModelConfig:
+    sizes = {
+        "hidden_size": 32, "num_heads": 2, "n_kv_heads": 1, "seq_length": TOKENS, "intermediate_size": WIDTH,
+        "use_fused_rope": True, "use_fused_swiglu": True, "use_flash_attention": True, "compute_dtype": "bfloat16",
+    }
+    return parse_config("ascend", json.dumps({"model": {"model_config": sizes | changes}})).decoder
+
+
+def test_front_end_builds_a_whole_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All fused kernels together, on the tables and the mask that `InputBuilder` makes for them."""
+    monkeypatch.chdir(tmp_path)
+    settings = settings_of(use_qk_norm=True)
+    kernels = load_kernels(select_kernels(settings, "Ascend"))
+    tokens = np.zeros((ROWS, TOKENS), np.int32)
+    inputs = InputBuilder(settings, kernels)(Batch(tokens, tokens, tokens, SEGMENTS.astype(np.int32)))
+    weights = [normal(*shape) for shape in (attention_shapes(settings) | mlp_shapes(settings)).values()]
+    arguments = [Tensor(normal(N, 32)), *inputs.tables, inputs.mask, *map(Tensor, weights)]
+
+    graph = export(Backward(FusedBlock(settings, kernels)), [*arguments, Tensor(normal(N, 32))], tmp_path / "block")
+    assert graph.shapes == [argument.shape for argument in arguments]
+    assert {gradient for case in CASES.values() for gradient in case.operators} <= graph.operators
+
+
+def rms_norm_as_documented(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """y = x / sqrt(mean(x^2) + epsilon) gamma, and the reciprocal of the root."""
+    values = x.asnumpy()
+    rstd = 1 / np.sqrt((values**2).mean(-1, keepdims=True) + epsilon)
+    return Tensor(values * rstd * gamma.asnumpy()), Tensor(rstd)
+
+
+def rotary_as_documented(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
+    """Layout BSND with 1S1D tables; mode 0 is rotate_half (GPT-NeoX)."""
+    assert mode == 0 and x.ndim == 4 and cos.shape == sin.shape == (1, x.shape[1], 1, x.shape[3])
+    values = x.asnumpy()
+    first, second = np.split(values, 2, -1)
+    return Tensor(values * cos.asnumpy() + np.concatenate([-second, first], -1) * sin.asnumpy())
+
+
+def swiglu_as_documented(input: Tensor, dim: int = -1) -> Tensor:
+    """Swish(a) b, where a is the first half of the input and b the second."""
+    a, b = np.split(input.asnumpy(), 2, dim)
+    return Tensor(a / (1 + np.exp(-a)) * b)
+
+
+def flash_attention_as_documented(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int,
+    *, attn_mask: Tensor, scalar_value: float, input_layout: str,
+) -> Tensor:
+    """Layout BSH; True in the mask, [B, 1, S1, S2], discards; no float32."""
+    (rows, queries, _), keys = query.shape, key.shape[1]
+    assert input_layout == "BSH" and attn_mask.shape == (rows, 1, queries, keys)
+    assert attn_mask.dtype == mindspore.bool_
+    assert {query.dtype, key.dtype, value.dtype} in ({mindspore.float16}, {mindspore.bfloat16})
+    size = query.shape[2] // head_num
+    q, k, v = (x.astype(mindspore.float32).asnumpy() for x in (query, key, value))
+    q, k, v = (x.reshape(rows, x.shape[1], -1, size) for x in (q, k, v))
+    k, v = (np.repeat(x, head_num // x.shape[2], 2) for x in (k, v))
+    scores = np.einsum("bqhd,bshd->bhqs", q, k) * scalar_value
+    scores[np.broadcast_to(attn_mask.asnumpy(), scores.shape)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("bhqs,bshd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+    return Tensor(out.reshape(query.shape)).astype(query.dtype)
+
+
+DOCUMENTED = {
+    "rms_norm": rms_norm_as_documented,
+    "rotary_position_embedding": rotary_as_documented,
+    "swiglu": swiglu_as_documented,
+    "flash_attention_score": flash_attention_as_documented,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documented_operator_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operators as documented: which half rotates, which operand gets silu, what the mask means, the scale."""
+    for operator, function in DOCUMENTED.items():
+        monkeypatch.setattr(ascend.ops, operator, function)
+    case = CASES[name]
+    arrays = [Tensor(array) for array in case.arrays]
+    ours, right = Forward(case.fused)(*arrays, *case.extra), Forward(case.plain)(*arrays, *case.reference_extra)
+    assert ours.dtype == right.dtype == mindspore.float32
+    assert distance(ours.asnumpy(), right.asnumpy()) < case.tolerance
+
+
+def chosen(device: str, **changes) -> dict[str, tuple[str, str]]:
+    return {choice.kernel: (choice.chosen, choice.why) for choice in select_kernels(settings_of(**changes), device)}
+
+
+def test_every_fused_kernel_is_chosen_on_ascend_and_none_elsewhere() -> None:
+    assert {kernel: operator for kernel, (operator, _) in chosen("Ascend").items()} == {
+        "rms_norm": "RmsNorm", "rotary_embedding": "rotary_position_embedding", "swiglu": "swiglu",
+        "attention": "flash_attention_score",
+    }
+    assert {operator for operator, _ in chosen("CPU").values()} == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel", "reason"),
+    [
+        ({"use_fused_rope": False}, "rotary_embedding", "use_fused_rope is off"),
+        ({"use_fused_swiglu": False}, "swiglu", "use_fused_swiglu is off"),
+        ({"use_flash_attention": False}, "attention", "use_flash_attention is off"),
+        ({"attention_dropout": 0.1}, "attention", "attention_dropout > 0"),
+        ({"compute_dtype": "float32"}, "attention", "compute_dtype is float32"),
+        ({"head_dim": 24}, "attention", "multiple of 16"),
+        ({"head_dim": 1024}, "attention", "up to 512"),
+    ],
+)
+def test_what_a_fused_kernel_cannot_do_goes_to_the_reference(changes: dict, kernel: str, reason: str) -> None:
+    choice, why = chosen("Ascend", **changes)[kernel]
+    assert choice == "reference" and reason in why

@@ -1,0 +1,109 @@
+"""Dropout in training: masks are named by seed, rank, step, micro-batch and site, and are replayed bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from numpy_kernels import distance
+from tiny_trainer import TinyTrainer, assert_same_bits, make_batch, same_bits, state_of
+
+from trainer.data import Batch
+from trainer.models import decoder
+from trainer.models.dropout import DropoutKey
+from trainer.step.evaluate import evaluate
+from trainer.step.train_step import TrainStep
+
+LAYERS, SITES = 2, 3
+RATES = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyTrainer:
+    return TinyTrainer(**RATES)
+
+
+@pytest.fixture(scope="module")
+def window() -> list[Batch]:
+    return [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 0, 7))]
+
+
+def train(tiny: TinyTrainer, window: list[Batch], seed: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses of three steps and everything they left behind."""
+    optimizer = {"type": "AdamW", "weight_decay": 0.1}
+    step = tiny.step(lambda update: 0.01, optimizer=optimizer, seed=seed)
+    return [step(window).loss for _ in range(3)], state_of(step.optimizer, tiny)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny: TinyTrainer, window: list[Batch]) -> None:
+    losses, state = train(tiny, window, seed=3)
+    again, same_state = train(tiny, window, seed=3)
+    assert again == losses
+    assert_same_bits(same_state, state)
+    other_losses, other_state = train(tiny, window, seed=4)
+    assert other_losses[0] != losses[0]
+    assert not same_bits(other_state, state)
+
+
+def loss_of(step: TrainStep, batch: Batch, number: int, updates: int = 0) -> float:
+    step.optimizer.updates = updates
+    return float(step.backward(batch, number, 1.0)[0].asnumpy())
+
+
+def test_step_micro_batch_and_rank_each_change_the_masks(tiny: TinyTrainer, window: list[Batch]) -> None:
+    step, batch = tiny.step(), window[0]
+    first = loss_of(step, batch, 0)
+    assert loss_of(step, batch, 0) == first
+    others = {
+        "micro-batch": loss_of(step, batch, 1),
+        "step": loss_of(step, batch, 0, updates=1),
+        "rank": loss_of(tiny.step(rank=1), batch, 0),
+        "seed": loss_of(tiny.step(seed=2), batch, 0),
+    }
+    assert len({first, *others.values()}) == 5, others
+
+
+def test_every_mask_of_a_run_has_its_own_name(
+    tiny: TinyTrainer, window: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of three micro-batches with a loss, two layers of three places: no two masks share key and site."""
+    drawn: list[tuple[DropoutKey, int]] = []
+    original = decoder.dropout_mask
+
+    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+        drawn.append((key, site))
+        return original(key, site, shape, rate)
+
+    monkeypatch.setattr(decoder, "dropout_mask", recording)
+    step = tiny.step(seed=9, rank=0)
+    for _ in range(2):
+        step(window)
+    expected = itertools.product((0, 1), (0, 1, 3), range(LAYERS * SITES))
+    assert sorted((key.step, key.micro_batch, site) for key, site in drawn) == sorted(expected)
+    assert {(key.seed, key.rank) for key, _ in drawn} == {(9, 0)}
+
+
+def test_compiled_blocks_use_the_masks_that_they_are_given(tiny: TinyTrainer, window: list[Batch]) -> None:
+    """A mask baked in at the first compilation would agree with the operator-by-operator run for the first key only."""
+    eager = TinyTrainer(compiled=False, **RATES)
+    for number in (0, 1):
+        results = [trainer.step().backward(window[0], number, 1.0) for trainer in (tiny, eager)]
+        (loss, ours), (right_loss, right) = results
+        assert distance(loss.asnumpy(), right_loss.asnumpy()) < 1e-6
+        for mine, exact in zip(ours, right, strict=True):
+            assert distance(mine.asnumpy(), exact.asnumpy()) < 2e-6
+
+
+def test_evaluation_drops_nothing(tiny: TinyTrainer, window: list[Batch]) -> None:
+    tiny.step()
+    loss = evaluate(tiny.model, tiny.build_inputs, window, stop=lambda: False)[0]
+    without = TinyTrainer(compiled=False)
+    assert loss == pytest.approx(evaluate(without.model, without.build_inputs, window, stop=lambda: False)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("key", RATES)
+def test_each_rate_alone_changes_the_loss(window: list[Batch], key: str) -> None:
+    plain, dropping = TinyTrainer(compiled=False), TinyTrainer(compiled=False, **{key: RATES[key]})
+    assert_same_bits(dropping.initial, plain.initial)
+    assert loss_of(dropping.step(), window[0], 0) != loss_of(plain.step(), window[0], 0)

@@ -1,0 +1,316 @@
+"""Reference kernels against float64 numpy, central differences, and plain MindSpore with automatic gradients.
+
+Every kernel is run as a model runs it, called by an outer cell, compiled (context.mode 0) and operator by operator
+(mode 1): a hand-written gradient counts only where the cell that holds it is called.
+
+Tolerances. float32 has 6e-8 of relative rounding; each result here goes through tens of roundings in sums of at most 20
+terms. TOLERANCE, relative to the largest value, leaves a factor of 2 over the largest distance that was seen (1.4e-6,
+the gradient of the queries, where most terms cancel); it is thousands of times smaller than what a wrong or missing
+term does.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mindspore
+import numpy as np
+import numpy_kernels
+import pytest
+from kernel_cases import CASES, CAUSAL, EPS, HEADS, HIDDEN, RANDOM, ROWS, SIZE, TOKENS, VOCABULARY, WIDTH, N, normal
+from mindspore import Tensor, nn, ops
+from numpy_kernels import central_differences, distance
+
+from trainer.config import parse_config
+from trainer.config.model_schema import ModelConfig
+from trainer.models.decoder import Block, Head
+from trainer.models.inputs import InputBuilder
+from trainer.models.shapes import attention_shapes, mlp_shapes
+from trainer.ops import reference
+from trainer.ops.kernel_set import KernelSet, load_kernels
+from trainer.ops.select import select_kernels
+
+TOLERANCE = 3e-6
+MODES = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+
+
+class Caller(nn.Cell):
+    """Calls a kernel, as a layer of the model does."""
+
+    def __init__(self, kernel: nn.Cell) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def construct(self, *args):
+        return self.kernel(*args)
+
+
+def runner(cell: nn.Cell, compiled: bool) -> Callable[..., Tensor]:
+    return mindspore.jit(cell.construct) if compiled else cell
+
+
+def gradients(function: Callable[..., Tensor], arrays: list[np.ndarray], upstream: np.ndarray) -> list[np.ndarray]:
+    weighted = mindspore.grad(lambda *args: (function(*args) * Tensor(upstream)).sum(), tuple(range(len(arrays))))
+    found = weighted(*(Tensor(array) for array in arrays))
+    return [value.asnumpy() for value in (found if isinstance(found, tuple) else (found,))]
+
+
+class Right(NamedTuple):
+    """What a case should give; `upstream` is random: ones would hide a wrong transpose or a missing row factor."""
+
+    output: np.ndarray
+    upstream: np.ndarray
+    gradients: list[np.ndarray]
+
+
+@functools.cache
+def right(name: str) -> Right:
+    case = CASES[name]
+    wide = [array.astype(np.float64) for array in case.arrays]
+    output = case.right(*wide)
+    upstream = normal(*np.shape(output))
+    return Right(output, upstream, central_differences(case.right, wide, upstream))
+
+
+@MODES
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_gradients(name: str, compiled: bool) -> None:
+    case, expected = CASES[name], right(name)
+    run = runner(Caller(case.cell()), compiled)
+    assert distance(run(*map(Tensor, case.arrays), *case.rest).asnumpy(), expected.output) < TOLERANCE
+
+    ours = gradients(lambda *args: run(*args, *case.rest), case.arrays, expected.upstream)
+    plain = gradients(case.plain, case.arrays, expected.upstream)
+    for mine, automatic, exact in zip(ours, plain, expected.gradients, strict=True):
+        assert distance(mine, exact) < TOLERANCE
+        assert distance(mine, automatic) < TOLERANCE
+
+
+class DoubledSwiGLU(reference.SwiGLU):
+    """A kernel whose own gradient can be told from the automatic one."""
+
+    def bprop(self, gate_NF, up_NF, out, grad_NF):
+        return grad_NF + grad_NF, grad_NF
+
+
+@MODES
+def test_a_kernels_own_gradient_is_the_one_that_runs(compiled: bool) -> None:
+    """Without this the tests above might have measured the automatic gradient of a forward pass."""
+    upstream = normal(N, WIDTH)
+    run = runner(Caller(DoubledSwiGLU()), compiled)
+    grad_gate, grad_up = gradients(run, [normal(N, WIDTH), normal(N, WIDTH)], upstream)
+    np.testing.assert_array_equal(grad_gate, 2 * upstream)
+    np.testing.assert_array_equal(grad_up, upstream)
+
+
+@MODES
+def test_rms_norm_of_a_row_of_zeros_is_finite(compiled: bool) -> None:
+    x_ND, weight_D, upstream = normal(N, HIDDEN), normal(HIDDEN), normal(N, HIDDEN)
+    x_ND[2] = 0
+    run = runner(Caller(reference.RmsNorm(HIDDEN, EPS)), compiled)
+    assert not run(Tensor(x_ND), Tensor(weight_D)).asnumpy()[2].any()
+    grad_x, grad_weight = gradients(run, [x_ND, weight_D], upstream)
+    np.testing.assert_allclose(grad_x[2], upstream[2] * weight_D / np.sqrt(EPS), rtol=1e-6)
+    assert np.isfinite(grad_weight).all()
+
+
+def test_attention_ignores_what_the_mask_excludes_however_large() -> None:
+    case = CASES["attention_packed"]
+    run = Caller(case.cell())
+    usual = run(*map(Tensor, case.arrays), *case.rest).asnumpy()
+    q, k, v = (array.copy() for array in case.arrays)
+    k.reshape(ROWS, TOKENS, -1)[0, 3:] = 1e4  # the second document of row 0 after its first token
+    v.reshape(ROWS, TOKENS, -1)[0, 3:] = 1e30
+    changed = run(Tensor(q), Tensor(k), Tensor(v), *case.rest).asnumpy()
+    unaffected = [0, 1, 2, *range(TOKENS, N)]
+    np.testing.assert_array_equal(changed[unaffected], usual[unaffected])
+
+
+def exact_logits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """x, weight, labels and valid whose logits are whole numbers between -1e4 and 1e4: float32 holds them exactly.
+
+    Row 0 is decided by differences of 1 at 1e4, row 1 at -1e4, row 2 by a difference of 2e4 with the wrong label.
+    """
+    x_ND = np.array([[100, 1], [-100, 1], [100, 0], [3, 2], [-100, -1]], np.float32)
+    weight_VD = np.array([[100, 0], [100, 1], [100, 2], [-100, 1], [-100, 0], [0, 1]], np.float32)
+    return x_ND, weight_VD, np.array([1, 3, 4, 0, 5], np.int32), np.array([True, True, True, True, False])
+
+
+@MODES
+def test_cross_entropy_of_huge_logits(compiled: bool) -> None:
+    x_ND, weight_VD, labels_N, valid_N = exact_logits()
+    valid_N1 = Tensor(valid_N[:, None].astype(np.float32))
+    run = runner(Caller(reference.CrossEntropy()), compiled)
+    wide = [x_ND.astype(np.float64), weight_VD.astype(np.float64)]
+    for n in range(len(labels_N)):  # row by row: a sum with the 2e4 of row 2 would hide the others' digits
+        row = slice(n, n + 1)
+        loss = run(Tensor(x_ND[row]), Tensor(weight_VD), Tensor(labels_N[row]), valid_N1[row])
+        right_loss = numpy_kernels.cross_entropy(wide[0][row], wide[1], labels_N[row], valid_N[row])
+        assert float(loss.asnumpy()) == pytest.approx(right_loss, rel=TOLERANCE)
+    ours = gradients(lambda *args: run(*args, Tensor(labels_N), valid_N1), [x_ND, weight_VD], np.float32(1))
+    exact = numpy_kernels.cross_entropy_gradient(*wide, labels_N, valid_N)
+    for mine, wanted in zip(ours, exact, strict=True):
+        assert distance(mine, wanted) < TOLERANCE
+    assert not ours[0][~valid_N].any()
+
+
+@MODES
+def test_cross_entropy_without_a_valid_label_is_zero(compiled: bool) -> None:
+    run = runner(Caller(reference.CrossEntropy()), compiled)
+    rest = [Tensor(np.zeros(N, np.int32)), Tensor(np.zeros((N, 1), np.float32))]
+    arrays = [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)]
+    assert float(run(*map(Tensor, arrays), *rest).asnumpy()) == 0.0
+    for gradient in gradients(lambda *args: run(*args, *rest), arrays, np.float32(1)):
+        assert not gradient.any()
+
+
+def test_equal_tokens_have_equal_losses_wherever_they_stand() -> None:
+    """MindSpore's Log on a CPU gives twelve equal numbers two logarithms, by the instruction that met each one.
+
+    Which one that is depends on a division among threads that MindSpore chooses by timing: two runs would then differ.
+    """
+    tokens = 13
+    x_ND, weight_VD = np.repeat(normal(1, HIDDEN), tokens, 0), normal(VOCABULARY, HIDDEN)
+    cell, labels = Caller(reference.CrossEntropy()), Tensor(np.full(tokens, 3, np.int32))
+    alone = np.eye(tokens, dtype=np.float32)[:, :, None]
+    losses = {float(cell(Tensor(x_ND), Tensor(weight_VD), labels, Tensor(valid_N1)).asnumpy()) for valid_N1 in alone}
+    assert len(losses) == 1
+
+
+def test_sum_of_squares_of_three_million_values() -> None:
+    """A single float32 running sum, as L2Loss has on a CPU, is 0.3 % too small here."""
+    values = (RANDOM.standard_normal(3_000_000) * RANDOM.choice([1e-3, 1.0, 30.0], 3_000_000)).astype(np.float32)
+    assert reference.sum_of_squares(Tensor(values)) == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=1e-7)
+    ones = Tensor(np.ones((1000, 3000), np.float32))
+    assert reference.sum_of_squares(ones) == 3e6
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [(np.full(70_000, 1e3, np.float16), 7e10), (np.zeros((2, 3), np.float32), 0.0), (np.float32(-3), 9.0)],
+    ids=["float16 whose squares overflow", "zeros", "scalar"],
+)
+def test_sum_of_squares_of_other_kinds(values: np.ndarray, expected: float) -> None:
+    assert reference.sum_of_squares(Tensor(values)) == expected
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_sum_of_squares_shows_what_is_not_finite(value: float) -> None:
+    assert not np.isfinite(reference.sum_of_squares(Tensor(np.array([1.0, value, 2.0], np.float32))))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_cached_attention_equals_full_attention(kv_heads: int) -> None:
+    """The last Q tokens over a cache, with unwritten places behind and padding before, against all tokens at once."""
+    queries, spare = 2, 3
+    arrays = [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * SIZE)]
+    allowed = CAUSAL.copy()
+    allowed[1, :, :2] = False  # row 1 starts with two places of padding
+    allowed[1, [0, 1], [0, 1]] = True
+    mask = reference.attention_mask(allowed, HEADS, kv_heads)
+    full = reference.Attention(HEADS, kv_heads, SIZE)(*map(Tensor, arrays), mask, None).asnumpy()
+
+    q_BTC, *caches = (array.reshape(ROWS, TOKENS, -1) for array in arrays)
+    caches = [np.pad(cache, ((0, 0), (0, spare), (0, 0)), constant_values=1e3) for cache in caches]
+    seen = np.pad(allowed[:, -queries:], ((0, 0), (0, 0), (0, spare)))
+    cached = reference.cached_attention(
+        Tensor(np.ascontiguousarray(q_BTC[:, -queries:])), *map(Tensor, caches),
+        reference.attention_mask(seen, HEADS, kv_heads), HEADS, kv_heads,
+    )
+    assert distance(cached.asnumpy(), full.reshape(ROWS, TOKENS, -1)[:, -queries:]) < TOLERANCE
+
+
+class Exponential(nn.Cell):
+    """The smallest cell whose gradient needs its own output."""
+
+    def construct(self, x):
+        return ops.exp(x)
+
+    def bprop(self, x, out, grad):
+        return (grad * out,)
+
+
+class TwoSites(nn.Cell):
+    """Calls one cell, or two of the same kind, at two places of one function."""
+
+    def __init__(self, first: nn.Cell, second: nn.Cell) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def construct(self, x, y):
+        return self.first(x) * 3 + self.second(y)
+
+
+def two_sites(first: nn.Cell, second: nn.Cell, compiled: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Gradients of sum((3 e^x + e^y) * upstream), as they are and as they should be."""
+    x, y, upstream = normal(4, 3), normal(4, 3), normal(4, 3)
+    found = gradients(runner(TwoSites(first, second), compiled), [x, y], upstream)
+    return found, [3 * np.exp(x) * upstream, np.exp(y) * upstream]
+
+
+@MODES
+def test_an_instance_for_each_call_site_has_right_gradients(compiled: bool) -> None:
+    for ours, exact in zip(*two_sites(Exponential(), Exponential(), compiled), strict=True):
+        assert distance(ours, exact) < TOLERANCE
+
+
+def test_a_shared_instance_is_the_trap_that_the_kernels_avoid() -> None:
+    """Compiled, two calls of one instance mix up their outputs in the backward pass, without an error (MindSpore 2.10).
+
+    When this test skips, MindSpore has mended it, and the rule in trainer/ops/__init__.py can go.
+    """
+    shared = Exponential()
+    found, exact = two_sites(shared, shared, compiled=True)
+    errors = [distance(ours, wanted) for ours, wanted in zip(found, exact, strict=True)]
+    if max(errors) < TOLERANCE:
+        pytest.skip(f"MindSpore {mindspore.__version__} handles a shared instance with a bprop")
+    assert max(errors) > 0.1
+    found, exact = two_sites(shared, shared, compiled=False)  # operator by operator nothing is mixed up
+    for ours, wanted in zip(found, exact, strict=True):
+        assert distance(ours, wanted) < TOLERANCE
+
+
+def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> list[Tensor | None]:
+    """Arguments of `Block` for one row of five tokens."""
+    tables = InputBuilder(settings, kernels).tables(np.arange(TOKENS))
+    mask = kernels.attention_mask(CAUSAL[:1], settings.num_heads, settings.kv_heads)
+    stream = (TOKENS, settings.hidden_size)
+    drops = [Tensor(normal(*shape)) if dropout else None for shape in (mask.shape, stream, stream)]
+    weights = [Tensor(normal(*shape)) for shape in (attention_shapes(settings) | mlp_shapes(settings)).values()]
+    return [Tensor(normal(*stream)), *tables, mask, *drops, *weights]
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qkv_has_bias": True}, {"use_qk_norm": True}, {"attn_proj_has_bias": True, "mlp_has_bias": True}],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_block_and_head_call_every_kernel_once(options: dict, dropout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No instance with a gradient of its own may stand at two call sites of one compiled function."""
+    sizes = {"hidden_size": 8, "num_heads": 2, "n_kv_heads": 1, "vocab_size": 7, "seq_length": TOKENS, "multiple_of": 8}
+    settings = parse_config("kernels", json.dumps({"model": {"model_config": sizes | options}})).decoder
+    kernels = load_kernels(select_kernels(settings, "CPU"))
+    block, head = Block(settings, kernels), Head(settings, kernels)
+    calls: collections.Counter[int] = collections.Counter()
+    original = nn.Cell.__call__
+
+    def counting(cell: nn.Cell, *args):
+        calls[id(cell)] += 1
+        return original(cell, *args)
+
+    monkeypatch.setattr(nn.Cell, "__call__", counting)
+    x_ND = block(*block_inputs(settings, kernels, dropout))
+    labels, valid = np.zeros(TOKENS, np.int32), np.ones((TOKENS, 1), np.float32)
+    head(x_ND, *map(Tensor, (normal(8), normal(7, 8), labels, valid)))
+
+    own = {name: cell for whole in (block, head) for name, cell in whole.cells_and_names() if hasattr(cell, "bprop")}
+    if not settings.use_qk_norm:
+        own = {name: cell for name, cell in own.items() if "query_norm" not in name and "key_norm" not in name}
+    assert {name: calls[id(cell)] for name, cell in own.items()} == dict.fromkeys(own, 1)
+    # The seven projections, two norms of the block and the final one, two rotations, SwiGLU, attention, cross entropy.
+    assert len(own) == 15 + 2 * settings.use_qk_norm

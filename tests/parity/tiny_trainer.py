@@ -1,0 +1,98 @@
+"""A decoder small enough to train in a test, with batches for it. Legend: B rows, T tokens, V vocabulary."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor
+
+from trainer.config import Config, parse_config
+from trainer.data import IGNORE_INDEX, Batch
+from trainer.data.batch import concatenate, padding_rows
+from trainer.models.decoder import Decoder
+from trainer.models.inputs import InputBuilder
+from trainer.models.shapes import parameter_shapes
+from trainer.ops.kernel_set import load_kernels
+from trainer.ops.select import select_kernels
+from trainer.optim.groups import parameter_groups
+from trainer.optim.optimizer import Optimizer, build_optimizer
+from trainer.step.train_step import TrainStep
+
+TOKENS, VOCABULARY = 12, 19
+RARE_TOKEN = VOCABULARY - 1  # `make_batch` never draws it
+MODEL = {
+    "num_layers": 2, "hidden_size": 16, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 24,
+    "vocab_size": VOCABULARY, "seq_length": TOKENS, "initializer_range": 0.3,
+}
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    """A configuration of the tiny model; `model` changes its settings, other names are sections."""
+    model = {"model_config": MODEL | sections.pop("model", {})}
+    return parse_config("tiny", json.dumps({"model": model} | sections))
+
+
+class TinyTrainer:
+    """One compiled model, reset for every test: compiling is what takes time."""
+
+    def __init__(self, compiled: bool = True, **model: Any) -> None:
+        settings = config_of(model=model).decoder
+        self.kernels = load_kernels(select_kernels(settings, "CPU"))
+        self.model = Decoder(settings, self.kernels, seed=5, compiled=compiled)
+        self.build_inputs = InputBuilder(settings, self.kernels)
+        self.initial = self.weights()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: parameter.asnumpy().copy() for name, parameter in self.model.parameters_by_name.items()}
+
+    def set_weight(self, name: str, value: np.ndarray) -> None:
+        self.model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(value, np.float32)))
+
+    def step(self, schedule=lambda update: 0.1, rank: int = 0, **sections: dict[str, Any]) -> TrainStep:
+        """A step over the initial weights, with a new optimizer; `sections` are of the configuration."""
+        for name, value in self.initial.items():
+            self.set_weight(name, value)
+        config = config_of(**sections)
+        groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
+        optimizer = build_optimizer(self.model.parameters_by_name, groups, config.optimizer)
+        return TrainStep(self.model, optimizer, schedule, self.build_inputs, config, rank)
+
+
+def make_batch(seed: int, valid: int, rows: int = 1) -> Batch:
+    """Random rows with `valid` labels that count, scattered; segments of the first row change in its middle."""
+    random = np.random.default_rng(seed)
+    ids_BT = random.integers(0, RARE_TOKEN, (rows, TOKENS), dtype=np.int32)
+    labels_BT = np.full((rows, TOKENS), IGNORE_INDEX, np.int32)
+    places = random.choice(rows * TOKENS, valid, replace=False)
+    labels_BT.reshape(-1)[places] = random.integers(0, VOCABULARY, valid)
+    positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (rows, 1))
+    segments_BT = np.zeros_like(ids_BT)
+    positions_BT[0, 7:] -= 7
+    segments_BT[0, 7:] = 1
+    return Batch(ids_BT, labels_BT, positions_BT, segments_BT)
+
+
+def join(batches: list[Batch], rows: int) -> Batch:
+    """All rows in one batch, filled to `rows` with rows that carry no loss, so that shapes do not change."""
+    whole = batches[0]
+    for batch in batches[1:]:
+        whole = concatenate(whole, batch)
+    missing = rows - len(whole.input_ids)
+    return concatenate(whole, padding_rows(missing, TOKENS)) if missing else whole
+
+
+def state_of(optimizer: Optimizer, trainer: TinyTrainer) -> dict[str, np.ndarray]:
+    """Everything that an update changes, for comparing bits."""
+    return trainer.weights() | optimizer.state_arrays() | {"updates": np.array(optimizer.updates)}
+
+
+def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+
+
+def same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(array, theirs[name]) for name, array in ours.items())

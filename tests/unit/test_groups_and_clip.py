@@ -1,0 +1,74 @@
+"""Parameter groups, the global norm and the clip coefficient: plain arithmetic, no MindSpore."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from trainer.config import parse_config
+from trainer.models.shapes import parameter_shapes
+from trainer.optim.groups import parameter_groups
+from trainer.step.clip import clip_coefficient, global_norm
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 11, "multiple_of": 8}
+ALL_OPTIONS = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS, {"tie_word_embeddings": True}], ids=["plain", "all", "tied"])
+def test_matrices_decay_and_norms_and_biases_do_not(options: dict) -> None:
+    settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | options}})).decoder
+    shapes = parameter_shapes(settings)
+    matrices, vectors = parameter_groups(shapes, 0.1)
+    assert (matrices.weight_decay, vectors.weight_decay) == (0.1, 0.0)
+    by_name = {"norm.weight", "layernorm.weight", "q_norm.weight", "k_norm.weight"}
+    undecayed = [name for name in shapes if name.endswith(".bias") or any(name.endswith(end) for end in by_name)]
+    assert sorted(vectors.parameters) == sorted(undecayed) and undecayed
+    assert sorted(matrices.parameters + vectors.parameters) == sorted(shapes)
+    assert not set(matrices.parameters) & set(vectors.parameters)
+
+
+def test_groups_keep_the_order_of_the_model() -> None:
+    shapes = {"a": (2, 2), "b": (2,), "c": (3, 2), "d": (), "e": (1, 1, 1)}
+    assert [group.parameters for group in parameter_groups(shapes, 0.1)] == [("a", "c", "e"), ("b", "d")]
+
+
+def squares(array: np.ndarray) -> float:
+    return float((array.astype(np.float64) ** 2).sum())
+
+
+def test_global_norm_is_that_of_all_gradients_laid_end_to_end() -> None:
+    random = np.random.default_rng(0)
+    gradients = [random.standard_normal(shape) * 10.0**power for shape, power in (((3, 4), 2), ((5,), -3), ((2, 2), 0))]
+    together = np.concatenate([gradient.reshape(-1) for gradient in gradients])
+    assert global_norm(gradients, squares) == pytest.approx(np.linalg.norm(together), rel=1e-15)
+    assert global_norm([np.array([3.0]), np.array([4.0])], squares) == 5.0
+
+
+def test_many_small_gradients_are_not_lost_beside_a_large_one() -> None:
+    """Added one by one to 1e16, each 1.0 would be rounded away."""
+    assert global_norm([1e16] + [1.0] * 1000, float) == math.sqrt(1e16 + 1000)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(value: float) -> None:
+    assert not math.isfinite(global_norm([np.array([1.0]), np.array([value])], squares))
+
+
+def test_no_gradient_and_zero_gradients_have_norm_zero() -> None:
+    assert global_norm([], squares) == global_norm([np.zeros((2, 2))], squares) == 0.0
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-30, 0.5, math.nextafter(1.0, 0.0), 1.0])
+def test_up_to_the_threshold_the_coefficient_is_exactly_one(norm: float) -> None:
+    assert clip_coefficient(norm, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("norm", [math.nextafter(1.0, 2.0), 1.5, 7.0, 1e30])
+@pytest.mark.parametrize("max_norm", [1.0, 0.1, 1e-6])
+def test_above_the_threshold_the_norm_becomes_the_threshold(norm: float, max_norm: float) -> None:
+    coefficient = clip_coefficient(norm, max_norm)
+    assert 0 < coefficient < 1
+    assert norm * coefficient == pytest.approx(max_norm, rel=1e-15)
