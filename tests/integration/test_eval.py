@@ -95,7 +95,8 @@ def test_a_data_set_of_its_own_with_masked_prompts(home: Path, path: Path, train
 
 def test_data_without_a_label_cannot_be_evaluated(home: Path, trained: Path) -> None:
     lines = home / "unlabelled.jsonl"
-    lines.write_text("".join(json.dumps({"instruction": "the cat sat on a mat", "output": "a"}) + "\n" for _ in range(4)))
+    record = {"instruction": "the cat sat on a mat", "output": "a"}
+    lines.write_text(f"{json.dumps(record)}\n" * 4)
     own = {"data_loader": {"type": "JsonlDataset", "dataset_dir": str(lines)}, "batch_size": 1, "max_batches": 1}
     path = write_config(home / "unlabelled", home / "data", {"eval_dataset": own, "model.model_config.seq_length": 8})
     with pytest.raises(RunError, match="no token with a loss") as caught:

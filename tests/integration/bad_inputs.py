@@ -1,0 +1,232 @@
+"""Every mistake of `test_bad_input.py`: a small configuration that works, each time with one thing wrong.
+
+A case is a change to the text of the YAML file, flags, or both, and what the message must say. ``{at}`` in an expected text
+is the file with the line where the change begins, ``{home}`` the folder with the test's files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+BASE = """\
+seed: 1
+output_dir: {home}/output
+model:
+  model_config:
+    num_layers: 2
+    hidden_size: 16
+    num_heads: 2
+    intermediate_size: 32
+    vocab_size: 257
+    seq_length: 16
+train_dataset:
+  cache_dir: {home}/cache
+  data_loader:
+    type: TextDataset
+    dataset_dir: {home}/data
+runner_config:
+  batch_size: 4
+  gradient_accumulation_steps: 1
+runner_wrapper:
+  type: MFTrainOneStepCell
+  max_grad_norm: 1.0
+optimizer:
+  type: AdamW
+lr_schedule:
+  type: ConstantWarmUpLR
+  learning_rate: 1.e-3
+callbacks:
+  - type: MFLossMonitor
+    per_print_times: 1
+  - type: CheckpointMonitor
+    save_checkpoint_steps: 10
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake.
+
+    Attributes:
+        name: Of the test.
+        parts: What the message must say.
+        old, new: The change to `BASE`; nothing without.
+        flags: Further arguments.
+        code: Exit code.
+        config: The file to give as --config, where it is not `BASE` with the change.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    old: str = ""
+    new: str = ""
+    flags: tuple[str, ...] = field(default=())
+    code: int = 2
+    config: str = ""
+
+
+def line(name: str, old: str, new: str, *parts: str) -> Case:
+    """A mistake in the file: the message names the line."""
+    return Case(name, ("{at}", *parts, "Fix: "), old, new)
+
+
+def flag(name: str, flags: str, *parts: str) -> Case:
+    """A mistake on the command line."""
+    return Case(name, (*parts, "Fix: "), flags=tuple(flags.split()))
+
+
+def file(name: str, config: str, *parts: str) -> Case:
+    """A file that is no configuration."""
+    return Case(name, parts, config=config)
+
+
+UNKNOWN_KEYS = (
+    line("top level", "seed: 1", "sede: 1", "sede", "seed"),
+    line("nested", "batch_size: 4", "batch_sise: 4", "runner_config.batch_sise", "batch_size"),
+    line("model", "num_heads: 2", "num_haeds: 2", "model.model_config.num_haeds", "num_heads"),
+    line("list item", "per_print_times: 1", "per_print_time: 1", "callbacks.0.per_print_time", "per_print_times"),
+    line("wrapper", "max_grad_norm: 1.0", "max_grad_nrom: 1.0", "runner_wrapper.max_grad_nrom", "max_grad_norm"),
+    line("schedule", "learning_rate: 1.e-3", "learning_rte: 1.e-3", "lr_schedule.learning_rte", "learning_rate"),
+    line("unknown type", "type: ConstantWarmUpLR", "type: ConstantWarmupsLR", "lr_schedule.type", "ConstantWarmUpLR"),
+    flag("dotted flag", "--runner_config.batch_sise 3", "flag --runner_config.batch_sise", "batch_size"),
+    flag("options", "--options runner_wrapper.max_norm=3", "--options", "runner_wrapper.max_norm", "max_grad_norm"),
+    flag("list item by flag", "--callbacks.1.keep_max 3", "flag --callbacks.1.keep_max", "keep_checkpoint_max"),
+    flag("item that is not there", "--callbacks.7.per_print_times 3", "flag --callbacks.7.per_print_times"),
+)
+WRONG_TYPES = (
+    line("text for a number", "batch_size: 4", "batch_size: four", "runner_config.batch_size = 'four'", "integer"),
+    line("quoted number", "batch_size: 4", 'batch_size: "4"', "runner_config.batch_size = '4'", "integer"),
+    line("number for a section", "optimizer:\n  type: AdamW", "optimizer: 3", "optimizer = 3"),
+    line("list for a section", "runner_config:\n  batch_size: 4", "runner_config:\n  - 4", "runner_config"),
+    line("section for a list", "callbacks:\n  - type: MFL", "callbacks:\n  type: MFL", "callbacks"),
+    line("number for a boolean", "type: MFTrainOneStepCell", "use_clip_grad: 3", "runner_wrapper.use_clip_grad = 3"),
+    line("null", "hidden_size: 16", "hidden_size:", "model.model_config.hidden_size", "integer"),
+    flag("boolean flag", "--use_clip_grad maybe", "flag --use_clip_grad", "'maybe'", "True or False"),
+)
+MISSING_KEYS = (
+    line("sizes of the model", "    hidden_size: 16\n", "", "model.model_config", "missing: hidden_size"),
+    line("type of a callback", "- type: MFLossMonitor\n    per", "- per", "callbacks.0", "type"),
+    line("dataset_dir", "\n    dataset_dir: {home}/data", "", "TextDataset needs a file or a folder", "dataset_dir"),
+)
+YAML = (
+    line("duplicate key", "seed: 1\n", "seed: 1\nseed: 2\n", "seed"),
+    line("duplicate nested key", "batch_size: 4", "batch_size: 4\n  batch_size: 8", "batch_size"),
+    line("tab", "  batch_size: 4", "\tbatch_size: 4", "tab"),
+    line("unknown anchor", "seed: 1", "seed: *one", "one"),
+    line("open bracket", "seed: 1", "seed: [1", ""),
+    line("bad indentation", "  batch_size: 4", " batch_size: 4\n   x: 1", ""),
+    file("empty file", "{home}/empty.yaml", "{home}/empty.yaml", "empty"),
+    file("only comments", "{home}/comments.yaml", "{home}/comments.yaml", "empty"),
+    file("a list", "{home}/list.yaml", "{home}/list.yaml", "Fix: "),
+    file("a directory", "{home}/data", "{home}/data", "folder", "Fix: "),
+    file("not there", "{home}/nowhere.yaml", "{home}/nowhere.yaml", "Fix: "),
+    file("binary", "{home}/binary.yaml", "{home}/binary.yaml", "Fix: "),
+)
+MODEL = (
+    line("heads and hidden size", "num_heads: 2", "num_heads: 3", "num_heads", "hidden_size", "16"),
+    line("key heads", "num_heads: 2", "num_heads: 2\n    n_kv_heads: 4", "n_kv_heads", "4"),
+    line("odd head size", "num_heads: 2", "num_heads: 2\n    head_dim: 7", "head_dim", "7"),
+    line("zero layers", "num_layers: 2", "num_layers: 0", "num_layers = 0", "at least 1"),
+    line("vocabulary below bytes", "vocab_size: 257", "vocab_size: 200", "vocab_size = 200", "257"),
+    line("mixture of experts", "num_layers: 2", "num_layers: 2\n    moe_config: {expert_num: 4}", "not yet", "expert_num"),
+)
+NUMBERS = (
+    line("no accumulation", "steps: 1\n", "steps: 0\n", "gradient_accumulation_steps = 0", "at least 1"),
+    line("negative accumulation", "steps: 1\n", "steps: -1\n", "gradient_accumulation_steps = -1", "at least 1"),
+    line("accumulation of a part", "steps: 1\n", "steps: 1.5\n", "gradient_accumulation_steps = 1.5", "integer"),
+    line("accumulation in words", "steps: 1\n", "steps: four\n", "gradient_accumulation_steps = 'four'", "integer"),
+    flag("accumulation by flag", "--gradient_accumulation_steps 0", "flag --gradient_accumulation_steps", "at least 1"),
+    line("clip norm of zero", "max_grad_norm: 1.0", "max_grad_norm: 0", "max_grad_norm = 0", "greater than 0"),
+    line("negative clip norm", "max_grad_norm: 1.0", "max_grad_norm: -1.0", "max_grad_norm = -1.0", "greater than 0"),
+    line("clip norm nan", "max_grad_norm: 1.0", "max_grad_norm: .nan", "max_grad_norm", ""),
+    flag("clip norm by flag", "--max_grad_norm -0.5", "flag --max_grad_norm", "greater than 0"),
+    line("seed beyond 63 bits", "seed: 1", "seed: 99999999999999999999", "seed", "at most"),
+    line("negative stop", "batch_size: 4", "batch_size: 4\n  stop_step: -2", "stop_step = -2", "at least 0"),
+)
+DATA = (
+    line("no such folder", "dir: {home}/data\n", "dir: {home}/nowhere\n", "does not exist", "{home}/nowhere"),
+    line("folder without text", "dir: {home}/data\n", "dir: {home}/bare\n", "*.txt", "{home}/bare"),
+    line("empty files", "dir: {home}/data\n", "dir: {home}/blank.txt\n", "no text", "{home}/blank.txt"),
+    Case(
+        "binary text",
+        ("{home}/binary.txt:2", "UTF-8", "byte 4", "Fix: "),
+        "dir: {home}/data\n",
+        "dir: {home}/binary.txt\n",
+    ),
+    Case(
+        "broken JSON line",
+        ("{home}/broken.jsonl:2", "Fix: "),
+        "type: TextDataset\n    dataset_dir: {home}/data",
+        "type: JsonlDataset\n    dataset_dir: {home}/broken.jsonl",
+    ),
+    line("rows longer than the data", "seq_length: 16", "seq_length: 100000", "seq_length = 100000", "use more data"),
+    line("batch larger than the data", "batch_size: 4", "batch_size: 5000", "batch_size = 5000", "fewer than one batch"),
+    Case(
+        "token beyond the vocabulary",
+        ("run.yaml:9", "model.model_config.vocab_size = 257", "beyond the model's vocabulary", "at least", "Fix: "),
+        "data_loader:\n",
+        "tokenizer: {type: huggingface, path: {home}/tokenizer}\n  data_loader:\n",
+    ),
+    line(
+        "no such tokenizer",
+        "data_loader:\n",
+        "tokenizer: {type: huggingface, path: {home}/nowhere}\n  data_loader:\n",
+        "tokenizer",
+        "{home}/nowhere",
+    ),
+    flag("evaluation without data", "--do_eval", "flag --do_eval", "nothing to evaluate on", "held_out"),
+    flag("evaluation data not there", "--do_eval --eval_dataset_dir {home}/nowhere", "--eval_dataset_dir", "not exist"),
+    flag(
+        "evaluation run, data not there",
+        "--run_mode eval --load_checkpoint {home}/good --eval_dataset_dir {home}/nowhere",
+        "flag --eval_dataset_dir",
+        "does not exist",
+    ),
+    flag("eval rows fewer than a batch", "--do_eval --eval_dataset_dir {home}/short.txt", "eval_dataset has 3 rows"),
+)
+CHECKPOINTS = (
+    flag("not there", "--load_checkpoint {home}/nowhere", "flag --load_checkpoint", "does not exist"),
+    flag("another width", "--load_checkpoint {home}/wide", "flag --load_checkpoint", "does not fit", "[257, 24]", "[257, 16]"),
+    flag("another width by file", "--load_checkpoint {home}/wide.safetensors", "[257, 24] where this model has [257, 16]"),
+    flag("fewer layers", "--load_checkpoint {home}/shallow", "lacks model.layers.1.input_layernorm.weight (and 8 more)"),
+    flag("no marker", "--load_checkpoint {home}/half/checkpoints/step-00000003", "incomplete", "COMPLETE"),
+    flag("only a half one", "--load_checkpoint {home}/half", "no complete checkpoint"),
+    flag("cut short", "--load_checkpoint {home}/cut/checkpoints/step-00000003", "damaged", "model.safetensors has"),
+    flag("file cut short", "--load_checkpoint {home}/cut.safetensors", "not a readable safetensors file"),
+    flag("a text file", "--load_checkpoint {home}/blank.txt", "not a readable safetensors file"),
+    flag("integers", "--load_checkpoint {home}/quantized.safetensors", "floating-point", "I8"),
+    flag("an empty folder", "--load_checkpoint {home}/bare", "no complete checkpoint"),
+    flag("resume, nothing there", "--resume_training", "flag --resume_training", "nothing to resume"),
+    flag("resume another width", "--resume_training --output_dir {home}/wide", "flag --resume_training", "does not fit"),
+    flag("evaluate without weights", "--run_mode eval", "run_mode eval needs weights", "--load_checkpoint"),
+    flag("predict another width", "--run_mode predict --predict_data a --load_checkpoint {home}/wide", "does not fit"),
+    flag("predict without prompts", "--run_mode predict --load_checkpoint {home}/good", "needs prompts", "--predict_data"),
+)
+PLACES = (
+    line("output_dir is a file", "dir: {home}/output", "dir: {home}/blank.txt", "is a file, not a folder"),
+    line("output_dir below a file", "dir: {home}/output", "dir: {home}/blank.txt/x", "blank.txt is a file, not a folder"),
+    Case(
+        "output_dir cannot be made",
+        ("/proc/nowhere", "output_dir", "Fix: choose a folder"),
+        "dir: {home}/output",
+        "dir: /proc/nowhere",
+    ),
+    Case(
+        "cache_dir cannot be made",
+        ("{at}", "train_dataset.cache_dir", "/proc/nowhere", "Fix: "),
+        "cache_dir: {home}/cache",
+        "cache_dir: /proc/nowhere",
+    ),
+    line("no Ascend here", "seed: 1", "context: {device_target: Ascend}", "Ascend", "device_target", "CPU"),
+)
+GROUPS = {
+    "unknown key": UNKNOWN_KEYS,
+    "wrong type": WRONG_TYPES,
+    "missing key": MISSING_KEYS,
+    "yaml": YAML,
+    "model": MODEL,
+    "number": NUMBERS,
+    "data": DATA,
+    "checkpoint": CHECKPOINTS,
+    "place": PLACES,
+}

@@ -1,0 +1,173 @@
+"""Mistakes of users: each ends soon, before MindSpore loads, with one message that says where, what and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from bad_inputs import BASE, GROUPS, Case
+from run_helpers import (
+    PROGRAM,
+    REPOSITORY,
+    call,
+    column,
+    eval_records,
+    files_below,
+    step_records,
+    write_config,
+    write_corpus,
+)
+
+from trainer.checkpoint.store import newest_complete, write_checkpoint
+from trainer.config import parse_config
+from trainer.models.shapes import parameter_shapes
+
+CASES = {f"{group}: {case.name}": case for group, cases in GROUPS.items() for case in cases}
+SECONDS = 2.0
+
+# Runs many command lines one after the other in one process, which must never load MindSpore.
+RUNNER = """if True:
+    import contextlib, io, json, sys, time
+    from trainer.cli import main
+    answers = {}
+    for name, arguments in json.load(sys.stdin).items():
+        output, errors, began = io.StringIO(), io.StringIO(), time.perf_counter()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                main(arguments)
+            except SystemExit as end:
+                code = end.code
+            except BaseException as error:
+                code = f"{type(error).__name__}: {error}"
+        seconds = time.perf_counter() - began
+        answers[name] = [code, output.getvalue(), errors.getvalue(), seconds, "mindspore" in sys.modules]
+        for module in [module for module in sys.modules if module.split(".")[0] == "mindspore"]:
+            del sys.modules[module]
+    json.dump(answers, sys.stdout)
+"""
+
+
+def write_files(home: Path) -> None:
+    """The good data and checkpoint, and all the bad ones."""
+    write_corpus(home / "data")
+    (home / "bare").mkdir()
+    (home / "blank.txt").write_text("")
+    (home / "short.txt").write_text("only 3 rows of sixteen, no more than that.")
+    (home / "binary.txt").write_bytes(b"abc\n\xff\xfe\x00\x01")
+    (home / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "not clo\n')
+    (home / "empty.yaml").write_text("")
+    (home / "comments.yaml").write_text("# nothing\n")
+    (home / "list.yaml").write_text("- seed: 1\n")
+    (home / "binary.yaml").write_bytes(b"seed: 1\n\x00\x80\xff\n")
+    write_tokenizer(home / "tokenizer" / "tokenizer.json")
+    for name, changes in {"good": {}, "wide": {"hidden_size": 24}, "shallow": {"num_layers": 1}}.items():
+        write_model(home / name, changes)
+    shutil.copy(newest_complete(home / "wide" / "checkpoints") / "model.safetensors", home / "wide.safetensors")
+    shutil.copytree(home / "good", home / "half")
+    (home / "half/checkpoints/step-00000003/COMPLETE").unlink()
+    shutil.copytree(home / "good", home / "cut")
+    for model in (home / "cut/checkpoints/step-00000003/model.safetensors", home / "cut.safetensors"):
+        model.write_bytes((home / "good/checkpoints/step-00000003/model.safetensors").read_bytes()[:-9])
+    safetensors.numpy.save_file({"lm_head.weight": np.zeros((257, 16), np.int8)}, home / "quantized.safetensors")
+
+
+def write_model(folder: Path, changes: dict) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "vocab_size": 257}
+    settings = parse_config("sizes", json.dumps({"model": {"model_config": {**sizes, **changes}}})).decoder
+    weights = {name: np.ones(shape, np.float32) for name, shape in parameter_shapes(settings).items()}
+    state = {"position": {}, "optimizer": {"type": "AdamW", "updates": 3}, "data": {}}
+    write_checkpoint(folder / "checkpoints", 3, {"model": weights, "optimizer": {}}, state, keep_max=2)
+
+
+def write_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {chr(0x4E00 + number): number for number in range(400)} | {"</s>": 400}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    path.parent.mkdir()
+    tokenizer.save(str(path))
+
+
+def filled(text: str, home: Path) -> str:
+    return text.replace("{home}", str(home))
+
+
+def arguments_of(case: Case, home: Path, number: int) -> tuple[list[str], str]:
+    """The command line, and file with line where its mistake is."""
+    if case.config:
+        return ["--config", filled(case.config, home)], ""
+    folder = home / f"case-{number}"
+    folder.mkdir()
+    assert BASE.count(case.old) == 1 or not case.old, case.name
+    at = BASE.index(case.old)
+    (folder / "run.yaml").write_text(filled(BASE.replace(case.old, case.new) if case.old else BASE, home))
+    # The change may leave the beginning of the replaced text as it was: the mistake is where they differ.
+    same = len(os.path.commonprefix([case.old, case.new]))
+    line = BASE[: at + same].count("\n") + 1
+    flags = [filled(flag, home) for flag in case.flags]
+    return ["--config", str(folder / "run.yaml"), *flags], f"{folder}/run.yaml:{line}"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    write_files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(home: Path) -> dict[str, tuple[list[str], str]]:
+    return {name: arguments_of(case, home, number) for number, (name, case) in enumerate(CASES.items())}
+
+
+@pytest.fixture(scope="module")
+def answers(home: Path, places: dict) -> dict[str, list]:
+    """For each case: exit code, output, errors, seconds, whether MindSpore was loaded."""
+    before = contents(home)
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps({name: arguments for name, (arguments, _) in places.items()}),
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert contents(home) == before  # nothing was lost, changed or left behind
+    return json.loads(done.stdout)
+
+
+def contents(home: Path) -> dict[str, bytes]:
+    """All files but the cache of token files, which may grow."""
+    return {name: (home / name).read_bytes() for name in files_below(home) if not name.startswith("cache/")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_explained(name: str, home: Path, places: dict, answers: dict[str, list]) -> None:
+    code, output, errors, seconds, loaded = answers[name]
+    assert code == CASES[name].code, errors
+    assert errors.startswith("error: ") and "Traceback" not in output + errors
+    for part in CASES[name].parts:
+        assert filled(part, home).replace("{at}", places[name][1]) in errors, errors
+    assert not loaded, "MindSpore was loaded before the mistake was found"
+    assert seconds < SECONDS
+
+
+def test_several_mistakes_are_told_at_once(home: Path, tmp_path: Path) -> None:
+    text = BASE.replace("seed: 1", "sede: 1").replace("batch_size: 4", "batch_size: 0").replace("num_heads: 2", "num_heads: 3")
+    (tmp_path / "run.yaml").write_text(filled(text, home))
+    code, _, errors = call("--config", "run.yaml", cwd=tmp_path)
+    assert code == 2 and errors.startswith("error: 2 problems") or "3 problems" in errors
+    assert "run.yaml:1" in errors and "run.yaml:17" in errors
