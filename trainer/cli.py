@@ -44,18 +44,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_SIGINT
-    except BrokenPipeError:  # whoever read our output went away, for example `| head`; nothing is left to be flushed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_RUN_FAILED
     except OSError as error:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output went away, as in `| head`: Python shall not try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
@@ -66,9 +66,9 @@ def _terminate(number: int, frame: object) -> None:
 def _receive_signals_in_a_thread() -> None:
     """Makes SIGINT and SIGTERM reach Python's handlers whatever MindSpore does to them.
 
-    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which sends
-    SIGTERM to its process: Ctrl-C would look like SIGTERM. So both signals are blocked in all threads, which inherit that from
-    this one, and a thread that waits for them hands them to the main thread's Python handlers.
+    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
+    sends SIGTERM to its process: Ctrl-C would look like SIGTERM. So both signals are blocked in all threads, which
+    inherit that from this one, and a thread that waits for them hands them to the main thread's Python handlers.
     """
     numbers = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

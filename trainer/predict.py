@@ -69,27 +69,34 @@ def predict(config: Config, write: Callable[[str], None]) -> None:
     session = open_session(config, weights)
     generator = Generator(session.model, session.build_inputs, _eos_ids(settings, tokenizer))
     sampling = Sampling(
-        settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.repetition_penalty, config.seed
+        do_sample=settings.do_sample,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        repetition_penalty=settings.repetition_penalty,
+        seed=config.seed,
     )
     size = config.predict_batch_size or settings.batch_size
-    with _records(folder / "predictions.jsonl") as record:
+    with write_records(folder / "predictions.jsonl") as record:
         for first in range(0, len(prompts), size):
             part = slice(first, first + size)
             steps = generator.stream(encoded[part], limits[part], sampling, first)
-            for prompt, text in zip(prompts[part], _show(prompts[part], steps, tokenizer, generator, write), strict=True):
+            texts = _show(prompts[part], steps, tokenizer, generator, write)
+            for prompt, text in zip(prompts[part], texts, strict=True):
                 record({"prompt": prompt, "text": text})
 
 
 @contextlib.contextmanager
-def _records(path: Path) -> Iterator[Callable[[dict], None]]:
+def write_records(path: Path) -> Iterator[Callable[[dict], None]]:
     """Takes records for a file of JSON lines, which replaces an older one when all of them are written."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        with unfinished.open("w", encoding="utf-8", buffering=1) as file:
+        # A prompt that was no UTF-8 holds lone surrogates; with a backslash they are JSON again.
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
             yield lambda record: print(json.dumps(record, ensure_ascii=False), file=file)
         os.replace(unfinished, path)
-    except BrokenPipeError:  # of the console
-        raise
+    except BrokenPipeError:
+        raise  # whoever read the console went away
     except OSError as error:
         raise write_failure(path, error) from error
 
@@ -121,13 +128,20 @@ def _show(prompts: Sequence[str], steps, tokenizer: Tokenizer, generator: Genera
 
 
 def _encode(config: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    ids = tokenizer.encode(prompt)
+    def problem(rule: str, fix: str) -> UserError:
+        return UserError(rule, where=config.source.where("predict_data"), key="predict_data", value=prompt, fix=fix)
+
+    try:
+        ids = tokenizer.encode(prompt)
+    except (TypeError, UnicodeError):  # lone surrogates: arguments that were not UTF-8
+        raise problem("a prompt is not valid UTF-8", "write it in UTF-8") from None
     ids = [tokenizer.bos_id, *ids] if tokenizer.bos_id is not None else ids
     if not ids:
-        raise UserError(
-            "a prompt is empty",
-            where=config.source.where("predict_data"), key="predict_data", value=prompt, fix="give at least a character",
-        )  # fmt: skip
+        raise problem("a prompt is empty", "give at least a character")
+    vocab_size = config.decoder.vocab_size
+    if max(ids) >= vocab_size:
+        rule = f"a prompt has token {max(ids)}, beyond the model's vocabulary of {vocab_size}"
+        raise problem(rule, "use the tokenizer that the model was trained with")
     return ids
 
 

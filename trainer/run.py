@@ -1,7 +1,7 @@
 """A run from its configuration to its exit code: prepare, fit, finish. Ties the rooms together.
 
-Preparing needs no MindSpore, and nothing here imports it before that is done: mistakes in configuration, data and checkpoints
-end a run within a second.
+Preparing needs no MindSpore, and nothing here imports it before that is done: mistakes in configuration, data and
+checkpoints end a run within a second.
 """
 
 from __future__ import annotations
@@ -61,11 +61,17 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     if config.run_mode == "predict":
         from trainer.predict import predict
 
-        predict(config, lambda text: print(text, end="", flush=True))
+        predict(config, _print_text)
         return EXIT_OK
     if config.run_mode == "eval":
         return _eval_run(config)
     return _Training(config).run(extra_monitors)
+
+
+def _print_text(text: str) -> None:
+    """Prints text as it comes; what the terminal's encoding lacks appears as an escape."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
 
 
 class StopSignals:
@@ -134,7 +140,8 @@ class _Training:
             for notice in notices:
                 self.tell("on_notice", notice)
             if self.position.step >= self.info.last_step:
-                self.tell("on_notice", f"nothing to do: the checkpoint has done all {self.info.last_step} steps of this run")
+                done = f"the checkpoint has done all {self.info.last_step} steps of this run"
+                self.tell("on_notice", f"nothing to do: {done}")
                 return EXIT_OK
             self.load_engine()
             self.tell("on_start", self.info)
@@ -152,7 +159,6 @@ class _Training:
         config, notices = self.config, config_notices(self.config)
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config)
-        prepare_folder(self.checkpoints)
         self.data = _build_data(config, notices.append)
         self.layout = data_layout(config, self.data.rows)
         # A run that resumes takes its weights from the checkpoint it resumes from.
@@ -173,6 +179,7 @@ class _Training:
             steps_per_epoch=self.steps_per_epoch,
             resumed_from=resume_from,
         )
+        prepare_folder(self.checkpoints)
         write_text(self.folder / "config.yaml", dump_config(config))
         write_text(self.folder / "plan.txt", plan_text(plan))
         return notices
@@ -292,7 +299,8 @@ class _Training:
 def _monitors(config: Config, folder: Path) -> list[Monitor]:
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
     console = console_monitor(config.log_format, every)
-    monitors = [console, log_file_monitor(folder / "logs" / "rank-0.log", every), JsonlMonitor(folder / "metrics.jsonl")]
+    log = log_file_monitor(folder / "logs" / "rank-0.log", every)
+    monitors = [console, log, JsonlMonitor(folder / "metrics.jsonl")]
     if config.report:
         # After the metrics file, which it reads, is closed.
         monitors.append(ReportMonitor(folder / "metrics.jsonl", folder / "report.png", console.on_notice))
@@ -366,7 +374,7 @@ def _eval_run(config: Config) -> int:
     if metrics is None:
         return stop.exit_code
     console.on_eval(metrics)
-    found = {"loss": metrics.loss, "perplexity": metrics.perplexity, "tokens": metrics.tokens, "seconds": metrics.seconds}
+    found = {name: getattr(metrics, name) for name in ("loss", "perplexity", "tokens", "seconds")}
     # JSON has no infinity and no NaN.
     found = {name: value if math.isfinite(value) else None for name, value in found.items()}
     text = json.dumps({"load_checkpoint": config.load_checkpoint, **found}, indent=1)

@@ -1,14 +1,12 @@
-"""Mistakes of users: each ends soon, before MindSpore loads, with one message that says where, what and how to mend it."""
+"""Mistakes of users: each ends soon, before MindSpore loads, and its message says where, what and how to mend it."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +18,12 @@ from run_helpers import (
     REPOSITORY,
     call,
     column,
-    eval_records,
-    files_below,
     step_records,
     write_config,
     write_corpus,
 )
 
-from trainer.checkpoint.store import newest_complete, write_checkpoint
+from trainer.checkpoint.store import newest_complete, read_checkpoint, write_checkpoint
 from trainer.config import parse_config
 from trainer.models.shapes import parameter_shapes
 
@@ -62,7 +58,7 @@ def write_files(home: Path) -> None:
     (home / "bare").mkdir()
     (home / "blank.txt").write_text("")
     (home / "short.txt").write_text("only 3 rows of sixteen, no more than that.")
-    (home / "binary.txt").write_bytes(b"abc\n\xff\xfe\x00\x01")
+    (home / "binary.txt").write_bytes(b"abc\n\xff\xfe" + b"not text, " * 50)
     (home / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "not clo\n')
     (home / "empty.yaml").write_text("")
     (home / "comments.yaml").write_text("# nothing\n")
@@ -113,8 +109,9 @@ def arguments_of(case: Case, home: Path, number: int) -> tuple[list[str], str]:
     at = BASE.index(case.old)
     (folder / "run.yaml").write_text(filled(BASE.replace(case.old, case.new) if case.old else BASE, home))
     # The change may leave the beginning of the replaced text as it was: the mistake is where they differ.
-    same = len(os.path.commonprefix([case.old, case.new]))
-    line = BASE[: at + same].count("\n") + 1
+    same = os.path.commonprefix([case.old, case.new])
+    same += "\n" if case.new[len(same) :].startswith("\n") else ""
+    line = (BASE[:at] + same).count("\n") + 1
     flags = [filled(flag, home) for flag in case.flags]
     return ["--config", str(folder / "run.yaml"), *flags], f"{folder}/run.yaml:{line}"
 
@@ -150,8 +147,9 @@ def answers(home: Path, places: dict) -> dict[str, list]:
 
 
 def contents(home: Path) -> dict[str, bytes]:
-    """All files but the cache of token files, which may grow."""
-    return {name: (home / name).read_bytes() for name in files_below(home) if not name.startswith("cache/")}
+    """All folders and files but the cache of token files, which may grow."""
+    paths = [path for path in home.rglob("*") if home / "cache" not in (path, *path.parents)]
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in paths}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,8 +164,92 @@ def test_a_mistake_is_explained(name: str, home: Path, places: dict, answers: di
 
 
 def test_several_mistakes_are_told_at_once(home: Path, tmp_path: Path) -> None:
-    text = BASE.replace("seed: 1", "sede: 1").replace("batch_size: 4", "batch_size: 0").replace("num_heads: 2", "num_heads: 3")
+    text = BASE.replace("seed: 1", "sede: 1").replace("batch_size: 4", "batch_size: 0")
     (tmp_path / "run.yaml").write_text(filled(text, home))
     code, _, errors = call("--config", "run.yaml", cwd=tmp_path)
-    assert code == 2 and errors.startswith("error: 2 problems") or "3 problems" in errors
-    assert "run.yaml:1" in errors and "run.yaml:17" in errors
+    assert code == 2 and errors.startswith("error: 2 problems"), errors
+    assert "run.yaml:1: sede" in errors and "run.yaml:17: runner_config.batch_size = 0" in errors
+
+
+# What only a run can know: exit code 1
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(home: Path, tmp_path: Path) -> None:
+    changes = {
+        "lr_schedule.learning_rate": 1e30,
+        "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": 2}],
+    }
+    path = write_config(tmp_path, home / "data", changes)
+    code, printed, errors = call("--config", path, cwd=tmp_path)
+    assert code == 1 and errors.startswith("error: ") and "Traceback" not in errors, errors
+    for part in ("norm nan in optimizer step 2", "the weights were not updated", "Fix: lower the learning rate"):
+        assert part in errors, errors
+    output = tmp_path / "output"
+    assert newest_complete(output / "checkpoints") is None
+    assert column(step_records(output), "step") == [1] and "finished" not in printed
+
+
+def test_on_a_full_disk_the_earlier_checkpoint_stays(home: Path, tmp_path: Path) -> None:
+    """A disk of 300 kB: a checkpoint of 130 kB fits, a second one beside it does not."""
+    changes = {
+        "output_dir": str(tmp_path / "disk" / "output"),
+        "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": 3, "keep_checkpoint_max": 2}],
+    }
+    path = write_config(tmp_path, home / "data", changes)
+    (tmp_path / "disk").mkdir()
+    script = (
+        f"mount -t tmpfs -o size=300k none {tmp_path}/disk || exit 77\n"
+        f"{sys.executable} {PROGRAM} --config {path}; code=$?\n"
+        f"cp -r {tmp_path}/disk {tmp_path}/kept; exit $code"
+    )
+    command = ["unshare", "--map-root-user", "--mount", "bash", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    if done.returncode == 77 or "unshare:" in done.stderr:
+        pytest.skip("this machine does not let us mount a small disk")
+    assert done.returncode == 1, done.stderr
+    for part in ("cannot be written: No space left", "earlier checkpoints are untouched", "Fix: free space"):
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr and f"{tmp_path}/disk/output/checkpoints" in done.stderr
+    kept = tmp_path / "kept" / "output"
+    assert [path.name for path in (kept / "checkpoints").iterdir()] == ["step-00000003"]
+    assert column(step_records(kept), "step") == list(range(1, 7))
+    read_checkpoint(newest_complete(kept / "checkpoints"))
+
+
+# A process that may write files of 100 bytes only: what a full disk does, without one.
+SMALL_FILES = """if True:
+    import resource, sys
+    from pathlib import Path
+    from trainer.errors import TrainerError
+    from trainer.monitors.files import write_text
+    from trainer.predict import write_records
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    def whole(path):
+        write_text(path, "x" * 101)
+    def lines(path):
+        with write_records(path) as write:
+            for number in range(9):
+                write({"text": "x" * 20})
+    for name, write in {"eval.json": whole, "predictions.jsonl": lines}.items():
+        try:
+            write(Path(name))
+        except TrainerError as error:
+            print(error.exit_code, error)
+"""
+
+
+def test_a_small_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+    names = ("eval.json", "predictions.jsonl")
+    for name in names:
+        (tmp_path / name).write_text("of an earlier run")
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_FILES],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.count("1 ") == 2 and done.stdout.count("the file cannot be written: File too large") == 2
+    assert all(f"{name} = '{name}'" in done.stdout for name in names) and done.stdout.count("Fix: free space") == 2
+    assert all((tmp_path / name).read_text() == "of an earlier run" for name in names), done.stderr

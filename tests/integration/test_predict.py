@@ -10,7 +10,7 @@ import pytest
 from run_helpers import config_of, train, write_config, write_corpus
 
 from trainer.data import Batch
-from trainer.errors import UserError
+from trainer.errors import RunError, UserError
 from trainer.models.generate import Generator, Sampling, choose_token
 
 pytestmark = pytest.mark.slow
@@ -162,7 +162,30 @@ def test_temperature_near_zero_is_greedy_and_does_not_overflow() -> None:
     assert {choose_token(LOGITS * 1e3, (), rules, row, 0) for row in range(50)} == {0}
 
 
+def test_weights_that_are_no_numbers_are_an_error(home: Path) -> None:
+    from mindspore import Tensor
+
+    session = open_model(home, {})
+    norm = session.model.parameters_by_name["model.norm.weight"]
+    norm.set_data(Tensor(np.full(norm.shape, np.nan, np.float32)))
+    with pytest.raises(RunError, match="not finite") as caught:
+        generate(session, [[1, 2]], [3], Sampling())
+    assert "Fix: use another checkpoint" in str(caught.value)
+
+
 # As a run
+
+TOKENIZER = {"train_dataset__tokenizer__type": "huggingface", "train_dataset__tokenizer__path": "words.json"}
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer of words, one of which is beyond the model's vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "cat": 1, "mat": 300}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(path))
 
 
 def predict(path: Path, **flags: object) -> list[dict]:
@@ -196,6 +219,11 @@ def test_a_file_of_prompts_in_batches(path: Path, home: Path, capsys: pytest.Cap
         assert predict(path, predict_data=prompt) == [record]
 
 
+def test_a_prompt_of_bytes_that_are_no_text(path: Path) -> None:
+    (record,) = predict(path, predict_data="a\udcff")  # as Python hands over an argument that is not UTF-8
+    assert record["prompt"] == "a\udcff" and record["text"]
+
+
 def test_sampled_predictions_repeat_with_the_seed(path: Path) -> None:
     flags = {"predict_data": "the cat", "model__model_config__do_sample": True, "model__model_config__temperature": 2.0}
     first = predict(path, **flags)
@@ -214,6 +242,9 @@ def test_sampled_predictions_repeat_with_the_seed(path: Path) -> None:
             {"predict_data": "a", "model__model_config__max_decode_length": 65},
             ["positions for 64 tokens", "model.model_config.max_decode_length = 65", "at most 64"],
         ),
+        ({"predict_data": "a", "train_dataset__tokenizer__type": "huggingface"}, ["tokenizer"]),
+        ({"predict_data": "mat", **TOKENIZER}, ["a prompt has token 300, beyond the model's vocabulary of 257"]),
+        ({"predict_data": "a\udcff", **TOKENIZER}, ["a prompt is not valid UTF-8"]),
         ({"predict_data": "empty.txt"}, ["holds no prompt", "empty.txt"]),
         ({"predict_data": "binary.txt"}, ["cannot be read as UTF-8", "binary.txt"]),
         ({"predict_data": "a", "load_checkpoint": "nowhere"}, ["load_checkpoint = 'nowhere'", "does not exist"]),
@@ -226,6 +257,7 @@ def test_prompts_that_cannot_be_continued(
     monkeypatch.chdir(home)
     Path("empty.txt").write_text("\n \n")
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    write_tokenizer(Path("words.json"))
     output = home / "refused"
     with pytest.raises(UserError) as caught:
         predict(path, output_dir=output, **flags)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from run_helpers import (
+    PROGRAM,
     arrays_of,
     assert_same_bits,
     column,
@@ -54,10 +59,12 @@ def test_finishes_the_step_saves_and_can_go_on(number: int, code: int, home: Pat
     output = home / name / "output"
     process = start("--config", path, cwd=home)
     wait_until(lambda: steps_done(output) >= 3, process)
+    sent_at = steps_done(output)
     process.send_signal(number)
     returned, printed, errors = finish(process, 20)
     assert (returned, errors) == (code, "")
     last = step_records(output)[-1]["step"]
+    assert sent_at <= last <= sent_at + 3  # it does not wait for the end of the epoch
     assert f"stopped by {name} at step {last} of" in printed
     assert newest_complete(output / "checkpoints").name == f"step-{last:08d}"
 
@@ -132,6 +139,46 @@ def test_before_the_first_step_nothing_is_waited_for(number: int, code: int, hom
     returned, _, errors = finish(process, 20)
     assert returned == code and "Traceback" not in errors, errors
     assert files_below(output) == {"config.yaml", "plan.txt", "logs/rank-0.log"}
+
+
+# A terminal: what is written to standard input is typed there.
+TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def test_control_c_at_a_terminal(home: Path) -> None:
+    path = write_config(home / "terminal", home / "data", LONG)
+    output = home / "terminal" / "output"
+    process = subprocess.Popen(
+        [sys.executable, "-c", TERMINAL, sys.executable, str(PROGRAM), "--config", str(path)],
+        cwd=home,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: steps_done(output) >= 3, process)
+    time.sleep(0.5)  # the live line is drawn four times a second
+    process.stdin.write("\x03")
+    process.stdin.flush()
+    returned, shown, errors = finish(process, 20)
+    assert (returned, errors) == (EXIT_SIGINT, "")
+    last = step_records(output)[-1]["step"]
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    assert re.search(r"step +\d+/\d+  loss [\d.]+  lr 5.00e-05  norm [\d.]+  [\d.]+k? tokens/s  eta ", plain)
+    assert "first step: compiling" in plain and f"stopped by SIGINT at step {last} of" in plain
+    hidden, visible = shown.rfind("\x1b[?25l"), shown.rfind("\x1b[?25h")
+    assert 0 <= hidden < visible  # the cursor is back
+    assert plain.rstrip().splitlines()[-1].startswith("log ")
+
+
+def test_a_reader_that_goes_away_does_not_end_the_training(home: Path) -> None:
+    path = write_config(home / "pipe", home / "data", {"runner_config": {"batch_size": 4, "stop_step": 5}})
+    command = f"{sys.executable} {PROGRAM} --config {path} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=home, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+    assert newest_complete(home / "pipe" / "output" / "checkpoints").name == "step-00000005"
 
 
 def test_while_predicting(home: Path, uninterrupted: Path) -> None:

@@ -180,6 +180,22 @@ def test_dropout_changes_training_repeatably_and_not_evaluation(home: Path, firs
     np.testing.assert_allclose(column(step_records(other_mode), "loss"), column(step_records(one), "loss"), rtol=1e-6)
 
 
+def test_each_step_drops_something_else(home: Path) -> None:
+    changes = {
+        "model.model_config.hidden_dropout": 0.5,
+        "lr_schedule.learning_rate": 0.0,  # the model stays what it is
+        "train_dataset.data_loader.num_samples": 4,  # and each step has the same rows
+        "train_dataset.data_loader.shuffle": False,
+        "runner_config": {"batch_size": 4, "epochs": 4},
+        "context": {"mode": 1},
+    }
+    path = write_config(home / "masks", home / "data", changes)
+    losses = column(step_records(train(path)), "loss")
+    assert len(set(losses)) == 4
+    kept = column(step_records(train(path, model__model_config__hidden_dropout=0.0)), "loss")
+    assert len(set(kept)) == 1
+
+
 def test_sgd_trains_too(home: Path) -> None:
     changes = {
         "optimizer": {"type": "SGD", "momentum": 0.9},

@@ -1,7 +1,7 @@
 """What a run must remember to go on bit for bit: weights, optimizer, and its place in the data.
 
-Random numbers need no state of their own: the order of data is a function of (seed, epoch), a dropout mask of (seed, rank,
-update, micro-batch, site), so the seed and these counters are the whole of it.
+Random numbers need no state of their own: the order of data is a function of (seed, epoch), a dropout mask of (seed,
+rank, update, micro-batch, site), so the seed and these counters are the whole of it.
 
 Finding, reading and checking a checkpoint needs no MindSpore, so what is wrong with it is known before that loads.
 """
@@ -172,13 +172,14 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
         raise _located(error, where) from error
     weights, optimizer = found.tensors["model"], found.state["optimizer"]
     check_weights(weights, parameter_shapes(config.decoder), path, where, key=_KEY)
-    if optimizer["type"] != config.optimizer.type:
+    before, now = optimizer["type"], config.optimizer.type
+    if before != now:
         raise UserError(
-            f"the checkpoint was made with {optimizer['type']}, and this run's optimizer.type is {config.optimizer.type}",
+            f"the checkpoint was made with {before}, and this run's optimizer.type is {now}",
             where=where,
             key=_KEY,
             value=str(path),
-            fix=f"use {optimizer['type']}, or start anew from its weights with --load_checkpoint",
+            fix=f"use {before}, or start anew from its weights with --load_checkpoint",
         )
     position = _position(found, config, layout, where)
     return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"])
@@ -188,10 +189,11 @@ def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], wher
     position = Position(**found.state["position"])
     if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens)
-    changed = [f"{key} was {old} and is {layout[key]}" for key, old in found.state["data"].items() if layout[key] != old]
+    before = found.state["data"]
+    changed = ", ".join(f"{key} was {before[key]} and is {layout[key]}" for key in before if layout[key] != before[key])
     if changed:
         raise UserError(
-            f"the data is not what the checkpoint was trained on, so its place in it means nothing: {', '.join(changed)}",
+            f"the data is not what the checkpoint was trained on, so its place in it means nothing: {changed}",
             where=where,
             key=_KEY,
             value=str(found.path),

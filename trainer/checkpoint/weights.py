@@ -1,4 +1,4 @@
-"""Weights from a file: a checkpoint of this trainer or Hugging Face safetensors, as float32 arrays by name. No MindSpore."""
+"""Weights by name from a checkpoint of this trainer or Hugging Face safetensors, as float32 arrays. No MindSpore."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from trainer.config import Config
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-_OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")  # any of them: a checkpoint of this trainer, maybe half of one
+# Where one of them lies, there is a checkpoint of this trainer, or half of one.
+_OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
 # Tables that older Hugging Face files hold beside the weights; here they follow from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
 
@@ -40,8 +41,8 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
     """Weights by Hugging Face name.
 
     Args:
-        path: A `.safetensors` file, a folder of them as Hugging Face publishes it, a checkpoint folder of this trainer, or a
-            folder of checkpoints (the newest complete one).
+        path: A `.safetensors` file, a folder of them as Hugging Face publishes it, a checkpoint folder of this trainer,
+            or a folder of checkpoints (the newest complete one).
         where: Where the path was set, for messages.
 
     Raises:
@@ -74,17 +75,19 @@ def check_weights(
     missing = [name for name in shapes if name not in weights]
     unknown = [name for name in weights if name not in shapes and name != HEAD and not name.endswith(_BUFFERS)]
     other = [name for name in shapes if name in weights and weights[name].shape != tuple(shapes[name])]
-    problems = [f"lacks {_first(missing)}" if missing else "", f"holds {_first(unknown)} unknown here" if unknown else ""]
+    problems = [f"lacks {_first(missing)}"] if missing else []
+    if unknown:
+        problems.append(f"holds {_first(unknown)} unknown here")
     if other:
         theirs, ours = weights[other[0]].shape, tuple(shapes[other[0]])
         problems.append(f"has {_first(other)} of shape {list(theirs)} where this model has {list(ours)}")
-    if any(problems):
+    if problems:
         raise UserError(
-            f"the checkpoint does not fit model.model_config: it {'; it '.join(filter(None, problems))}",
+            f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}",
             where=where,
             key=key,
             value=str(path),
-            fix="use the model_config that the checkpoint was trained with (config.yaml beside it), or another checkpoint",
+            fix="use the model_config of the checkpoint (config.yaml beside it), or another checkpoint",
         )
 
 

@@ -15,6 +15,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import operations as P
 
+from trainer.errors import RunError
+
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
     from trainer.models.inputs import InputBuilder
@@ -97,6 +99,9 @@ class Generator:
             max_tokens: Most new tokens of each row.
             sampling: How tokens are chosen.
             first_row: Number of the first row among all prompts, for the random streams.
+
+        Raises:
+            RunError: The model's output is not finite.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         capacity = int(max(length + extra for length, extra in zip(lengths, max_tokens, strict=True)))
@@ -147,7 +152,11 @@ class Generator:
             x_ND = x_ND + model.block.mlp(x_ND, weights[split:])
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
         x_BD = model.head.norm(ops.gather(x_ND, ends, 0), model.final_norm)
-        return ops.matmul(x_BD, model.head_weight.T).asnumpy()
+        logits_BV = ops.matmul(x_BD, model.head_weight.T).asnumpy()
+        if not np.isfinite(logits_BV).all():
+            rule = "the model's output is not finite: its weights have diverged or are damaged"
+            raise RunError(rule, fix="use another checkpoint")
+        return logits_BV
 
 
 class _Cache:

@@ -210,8 +210,13 @@ def console_monitor(log_format: str, per_print_times: int = 1, stream: TextIO | 
         console = Console(file=stream)
         if not console.is_dumb_terminal:
             return ProgressMonitor(console)
+    def write(line: str) -> None:
+        # Whoever read the lines may be gone, as in `| head`. The training goes on, and the log file has them all.
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=stream, flush=True)
+
     step_line = wording.mindformers_step if log_format == "mindformers" else wording.plain_step
-    return LineMonitor(lambda line: print(line, file=stream, flush=True), step_line, per_print_times)
+    return LineMonitor(write, step_line, per_print_times)
 
 
 def log_file_monitor(path: Path, every: int = 1) -> Monitor:

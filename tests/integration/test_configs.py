@@ -1,0 +1,57 @@
+"""Every file in configs/ loads, plans and trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from run_helpers import REPOSITORY, column, config_of, step_records, train
+
+from trainer.plan import build_plan, plan_text
+
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+names = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in the files count from there."""
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_there_are_configurations() -> None:
+    assert REPOSITORY / "configs" / "quickstart.yaml" in CONFIGS
+
+
+@names
+def test_it_loads_and_plans(path: Path, cache: Path) -> None:
+    config = config_of(path, train_dataset__cache_dir=cache)
+    plan = build_plan(config)
+    assert plan.last_step > 0 and plan.weights > 0
+    assert f"{plan.weights:,}" in plan_text(plan)
+    if not path.stem.startswith("mindformers"):  # those show what becomes of a file of the peer's
+        assert plan.notices == ()  # nothing in ours is ignored, no two keys contradict each other
+
+
+@pytest.mark.slow
+@names
+def test_it_trains(path: Path, cache: Path, tmp_path: Path) -> None:
+    """Two steps, without evaluation; all else as it stands."""
+    output = train(
+        path,
+        output_dir=tmp_path / "output",
+        run_mode="train",
+        train_dataset__cache_dir=cache,
+        runner_config__stop_step=2,
+        do_eval=False,
+        report=False,
+    )
+    losses = column(step_records(output), "loss")
+    assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
+    assert abs(losses[0] - math.log(config_of(path).decoder.vocab_size)) < 0.5
