@@ -5,9 +5,9 @@ The tests compare the trainer with these files and need neither torch nor transf
 environment of its own:
 
     python -m venv torch-env && torch-env/bin/pip install torch transformers safetensors "numpy<2"
-    torch-env/bin/python scripts/make_golden.py            # writes every file torch-env/bin/python
-    scripts/make_golden.py --only qwen3 torch-env/bin/python scripts/make_golden.py --check    # compares, writes
-    nothing; exit code 1 when something differs
+    torch-env/bin/python scripts/make_golden.py                # writes every file
+    torch-env/bin/python scripts/make_golden.py --only qwen3   # writes that one
+    torch-env/bin/python scripts/make_golden.py --check        # compares, writes nothing; exit code 1 on a difference
 
 Nothing is downloaded: models are built from the configurations below and filled from a generator seeded by the case's
 name. The same versions on the same machine give the same bytes; other machines may differ in the last bits of a

@@ -86,6 +86,8 @@ def dispatch(argv: list[str]) -> int:
     if command not in _COMMANDS:
         import difflib
 
+        if command.endswith((".yaml", ".yml")):
+            raise UserError("the YAML file comes after --config", key=command, fix=f"write --config {command}")
         near = difflib.get_close_matches(command, _COMMANDS, 1)
         raise UserError(
             "no such command",

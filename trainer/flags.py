@@ -1,6 +1,7 @@
 """The command line's flags as plain data, and pure functions that turn arguments into overrides of the configuration.
 
-Named flags are the peer's (``run_mindformer.py``); each sets one dotted key. Every other key of the configuration is a
+Named flags are MindSpore Transformers' (``run_mindformer.py``); each sets one dotted key. Every other key of the
+configuration is a
 flag as well: ``--runner_config.epochs 3``, ``--callbacks.0.save_checkpoint_steps=50``, ``--log_format plain``, or
 ``--options a.b=c d.e=f``. Strength, weakest first: file, ``--options``, named flags, dotted flags; of two alike the
 later one counts.
@@ -50,7 +51,7 @@ FLAGS: tuple[Flag, ...] = (
         "INT",
     ),
     Flag("stop_step", "runner_config.stop_step", "value", "End after this optimizer step; 0: off.", "INT"),
-    Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink of the peer; ignored with a notice."),
+    Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink of MindSpore Transformers; ignored with a notice."),
     Flag("use_clip_grad", "runner_wrapper.use_clip_grad", "bool", "Clip gradients by their global norm."),
     Flag("max_grad_norm", "runner_wrapper.max_grad_norm", "value", "Largest global norm after clipping.", "FLOAT"),
     Flag("train_dataset_dir", f"{_DATA}.dataset_dir", "value", 'Data to train on: file, folder or "stdlib".', "PATH"),
@@ -87,7 +88,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("strategy_load_checkpoint", "strategy_load_checkpoint", "value", "Layout of a checkpoint; ignored.", "PATH"),
     Flag("only_save_strategy", "only_save_strategy", "bool", "Write the layout and end; not yet."),
     Flag("transform_process_num", "transform_process_num", "value", "Processes that cut a checkpoint; ignored.", "INT"),
-    Flag("remote_save_url", "remote_save_url", "value", "Where the peer uploads to; ignored with a notice.", "URL"),
+    Flag(
+        "remote_save_url",
+        "remote_save_url",
+        "value",
+        "Where MindSpore Transformers uploads to; ignored with a notice.",
+        "URL",
+    ),
     Flag("register_path", "register_path", "value", "Folder of own Python classes; not yet.", "DIR"),
     Flag("trust_remote_code", "trust_remote_code", "bool", "Run code of a model repository; ignored with a notice."),
     Flag("adapter_id", "adapter_id", "list", "Adapters to predict with; not yet.", "TEXT..."),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, read_resumed, save
-from trainer.checkpoint.store import prepare_folder
+from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.checkpoint.weights import requested_weights
 from trainer.config import check_runnable, config_notices, dump_config
 from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
@@ -61,6 +61,8 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     if config.run_mode == "predict":
         from trainer.predict import predict
 
+        for notice in config_notices(config):
+            print(f"note: {notice}", file=sys.stderr)
         predict(config, _print_text)
         return EXIT_OK
     if config.run_mode == "eval":
@@ -179,6 +181,9 @@ class _Training:
             steps_per_epoch=self.steps_per_epoch,
             resumed_from=resume_from,
         )
+        aside = put_aside(self.checkpoints) if resume_from is None else None
+        if aside:
+            notices.append(f"the checkpoints of an earlier training are now in {aside}")
         prepare_folder(self.checkpoints)
         write_text(self.folder / "config.yaml", dump_config(config))
         write_text(self.folder / "plan.txt", plan_text(plan))

@@ -387,3 +387,16 @@ def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
     finally:
         os.seteuid(user)
         folder.chmod(0o755)
+
+
+def test_checkpoints_of_an_earlier_training_are_put_aside_not_pruned(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert store.put_aside(folder) is None
+    folder.mkdir()
+    assert store.put_aside(folder) is None, "an empty folder holds nothing worth keeping"
+    for number in (1, 2):
+        save(folder, step=10 * number)
+        assert store.put_aside(folder) == tmp_path / f"checkpoints-{number}"
+        assert not folder.exists()
+    assert_holds(tmp_path / "checkpoints-1" / store.folder_name(10), 10)
+    assert_holds(tmp_path / "checkpoints-2" / store.folder_name(20), 20)

@@ -134,6 +134,20 @@ def prepare_folder(folder: Path) -> None:
                         fix="choose a folder you may write to") from error
 
 
+def put_aside(folder: Path) -> Path | None:
+    """Renames a folder with complete checkpoints to the first free ``checkpoints-1``, ``checkpoints-2`` ...
+
+    A fresh training that saved among those of an earlier one would prune them, and a resume could take the wrong one.
+    """
+    if newest_complete(folder) is None:
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
 def write_checkpoint(
     folder: Path,
     step: int,

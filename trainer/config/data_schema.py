@@ -167,12 +167,12 @@ class DatasetConfig(Section):
     ignore_token_id: int | None = ignored(None, "Label without loss.", "labels without loss are always -100")
     text_transforms: dict[str, Any] | None = ignored(None, "Changes to text.", _ROWS_ARE_MADE_HERE)
     shuffle: bool | None = ignored(None, "Another order each epoch.", "data_loader.shuffle decides")
-    type: str | None = ignored(None, "The peer's class.", _ROWS_ARE_MADE_HERE)
+    type: str | None = ignored(None, "MindSpore Transformers' class.", _ROWS_ARE_MADE_HERE)
 
 
 class DatasetTask(Section):
-    """The peer's wrapping of a data set (YAML ``train_dataset_task``); its ``dataset_config`` is the data set."""
+    """MindSpore Transformers' wrapping of a data set (YAML ``train_dataset_task``), which ``dataset_config`` is."""
 
     type: str | dict[str, Any] | None = ignored(
-        "CausalLanguageModelDataset", "The peer's class.", "the data set's loader says what it is"
+        "CausalLanguageModelDataset", "MindSpore Transformers' class.", "the data set's loader says what it is"
     )

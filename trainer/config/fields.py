@@ -42,7 +42,7 @@ class Section(BaseModel):
     default_type: ClassVar[str] = ""
     """In a family of sections told apart by ``type``: the type that holds when the file names none."""
     type_aliases: ClassVar[dict[str, str]] = {}
-    """Other spellings of ``type`` which mean the same, for example a misspelling that the peer once shipped."""
+    """Other spellings of ``type`` which mean the same, for example a misspelling once shipped."""
 
 
 def _declare(default: Any, description: str, extra: dict[str, Any], constraints: dict[str, Any]) -> Any:

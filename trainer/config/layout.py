@@ -1,8 +1,8 @@
 """Puts keys that stand in another of their known places where the schema has them.
 
-The peer's files write one thing in several places: ``moe_config`` at the top or inside ``model_config``, ``callback``
-for ``callbacks``, a data set inside ``train_dataset_task``. All are moved to one place before anything is checked; two
-places that disagree are an error.
+MindSpore Transformers' files write one thing in several places: ``moe_config`` at the top or inside ``model_config``,
+``callback`` for ``callbacks``, a data set inside ``train_dataset_task``. All are moved to one place before anything
+is checked; two places that disagree are an error.
 """
 
 from __future__ import annotations

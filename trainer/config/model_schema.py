@@ -22,8 +22,8 @@ _HF_ONLY = "a key of Hugging Face's config.json that changes nothing in training
 class RopeScaling(Section):
     """Stretches rotary positions beyond the trained length (YAML ``model_config.rope_scaling``)."""
 
-    rope_type: Literal["linear", "llama3", "yarn"] = setting(
-        "linear", "Kind of scaling. Default linear.", aliases=("type",)
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = setting(
+        "linear", "Kind of scaling; default means none. Default linear.", aliases=("type",)
     )
     factor: float = setting(1.0, "How many times longer the context gets. Default 1.", ge=1)
     low_freq_factor: float = setting(1.0, "llama3: frequencies below are scaled wholly. Default 1.", gt=0)
@@ -43,7 +43,9 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """The decoder (YAML ``model.model_config``, or ``model_config`` at the top level)."""
 
-    type: str = ignored("LlamaConfig", "The peer's class of this section.", "model.arch.type says which model it is")
+    type: str = ignored(
+        "LlamaConfig", "MindSpore Transformers' class of this section.", "model.arch.type says which model it is"
+    )
     model_type: str | None = ignored(
         None, "Hugging Face's name of the family.", "model.arch.type says which model it is"
     )
@@ -162,7 +164,7 @@ class ModelConfig(Section):
 
     checkpoint_name_or_path: str | None = not_yet(
         None,
-        "Where the peer's model class finds its weights.",
+        "Where MindSpore Transformers' model class finds its weights.",
         "use load_checkpoint",
         aliases=("pretrained_model_name_or_path",),
     )
@@ -229,9 +231,11 @@ class ModelConfig(Section):
     use_ring_attention: bool = ignored(False, "Attention around a ring of devices.", _ASCEND_ONLY)
     use_rope_slice: bool = ignored(False, "Slice rotary tables.", _ASCEND_ONLY)
     rl_config: dict[str, Any] | None = not_yet(None, "Reinforcement learning.", "it is not built; leave it out")
-    scaling_factor: float | dict[str, Any] = not_yet(1.0, "The peer's older rope scaling.", "use rope_scaling")
+    scaling_factor: float | dict[str, Any] = not_yet(
+        1.0, "MindSpore Transformers' older rope scaling.", "use rope_scaling"
+    )
     extend_method: Literal["None", "PI", "NTK", "YARN", "LLAMA3", "DYNAMIC_NTK"] | None = not_yet(
-        None, "The peer's older rope scaling.", "use rope_scaling"
+        None, "MindSpore Transformers' older rope scaling.", "use rope_scaling"
     )
     position_embedding_type: Literal["rope", "yarn", "llama3"] | None = ignored(
         None, "Kind of position embedding.", "positions are always rotary; rope_scaling says how they are stretched"

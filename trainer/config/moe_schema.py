@@ -113,7 +113,7 @@ class MoEConfig(Section):
     moe_router_load_balancing_type: str = setting("aux_loss", "How the load is balanced. Default aux_loss.")
     moe_router_pre_softmax: bool = setting(False, "Softmax before choosing. Default False.")
     moe_router_fusion: bool = setting(False, "Fused router. Default False.")
-    routing_policy: str | None = setting(None, "The router by the peer's name. Default null.")
+    routing_policy: str | None = setting(None, "The router by MindSpore Transformers' name. Default null.")
     ep_extend_tp: bool = setting(False, "Experts across tensor groups. Default False.")
     max_router_load: int | None = setting(None, "Largest load of an expert. Default null.")
     moe_token_drop_policy: Literal["probs", "position", False] | None = setting(

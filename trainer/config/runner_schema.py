@@ -22,7 +22,7 @@ class RunnerConfig(Section):
         "Ends the run after this optimizer step and changes nothing else, the schedule included. Default 0: off.",
         ge=0,
     )
-    sink_mode: bool = ignored(False, "Data sink of the peer. Default False.", _STEP_IN_PYTHON)
+    sink_mode: bool = ignored(False, "Data sink of MindSpore Transformers. Default False.", _STEP_IN_PYTHON)
     sink_size: int = ignored(1, "Steps of one data sink call. Default 1.", _STEP_IN_PYTHON, ge=-1)
     sink_interval: int | None = ignored(None, "Older name of the sink size. Default null.", _STEP_IN_PYTHON)
     initial_epoch: int = ignored(0, "First epoch. Default 0.", "a resumed run knows its epoch from its checkpoint")
@@ -58,7 +58,7 @@ class RunnerWrapper(Section):
     """What happens around forward and backward (YAML ``runner_wrapper``)."""
 
     type: Literal["MFTrainOneStepCell", "MFPipelineWithLossScaleCell"] = setting(
-        "MFTrainOneStepCell", "The peer's cell; both mean the same step here. Default MFTrainOneStepCell."
+        "MFTrainOneStepCell", "MindSpore Transformers' cell; both mean the same step here. Default MFTrainOneStepCell."
     )
     use_clip_grad: bool = setting(False, "Clip gradients by their global norm before the update. Default False.")
     max_grad_norm: float = setting(1.0, "Largest global norm after clipping. Default 1.0.", gt=0)

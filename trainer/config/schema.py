@@ -50,9 +50,11 @@ class Source:
 
 
 class TrainerSection(Section):
-    """The peer's trainer class (YAML ``trainer``)."""
+    """MindSpore Transformers' trainer class (YAML ``trainer``)."""
 
-    type: str = ignored("CausalLanguageModelingTrainer", "The peer's class.", "run_mode says what a run does")
+    type: str = ignored(
+        "CausalLanguageModelingTrainer", "MindSpore Transformers' class.", "run_mode says what a run does"
+    )
     model_name: str = ignored("", "A name for the model.", "model.arch.type says which model it is")
 
 
@@ -96,7 +98,8 @@ class Config(Section):
     eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs. Default -1.", ge=-1)
     report: bool = setting(True, "Leave report.png: the curves of the run. Default True.")
     log_format: Literal["rich", "plain", "mindformers"] = setting(
-        "rich", "Progress line, plain lines, or the peer's lines; rich is plain when not on a terminal. Default rich."
+        "rich",
+        "Progress line, plain lines, or MindSpore Transformers' lines; rich is plain off a terminal. Default rich.",
     )
     ignore_data_skip: bool = setting(
         False, "Resume with the data from the beginning instead of where the run stopped. Default False."
@@ -126,9 +129,9 @@ class Config(Section):
     eval_dataset: DatasetConfig | None = setting(
         None, "Data to evaluate on. Default null: the documents that train_dataset.held_out keeps back."
     )
-    train_dataset_task: DatasetTask = section(DatasetTask, "The peer's wrapping of train_dataset.")
-    eval_dataset_task: DatasetTask = section(DatasetTask, "The peer's wrapping of eval_dataset.")
-    trainer: TrainerSection = section(TrainerSection, "The peer's trainer class.")
+    train_dataset_task: DatasetTask = section(DatasetTask, "MindSpore Transformers' wrapping of train_dataset.")
+    eval_dataset_task: DatasetTask = section(DatasetTask, "MindSpore Transformers' wrapping of eval_dataset.")
+    trainer: TrainerSection = section(TrainerSection, "MindSpore Transformers' trainer class.")
     tensorboard: TensorboardConfig = section(TensorboardConfig, "TensorBoard files.")
     monitor_config: MonitorConfig = section(MonitorConfig, "Training state records.")
 
@@ -136,7 +139,7 @@ class Config(Section):
         None, "What an evaluation measures.", "it is loss and perplexity"
     )
     processor: dict[str, Any] | None = ignored(
-        None, "The peer's tokenizer.", "train_dataset.tokenizer says which tokenizer"
+        None, "MindSpore Transformers' tokenizer.", "train_dataset.tokenizer says which tokenizer"
     )
     eval_callbacks: list[Any] | None = ignored(None, "Monitors of an evaluation.", "evaluations are in metrics.jsonl")
     generation: dict[str, Any] | None = ignored(
@@ -177,7 +180,9 @@ class Config(Section):
         False, "Divide the loss by the valid tokens of the window.", "it always is, which is what True means"
     )
     print_separate_loss: bool = ignored(False, "Print extra losses on their own.", "a dense model has none")
-    remote_save_url: str | None = ignored(None, "Where the peer uploads checkpoints to.", "nothing is uploaded")
+    remote_save_url: str | None = ignored(
+        None, "Where MindSpore Transformers uploads checkpoints to.", "nothing is uploaded"
+    )
     register_path: str | None = not_yet(
         None, "Folder of own Python classes.", "only the built-in models can be trained; leave it out"
     )
@@ -191,8 +196,10 @@ class Config(Section):
     transform_process_num: int = ignored(1, "Processes that cut a checkpoint.", _ONE_RANK)
     micro_batch_interleave_num: int = ignored(1, "Interleaved parts of a batch.", "only Ascend devices gain by it")
     enable_mindio_ttp_save_ckpt: bool = ignored(False, "Save with MindIO.", _NO_HEALTH)
-    use_legacy: bool | None = ignored(None, "The peer's older or newer models.", "there is one kind")
-    use_legacy_format: bool | None = ignored(None, "The peer's older checkpoints.", "checkpoints are safetensors")
+    use_legacy: bool | None = ignored(None, "MindSpore Transformers' older or newer models.", "there is one kind")
+    use_legacy_format: bool | None = ignored(
+        None, "MindSpore Transformers' older checkpoints.", "checkpoints are safetensors"
+    )
     balanced_load: bool = ignored(False, "Ranks share the reading of a checkpoint.", _ONE_RANK)
     reshard_worker_num: int = ignored(1, "Processes that cut a checkpoint.", _ONE_RANK)
     layer_scale: bool = not_yet(False, "Learning rates by layer.", _LAYER_LR)

@@ -26,7 +26,7 @@ def findings(section: Section, path: str = "") -> Iterator[Finding]:
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{path}{field.alias or name}"
         support, reason = support_of(field)
-        if support != "honoured" and value != field.get_default(call_default_factory=True):
+        if support != "honoured" and not _neutral(value, field.get_default(call_default_factory=True)):
             yield Finding(key, _shown(value), support, reason)
         elif isinstance(value, Section):
             yield from _of_section(value, key)
@@ -34,6 +34,11 @@ def findings(section: Section, path: str = "") -> Iterator[Finding]:
             for number, item in enumerate(value):
                 if isinstance(item, Section):
                     yield from _of_section(item, f"{key}.{number}")
+
+
+def _neutral(value: Any, default: Any) -> bool:
+    """The default, or an empty value where the default says "off": files from elsewhere write '' or 'None' for null."""
+    return value == default or (not default and value in (None, False, "", "None", [], {}))
 
 
 def _of_section(section: Section, key: str) -> Iterator[Finding]:

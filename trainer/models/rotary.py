@@ -28,7 +28,7 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
     size = settings.head_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
     frequencies, factor = 1.0 / settings.rope_theta**exponents, 1.0
-    if settings.rope_scaling is not None:
+    if settings.rope_scaling is not None and settings.rope_scaling.rope_type != "default":
         frequencies, factor = _scale(frequencies, settings, settings.rope_scaling)
     angles = np.outer(np.arange(positions), frequencies)
     angles = np.concatenate([angles, angles], axis=-1)

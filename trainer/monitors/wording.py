@@ -85,9 +85,10 @@ def _scientific(number: float) -> str:
 
 
 def eval_line(metrics: EvalMetrics) -> str:
-    """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``."""
+    """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``; no step outside a training."""
     tokens = f"{count(metrics.tokens)} tokens in {duration(metrics.seconds)}"
-    return f"eval at step {metrics.step}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
+    place = f"eval at step {metrics.step}" if metrics.step else "eval"
+    return f"{place}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
 
 
 def start_line(info: RunInfo) -> str:

@@ -154,7 +154,7 @@ class Attention(nn.Cell):
 
 
 class _AttentionCore(nn.Cell):
-    """(q, k, v, mask, dropout) -> (out, probabilities) on batched matrices; the probabilities are for the backward pass.
+    """(q, k, v, mask, dropout) -> (out, probabilities), batched; the probabilities are kept for the backward pass.
 
     The backward pass needs rowsum(dP * P), which equals rowsum(dO * O) (Dao et al. 2022, appendix B.2): its
     subtraction is folded into the product dO v^T as one more column, so no broadcast and no reduction over T x T
