@@ -58,7 +58,9 @@ def set_up_device(config: Config, device: str) -> None:
     """
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     if device == "CPU":
-        mindspore.set_device("CPU")
+        # Once an operator has run, MindSpore refuses to be told a device, the one it is on included.
+        if mindspore.get_context("device_target") != "CPU":
+            mindspore.set_device("CPU")
         mindspore.runtime.launch_blocking()
     else:
         mindspore.set_device(device, int(os.environ.get("DEVICE_ID", config.context.device_id)))

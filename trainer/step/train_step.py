@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mindspore
+import numpy as np
+from mindspore import Tensor
 
 from trainer.data.batch import Batch
 from trainer.errors import RunError
@@ -21,8 +23,6 @@ from trainer.step.accumulate import WindowGradients, accumulate
 from trainer.step.clip import clip_coefficient, global_norm
 
 if TYPE_CHECKING:
-    from mindspore import Tensor
-
     from trainer.config import Config
     from trainer.models.decoder import Decoder
     from trainer.optim.optimizer import Optimizer
@@ -100,7 +100,8 @@ class TrainStep:
     def backward(self, batch: Batch, number: int, factor: float) -> tuple[Tensor, Sequence[Tensor]]:
         """Loss times `factor` and its gradients for one micro-batch."""
         dropout = DropoutKey(self.seed, self.rank, self.optimizer.updates, number)
-        return self.loss_and_gradients(self.build_inputs(batch), dropout, factor)
+        # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.
+        return self.loss_and_gradients(self.build_inputs(batch), dropout, Tensor(np.float32(factor)))
 
     def not_finite(self, window: WindowGradients, norm: float) -> RunError:
         bad = [
