@@ -210,6 +210,7 @@ def console_monitor(log_format: str, per_print_times: int = 1, stream: TextIO | 
         console = Console(file=stream)
         if not console.is_dumb_terminal:
             return ProgressMonitor(console)
+
     def write(line: str) -> None:
         # Whoever read the lines may be gone, as in `| head`. The training goes on, and the log file has them all.
         with contextlib.suppress(BrokenPipeError):
