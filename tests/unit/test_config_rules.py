@@ -265,7 +265,6 @@ def test_on_ascend_too_bfloat16_computes_in_float32_until_mixed_precision_is_bui
     assert "mixed precision is not built yet; it computes in float32 instead of bfloat16" in told
 
 
-
 def test_derived_sizes():
     decoder = load("model_config: {hidden_size: 4096, num_heads: 32}\n").decoder
     assert (decoder.kv_heads, decoder.head_size, decoder.ffn_size, decoder.max_positions) == (32, 128, 11008, 2048)
