@@ -1,10 +1,9 @@
 """The command line's flags as plain data, and pure functions that turn arguments into overrides of the configuration.
 
 Named flags are MindSpore Transformers' (``run_mindformer.py``); each sets one dotted key. Every other key of the
-configuration is a
-flag as well: ``--runner_config.epochs 3``, ``--callbacks.0.save_checkpoint_steps=50``, ``--log_format plain``, or
-``--options a.b=c d.e=f``. Strength, weakest first: file, ``--options``, named flags, dotted flags; of two alike the
-later one counts.
+configuration is a flag as well: ``--runner_config.epochs 3``, ``--callbacks.0.save_checkpoint_steps=50``,
+``--log_format plain``, or ``--options a.b=c d.e=f``. Strength, weakest first: file, ``--options``, named flags,
+dotted flags; of two alike the later one counts.
 """
 
 from __future__ import annotations

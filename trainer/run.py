@@ -145,9 +145,12 @@ class _Training:
                 done = f"the checkpoint has done all {self.info.last_step} steps of this run"
                 self.tell("on_notice", f"nothing to do: {done}")
                 return EXIT_OK
-            self.load_engine()
-            self.tell("on_start", self.info)
             with StopSignals() as stop:
+                # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
+                self.load_engine()
+                if stop:
+                    return stop.exit_code
+                self.tell("on_start", self.info)
                 self.fit(stop)
             outcome = f"stopped by {stop.received.name}" if stop.received else "finished"
             summary = self.totals.summary(outcome, self.places())
@@ -373,9 +376,9 @@ def _eval_run(config: Config) -> int:
     make_folder(folder, config.source.where("output_dir"))
     from trainer.session import open_session
 
-    session = open_session(config, weights)
     with StopSignals() as stop:
-        metrics = _evaluate(session, data, stop, step=0, epoch=1)
+        session = open_session(config, weights)
+        metrics = None if stop else _evaluate(session, data, stop, step=0, epoch=1)
     if metrics is None:
         return stop.exit_code
     console.on_eval(metrics)

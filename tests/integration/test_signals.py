@@ -122,7 +122,7 @@ def test_a_second_signal_acts_at_once(home: Path) -> None:
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     returned, _, errors = finish(process, 20)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15  # the step would take minutes
     assert returned == EXIT_SIGINT and "Traceback" not in errors
     assert newest_complete(output / "checkpoints") is None and step_records(output) == []
 
