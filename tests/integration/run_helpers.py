@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -155,7 +156,7 @@ def files_below(folder: Path) -> set[str]:
 
 
 def start(*arguments: object, cwd: Path) -> subprocess.Popen:
-    """Starts the program as a user does."""
+    """Starts the program as a user does: with Ctrl-C working, even where the tests run in a shell's background."""
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), *map(str, arguments)],
         cwd=cwd,
@@ -163,6 +164,7 @@ def start(*arguments: object, cwd: Path) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": ""},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
