@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import mindspore
 
 from trainer.checkpoint.state import load_weights
+from trainer.cpu_threads import set_up_cpu_threads
 from trainer.device import resolve_device
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
@@ -53,14 +54,12 @@ def set_up_device(config: Config, device: str) -> None:
     """Chooses device and execution mode.
 
     The outer loop always runs in PyNative mode; `context.mode: 0` compiles the blocks inside it.
-    On a CPU operators are launched one after the other from the calling thread: MindSpore's asynchronous queues spin
-    while they wait and take a core from the threads that compute, which doubles the time of a step on two cores.
     """
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     if device == "CPU":
         # Once an operator has run, MindSpore refuses to be told a device, the one it is on included.
         if mindspore.get_context("device_target") != "CPU":
             mindspore.set_device("CPU")
-        mindspore.runtime.launch_blocking()
+        set_up_cpu_threads()
     else:
         mindspore.set_device(device, int(os.environ.get("DEVICE_ID", config.context.device_id)))

@@ -37,6 +37,7 @@ ROOMS = (
     ("trainer.step",),
     ("trainer.monitors",),
     ("trainer.checkpoint",),
+    ("trainer.cpu_threads",),
     ("trainer.session",),
     ("trainer.predict",),
     ("trainer.run",),
