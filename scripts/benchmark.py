@@ -138,26 +138,23 @@ def speed_line(name: str, ours: Sequence[Measurement], theirs: Sequence[Measurem
 
 
 def dense_lines(ours: Sequence[Measurement], eager: Sequence[Measurement], compiled: Sequence[Measurement],
-                deep: Measurement, eager_deep: Measurement, accumulated: Measurement,
+                compilation: dict[int, Measurement], accumulated: Measurement,
                 bare: dict[str, list[float]] | None) -> list[Line]:
     """Judges the runs of `dense` by its targets.
 
     What a first step costs more than a later one is compilation, and the first touch of the memory that activations
-    need, which grows with the layers. PyTorch eager pays only the second: its difference is taken off.
+    need, which grows with layers and batch (PyTorch pays it too). So compilation is measured with one row a batch.
 
     Args:
         ours: The trainer's runs, one a round.
         eager: PyTorch's runs, one a round.
         compiled: The same through torch.compile; empty when they were left out.
-        deep: A run of the trainer with DEEP_LAYERS layers.
-        eager_deep: A run of PyTorch with as many.
+        compilation: Runs of the trainer with one row a batch, by number of layers: as configured, and DEEP_LAYERS.
         accumulated: A run with ACCUMULATION micro-batches.
         bare: ``trainer_seconds`` and ``bare_seconds`` of benchmark_bare.py; None when it was left out.
     """
     first = median_of(ours, lambda run: run.first_step_seconds)
-    extra, deep_extra = median_of(ours, lambda run: run.first_extra_seconds), deep.first_extra_seconds
-    compilation = extra - median_of(eager, lambda run: run.first_extra_seconds)
-    deep_compilation = deep_extra - eager_deep.first_extra_seconds
+    (layers, shallow), (deep_layers, deep) = sorted((n, run.first_extra_seconds) for n, run in compilation.items())
     peak = median_of(ours, lambda run: run.peak_rss_bytes)
     eager_peak = median_of(eager, lambda run: run.peak_rss_bytes)
     eager_first = median_of(eager, lambda run: run.first_step_seconds)
@@ -166,10 +163,8 @@ def dense_lines(ours: Sequence[Measurement], eager: Sequence[Measurement], compi
         speed_line("tokens/s, trainer / PyTorch eager", ours, eager, binding=True),
         speed_line("tokens/s, trainer / torch.compile", ours, compiled, binding=False),
         Line("first step, seconds", first, 5.0, False, f"PyTorch eager {eager_first:.1f} s"),
-        Line(f"compilation, {DEEP_LAYERS} layers / as configured", deep_compilation / compilation, 1.5, False,
-             f"{deep_compilation:.1f} / {compilation:.1f} s: first less a later step, less PyTorch eager's"),
-        Line(f"first less a later step, {DEEP_LAYERS} layers / as configured", deep_extra / extra, 1.5, False,
-             f"{deep_extra:.1f} / {extra:.1f} s, first touch of memory in it", binding=False),
+        Line(f"compilation, {deep_layers} / {layers} layers", deep / shallow, 1.5, False,
+             f"{deep:.2f} / {shallow:.2f} s: first less a later step"),
         Line("peak memory / allowed", peak / allowed, 1.0, False,
              f"{_mb(peak)} of 1.5 x {_mb(eager_peak)} + {_mb(IMPORT_ALLOWANCE_BYTES)}"),
         Line(f"peak memory, accumulation {ACCUMULATION} / 1", accumulated.peak_rss_bytes / peak, 1.05, False,
@@ -295,9 +290,12 @@ def dense(options: argparse.Namespace, console: Console) -> int:
             run, said = run_torch(options.torch_python, sizes, mode, options.steps, options.threads)
             theirs[mode].append(run)
     short = SETTLING_STEPS + 3
-    console.print(f"both with {DEEP_LAYERS} layers, then the trainer with accumulation {ACCUMULATION}")
-    deep = run_trainer(options.trainer, options.config, short, "--model.model_config.num_layers", str(DEEP_LAYERS))
-    eager_deep, _ = run_torch(options.torch_python, {**sizes, "layers": DEEP_LAYERS}, "eager", short, options.threads)
+    console.print(f"trainer with one row, {sizes['layers']} and {DEEP_LAYERS} layers, then accumulation {ACCUMULATION}")
+    compilation = {
+        layers: run_trainer(options.trainer, options.config, short, "--runner_config.batch_size", "1",
+                            "--model.model_config.num_layers", str(layers))
+        for layers in (sizes["layers"], DEEP_LAYERS)
+    }
     accumulated = run_trainer(options.trainer, options.config, short,
                               "--gradient_accumulation_steps", str(ACCUMULATION))
     bare = None
@@ -305,12 +303,12 @@ def dense(options: argparse.Namespace, console: Console) -> int:
         console.print("trainer and bare loop in turns")
         program = ROOT / "scripts" / "benchmark_bare.py"
         bare = last_json(run_process([sys.executable, program, "--config", options.config]))
-    lines = dense_lines(ours, theirs["eager"], theirs["compile"], deep, eager_deep, accumulated, bare)
+    lines = dense_lines(ours, theirs["eager"], theirs["compile"], compilation, accumulated, bare)
     render(lines, console)
     machine = {**describe_machine(), "torch": said["torch"], "torch_python": said["python"],
                "matmul_gflops": said["matmul_gflops"]}
-    runs = {"trainer": ours, **{f"torch_{mode}": theirs[mode] for mode in modes}, "deep": [deep],
-            "torch_deep": [eager_deep], "accumulated": [accumulated]}
+    runs = {"trainer": ours, **{f"torch_{mode}": theirs[mode] for mode in modes}, "compilation": list(compilation.values()),
+            "accumulated": [accumulated]}
     print(json.dumps({
         "benchmark": "dense", "machine": machine, "sizes": sizes,
         "lines": [{**asdict(line), "verdict": line.verdict} for line in lines],
