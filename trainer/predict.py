@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,28 +21,52 @@ if TYPE_CHECKING:
 
 
 def read_prompts(config: Config) -> list[str]:
-    """The prompts of `predict_data`: texts, or the lines of one file.
+    """The prompts of `predict_data`: texts, or those of one file.
+
+    A file whose name ends with .jsonl holds a JSON object a line, with its prompt under `prompt` or `text`; any other
+    one a prompt a line.
 
     Raises:
-        UserError: The file has no text or cannot be read.
+        UserError: The file holds no prompt, cannot be read, or a line of it is not as above.
     """
     given = config.predict_data
     texts = [given] if isinstance(given, str) else list(given or ())
     if len(texts) != 1 or not _is_file(texts[0]):
         return texts
-    where = config.source.where("predict_data")
+    path, where = texts[0], config.source.where("predict_data")
     try:
-        prompts = [line for line in Path(texts[0]).read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"the file of prompts cannot be read as UTF-8 text ({error})",
-            where=where, key="predict_data", value=texts[0], fix="give a text file with one prompt a line",
+            where=where, key="predict_data", value=path, fix="give a text file with one prompt a line",
         ) from error  # fmt: skip
+    is_json = path.endswith(".jsonl")
+    prompts = [
+        _prompt_of_record(line, f"{path}:{number}") if is_json else line
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not prompts:
-        raise UserError(
-            "the file holds no prompt", where=where, key="predict_data", value=texts[0], fix="write one prompt a line"
-        )
+        fix = 'write {"prompt": "..."} on a line' if is_json else "write one prompt a line"
+        raise UserError("the file holds no prompt", where=where, key="predict_data", value=path, fix=fix)
     return prompts
+
+
+def _prompt_of_record(line: str, where: str) -> str:
+    """The prompt of one line of a .jsonl file."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if isinstance(record, dict):
+        for name in ("prompt", "text"):
+            if name in record and isinstance(record[name], str):
+                return record[name]
+    raise UserError(
+        "a line of a .jsonl file of prompts is a JSON object with a text under prompt (or text)",
+        where=where, key="predict_data", value=_shortened(line), fix='write {"prompt": "Once upon a time"}',
+    )  # fmt: skip
 
 
 def predict(config: Config, write: Callable[[str], None]) -> None:
@@ -81,7 +105,8 @@ def predict(config: Config, write: Callable[[str], None]) -> None:
         for first in range(0, len(prompts), size):
             part = slice(first, first + size)
             steps = generator.stream(encoded[part], limits[part], sampling, first)
-            texts = _show(prompts[part], steps, tokenizer, generator, write)
+            numbers = [f"[{number + 1}/{len(prompts)}]" for number in range(len(prompts))[part]]
+            texts = _show(prompts[part], numbers, steps, tokenizer, generator, write)
             for prompt, text in zip(prompts[part], texts, strict=True):
                 record({"prompt": prompt, "text": text})
 
@@ -101,9 +126,21 @@ def write_records(path: Path) -> Iterator[Callable[[dict], None]]:
         raise write_failure(path, error) from error
 
 
-def _show(prompts: Sequence[str], steps, tokenizer: Tokenizer, generator: Generator, write: Callable) -> list[str]:
-    """Texts of a batch. A single prompt's text is written token by token, several ones when the batch is done."""
+def _show(
+    prompts: Sequence[str],
+    numbers: Sequence[str],
+    steps: Iterable[Sequence[int | None]],
+    tokenizer: Tokenizer,
+    generator: Generator,
+    write: Callable[[str], None],
+) -> list[str]:
+    """Texts of a batch, written under a heading that names the prompt; that of a run's only prompt without one.
+
+    A batch of one is written token by token, a larger one when it is done.
+    """
     streams, texts = [tokenizer.stream() for _ in prompts], ["" for _ in prompts]
+    headings = [f"{number} {_shortened(prompt)!r}\n" for number, prompt in zip(numbers, prompts, strict=True)]
+    headings = [""] if numbers == ["[1/1]"] else headings
     alone = len(prompts) == 1
 
     def add(row: int, text: str) -> None:
@@ -112,7 +149,7 @@ def _show(prompts: Sequence[str], steps, tokenizer: Tokenizer, generator: Genera
             write(text)
 
     if alone:
-        write(prompts[0])
+        write(headings[0] + prompts[0])
     for tokens in steps:
         for row, token in enumerate(tokens):
             if token is not None and token not in generator.eos_ids:
@@ -122,9 +159,13 @@ def _show(prompts: Sequence[str], steps, tokenizer: Tokenizer, generator: Genera
     if alone:
         write("\n\n")
     else:
-        for prompt, text in zip(prompts, texts, strict=True):
-            write(f"{prompt}{text}\n\n")
+        for heading, prompt, text in zip(headings, prompts, texts, strict=True):
+            write(f"{heading}{prompt}{text}\n\n")
     return texts
+
+
+def _shortened(text: str) -> str:
+    return text[:40] + ("..." if len(text) > 40 else "")
 
 
 def _encode(config: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -163,7 +204,7 @@ def _most_new_tokens(config: Config, prompt: str, length: int) -> int:
             f"a prompt of {length} tokens leaves no room for an answer in {limit}",
             where=config.source.where("predict_data"),
             key="predict_data",
-            value=prompt[:40] + ("..." if len(prompt) > 40 else ""),
+            value=_shortened(prompt),
             fix="shorten the prompt or raise model.model_config.max_decode_length",
         )
     return min(limit - length, settings.max_new_tokens or limit)

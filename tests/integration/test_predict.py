@@ -214,9 +214,20 @@ def test_a_file_of_prompts_in_batches(path: Path, home: Path, capsys: pytest.Cap
     (home / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
     records = predict(path, predict_data=home / "prompts.txt", predict_batch_size=3)
     assert [record["prompt"] for record in records] == prompts
-    assert capsys.readouterr().out == "".join(f"{r['prompt']}{r['text']}\n\n" for r in records)
+    headed = (f"[{n}/4] {r['prompt']!r}\n{r['prompt']}{r['text']}\n\n" for n, r in enumerate(records, start=1))
+    assert capsys.readouterr().out == "".join(headed)
     for prompt, record in zip(prompts, records, strict=True):
         assert predict(path, predict_data=prompt) == [record]
+
+
+def test_a_file_of_json_lines(path: Path, home: Path, capsys: pytest.CaptureFixture) -> None:
+    lines = [{"prompt": "the cat\nsat", "id": 7}, {"text": "a" * 50}]
+    text = "\n\n".join(json.dumps(line) for line in lines)
+    (home / "prompts.jsonl").write_text(text, encoding="utf-8")
+    records = predict(path, predict_data=home / "prompts.jsonl", model__model_config__max_decode_length=64)
+    assert [record["prompt"] for record in records] == ["the cat\nsat", "a" * 50]
+    shown = capsys.readouterr().out
+    assert shown.startswith("[1/2] 'the cat\\nsat'\nthe cat\nsat") and f"[2/2] '{'a' * 40}...'\n{'a' * 50}" in shown
 
 
 def test_a_prompt_of_bytes_that_are_no_text(path: Path) -> None:
@@ -246,6 +257,9 @@ def test_sampled_predictions_repeat_with_the_seed(path: Path) -> None:
         ({"predict_data": "mat", **TOKENIZER}, ["a prompt has token 300, beyond the model's vocabulary of 257"]),
         ({"predict_data": "a\udcff", **TOKENIZER}, ["a prompt is not valid UTF-8"]),
         ({"predict_data": "empty.txt"}, ["holds no prompt", "empty.txt"]),
+        ({"predict_data": "empty.jsonl"}, ["holds no prompt", '{"prompt": "..."}']),
+        ({"predict_data": "texts.jsonl"}, ["texts.jsonl:2: ", "is a JSON object", "'just text'"]),
+        ({"predict_data": "numbers.jsonl"}, ["numbers.jsonl:1: ", "with a text under prompt"]),
         ({"predict_data": "binary.txt"}, ["cannot be read as UTF-8", "binary.txt"]),
         ({"predict_data": "a", "load_checkpoint": "nowhere"}, ["load_checkpoint = 'nowhere'", "does not exist"]),
     ],
@@ -256,6 +270,9 @@ def test_prompts_that_cannot_be_continued(
 ) -> None:
     monkeypatch.chdir(home)
     Path("empty.txt").write_text("\n \n")
+    Path("empty.jsonl").write_text("\n")
+    Path("texts.jsonl").write_text('{"prompt": "a"}\njust text\n')
+    Path("numbers.jsonl").write_text('{"prompt": 3}\n')
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")
     write_tokenizer(Path("words.json"))
     output = home / "refused"

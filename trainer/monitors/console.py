@@ -40,17 +40,17 @@ class Eta:
         self._last_step = info.last_step
 
     def add(self, metrics: StepMetrics) -> None:
-        """Takes one step into the mean. The first step compiles, so the second one replaces it."""
+        """Takes one step into the mean; the first one compiles and says nothing about the others."""
         self._steps_seen += 1
-        if self._mean_seconds is None or self._steps_seen == 2:
+        if self._steps_seen == 2:
             self._mean_seconds = metrics.step_seconds
-        else:
+        elif self._mean_seconds is not None:
             self._mean_seconds += self._FORGET * (metrics.step_seconds - self._mean_seconds)
 
-    def seconds(self, metrics: StepMetrics) -> float:
-        """Seconds from ``metrics`` to the last step."""
-        steps_left = max(0, (self._last_step or metrics.total_steps) - metrics.step)
-        return steps_left * (self._mean_seconds or 0.0)
+    def seconds(self, metrics: StepMetrics) -> float | None:
+        """Seconds from ``metrics`` to the last step; None at the last step, and while nothing is known."""
+        steps_left = (self._last_step or metrics.total_steps) - metrics.step
+        return steps_left * self._mean_seconds if self._mean_seconds is not None and steps_left > 0 else None
 
 
 class LineMonitor(Monitor):
@@ -58,7 +58,7 @@ class LineMonitor(Monitor):
 
     Args:
         write: Takes one line without its newline.
-        step_line: Makes the line of a step from its metrics and the seconds left.
+        step_line: Makes the line of a step from its metrics and the seconds left, None when unknown or done.
         every: Steps from one line to the next; the first and the last step of a run always have theirs.
         release: Called once at the end, for example to close a file.
     """
@@ -175,8 +175,9 @@ class ProgressMonitor(Monitor):
         step = f"step {metrics.step:>{len(str(self._last_step))}}/{self._last_step}  "
         norm = "" if metrics.global_norm is None else f"norm {metrics.global_norm:.3g}  "
         rate = f"{wording.count(metrics.tokens_per_second)} tokens/s"
-        eta = wording.duration(self._eta.seconds(metrics))
-        rest = f"  lr {metrics.lr:.2e}  {norm}{rate}  eta {eta}"
+        left = self._eta.seconds(metrics)
+        eta = f"  eta {wording.duration(left)}" if left is not None else ""
+        rest = f"  lr {metrics.lr:.2e}  {norm}{rate}{eta}"
         return Text.assemble(step, ("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), (rest, "dim"))
 
     def _print(self, line: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from trainer.monitors.metrics import EvalMetrics, RunInfo, RunSummary, StepMetrics
 
-StepLine = Callable[[StepMetrics, float], str]
+StepLine = Callable[[StepMetrics, float | None], str]
 
 
 def count(number: float) -> str:
@@ -45,7 +45,7 @@ def size(number_bytes: float) -> str:
     return f"{number_bytes / (1 << 30):.2f} GiB"
 
 
-def plain_step(metrics: StepMetrics, eta_seconds: float) -> str:
+def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
     """``step 20/100 | epoch 1/2 | loss 5.6123 | lr 5.00e-05 | norm 0.981 | 12.3k tokens/s | eta 1m05s``."""
     width = len(str(metrics.total_steps))
     parts = [
@@ -61,11 +61,13 @@ def plain_step(metrics: StepMetrics, eta_seconds: float) -> str:
     if metrics.overflow:
         parts.append("OVERFLOW, update skipped")
     parts += [f"{name} {value:.4g}" for name, value in metrics.extra.items()]
-    parts += [f"{count(metrics.tokens_per_second)} tokens/s", f"eta {duration(eta_seconds)}"]
+    parts.append(f"{count(metrics.tokens_per_second)} tokens/s")
+    if eta_seconds is not None:
+        parts.append(f"eta {duration(eta_seconds)}")
     return " | ".join(parts)
 
 
-def mindformers_step(metrics: StepMetrics, eta_seconds: float) -> str:
+def mindformers_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
     """The line of MindSpore Transformers, for tools that read its logs; without a norm when nobody asked for one."""
     epochs = f"Epoch:[{metrics.epoch:>3}/{metrics.epochs:>3}]"
     steps = f"step:[{metrics.step_in_epoch:>5}/{metrics.steps_per_epoch:>5}]"
