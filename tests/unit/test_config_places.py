@@ -297,6 +297,8 @@ def test_empty_sections_mean_their_defaults():
         ("lr_schedule:\n  learning_rte: 1.0\n", "lr_schedule.learning_rte", "lr_schedule.learning_rate"),
         ("lr_schedule:\n  type: ConstantWarmUpLR\n  lr_end: 0.1\n", "lr_schedule.lr_end", "warmup_steps, warmup_ratio"),
         ("epochs: 3\n", "epochs", "runner_config.epochs"),
+        ("optimizer:\n  warmup_steps: 3\n", "optimizer.warmup_steps", "in its section: lr_schedule.warmup_steps"),
+        ("model_config: {max_grad_norm: 3}\n", "model.model_config.max_grad_norm", "runner_wrapper.max_grad_norm"),
         ("zzz: 3\n", "zzz", "remove it"),
         ("model: {settings: {}}\n", "model.settings", "remove it"),
     ],
@@ -322,6 +324,11 @@ def test_unknown_keys_name_the_nearest(text, key, fix):
 def test_unknown_types_list_the_known_ones(text, parts):
     message = error_of(text)
     assert all(part in message for part in parts), message
+
+
+def test_an_unknown_type_that_resembles_one_names_that_one_only():
+    message = error_of("lr_schedule: {type: CosinWithWarmUpLR}\n")
+    assert message.endswith("Fix: you probably mean CosineWithWarmUpLR.")
 
 
 def test_types_have_other_spellings():
@@ -375,3 +382,49 @@ def test_untied_embeddings_are_the_opposite_of_tied_ones():
     assert load("model_config: {untie_embeddings_and_output_weights: False}\n").decoder.tie_word_embeddings
     message = error_of("model_config:\n  untie_embeddings_and_output_weights: True\n  tie_word_embeddings: True\n")
     assert "contradicts tie_word_embeddings = True (a.yaml:3)" in message
+
+
+# What Hugging Face's config.json and other optimizers write
+
+
+def test_rope_parameters_of_transformers_5():
+    text = "model_config:\n  rope_parameters: {rope_type: yarn, rope_theta: 5e5, factor: 4.0}\n"
+    decoder = load(text).decoder
+    assert (decoder.rope_theta, decoder.rope_scaling.rope_type, decoder.rope_scaling.factor) == (5e5, "yarn", 4.0)
+    assert load("model_config: {rope_parameters: {rope_theta: 7}}\n").decoder.rope_theta == 7
+    plain = load("model_config: {rope_parameters: {rope_type: default, rope_theta: 1e6, partial_rotary_factor: 1.0}}\n")
+    assert (plain.decoder.rope_theta, plain.decoder.rope_scaling.rope_type) == (1e6, "default")
+    flagged = load(text, "model.model_config.rope_parameters.factor=8", "model_config.rope_parameters.rope_theta=9.0")
+    assert (flagged.decoder.rope_scaling.factor, flagged.decoder.rope_theta) == (8, 9.0)
+    message = error_of(text + "  rope_theta: 1e6\n")
+    assert "a.yaml:3: model.model_config.rope_theta = 1000000.0: disagrees with a.yaml:2" in message
+    assert "not yet" in error_of("model_config: {rope_parameters: {partial_rotary_factor: 0.5}}\n")
+
+
+def test_windows_that_are_off_change_nothing_and_others_are_not_yet():
+    kept = "model_config: {sliding_window: 4096, use_sliding_window: False, use_mrope: False, layer_types: "
+    told = notices(kept + "[full_attention, full_attention]}\n")
+    assert "model.model_config.sliding_window" in told and "use_sliding_window turns it off" in told
+    assert "model.model_config.layer_types" in told
+    for text, part in (
+        ("sliding_window: 4096", "sliding_window = 4096: not yet supported: attention sees all earlier tokens"),
+        ("use_sliding_window: True", "use_sliding_window = True: not yet supported"),
+        ("layer_types: [full_attention, sliding_attention]", "layer_types = ['sliding_attention']: not yet supported"),
+        ("use_mrope: True", "use_mrope = True: not yet supported"),
+    ):
+        assert part in error_of(f"model_config: {{{text}}}\n")
+
+
+def test_the_dtype_of_a_hugging_face_file_is_told():
+    for name in ("dtype", "torch_dtype"):
+        assert "param_init_type says" in notices(f"model_config: {{{name}: bfloat16}}\n")
+
+
+def test_beta1_and_beta2_are_the_betas():
+    assert load("optimizer: {beta1: 0.8, beta2: 0.95}\n").optimizer.betas == [0.8, 0.95]
+    assert load("optimizer: {beta2: 0.95}\n").optimizer.betas == [0.9, 0.95]
+    assert load("optimizer: {beta1: 0.8, beta2: 0.95, betas: [0.8, 0.95]}\n").optimizer.betas == [0.8, 0.95]
+    assert load("seed: 1\n", "optimizer.beta1=0.7").optimizer.betas == [0.7, 0.999]
+    message = error_of("optimizer:\n  betas: [0.9, 0.95]\n  beta1: 0.8\n  beta2: 0.95\n")
+    assert "a.yaml:3: optimizer.betas = [0.8, 0.95]: disagrees with a.yaml:2" in message
+    assert "= 1.5: must be less than 1" in error_of("optimizer: {beta1: 1.5}\n")

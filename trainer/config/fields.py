@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 REQUIRED: Any = ...
 
-_ALIASES, _SUPPORT, _REASON = "x-aliases", "x-support", "x-reason"
+_ALIASES, _SUPPORT, _REASON, _MEANINGS = "x-aliases", "x-support", "x-reason", "x-meanings"
 Support = Literal["honoured", "ignored", "not_yet"]
 
 
@@ -54,16 +54,24 @@ def _declare(default: Any, description: str, extra: dict[str, Any], constraints:
     return Field(description=description, json_schema_extra=extra or None, **constraints)
 
 
-def setting(default: Any, description: str, *, aliases: tuple[str, ...] = (), **constraints: Any) -> Any:
+def setting(
+    default: Any,
+    description: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    meanings: dict[int, str] | None = None,
+    **constraints: Any,
+) -> Any:
     """Declares a key that acts.
 
     Args:
         default: Value when the file leaves the key out; ``REQUIRED`` when it may not.
         description: What it does, with its unit.
         aliases: Other names of the same key; naming it twice with different values is an error.
+        meanings: A word for each of the few values there are, for messages.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
-    return _declare(default, description, {_ALIASES: list(aliases)}, constraints)
+    return _declare(default, description, {_ALIASES: list(aliases), _MEANINGS: meanings}, constraints)
 
 
 def section(kind: type[Section], description: str, **constraints: Any) -> Any:
@@ -91,6 +99,12 @@ def aliases_of(field: FieldInfo) -> list[str]:
     """Other names under which a file may write this field."""
     extra = _extra(field)
     return extra[_ALIASES] if _ALIASES in extra else []
+
+
+def meanings_of(field: FieldInfo) -> dict[int, str]:
+    """The values it may have with a word for each; empty where they speak for themselves."""
+    extra = _extra(field)
+    return extra[_MEANINGS] if _MEANINGS in extra else {}
 
 
 def support_of(field: FieldInfo) -> tuple[Support, str]:

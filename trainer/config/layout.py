@@ -11,8 +11,12 @@ from trainer.config.fields import Section, shape_of, yaml_names
 from trainer.config.model_schema import ModelConfig
 from trainer.config.moe_schema import MoEConfig
 from trainer.config.nodes import Entry, Items, Scalar, Table, is_null, own_node, plain
+from trainer.config.optim_schema import OptimizerConfig
 from trainer.config.schema import Config
 from trainer.errors import UserError
+
+_MODEL = ("model", "model_config")
+_BETAS = {"beta1": "0", "beta2": "1"}
 
 MOVED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("callback",), ("callbacks",)),
@@ -20,6 +24,10 @@ MOVED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("moe_config",), ("model", "model_config", "moe_config")),
     (("train_dataset_task", "dataset_config"), ("train_dataset",)),
     (("eval_dataset_task", "dataset_config"), ("eval_dataset",)),
+    # What transformers 5 writes in a config.json.
+    ((*_MODEL, "rope_parameters", "rope_theta"), (*_MODEL, "rope_theta")),
+    ((*_MODEL, "rope_parameters", "partial_rotary_factor"), (*_MODEL, "rotary_pct")),
+    ((*_MODEL, "rope_parameters"), (*_MODEL, "rope_scaling")),
 )
 """Other places of a section -> its own place."""
 
@@ -29,9 +37,10 @@ def canonical_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     for old, new in MOVED:
         if keys[: len(old)] == old:
             keys = new + keys[len(old) :]
-    model = ("model", "model_config")
-    if len(keys) == 3 and keys[:2] == model and is_flat_moe_key(keys[2]):
-        keys = (*model, "moe_config", keys[2])
+    if len(keys) == 3 and keys[:2] == _MODEL and is_flat_moe_key(keys[2]):
+        keys = (*_MODEL, "moe_config", keys[2])
+    if len(keys) == 2 and keys[0] == "optimizer" and keys[1] in _BETAS:
+        keys = ("optimizer", "betas", _BETAS[keys[1]])
     return keys
 
 
@@ -52,7 +61,8 @@ def arrange(root: Table) -> list[str]:
     notices = _adopt_lost_keys(root)
     for old, new in MOVED:
         _move(root, old, new)
-    settings = _find(root, ("model", "model_config"))
+    _join_betas(root)
+    settings = _find(root, _MODEL)
     if settings is not None and isinstance(settings.node, Table):
         flat = [key for key in settings.node.entries() if is_flat_moe_key(key)]
         if flat:
@@ -140,6 +150,24 @@ def disagreement(key: str, first: Entry, second: Entry) -> UserError:
         value=plain(later.node),
         fix="remove one of the two",
     )
+
+
+def _join_betas(root: Table) -> None:
+    """``beta1`` and ``beta2`` of the optimizer become ``betas``, the absent one with its default."""
+    optimizer = _find(root, ("optimizer",))
+    if optimizer is None or not isinstance(optimizer.node, Table):
+        return
+    entries = optimizer.node.entries()
+    given = {name: entries[name] for name in _BETAS if name in entries}
+    if not given:
+        return
+    first = next(iter(given.values()))
+    defaults = OptimizerConfig.model_fields["betas"].get_default(call_default_factory=True)
+    pairs = zip(_BETAS, defaults, strict=True)
+    both = Entry(Items([given[name] if name in given else Entry(Scalar(value)) for name, value in pairs]), first.place)
+    if "betas" in entries:
+        merge(entries["betas"], both, "optimizer.betas")
+    optimizer.node = Table({name: entry for name, entry in entries.items() if name not in given} | {"betas": both})
 
 
 def _move_flat_moe_keys(settings: Entry, flat: list[str]) -> None:

@@ -14,6 +14,7 @@ def model_problems(config: Config, report: Callable[..., Problem]) -> Iterator[P
     """Sizes that do not divide each other, and options that contradict each other."""
     yield from _heads(config, report)
     yield from _positions(config, report)
+    yield from _windows(config, report)
     decoder = config.decoder
     untied = decoder.untie_embeddings_and_output_weights
     if untied is not None and untied == decoder.tie_word_embeddings:
@@ -50,6 +51,26 @@ def _heads(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
             decoder.kv_heads,
             f"must divide num_heads ({heads})",
             f"use {_divisor(heads, decoder.kv_heads)}, or leave it out for {heads}",
+        )
+
+
+def _windows(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
+    """Attention that does not see all earlier tokens: Hugging Face's files name it even where it is off."""
+    decoder = config.decoder
+    if decoder.sliding_window is not None and not config.source.where(f"{_KEY}.use_sliding_window"):
+        yield report(
+            f"{_KEY}.sliding_window",
+            decoder.sliding_window,
+            "not yet supported: attention sees all earlier tokens",
+            "leave it out, or write use_sliding_window: False where the model does not use it",
+        )
+    others = sorted(set(decoder.layer_types or ()) - {"full_attention"})
+    if others:
+        yield report(
+            f"{_KEY}.layer_types",
+            others,
+            "not yet supported: every layer has full_attention",
+            "leave it out, or use a model of full_attention layers",
         )
 
 

@@ -205,7 +205,9 @@ class ModelConfig(Section):
     ffn_concat: bool = ignored(False, "One matrix for gate and up.", _SEPARATE, aliases=("mlp_concat",))
     mla_qkv_concat: bool = ignored(False, "One matrix for query, key and value.", _SEPARATE)
     gated_linear_unit: bool = not_yet(True, "A gate in the feed-forward layer.", "it always has one; leave it True")
-    rotary_pct: float = not_yet(1.0, "Part of a head that is rotated.", "a whole head is; leave it 1.0")
+    rotary_pct: float = not_yet(
+        1.0, "Part of a head that is rotated.", "a whole head is; leave it 1.0", aliases=("partial_rotary_factor",)
+    )
     bias_dropout_fusion: bool = ignored(False, "Fuse bias and dropout.", _ASCEND_ONLY)
     attention_softmax_in_fp32: bool = ignored(True, "Dtype of the attention's softmax.", "softmax_compute_type says it")
     fp32_residual_connection: bool = ignored(
@@ -263,13 +265,20 @@ class ModelConfig(Section):
     )
     use_cache: bool = ignored(True, "Keep keys and values.", "generation always keeps them")
     torch_dtype: str | None = ignored(
-        None, "Dtype of the Hugging Face file.", "param_init_type says the dtype of the parameters"
+        None,
+        "Dtype of the Hugging Face file.",
+        "param_init_type says the dtype of the parameters, compute_dtype that of the matrix products",
+        aliases=("dtype",),
     )
     pretraining_tp: int = ignored(1, "Pretraining parallelism.", _HF_ONLY)
     transformers_version: str | None = ignored(None, "Version that wrote config.json.", _HF_ONLY)
-    sliding_window: int | None = not_yet(
-        None, "Window of attention.", "attention sees all earlier tokens; leave it null"
+    sliding_window: int | None = ignored(
+        None, "Window of attention; an error without use_sliding_window False.", "use_sliding_window turns it off"
     )
+    layer_types: list[str] | None = ignored(
+        None, "Kind of attention of each layer; another one is an error.", "every layer has full_attention"
+    )
+    use_mrope: bool = not_yet(False, "Positions of images.", "only text models can be trained; leave it False")
     use_sliding_window: bool = not_yet(
         False, "Window of attention.", "attention sees all earlier tokens; leave it False"
     )

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import Section, fields_by_yaml_name, scalar_kinds, shape_of, support_of, types_of, yaml_names
+from trainer.config.fields import (
+    Section,
+    aliases_of,
+    fields_by_yaml_name,
+    scalar_kinds,
+    shape_of,
+    support_of,
+    types_of,
+    yaml_names,
+)
 from trainer.config.layout import disagreement, merge
-from trainer.config.model_schema import ModelConfig
 from trainer.config.nodes import Entry, Items, Node, Scalar, Table, is_null, plain
 from trainer.config.problems import Place, Problem, nearest, one_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 
+_SUGGESTED = 3
+"""At most so many sections are named for a key that stands in the wrong place."""
 _LISTED = 15
 """A section with at most so many keys has them listed when an unknown one resembles none."""
 
@@ -70,7 +81,7 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
 
 def _unknown(name: str, kind: type[Section], path: str, place: Place) -> UserError:
     guess = nearest(name, list(yaml_names(kind)))
-    homes = [] if path else sections_with(name)
+    homes = [home for home in sections_with(name) if f"{home}." != path]
     if homes and guess.lower() != name.lower():
         fix = f"write it in its section: {one_of([f'{home}.{name}' for home in homes])}"
     elif guess:
@@ -91,13 +102,24 @@ def _unknown(name: str, kind: type[Section], path: str, place: Place) -> UserErr
 
 
 def sections_with(name: str) -> list[str]:
-    """The sections that have a key of this name: ``runner_config`` for ``epochs``."""
-    sections: dict[str, type[Section]] = {"model.model_config": ModelConfig}
-    for key, info in Config.model_fields.items():
+    """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first."""
+    homes: dict[str, bool] = {}
+    for path, info in _keys_named(name, Config, ()):
+        homes[path] = homes.get(path, False) or support_of(info)[0] == "honoured"
+    acting = [path for path, acts in homes.items() if acts]
+    # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
+    acting = ["lr_schedule"] if "lr_schedule" in acting and "optimizer" in acting else acting
+    return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
+
+
+def _keys_named(name: str, kind: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, FieldInfo]]:
+    """Each section below the top level with a key of this name, and the key's declaration."""
+    for main, info in fields_by_yaml_name(kind).items():
+        if path and name != "type" and name in (main, *aliases_of(info)):
+            yield ".".join(path), info
         shape = shape_of(info)
-        if len(shape.kinds) == 1 and not shape.is_list:
-            sections[key] = shape.kinds[0]
-    return [key for key, kind in sections.items() if name in yaml_names(kind)]
+        for each in shape.kinds:
+            yield from _keys_named(name, each, (*path, main, *(["0"] if shape.is_list else [])))
 
 
 def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:
@@ -185,5 +207,4 @@ def _renamed_type(table: Table, alias: dict[str, str], path: str, found: Resolve
 
 def _types_fix(name: object, by_type: dict[str, type[Section]]) -> str:
     guess = nearest(str(name), list(by_type))
-    listed = f"write one of {one_of(list(by_type))}"
-    return f"you probably mean {guess}; otherwise {listed}" if guess else listed
+    return f"you probably mean {guess}" if guess else f"write one of {one_of(list(by_type))}"

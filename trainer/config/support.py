@@ -57,7 +57,7 @@ def not_yet_problems(config: Config) -> list[Problem]:
     """An error for every key that only its default can be honoured of."""
     problems = []
     for finding in findings(config):
-        if finding.support == "not_yet":
+        if finding.support == "not_yet" and not _unread(config, finding.key):
             place = config.source.place(finding.key)
             error = UserError(
                 "not yet supported", where=place.text, key=finding.key, value=finding.value, fix=finding.reason
@@ -66,10 +66,25 @@ def not_yet_problems(config: Config) -> list[Problem]:
     return problems
 
 
+def _unread(config: Config, key: str) -> str:
+    """Why this run does not read a data set, though it is there; empty when it does."""
+    trains = config.run_mode in ("train", "finetune")
+    if key == "eval_dataset.data_loader":
+        if trains:
+            return "" if config.do_eval else "do_eval is False"
+        return "" if config.run_mode == "eval" else f"run_mode is {config.run_mode}"
+    if key == "train_dataset.data_loader" and not trains:
+        return "" if config.run_mode == "eval" and config.eval_dataset is None else f"run_mode is {config.run_mode}"
+    return ""
+
+
 def ignored_notices(config: Config) -> list[str]:
     """One notice a reason, naming the keys that are ignored for it."""
     keys: dict[str, list[str]] = {}
     for finding in findings(config):
+        unread = _unread(config, finding.key)
+        if finding.support == "not_yet" and unread:
+            keys.setdefault(f"not read, {unread}", []).append(f"{finding.key} {finding.value}")
         if finding.support == "ignored":
             where = config.source.where(finding.key)
             keys.setdefault(finding.reason, []).append(f"{finding.key} ({where})" if where else finding.key)

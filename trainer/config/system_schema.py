@@ -18,7 +18,11 @@ class ContextConfig(Section):
     """Device and execution mode (YAML ``context``)."""
 
     mode: int = setting(
-        0, "0: blocks are compiled; 1: no compilation, for debugging; the same numbers. Default 0.", ge=0, le=1
+        0,
+        "0: blocks are compiled; 1: no compilation, for debugging; the same numbers. Default 0.",
+        meanings={0: "graph", 1: "pynative"},
+        ge=0,
+        le=1,
     )
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
     device_id: int = setting(0, "Which device of this machine. Default 0.", ge=0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from trainer.config.fields import Section, fields_by_yaml_name, shape_of
+from trainer.config.fields import Section, fields_by_yaml_name, meanings_of, shape_of
 from trainer.config.problems import NOWHERE, Place, Problem, nearest, one_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -68,11 +69,15 @@ def _problem(path: tuple[str, ...], items: list[Any], positions: dict[str, Place
             place, UserError("this key is required", where=place.text, key=key, fix=f"add {path[-1]}: to it")
         )
     value = first["input"]
-    rule = _rule(items)
+    rule = _rule(items, path)
     return Problem(place, UserError(rule, where=place.text, key=key, value=value, fix=_fix(path, items, value)))
 
 
-def _rule(items: list[Any]) -> str:
+def _rule(items: list[Any], path: tuple[str, ...]) -> str:
+    field = _declaration(path)
+    meanings = meanings_of(field) if field is not None else {}
+    if meanings:
+        return f"must be {one_of([f'{value} ({word})' for value, word in meanings.items()])}"
     kinds = [_KINDS[item["type"]] for item in items if item["type"] in _KINDS]
     literals = [name for item in items if item["type"] == "literal_error" for name in _expected(item)]
     if literals:
@@ -129,14 +134,22 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
 
 def describe(path: tuple[str, ...]) -> str:
     """The documentation of a key, for the fix of a message."""
+    field = _declaration(path)
+    if field is None:
+        return describe(path[:-1]) if path else ""
+    name = next(part for part in reversed(path) if not part.isdecimal())
+    return f"{name}: {field.description}".rstrip(".")
+
+
+def _declaration(path: tuple[str, ...]) -> FieldInfo | None:
+    """The declaration of a key; None when there is none of this name."""
     kinds: tuple[type[Section], ...] = (Config,)
-    text = ""
+    field = None
     for part in path:
-        if part.isdecimal():
-            continue
-        field = next((fields_by_yaml_name(kind)[part] for kind in kinds if part in fields_by_yaml_name(kind)), None)
-        if field is None:
-            return text
-        kinds = shape_of(field).kinds
-        text = f"{part}: {field.description}".rstrip(".")
-    return text
+        if not part.isdecimal():
+            known = (fields_by_yaml_name(kind) for kind in kinds)
+            field = next((fields[part] for fields in known if part in fields), None)
+            if field is None:
+                return None
+            kinds = shape_of(field).kinds
+    return field
