@@ -307,8 +307,8 @@ def dense(options: argparse.Namespace, console: Console) -> int:
     render(lines, console)
     machine = {**describe_machine(), "torch": said["torch"], "torch_python": said["python"],
                "matmul_gflops": said["matmul_gflops"]}
-    runs = {"trainer": ours, **{f"torch_{mode}": theirs[mode] for mode in modes}, "compilation": list(compilation.values()),
-            "accumulated": [accumulated]}
+    runs = {"trainer": ours, **{f"torch_{mode}": theirs[mode] for mode in modes},
+            "compilation": list(compilation.values()), "accumulated": [accumulated]}
     print(json.dumps({
         "benchmark": "dense", "machine": machine, "sizes": sizes,
         "lines": [{**asdict(line), "verdict": line.verdict} for line in lines],

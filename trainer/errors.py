@@ -28,11 +28,15 @@ class TrainerError(Exception):
     _ABSENT = object()
 
     def __init__(self, rule: str, *, where: str = "", key: str = "", value: object = _ABSENT, fix: str = "") -> None:
-        self.rule, self.where, self.key, self.fix = rule, where, key, fix
+        self.rule, self.where, self.key, self.fix, self._given = rule, where, key, fix, value
         self.value = None if value is self._ABSENT else value
         subject = key if value is self._ABSENT else f"{key or 'value'} = {value!r}"
         message = ": ".join(part for part in (where, subject, rule) if part) + "."
         super().__init__(message + (f"\n  Fix: {fix}." if fix else ""))
+
+    def at(self, where: str) -> TrainerError:
+        """The same error, with the place that only a caller knew."""
+        return type(self)(self.rule, where=where, key=self.key, value=self._given, fix=self.fix)
 
 
 class UserError(TrainerError):

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from trainer.checkpoint.weights import requested_weights
 from trainer.config import check_runnable, config_notices, dump_config
 from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
 from trainer.device import resolve_device
-from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
+from trainer.errors import EXIT_OK, RunError
 from trainer.models.shapes import parameter_shapes
 from trainer.monitors.console import console_monitor, log_file_monitor
 from trainer.monitors.files import make_folder, write_text
@@ -35,6 +34,7 @@ from trainer.monitors.summary import Totals
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule
 from trainer.plan import build_plan, plan_text
+from trainer.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -74,36 +74,6 @@ def _print_text(text: str) -> None:
     """Prints text as it comes; what the terminal's encoding lacks appears as an escape."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
-
-
-class StopSignals:
-    """Remembers SIGINT and SIGTERM instead of dying of them; a second one of the same kind acts at once."""
-
-    _CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._before: dict = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in self._CODES:
-            self._before[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: object) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._before[number])
-
-    def __bool__(self) -> bool:
-        return self.received is not None
-
-    @property
-    def exit_code(self) -> int:
-        return self._CODES[self.received] if self.received else EXIT_OK
 
 
 @dataclass(frozen=True)
@@ -205,8 +175,13 @@ class _Training:
         self.optimizer = build_optimizer(model.parameters_by_name, groups, config.optimizer)
         if self.resumed:
             self.optimizer.load_state(self.resumed.optimizer, self.resumed.updates)
+        self.step = TrainStep(
+            model, self.optimizer, self.schedule, self.session.build_inputs, config.runner_wrapper,
+            seed=config.seed, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+        )  # fmt: skip
+        if self.resumed and self.resumed.step:
+            self.step.load_state(self.resumed.step)
         self.weights = self.resumed = None  # the model has them now
-        self.step = TrainStep(model, self.optimizer, self.schedule, self.session.build_inputs, config)
 
     def fit(self, stop: StopSignals) -> None:
         """Trains to the last step or the first signal; always leaves a checkpoint of where it stopped."""
@@ -235,8 +210,18 @@ class _Training:
             micro_batches = list(itertools.islice(batches, window))
             if not micro_batches:
                 return
-            result = self.step(micro_batches)
+            result = self.located_step(micro_batches)
             yield self.after_step(result, len(micro_batches), time.perf_counter() - began)
+
+    def located_step(self, micro_batches: list[Batch]) -> StepResult:
+        """Does a step; a failure says which step it was and which micro-batches it saw."""
+        try:
+            return self.step(micro_batches)
+        except RunError as error:
+            position = self.position
+            first, last = position.batch + 1, position.batch + len(micro_batches)
+            where = f"step {position.step + 1} (epoch {position.epoch + 1}, micro-batches {first} to {last})"
+            raise error.at(where) from error
 
     def after_step(self, result: StepResult, micro_batches: int, seconds: float) -> StepMetrics:
         position, config = self.position, self.config
@@ -246,8 +231,7 @@ class _Training:
         epoch, batch = position.epoch, position.batch
         if batch >= self.data.loader.batches_per_epoch:
             position.epoch, position.batch = epoch + 1, 0
-        if not result.updated:
-            self.tell("on_notice", f"step {position.step} had no token with a loss: nothing was updated")
+        self.tell_what_was_skipped(result)
         return StepMetrics(
             step=position.step,
             total_steps=self.info.total_steps,
@@ -257,14 +241,26 @@ class _Training:
             steps_per_epoch=self.steps_per_epoch,
             loss=result.loss,
             lr=result.lr,
-            global_norm=result.global_norm,
-            loss_scale=1.0,
-            overflow=False,
+            global_norm=result.global_norm if math.isfinite(result.global_norm) else None,
+            loss_scale=result.loss_scale,
+            overflow=result.overflow,
+            skipped=result.skipped,
+            details={"local_norm": result.local_norms} if result.local_norms else {},
             tokens=result.tokens,
             tokens_per_second=result.tokens / seconds,
             step_seconds=seconds,
             peak_rss_bytes=peak_rss_bytes(),
         )
+
+    def tell_what_was_skipped(self, result: StepResult) -> None:
+        """Overflow has a line of its own on the console, other reasons get a notice."""
+        step = self.position.step
+        if not result.updated and not result.overflow:
+            self.tell("on_notice", f"step {step}: {result.skipped}: nothing was updated")
+        elif result.empty_micro_batches:
+            count = result.empty_micro_batches
+            empty = "a micro-batch" if count == 1 else f"{count} micro-batches"
+            self.tell("on_notice", f"step {step}: {empty} without a token that has a loss, left out")
 
     def evaluates(self, metrics: StepMetrics, ended: bool) -> bool:
         config = self.config
@@ -287,6 +283,7 @@ class _Training:
             self.position,
             self.session.model,
             self.optimizer,
+            step_state=self.step.state(),
             optimizer_type=self.config.optimizer.type,
             layout=self.layout,
             keep_max=self.keep_max,

@@ -57,7 +57,10 @@ class TinyTrainer:
         config = config_of(**sections)
         groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
         optimizer = build_optimizer(self.model.parameters_by_name, groups, config.optimizer)
-        return TrainStep(self.model, optimizer, schedule, self.build_inputs, config, rank)
+        return TrainStep(
+            self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, rank=rank,
+            stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+        )  # fmt: skip
 
 
 def make_batch(seed: int, valid: int, rows: int = 1) -> Batch:

@@ -23,11 +23,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
     ("trainer.errors",),
     ("trainer.config",),
+    ("trainer.ops.precision",),
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
         "trainer.models.shapes", "trainer.ops.select", "trainer.device", "trainer.flags", "trainer.doctor",
-        "trainer.launch",
+        "trainer.launch", "trainer.stop_signals",
     ),
     ("trainer.plan",),
     ("trainer.parallel",),

@@ -55,12 +55,14 @@ class Resumed:
         weights: By name.
         optimizer: Its state, by `kind.parameter`.
         updates: How many the optimizer has made.
+        step: State of the training step (loss scale); None in a checkpoint from before it had one.
     """
 
     position: Position
     weights: dict[str, np.ndarray]
     optimizer: dict[str, np.ndarray]
     updates: int
+    step: dict[str, Any] | None
 
 
 def data_layout(config: Config, rows: RowDataset) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def save(
     model: Decoder,
     optimizer: Optimizer,
     *,
+    step_state: Mapping[str, Any],
     optimizer_type: str,
     layout: Mapping[str, Any],
     keep_max: int,
@@ -94,6 +97,7 @@ def save(
     Args:
         folder: Of the run's checkpoints.
         position, model, optimizer: What to write.
+        step_state: Of the training step, see `TrainStep.state`.
         optimizer_type: Of the configuration.
         layout: See `data_layout`.
         keep_max: Checkpoints to keep.
@@ -108,6 +112,7 @@ def save(
     state = {
         "position": asdict(position),
         "optimizer": {"type": optimizer_type, "updates": optimizer.updates},
+        "step": dict(step_state),
         "data": dict(layout),
     }
     return write_checkpoint(folder, position.step, tensors, state, keep_max)
@@ -182,7 +187,8 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
             fix=f"use {before}, or start anew from its weights with --load_checkpoint",
         )
     position = _position(found, config, layout, where)
-    return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"])
+    step = found.state["step"] if "step" in found.state else None
+    return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"], step)
 
 
 def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], where: str) -> Position:

@@ -15,6 +15,7 @@ def fill_in(found: Resolved) -> None:
     _from_architecture(found)
     _from_untied_embeddings(found)
     _from_optimizer(found)
+    _from_top_level_switches(found)
 
 
 def _section(data: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -57,6 +58,13 @@ def _from_optimizer(found: Resolved) -> None:
     name = "base_lr" if "type" in schedule and str(schedule["type"]).startswith("CosineAnnealing") else "learning_rate"
     if name not in schedule:
         _set(found, ("lr_schedule", name), rate, "optimizer.learning_rate")
+
+
+def _from_top_level_switches(found: Resolved) -> None:
+    """Older files write a switch of the wrapper at the top level."""
+    name = "use_skip_data_by_global_norm"
+    if name in found.data and name not in _section(found.data, "runner_wrapper"):
+        _set(found, ("runner_wrapper", name), found.data[name], name)
 
 
 def _set(found: Resolved, keys: tuple[str, ...], value: Any, because: str) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainer.config.adapter_rules import adapter_notices
 from trainer.config.model_rules import model_problems
 from trainer.config.moe_rules import callback_problems, moe_notices, moe_problems
+from trainer.config.precision_rules import precision_notices, precision_problems
 from trainer.config.problems import Problem
+from trainer.config.runner_schema import LossScaleSection
 from trainer.config.schema import Config
 from trainer.errors import UserError
 
@@ -30,7 +33,10 @@ def reporter(config: Config) -> Report:
 def rule_problems(config: Config) -> list[Problem]:
     """Everything that the sections say against each other."""
     report = reporter(config)
-    rules = (model_problems, moe_problems, callback_problems, _vocabulary, _schedule, _learning_rate, _data, _pipeline)
+    rules = (
+        model_problems, moe_problems, callback_problems, _vocabulary, _schedule, _learning_rate, _data, _pipeline,
+        _loss_scale, precision_problems,
+    )  # fmt: skip
     return [problem for rule in rules for problem in rule(config, report)]
 
 
@@ -137,10 +143,29 @@ def _pipeline(config: Config, report: Report) -> Iterator[Problem]:
         )
 
 
+def _loss_scale(config: Config, report: Report) -> Iterator[Problem]:
+    sense = config.runner_wrapper.scale_sense
+    if isinstance(sense, LossScaleSection) and sense.type == "AdaptiveLossScaleUpdateCell":
+        yield report(
+            "runner_wrapper.scale_sense.type",
+            sense.type,
+            "not yet supported",
+            "use DynamicLossScaleUpdateCell, which falls on overflow and grows after scale_window steps",
+        )
+
+
 def rule_notices(config: Config) -> list[str]:
     """What works, but other than a reader of the file might expect."""
-    rules = (_dtype_notices, _optimizer_notices, _parallel_notices, _data_notices, _mode_notices, moe_notices)
+    rules = (
+        precision_notices, _position_notices, _optimizer_notices, _parallel_notices, _data_notices, _mode_notices,
+        _wrapper_notices, moe_notices, adapter_notices,
+    )  # fmt: skip
     return [notice for rule in rules for notice in rule(config)]
+
+
+def _wrapper_notices(config: Config) -> Iterator[str]:
+    if config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
+        yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell, for every layout"
 
 
 def _set_keys(config: Config, section: str, names: tuple[str, ...]) -> list[str]:
@@ -151,19 +176,8 @@ def _set_keys(config: Config, section: str, names: tuple[str, ...]) -> list[str]
     return [key for key in keys if config.source.where(key)]
 
 
-def _dtype_notices(config: Config) -> Iterator[str]:
+def _position_notices(config: Config) -> Iterator[str]:
     decoder = config.decoder
-    names = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype", "param_init_type")
-    asked = {name: getattr(decoder, name) for name in names}
-    on_cpu = config.context.device_target in (None, "CPU")
-    reasons = {
-        "bfloat16": "a CPU has no bfloat16 kernels" if on_cpu else "mixed precision is not built yet",
-        "float16": "mixed precision is not built yet",
-    }
-    for dtype, reason in reasons.items():
-        keys = [f"model.model_config.{name}" for name, value in asked.items() if value == dtype]
-        if keys:
-            yield f"{', '.join(keys)}: {reason}; it computes in float32 instead of {dtype}"
     if decoder.max_positions < decoder.seq_length:
         yield (
             f"model.model_config.seq_length {decoder.seq_length} is beyond max_position_embeddings"

@@ -1,12 +1,14 @@
 """Sections about the run itself: runner_config, runner_wrapper and what a profile or TensorBoard would need."""
 
 # No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
-from typing import Literal
+from typing import Annotated, Literal
 
-from trainer.config.fields import Section, ignored, not_yet, setting
+from pydantic import Field
+
+from trainer.config.fields import Section, ignored, setting
 
 _STEP_IN_PYTHON = "each optimizer step is one call from Python, there is no data sink to fill"
-_LOSS_SCALE = "loss scaling is not built; write a number, 1.0"
+_ADAPTIVE_ONLY = "only the adaptive kind has it"
 
 
 class RunnerConfig(Section):
@@ -38,20 +40,20 @@ class RunnerConfig(Section):
     )
 
 
-class DynamicLossScale(Section):
-    """Loss scale that halves on overflow and doubles after a quiet window (YAML ``runner_wrapper.scale_sense``)."""
-
-    support = "not_yet"
-    support_reason = _LOSS_SCALE
+class LossScaleSection(Section):
+    """A loss scale with its rules (YAML ``runner_wrapper.scale_sense``)."""
 
     type: Literal["DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "AdaptiveLossScaleUpdateCell"] = setting(
-        "DynamicLossScaleUpdateCell", "Kind of loss scale."
+        "DynamicLossScaleUpdateCell",
+        "Dynamic: falls on overflow, grows after a quiet window. Fixed: stays. Default DynamicLossScaleUpdateCell.",
     )
     loss_scale_value: float = setting(65536, "First loss scale. Default 65536.", gt=0)
-    scale_factor: int = setting(2, "Factor of a change of the scale. Default 2.", ge=1)
-    scale_window: int = setting(1000, "Steps without overflow before the scale grows. Default 1000.", ge=1)
-    max_scale_window: int = setting(1000, "Largest window of the adaptive kind. Default 1000.", ge=1)
-    min_scale_window: int = setting(20, "Smallest window of the adaptive kind. Default 20.", ge=1)
+    scale_factor: int = setting(2, "Dynamic: factor of a change of the scale. Default 2.", ge=2)
+    scale_window: int = setting(
+        1000, "Dynamic: optimizer steps without overflow before the scale grows. Default 1000.", ge=1
+    )
+    max_scale_window: int = ignored(1000, "Largest window of the adaptive kind. Default 1000.", _ADAPTIVE_ONLY, ge=1)
+    min_scale_window: int = ignored(20, "Smallest window of the adaptive kind. Default 20.", _ADAPTIVE_ONLY, ge=1)
 
 
 class RunnerWrapper(Section):
@@ -62,29 +64,22 @@ class RunnerWrapper(Section):
     )
     use_clip_grad: bool = setting(False, "Clip gradients by their global norm before the update. Default False.")
     max_grad_norm: float = setting(1.0, "Largest global norm after clipping. Default 1.0.", gt=0)
-    scale_sense: float | DynamicLossScale = not_yet(1.0, "Loss scale. Default 1.0.", _LOSS_SCALE)
-    local_norm: bool = not_yet(
-        False,
-        "Norm of each parameter's gradient. Default False.",
-        "the global norm is in metrics.jsonl; leave this False",
+    scale_sense: Annotated[float, Field(gt=0)] | LossScaleSection = setting(
+        1.0, "Loss scale: a number, or a section of a dynamic one. Default 1.0: off."
     )
+    local_norm: bool = setting(False, "Norm of each parameter's gradient in metrics.jsonl. Default False.")
     calculate_per_token_loss: bool = ignored(
         False,
         "Divide the summed loss by the valid tokens of the window. Default False.",
         "the loss is always divided once by all valid tokens of the window, which is what True means",
     )
-    global_norm_spike_threshold: float = not_yet(
-        1.0,
-        "Global norm above which a batch counts as a spike. Default 1.0.",
-        "no batch is skipped by its norm; leave it at 1.0",
-        gt=0,
+    use_skip_data_by_global_norm: bool = setting(
+        False, "Skip the update of a step whose gradient norm is above global_norm_spike_threshold. Default False."
     )
-    global_norm_spike_count_threshold: int = not_yet(
-        10, "Spikes in a row that stop the run. Default 10.", "no batch is skipped by its norm; leave it at 10", ge=1
+    global_norm_spike_threshold: float = setting(
+        1.0, "Gradient norm before clipping above which a step is a spike. Default 1.0.", gt=0
     )
-    use_skip_data_by_global_norm: bool = not_yet(
-        False, "Skip batches whose norm spikes. Default False.", "no batch is skipped by its norm; use use_clip_grad"
-    )
+    global_norm_spike_count_threshold: int = setting(10, "Spikes in a row that stop the run. Default 10.", ge=1)
     use_graceful_exit: bool = ignored(
         False,
         "Finish the step and save on a signal. Default False.",

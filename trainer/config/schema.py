@@ -107,6 +107,11 @@ class Config(Section):
     data_skip_steps: int | None = not_yet(
         None, "Steps of data to skip on resuming.", "a resumed run knows its place in the data; leave it null", ge=0
     )
+    amp_level: Literal["O0", "O1", "O2", "O3", "auto"] | None = setting(
+        None,
+        "Mixed precision: O0 none, O1 and auto matrix products in half precision, O2 softmax and rotary too, O3 all but"
+        " the loss. Default null: the dtypes in model_config decide.",
+    )
     predict_data: str | list[str] | None = setting(
         None, "predict: a prompt, several, or a file of prompts. Default null.", aliases=("input_data",)
     )
@@ -169,12 +174,14 @@ class Config(Section):
     infer_precision_sync: bool | None = ignored(
         None, "The same bits each time.", "on a CPU a run always gives the same bits"
     )
-    use_skip_data_by_global_norm: bool = not_yet(
-        False, "Skip batches whose norm spikes.", "no batch is skipped by its norm; use runner_wrapper.use_clip_grad"
+    use_skip_data_by_global_norm: bool = setting(
+        False, "The same as runner_wrapper.use_skip_data_by_global_norm, where older files write it. Default False."
     )
     use_checkpoint_health_monitor: bool = ignored(False, "Mark healthy checkpoints.", _NO_HEALTH)
-    check_for_nan_in_loss_and_grad: bool = ignored(
-        False, "Stop at a loss that is not a number.", "a run always stops there"
+    check_for_nan_in_loss_and_grad: bool = setting(
+        False,
+        "Stop at a loss that is not finite even where loss scaling would skip the step. Default False; without loss "
+        "scaling a run always stops there.",
     )
     calculate_per_token_loss: bool = ignored(
         False, "Divide the loss by the valid tokens of the window.", "it always is, which is what True means"
@@ -187,8 +194,10 @@ class Config(Section):
         None, "Folder of own Python classes.", "only the built-in models can be trained; leave it out"
     )
     trust_remote_code: bool = ignored(False, "Run code of a Hugging Face repository.", "no such code is ever run")
-    adapter_id: str | list[str] | None = not_yet(
-        None, "Adapter to predict with.", "adapters are not built; leave it out"
+    adapter_id: str | None = setting(
+        None,
+        "Adapters to start from, for model_config.pet_config: a folder with adapter_model.safetensors, as PEFT writes"
+        " it, or the checkpoints of a training. Default null: new ones.",
     )
     modal_type: str | list[str] | None = not_yet(
         None, "Kinds of the inputs of predict_data.", f"{_TEXT_ONLY}; leave it out"

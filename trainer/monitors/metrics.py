@@ -53,6 +53,8 @@ class StepMetrics:
         peak_rss_bytes: Highest resident memory of this process so far.
         extra: What monitors and models add, for example ``{"drop_rate.layer_0": 0.01}``. The part before the first
             dot names the panel of report.png that shows it.
+        skipped: Why the step updated nothing; empty when it did.
+        details: What only metrics.jsonl keeps, for example the norm of each parameter's gradient.
     """
 
     step: int
@@ -71,6 +73,8 @@ class StepMetrics:
     step_seconds: float
     peak_rss_bytes: int
     extra: Mapping[str, float] = field(default_factory=dict)
+    skipped: str = ""
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class RunSummary:
         last_loss: Loss of this run's last step; None without a step.
         best_eval: The evaluation with the lowest loss; None without one.
         last_eval: The last evaluation; None without one.
+        skipped: How many steps updated nothing, by reason.
         peak_rss_bytes: Highest resident memory of this process.
         places: What lies where, for example ``{"metrics": Path("output/metrics.jsonl")}``.
     """
@@ -129,6 +134,7 @@ class RunSummary:
     last_eval: EvalMetrics | None
     peak_rss_bytes: int
     places: Mapping[str, Path]
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
 
 class Monitor:
@@ -167,7 +173,9 @@ def step_record(metrics: StepMetrics) -> dict[str, object]:
         "tokens_per_second": metrics.tokens_per_second,
         "step_seconds": metrics.step_seconds,
         "peak_rss_bytes": metrics.peak_rss_bytes,
+        **({"skipped": metrics.skipped} if metrics.skipped else {}),
         **metrics.extra,
+        **metrics.details,
     }
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class Totals(Monitor):
         self._started_at = time.perf_counter()
         self._rates = array("d")  # tokens per second of every step
         self._tokens = 0
+        self._skipped: Counter[str] = Counter()
         self._first: StepMetrics | None = None
         self._last: StepMetrics | None = None
         self._best_eval: EvalMetrics | None = None
@@ -31,6 +33,8 @@ class Totals(Monitor):
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._rates.append(metrics.tokens_per_second)
+        if metrics.skipped:
+            self._skipped["overflow" if metrics.overflow else "other"] += 1
         self._tokens += metrics.tokens
         self._first = self._first or metrics
         self._last = metrics
@@ -65,4 +69,5 @@ class Totals(Monitor):
             last_eval=self._last_eval,
             peak_rss_bytes=peak_rss_bytes(),
             places=dict(places),
+            skipped=dict(self._skipped),
         )

@@ -108,6 +108,9 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.steps:
         after = f" (median; first step {duration(summary.first_step_seconds)})" if summary.steps > 1 else ""
         rows.append(("tokens", f"{count(summary.tokens)}, {count(summary.tokens_per_second)} tokens/s{after}"))
+    if summary.skipped:
+        reasons = ", ".join(f"{number} x {reason}" for reason, number in summary.skipped.items())
+        rows.append(("skipped", f"{sum(summary.skipped.values())} steps updated nothing: {reasons}"))
     if summary.first_loss is not None and summary.last_loss is not None:
         rows.append(("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}"))
     if summary.best_eval and summary.last_eval:

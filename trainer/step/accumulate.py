@@ -18,11 +18,13 @@ class WindowGradients:
     Attributes:
         loss: Sum of token losses / valid tokens, in nats.
         tokens: Valid tokens of the window.
-        gradients: Of `loss`, one for each parameter; None when the window has no valid token.
+        empty: Micro-batches of the window without a valid token.
+        gradients: Of `loss` times the loss scale, one for each parameter; None when the window has no valid token.
     """
 
     loss: float
     tokens: int
+    empty: int
     gradients: Sequence[Tensor] | None
 
 
@@ -32,7 +34,9 @@ def valid_tokens(batch: Batch) -> int:
 
 
 def accumulate(
-    micro_batches: Sequence[Batch], backward: Callable[[Batch, int, float], tuple[Tensor, Sequence[Tensor]]]
+    micro_batches: Sequence[Batch],
+    backward: Callable[[Batch, int, float], tuple[Tensor, Sequence[Tensor]]],
+    loss_scale: float = 1.0,
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients.
 
@@ -41,23 +45,25 @@ def accumulate(
 
     Args:
         micro_batches: The window; a last, partial one of an epoch is simply shorter.
-        backward: (batch, its number in the window, 1 / tokens of the window) -> loss times that factor, its gradients.
-            Not called for a micro-batch without a valid token, whose gradient is zero.
+        backward: (batch, its number in the window, loss scale / tokens of the window) -> (sum of token losses,
+            gradients of that sum times the factor). Not called for a micro-batch without a valid token, whose gradient
+            is zero.
+        loss_scale: Factor on the gradients, see `trainer.step.loss_scale`.
     """
     counts = [valid_tokens(batch) for batch in micro_batches]
-    tokens = sum(counts)
+    tokens, empty = sum(counts), counts.count(0)
     if tokens == 0:
-        return WindowGradients(0.0, 0, None)
-    loss, total = 0.0, None
+        return WindowGradients(0.0, 0, empty, None)
+    loss_sum, total = 0.0, None
     for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
         if count == 0:
             continue
-        part, gradients = backward(batch, number, 1.0 / tokens)
-        loss += float(part.asnumpy())
+        part, gradients = backward(batch, number, loss_scale / tokens)
+        loss_sum += float(part.asnumpy())
         # Summed one by one and dropped at once: memory does not grow with the number of micro-batches.
         total = list(gradients) if total is None else _add(total, gradients)
         del gradients
-    return WindowGradients(loss, tokens, total)
+    return WindowGradients(loss_sum / tokens, tokens, empty, total)
 
 
 def _add(total: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:

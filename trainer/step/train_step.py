@@ -1,13 +1,15 @@
-"""One optimizer step: accumulate -> norm -> finite check -> clip -> update.
+"""One optimizer step, in this order:
 
-Loss scaling (unscale, overflow, scale update) will stand between accumulate and norm, the reduction over
-data-parallel ranks before it.
+    forward and backward of each micro-batch -> sum -> unscale -> finite check -> loss-scale update -> norm -> clip
+    -> update
+
+The reduction over data-parallel ranks will stand between sum and unscale.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,12 +22,16 @@ from trainer.errors import RunError
 from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder
 from trainer.step.accumulate import WindowGradients, accumulate
-from trainer.step.clip import clip_coefficient, global_norm
+from trainer.step.clip import clip_coefficient
+from trainer.step.loss_scale import build_loss_scale
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.config import RunnerWrapper
     from trainer.models.decoder import Decoder
     from trainer.optim.optimizer import Optimizer
+
+MOST_OVERFLOWS_IN_A_ROW = 10
+"""So many steps with overflow, one after the other, end a run: no scale will help it."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,17 @@ class StepResult:
     """What one optimizer step did.
 
     Attributes:
-        loss: Sum of token losses of the window / its valid tokens, in nats.
+        loss: Sum of token losses of the window / its valid tokens, in nats; not multiplied by the loss scale.
         tokens: Valid tokens of the window.
         lr: Learning rate of the update.
-        global_norm: Norm of the whole gradient before clipping.
-        updated: False when the window had no valid token: weights, optimizer and schedule stay as they were.
+        global_norm: Norm of the whole gradient, unscaled and before clipping; inf or nan on overflow.
+        updated: Whether weights, optimizer and schedule moved on.
+        skipped: Why not, in words; empty when they did.
+        loss_scale: Factor on the loss in this step's backward passes.
+        overflow: Whether the scaled gradient was not finite.
+        empty_micro_batches: Micro-batches without a valid token.
+        local_norms: Norm of each parameter's gradient by name, unscaled and before clipping; empty unless
+            `runner_wrapper.local_norm` asks for them.
     """
 
     loss: float
@@ -45,18 +57,29 @@ class StepResult:
     lr: float
     global_norm: float
     updated: bool
+    skipped: str = ""
+    loss_scale: float = 1.0
+    overflow: bool = False
+    empty_micro_batches: int = 0
+    local_norms: Mapping[str, float] | None = None
 
 
 class TrainStep:
-    """The step of a run; usable without the command line: `TrainStep(...)(micro_batches) -> StepResult`.
+    """The step of a run; usable without the command line, in a notebook for example.
+
+        step = TrainStep(model, optimizer, lambda update: 1e-3, InputBuilder(settings, kernels), RunnerWrapper())
+        result = step([batch_1, batch_2])       # one update from two micro-batches
 
     Args:
-        model: Its call gives the sum of token losses of a micro-batch.
-        optimizer: Over the model's parameters; its count of updates drives the schedule and the dropout streams.
+        model: Its call gives the sum of token losses of a micro-batch, a float32 scalar.
+        optimizer: Over the parameters to train, with respect to which alone gradients are computed; its count of
+            updates drives the schedule and the dropout streams.
         schedule: Learning rate of update number `n`, from 0.
         build_inputs: Turns a `Batch` into the model's inputs.
-        config: `runner_wrapper` (clipping) and `seed` (dropout) are read.
+        wrapper: The section `runner_wrapper`: clipping, loss scale, skipping.
+        seed: Of dropout.
         rank: Data-parallel rank; ranks draw different dropout masks.
+        stop_at_bad_loss: A loss that is not finite raises, even where loss scaling would skip the step.
     """
 
     def __init__(
@@ -65,53 +88,136 @@ class TrainStep:
         optimizer: Optimizer,
         schedule: Callable[[int], float],
         build_inputs: InputBuilder,
-        config: Config,
+        wrapper: RunnerWrapper,
+        *,
+        seed: int = 1,
         rank: int = 0,
+        stop_at_bad_loss: bool = False,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
-        self.wrapper, self.seed, self.rank = config.runner_wrapper, config.seed, rank
+        self.wrapper, self.seed, self.rank, self.stop_at_bad_loss = wrapper, seed, rank, stop_at_bad_loss
         self.sum_of_squares = model.kernels.sum_of_squares
+        self.loss_scale = build_loss_scale(wrapper)
+        self.spikes, self.spikes_in_a_row = 0, 0
 
         def scaled_loss(inputs, dropout, factor):
-            return model(inputs, dropout) * factor
+            loss_sum = model(inputs, dropout)
+            return loss_sum * factor, loss_sum
 
-        self.loss_and_gradients = mindspore.value_and_grad(scaled_loss, None, list(optimizer.parameters.values()))
+        parameters = list(optimizer.parameters.values())
+        self.gradients_of = mindspore.value_and_grad(scaled_loss, None, parameters, has_aux=True)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Runs one window of micro-batches and updates the weights.
 
         Args:
-            micro_batches: One or more batches of int32 arrays [B, T].
+            micro_batches: One or more batches of int32 arrays [B, T]; a last, partial window is simply shorter.
 
         Raises:
-            RunError: Loss or gradient is not finite; nothing has been updated.
+            RunError: Loss or gradient is not finite and no loss scale is to blame, ten steps in a row overflowed, or
+                too many norms in a row were spikes. Nothing has been updated.
         """
-        lr = self.schedule(self.optimizer.updates)
-        window = accumulate(micro_batches, self.backward)
+        lr, scale = self.schedule(self.optimizer.updates), self.loss_scale.value
+        window = accumulate(micro_batches, self.backward, scale)
+
+        def result(norm: float, skipped: str = "", **more) -> StepResult:
+            return StepResult(
+                window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
+                empty_micro_batches=window.empty, **more,
+            )  # fmt: skip
+
         if window.gradients is None:
-            return StepResult(0.0, 0, lr, 0.0, updated=False)
-        norm = global_norm(window.gradients, self.sum_of_squares)
-        if not (math.isfinite(window.loss) and math.isfinite(norm)):
-            raise self.not_finite(window, norm)
-        scale = clip_coefficient(norm, self.wrapper.max_grad_norm) if self.wrapper.use_clip_grad else 1.0
-        self.optimizer.update(window.gradients, lr, scale)
-        return StepResult(window.loss, window.tokens, lr, norm, updated=True)
+            return result(0.0, "no token with a loss")
+        squares = [self.sum_of_squares(gradient) for gradient in window.gradients]
+        # Dividing the norm by the scale, and the gradients in the update, spares a pass over all of them.
+        norm = math.sqrt(math.fsum(squares)) / scale if all(map(math.isfinite, squares)) else math.nan
+        if not (math.isfinite(norm) and math.isfinite(window.loss)):
+            return self.overflow(window, squares, result)
+        self.loss_scale.update(overflow=False)
+        if self.is_spike(norm):
+            return result(norm, f"norm {norm:.3g} is a spike")
+        self.optimizer.update(window.gradients, lr, self.clip(norm) / scale)
+        return result(norm, local_norms=self.local_norms(squares, scale))
 
     def backward(self, batch: Batch, number: int, factor: float) -> tuple[Tensor, Sequence[Tensor]]:
-        """Loss times `factor` and its gradients for one micro-batch."""
+        """Sum of token losses of one micro-batch, and the gradients of that sum times `factor`."""
         dropout = DropoutKey(self.seed, self.rank, self.optimizer.updates, number)
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.
-        return self.loss_and_gradients(self.build_inputs(batch), dropout, Tensor(np.float32(factor)))
+        outputs, gradients = self.gradients_of(self.build_inputs(batch), dropout, Tensor(np.float32(factor)))
+        return outputs[1], gradients
 
-    def not_finite(self, window: WindowGradients, norm: float) -> RunError:
-        bad = [
-            name
-            for name, gradient in zip(self.optimizer.parameters, window.gradients or (), strict=True)
-            if not math.isfinite(self.sum_of_squares(gradient))
-        ]
-        where = f"; not finite first in the gradient of {bad[0]}" if bad else ""
+    def clip(self, norm: float) -> float:
+        """Factor on the unscaled gradients."""
+        return clip_coefficient(norm, self.wrapper.max_grad_norm) if self.wrapper.use_clip_grad else 1.0
+
+    def overflow(self, window: WindowGradients, squares: Sequence[float], result: Callable) -> StepResult:
+        """Skips the update and lowers the scale; raises where that would hide a broken training."""
+        bad_loss = self.stop_at_bad_loss and not math.isfinite(window.loss)
+        if bad_loss or not self.loss_scale.active:
+            raise self.not_finite(window, squares)
+        scale = self.loss_scale.value
+        self.loss_scale.update(overflow=True)
+        if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
+            raise RunError(
+                f"{MOST_OVERFLOWS_IN_A_ROW} steps in a row overflowed, the last with loss scale {scale:g}"
+                f"{self.first_bad(squares)}; the weights were not updated in them",
+                key="runner_wrapper.scale_sense",
+                fix="lower the learning rate, compute norms and softmax in float32 (amp_level auto), or start from a "
+                "smaller scale",
+            )
+        return result(math.nan, "overflow", overflow=True)
+
+    def is_spike(self, norm: float) -> bool:
+        """Whether this window is to be skipped for its norm.
+
+        Raises:
+            RunError: It is one spike too many in a row.
+        """
+        wrapper = self.wrapper
+        if not wrapper.use_skip_data_by_global_norm or norm <= wrapper.global_norm_spike_threshold:
+            self.spikes_in_a_row = 0
+            return False
+        self.spikes += 1
+        self.spikes_in_a_row += 1
+        if self.spikes_in_a_row >= wrapper.global_norm_spike_count_threshold:
+            raise RunError(
+                f"the gradient's norm was above {wrapper.global_norm_spike_threshold:g} in {self.spikes_in_a_row} steps"
+                f" in a row, {norm:.3g} in the last; their data was skipped",
+                key="runner_wrapper.global_norm_spike_threshold",
+                fix="raise the threshold, or lower the learning rate",
+            )
+        return True
+
+    def local_norms(self, squares: Sequence[float], scale: float) -> Mapping[str, float] | None:
+        if not self.wrapper.local_norm:
+            return None
+        return {
+            name: math.sqrt(square) / scale for name, square in zip(self.optimizer.parameters, squares, strict=True)
+        }
+
+    def not_finite(self, window: WindowGradients, squares: Sequence[float]) -> RunError:
+        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else sum(squares)  # inf or nan
         return RunError(
             f"the loss is {window.loss} and the gradient's norm {norm} in optimizer step {self.optimizer.updates + 1}"
-            f"{where}; the weights were not updated",
+            f"{self.first_bad(squares)}; the weights were not updated",
             fix="lower the learning rate, lengthen the warm-up, or turn on runner_wrapper.use_clip_grad",
         )
+
+    def first_bad(self, squares: Sequence[float]) -> str:
+        """Names the first parameter whose gradient is not finite."""
+        names = zip(self.optimizer.parameters, squares, strict=True)
+        bad = next((name for name, square in names if not math.isfinite(square)), None)
+        return f"; not finite first in the gradient of {bad}" if bad else ""
+
+    def state(self) -> dict:
+        """What a checkpoint keeps of the step, beside the optimizer."""
+        return {
+            "loss_scale": self.loss_scale.state(),
+            "spikes": self.spikes,
+            "spikes_in_a_row": self.spikes_in_a_row,
+        }
+
+    def load_state(self, state: Mapping) -> None:
+        """Takes over what `state` gave."""
+        self.loss_scale.load_state(state["loss_scale"])
+        self.spikes, self.spikes_in_a_row = int(state["spikes"]), int(state["spikes_in_a_row"])

@@ -1,0 +1,87 @@
+"""Loss scaling: the factor on the loss that keeps small float16 gradients from becoming zero. Pure Python.
+
+The factor multiplies the loss before the backward pass and divides the gradients afterwards, so it changes no result;
+it only moves the gradients on their way into the range of float16 (Micikevicius et al. 2018, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.config import RunnerWrapper
+
+_SMALLEST = 1.0
+"""A dynamic scale does not fall below this, as in MindSpore's DynamicLossScaleUpdateCell."""
+
+
+@dataclass
+class LossScale:
+    """A fixed or dynamic loss scale.
+
+    Attributes:
+        value: The factor of the next step.
+        factor: A dynamic scale is divided by it on overflow and multiplied by it after `window` steps without one;
+            None: the scale is fixed.
+        window: Steps without overflow before a dynamic scale grows.
+        quiet_steps: Steps without overflow since the scale last changed.
+        overflows_in_a_row: Steps with overflow since the last one without.
+        overflows: All steps with overflow of the run.
+    """
+
+    value: float = 1.0
+    factor: float | None = None
+    window: int = 1000
+    quiet_steps: int = 0
+    overflows_in_a_row: int = 0
+    overflows: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether an overflow is something to live with: without scaling it is an error of the training."""
+        return self.factor is not None or self.value != 1.0
+
+    def update(self, *, overflow: bool) -> None:
+        """Counts a step and moves a dynamic scale."""
+        if overflow:
+            self.overflows += 1
+            self.overflows_in_a_row += 1
+            self.quiet_steps = 0
+            if self.factor is not None:
+                self.value = max(self.value / self.factor, _SMALLEST)
+            return
+        self.overflows_in_a_row = 0
+        self.quiet_steps += 1
+        if self.factor is not None and self.quiet_steps >= self.window:
+            self.value *= self.factor
+            self.quiet_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {
+            "dynamic": self.factor is not None,
+            "value": self.value,
+            "quiet_steps": self.quiet_steps,
+            "overflows_in_a_row": self.overflows_in_a_row,
+            "overflows": self.overflows,
+        }
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Takes over what `state` gave; the value only from one dynamic scale to another."""
+        if self.factor is not None and state["dynamic"]:
+            self.value = float(state["value"])
+        self.quiet_steps = int(state["quiet_steps"])
+        self.overflows_in_a_row = int(state["overflows_in_a_row"])
+        self.overflows = int(state["overflows"])
+
+
+def build_loss_scale(wrapper: RunnerWrapper) -> LossScale:
+    """The scale that `runner_wrapper.scale_sense` describes."""
+    sense = wrapper.scale_sense
+    if isinstance(sense, (int, float)):
+        return LossScale(float(sense))
+    if sense.type == "FixedLossScaleUpdateCell":
+        return LossScale(float(sense.loss_scale_value))
+    return LossScale(float(sense.loss_scale_value), float(sense.scale_factor), sense.scale_window)
