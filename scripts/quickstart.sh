@@ -18,5 +18,9 @@ show() {
 }
 
 show python run_trainer.py --config configs/quickstart.yaml "$@"
-show python run_trainer.py --config configs/quickstart.yaml --run_mode predict \
-    --load_checkpoint output/quickstart/checkpoints --predict_data 'def ' 'import ' 'class '
+
+# The flags may have changed the folder, and the model: its config.yaml has all that this training was told.
+folder="$(python run_trainer.py plan --json --config configs/quickstart.yaml "$@" |
+    python -c 'import json, sys; print(json.load(sys.stdin)["output_dir"])')"
+show python run_trainer.py --config "$folder/config.yaml" --run_mode predict \
+    --load_checkpoint "$folder/checkpoints" --predict_data 'def ' 'import ' 'class '

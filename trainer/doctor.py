@@ -232,6 +232,13 @@ def check_deep() -> Check:
     return Check("MindSpore runs", "fail", lines[-1], see_all)
 
 
+def memory_left_bytes(root: Path = Path("/")) -> int:
+    """Memory that is left, on the machine or within the container's limit, whichever is less."""
+    limited = cgroup_memory_left_bytes(root)
+    available = _available_memory_bytes()
+    return available if limited is None else min(available, limited)
+
+
 def cgroup_memory_left_bytes(root: Path) -> int | None:
     """Memory left within the tightest limit on this process's control groups (version 1 or 2), or None without a limit.
 

@@ -1,29 +1,27 @@
-"""What a run will do, computed without MindSpore: printed by `plan`, kept as plan.txt, and testable.
-
-Memory is an estimate of the peak: weights, gradients and optimizer state exactly, activations by counting what the
-backward pass keeps, and what importing MindSpore costs.
-"""
+"""What a run will do, computed without MindSpore: printed by `plan`, kept as plan.txt, and testable."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import check_runnable, config_notices
-from trainer.data import estimate_rows
+from trainer.data import batch_size, estimate_rows
 from trainer.device import resolve_device
 from trainer.models.shapes import parameter_shapes
 from trainer.ops.select import KernelChoice, select_kernels
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule
+from trainer.plan_memory import memory_estimate, memory_notices
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
+    from trainer.data import RowEstimate
 
-_FLOAT32_BYTES = 4
-_IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
-_OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1}
+# What the numbers of each update rule are called in the configuration.
+_OPTIMIZER_KEYS = {"AdamW": ("betas", "eps", "weight_decay"), "SGD": ("momentum", "weight_decay")}
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,10 @@ class Plan:
 
     Attributes:
         run_mode, device, execution: What runs, where, and whether blocks are compiled.
+        output_dir: What a run leaves goes there.
+        optimizer: Its type and the numbers that the type uses.
+        clipping: What is done to a large gradient, in words.
+        schedule: Type of the learning rate schedule.
         kernels: For each kernel: asked for, chosen, why.
         groups: Parameter groups with their decay and sizes.
         weights: Number of trained weights.
@@ -59,6 +61,10 @@ class Plan:
     run_mode: str
     device: str
     execution: str
+    output_dir: str
+    optimizer: dict[str, Any]
+    clipping: str
+    schedule: str
     kernels: tuple[KernelChoice, ...]
     groups: tuple[Group, ...]
     weights: int
@@ -95,10 +101,15 @@ def build_plan(config: Config) -> Plan:
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
     groups = parameter_groups(shapes, config.optimizer.weight_decay)
+    memory_bytes = memory_estimate(config, trains)
     return Plan(
         run_mode=config.run_mode,
         device=device,
         execution="blocks compiled once, run layer by layer" if config.context.mode == 0 else "operator by operator",
+        output_dir=str(Path(config.output_dir).expanduser()),
+        optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
+        clipping=_clipping(config),
+        schedule=config.lr_schedule.type,
         kernels=select_kernels(settings, device),
         groups=tuple(
             Group(g.name, g.weight_decay, len(g.parameters), sum(math.prod(shapes[n]) for n in g.parameters))
@@ -116,9 +127,9 @@ def build_plan(config: Config) -> Plan:
         total_steps=total,
         last_step=last,
         learning_rates=_learning_rates(config, total, last) if trains and total else (),
-        memory_bytes=memory_estimate(config, trains),
-        eval_rows=estimate.eval_rows if estimate else None,
-        notices=tuple(config_notices(config)),
+        memory_bytes=memory_bytes,
+        eval_rows=_eval_rows(config, estimate) if estimate and config.do_eval else None,
+        notices=(*config_notices(config), *memory_notices(memory_bytes["total"])),
     )
 
 
@@ -143,24 +154,16 @@ def _fallback_reason(dtype: str, device: str) -> str:
     return "mixed precision is not built yet"
 
 
-def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
-    """Estimated peak resident memory in bytes, by part; activations are what the kernels keep for the backward pass."""
-    settings = config.decoder
-    weights = sum(math.prod(shape) for shape in parameter_shapes(settings).values()) * _FLOAT32_BYTES
-    parts = {"MindSpore and Python": _IMPORT_BYTES, "weights": weights}
-    if trains:
-        tokens = config.runner_config.batch_size * settings.seq_length
-        copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
-        heads, keys = (n * settings.head_size for n in (settings.num_heads, settings.kv_heads))
-        # Per token and layer: two norms, q, k, v before and after rotation, attention output, gate, up, their
-        # product, residuals.
-        row = 6 * settings.hidden_size + 3 * heads + 3 * keys + 3 * settings.ffn_size
-        scores = settings.num_heads * settings.seq_length
-        activations = tokens * (settings.num_layers * (row + scores) + 3 * settings.vocab_size + 4 * scores)
-        parts["gradients"] = weights * copies
-        parts["optimizer state"] = weights * _OPTIMIZER_STATES[config.optimizer.type]
-        parts["activations"] = activations * _FLOAT32_BYTES
-    return parts | {"total": sum(parts.values())}
+def _clipping(config: Config) -> str:
+    wrapper = config.runner_wrapper
+    return f"global norm at most {wrapper.max_grad_norm:g}" if wrapper.use_clip_grad else "off"
+
+
+def _eval_rows(config: Config, estimate: RowEstimate) -> int | None:
+    """Rows that an evaluation reads: all there are, or those of `max_batches`."""
+    section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
+    most = getattr(config, section).max_batches * batch_size(config, section)
+    return min(estimate.eval_rows, most) if estimate.eval_rows is not None and most else estimate.eval_rows
 
 
 def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:
@@ -189,13 +192,13 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
     memory = [("part", "MiB"), *((part, f"{size / (1 << 20):,.0f}") for part, size in plan.memory_bytes.items())]
     sections.append(("memory, estimated", memory))
     if plan.notices:
-        sections.append(("notes", [("",), *((notice,) for notice in plan.notices)]))
+        sections.append(("notes", [("",), *((f"- {notice}",) for notice in plan.notices)]))
     return sections
 
 
 def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
-    rows += [("execution", plan.execution), ("weights", f"{plan.weights:,}")]
+    rows += [("execution", plan.execution), ("output_dir", plan.output_dir), ("weights", f"{plan.weights:,}")]
     if plan.run_mode in ("train", "finetune"):
         about = "" if plan.rows_exact else "about "
         step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
@@ -204,10 +207,20 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
             ("data", f"{about}{plan.rows:,} rows an epoch"),
             ("optimizer step", f"{step}, {plan.tokens_per_step:,} tokens"),
             ("steps", f"{about}{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {about}{plan.total_steps:,}{ends}"),
+            ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
+            ("clipping", plan.clipping),
+            ("schedule", plan.schedule),
         ]
     if plan.eval_rows is not None:
         rows.append(("evaluation", f"{plan.eval_rows:,} rows"))
     return rows
+
+
+def _shown(name: str, value: Any) -> str:
+    """A number of the optimizer: `betas 0.9 0.95`; of its type the value alone."""
+    values = value if isinstance(value, list) else [value]
+    text = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    return text if name == "type" else f"{name} {text}"
 
 
 def plan_text(plan: Plan) -> str:

@@ -30,6 +30,7 @@ ROOMS = (
         "trainer.models.shapes", "trainer.ops.select", "trainer.device", "trainer.flags", "trainer.doctor",
         "trainer.launch", "trainer.stop_signals",
     ),
+    ("trainer.plan_memory",),
     ("trainer.plan",),
     ("trainer.parallel",),
     ("trainer.ops",),

@@ -38,6 +38,12 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
         wheel.writestr(info + "RECORD", "")
     return name
 """
+# What the quickstart asks `plan` for: the folder that the training left its checkpoints in.
+_PLAN = """import sys
+if sys.argv[1] == "plan":
+    assert sys.argv[2:] == ["--json", "--config", "configs/quickstart.yaml", "--runner_config.stop_step", "5 steps"]
+    raise SystemExit(print('{"output_dir": "some where"}'))
+"""
 _SHOW_CALL = "import os, sys\nprint('called', __package__ or os.path.basename(sys.argv[0]), sys.argv[1:])\n"
 
 
@@ -74,7 +80,7 @@ class Project:
             '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
         )
         (self.root / "setup.cfg").write_text("[metadata]\nname = run-trainer\n")
-        (self.root / "run_trainer.py").write_text(_SHOW_CALL + "import shutil; print(shutil.which('python'))\n")
+        (self.root / "run_trainer.py").write_text(_PLAN + _SHOW_CALL + "import shutil; print(shutil.which('python'))\n")
         self.pin("1.0")
         return self
 
@@ -172,8 +178,8 @@ def test_the_scripts_call_what_they_promise(project: Project) -> None:
     output = project.run("quickstart.sh", "--runner_config.stop_step", "5 steps")
     python = project.root / ".venv" / "bin" / "python"
     train = ["--config", "configs/quickstart.yaml", "--runner_config.stop_step", "5 steps"]
-    predict = ["--config", "configs/quickstart.yaml", "--run_mode", "predict", "--load_checkpoint",
-               "output/quickstart/checkpoints", "--predict_data", "def ", "import ", "class "]
+    predict = ["--config", "some where/config.yaml", "--run_mode", "predict", "--load_checkpoint",
+               "some where/checkpoints", "--predict_data", "def ", "import ", "class "]
     calls = [line for line in output.splitlines() if line.startswith(("called", "/"))]
     assert calls == [f"called run_trainer.py {train}", str(python), f"called run_trainer.py {predict}", str(python)]
 

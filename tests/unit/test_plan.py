@@ -1,0 +1,77 @@
+"""What `plan` says, computed without MindSpore, and what it says where a run would not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Override, load_config
+from trainer.plan import build_plan, plan_dict, plan_text
+from trainer.plan_memory import memory_estimate, memory_notices
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+def plan_of(name: str, **flags: object):
+    overrides = [Override(key.replace("__", "."), str(value)) for key, value in flags.items()]
+    return build_plan(load_config(str(REPOSITORY / "configs" / f"{name}.yaml"), overrides))
+
+
+def test_it_says_where_and_how_a_run_learns(tmp_path: Path) -> None:
+    plan = plan_of("qwen3_tiny", output_dir=tmp_path, optimizer__eps=1e-6)
+    assert plan.output_dir == str(tmp_path)
+    assert plan.optimizer == {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+    text = " ".join(plan_text(plan).split())
+    for part in (
+        f"output_dir {tmp_path}",
+        "optimizer AdamW, betas 0.9 0.95, eps 1e-06, weight_decay 0.1",
+        "clipping global norm at most 1",
+        "schedule WarmUpStableDecayLR",
+    ):
+        assert part in text
+    assert json.loads(json.dumps(plan_dict(plan)))["schedule"] == "WarmUpStableDecayLR"
+    off = plan_of("qwen3_tiny", runner_wrapper__use_clip_grad=False, optimizer="{type: SGD, momentum: 0.9}")
+    assert off.clipping == "off" and off.optimizer == {"type": "SGD", "momentum": 0.9, "weight_decay": 0.0}
+
+
+def test_rows_of_an_evaluation_are_those_it_reads() -> None:
+    assert plan_of("qwen3_tiny").eval_rows == 8 * 16, "max_batches of batch_size rows"
+    assert plan_of("qwen3_tiny", train_dataset__max_batches=2, runner_config__batch_size=4).eval_rows == 8
+    everything = plan_of("qwen3_tiny", train_dataset__max_batches=0).eval_rows
+    assert everything is not None and everything > 128
+    assert plan_of("qwen3_tiny", do_eval=False).eval_rows is None
+
+
+def test_notes_are_a_list() -> None:
+    notes = plan_text(plan_of("quickstart", runner_config__sink_mode=True, predict_data="x")).split("NOTES\n")[1]
+    assert [line[:4] for line in notes.splitlines() if line] == ["  - ", "  - "]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "measured_mib"),
+    [
+        ("bench_dense", {}, 1180),
+        ("bench_dense", {"runner_config__batch_size": 2}, 703),
+        ("bench_dense", {"model__model_config__num_layers": 12}, 1796),
+        ("qwen3_tiny", {}, 684),
+    ],
+)
+def test_the_memory_estimate_is_near_what_was_measured(name: str, flags: dict, measured_mib: int) -> None:
+    """Peaks (VmHWM) of runs with MindSpore 2.10 on two cores."""
+    assert plan_of(name, **flags).memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=0.12)
+
+
+def test_a_run_that_does_not_fit_is_told_so() -> None:
+    assert list(memory_notices(2000 * MIB, left_bytes=2000 * MIB)) == []
+    (notice,) = memory_notices(2001 * MIB, left_bytes=1000 * MIB)
+    assert "about 2,001 MiB of memory and 1,000 MiB are left" in notice
+    huge = plan_of("bench_dense", runner_config__batch_size=8192, train_dataset__data_loader__num_samples=8192)
+    assert any("MiB are left" in notice for notice in huge.notices)
+
+
+def test_memory_without_training_is_that_of_the_weights() -> None:
+    parts = memory_estimate(load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), []), trains=False)
+    assert parts.keys() == {"MindSpore and Python", "compiled code, workspaces", "weights", "total"}
