@@ -230,5 +230,10 @@ def _mode_notices(config: Config) -> Iterator[str]:
         yield f"predict_data: not used, run_mode is {config.run_mode}"
     if config.run_mode in ("eval", "predict") and config.resume_training is not False:
         yield f"resume_training: not used, run_mode is {config.run_mode}"
+    elif config.resume_training is not False and config.load_checkpoint:
+        yield (
+            f"resume_training: goes on from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
+            " optimizer, step and place in the data; leave it out to start anew from these weights"
+        )
     if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
         yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
