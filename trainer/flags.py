@@ -96,7 +96,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("register_path", "register_path", "value", "Folder of own Python classes; not yet.", "DIR"),
     Flag("trust_remote_code", "trust_remote_code", "bool", "Run code of a model repository; ignored with a notice."),
-    Flag("adapter_id", "adapter_id", "list", "Adapters to predict with; not yet.", "TEXT..."),
+    Flag("adapter_id", "adapter_id", "value", "Adapters (pet_config) to start from.", "PATH"),
     Flag("modal_type", "modal_type", "list", "Kinds of the inputs of predict_data; not yet.", "TEXT..."),
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.weights import requested_weights
+from trainer.checkpoint.adapters import starting_weights
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
 from trainer.monitors.files import make_folder, write_failure
@@ -84,7 +84,7 @@ def predict(config: Config, write: Callable[[str], None]) -> None:
     prompts, tokenizer = read_prompts(config), load_tokenizer(config)
     encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
     limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
-    weights, folder = requested_weights(config), Path(config.output_dir).expanduser()
+    weights, folder = starting_weights(config), Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     # From here on MindSpore is needed.
     from trainer.models.generate import Generator, Sampling

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint.adapters import base_record, starting_weights
 from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, read_resumed, save
 from trainer.checkpoint.store import prepare_folder, put_aside
-from trainer.checkpoint.weights import requested_weights
 from trainer.config import check_runnable, config_notices, dump_config
 from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
 from trainer.device import resolve_device
 from trainer.errors import EXIT_OK, RunError
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors.console import console_monitor, log_file_monitor
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
@@ -138,7 +138,8 @@ class _Training:
         self.layout = data_layout(config, self.data.rows)
         # A run that resumes takes its weights from the checkpoint it resumes from.
         self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
-        self.weights = self.resumed.weights if self.resumed else requested_weights(config)
+        self.weights = self.resumed.weights if self.resumed else starting_weights(config)
+        self.base = base_record(config, self.weights) if config.decoder.pet_config is not None else None
         if self.resumed:
             self.position = self.resumed.position
         window, epochs = config.runner_config.gradient_accumulation_steps, config.runner_config.epochs
@@ -171,8 +172,10 @@ class _Training:
         config = self.config
         self.session = open_session(config, self.weights)
         model = self.session.model
-        groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
-        self.optimizer = build_optimizer(model.parameters_by_name, groups, config.optimizer)
+        shapes = adapter_shapes(config.decoder) or parameter_shapes(config.decoder)
+        groups = parameter_groups(shapes, config.optimizer.weight_decay)
+        trained = {name: model.parameters_by_name[name] for name in shapes}
+        self.optimizer = build_optimizer(trained, groups, config.optimizer)
         if self.resumed:
             self.optimizer.load_state(self.resumed.optimizer, self.resumed.updates)
         self.step = TrainStep(
@@ -286,6 +289,7 @@ class _Training:
             step_state=self.step.state(),
             optimizer_type=self.config.optimizer.type,
             layout=self.layout,
+            base=self.base,
             keep_max=self.keep_max,
         )
         self.tell("on_checkpoint", path, self.position.step)
@@ -369,7 +373,7 @@ def _eval_run(config: Config) -> int:
     for notice in config_notices(config):
         console.on_notice(notice)
     data = _eval_data(config, build_eval_dataset(config, _show_build, console.on_notice))
-    weights, folder = requested_weights(config), Path(config.output_dir).expanduser()
+    weights, folder = starting_weights(config), Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     from trainer.session import open_session
 

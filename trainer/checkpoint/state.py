@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.checkpoint.adapters import (
+    CONFIG_FILE,
+    PART,
+    PREFIX,
+    base_weights,
+    check_base,
+    description,
+    fitting_adapters,
+)
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, write_checkpoint
 from trainer.checkpoint.weights import check_weights
 from trainer.errors import UserError
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import adapter_shapes, parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -90,6 +99,7 @@ def save(
     step_state: Mapping[str, Any],
     optimizer_type: str,
     layout: Mapping[str, Any],
+    base: Mapping[str, str] | None,
     keep_max: int,
 ) -> Path:
     """Writes a checkpoint of the run as it stands; returns its folder.
@@ -100,22 +110,26 @@ def save(
         step_state: Of the training step, see `TrainStep.state`.
         optimizer_type: Of the configuration.
         layout: See `data_layout`.
+        base: With adapters, which alone are written: what they were trained on, see `base_record`.
         keep_max: Checkpoints to keep.
 
     Raises:
         RunError: The disk is full or does not let us write; earlier checkpoints are untouched.
     """
-    tensors = {
-        "model": {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()},
-        "optimizer": optimizer.state_arrays(),
-    }
+    arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
+    part, documents = "model", {}
+    if base is not None:
+        arrays = {PREFIX + name: arrays[name] for name in adapter_shapes(model.settings)}
+        part, documents = PART, {CONFIG_FILE: description(model.settings, base["load_checkpoint"])}
+    tensors = {part: arrays, "optimizer": optimizer.state_arrays()}
     state = {
         "position": asdict(position),
         "optimizer": {"type": optimizer_type, "updates": optimizer.updates},
         "step": dict(step_state),
         "data": dict(layout),
     }
-    return write_checkpoint(folder, position.step, tensors, state, keep_max)
+    state |= {"base": dict(base)} if base is not None else {}
+    return write_checkpoint(folder, position.step, tensors, state, keep_max, documents=documents)
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
@@ -133,7 +147,9 @@ def checkpoint_to_resume(config: Config) -> Path:
         UserError: There is none.
     """
     where = config.source.where(_KEY)
-    folder = Path(config.load_checkpoint or Path(config.output_dir) / "checkpoints").expanduser()
+    # With adapters load_checkpoint names the model below them, which no checkpoint of theirs replaces.
+    given = config.load_checkpoint if config.decoder.pet_config is None else config.adapter_id
+    folder = Path(given or Path(config.output_dir) / "checkpoints").expanduser()
     if isinstance(config.resume_training, str):
         named = folder / config.resume_training
         if not named.is_dir():
@@ -175,8 +191,7 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
         found = read_checkpoint(path)
     except UserError as error:
         raise _located(error, where) from error
-    weights, optimizer = found.tensors["model"], found.state["optimizer"]
-    check_weights(weights, parameter_shapes(config.decoder), path, where, key=_KEY)
+    weights, optimizer = _weights_of(found, config, where), found.state["optimizer"]
     before, now = optimizer["type"], config.optimizer.type
     if before != now:
         raise UserError(
@@ -189,6 +204,26 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
     position = _position(found, config, layout, where)
     step = found.state["step"] if "step" in found.state else None
     return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"], step)
+
+
+def _weights_of(found: Checkpoint, config: Config, where: str) -> dict[str, np.ndarray]:
+    """All parameters of the run: of the checkpoint, or of its adapters and the weights below them."""
+    part = "model" if config.decoder.pet_config is None else PART
+    if part not in found.tensors:
+        others = ("a whole model", "adapters") if part == PART else ("adapters", "a whole model")
+        raise UserError(
+            f"the checkpoint holds {others[0]}, and this run trains {others[1]}",
+            where=where,
+            key=_KEY,
+            value=str(found.path),
+            fix=f"{'write' if part == 'model' else 'remove'} model.model_config.pet_config, or name another checkpoint",
+        )
+    if part == "model":
+        check_weights(found.tensors[part], parameter_shapes(config.decoder), found.path, where, key=_KEY)
+        return found.tensors[part]
+    base = base_weights(config)
+    check_base(found.state, config, base)
+    return base | fitting_adapters(found.tensors[part], config, found.path, where, key=_KEY)
 
 
 def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], where: str) -> Position:

@@ -155,6 +155,7 @@ def write_checkpoint(
     state: Mapping[str, object],
     keep_max: int,
     on_stage: OnStage | None = None,
+    documents: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Path:
     """Saves a checkpoint and removes the oldest ones beyond ``keep_max``.
 
@@ -166,6 +167,7 @@ def write_checkpoint(
         state: What else the run remembers; must go through JSON.
         keep_max: Complete checkpoints to keep; 0 keeps all.
         on_stage: Told the name of each stage when it is reached: for tests that stop a save there.
+        documents: Further JSON files by name, for other programs that read the folder.
 
     Returns:
         The checkpoint's folder.
@@ -177,14 +179,14 @@ def write_checkpoint(
     stage = on_stage or (lambda name: None)
     unfinished = folder / f"{_UNFINISHED}{folder_name(step)}"
     _check_dtypes(tensors)
-    state_text = json.dumps(state, indent=1)
+    texts = {name: json.dumps(content, indent=1) for name, content in {**(documents or {}), _STATE: state}.items()}
     needed_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(folder)
         stage("cleared")
         _check_space(folder, needed_bytes)
-        file_bytes = _write_files(unfinished, tensors, state_text, stage)
+        file_bytes = _write_files(unfinished, tensors, texts, stage)
         path = _move_in_place(folder, unfinished, step, file_bytes, stage)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -252,7 +254,7 @@ def _check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def _write_files(
-    unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], state_text: str, stage: OnStage
+    unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], texts: Mapping[str, str], stage: OnStage
 ) -> dict[str, int]:
     """Writes the temporary folder and flushes it to the disk; returns the length of each file."""
     unfinished.mkdir()
@@ -260,7 +262,8 @@ def _write_files(
     for part, arrays in tensors.items():
         _save_arrays(unfinished / f"{part}.safetensors", arrays)
         stage(f"wrote {part}")
-    (unfinished / _STATE).write_text(state_text, encoding="utf-8")
+    for name, text in texts.items():
+        (unfinished / name).write_text(text, encoding="utf-8")
     stage("wrote state")
     file_bytes = {}
     for path in sorted(unfinished.iterdir()):

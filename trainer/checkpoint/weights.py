@@ -52,10 +52,14 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
     if files and not any((path / name).exists() for name in _OUR_FILES):
         weights: dict[str, np.ndarray] = {}
         for file in files:
-            weights |= _read_safetensors(file, where)
+            weights |= read_safetensors(file, where)
         return weights
     try:
-        return read_checkpoint(find_checkpoint(path), parts=("model",)).tensors["model"]
+        found = find_checkpoint(path)
+        if (found / "adapter_model.safetensors").exists():
+            rule = "the checkpoint holds adapters, not the weights of a model"
+            raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
+        return read_checkpoint(found, parts=("model",)).tensors["model"]
     except UserError as error:
         raise UserError(error.rule, where=where, key="load_checkpoint", value=error.value, fix=error.fix) from error
 
@@ -95,14 +99,19 @@ def _first(names: list[str]) -> str:
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
-def _read_safetensors(file: Path, where: str) -> dict[str, np.ndarray]:
+def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> dict[str, np.ndarray]:
+    """The arrays of a file by name.
+
+    Raises:
+        UserError: It cannot be read, or holds other numbers than floating-point ones.
+    """
     try:
         entries = safetensors.deserialize(file.read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(
             f"not a readable safetensors file ({error})",
             where=where,
-            key="load_checkpoint",
+            key=key,
             value=str(file),
             fix="name a checkpoint folder or a complete .safetensors file",
         ) from error
@@ -111,7 +120,7 @@ def _read_safetensors(file: Path, where: str) -> dict[str, np.ndarray]:
         raise UserError(
             f"weights must be floating-point numbers of 16 to 64 bits; {_first(other)}",
             where=where,
-            key="load_checkpoint",
+            key=key,
             value=str(file),
             fix="use a checkpoint that is not quantized",
         )

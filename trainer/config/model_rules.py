@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from trainer.config.adapter_rules import adapter_problems
 from trainer.config.problems import Problem
 from trainer.config.schema import Config
 
@@ -15,6 +16,7 @@ def model_problems(config: Config, report: Callable[..., Problem]) -> Iterator[P
     yield from _heads(config, report)
     yield from _positions(config, report)
     yield from _windows(config, report)
+    yield from adapter_problems(config, report)
     decoder = config.decoder
     untied = decoder.untie_embeddings_and_output_weights
     if untied is not None and untied == decoder.tie_word_embeddings:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trainer.config.adapter_schema import PetConfig
 from trainer.config.fields import Section, ignored, not_yet, section, setting
 from trainer.config.moe_schema import MOE_LATER, MoEConfig
 
@@ -12,7 +13,6 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 _MLA_LATER = "multi-head latent attention is not built; use n_kv_heads"
-_ADAPTERS = "adapters are not built; train all weights"
 _ASCEND_ONLY = "it steers a kernel that only exists on Ascend"
 _SEPARATE = "weights keep Hugging Face's names, separate ones"
 _PAGED = "generation keeps its own key/value cache"
@@ -289,7 +289,7 @@ class ModelConfig(Section):
     qk_rope_head_dim: int | None = not_yet(None, "Rotary width of a head.", _MLA_LATER)
     qk_nope_head_dim: int | None = not_yet(None, "Other width of a head.", _MLA_LATER)
     v_head_dim: int | None = not_yet(None, "Width of a value head.", _MLA_LATER)
-    pet_config: dict[str, Any] | None = not_yet(None, "LoRA and other adapters.", _ADAPTERS)
+    pet_config: PetConfig | None = setting(None, "Low-rank adapters, trained alone. Default null: none.")
     auto_map: dict[str, Any] | None = not_yet(None, "Own Python classes.", "only the built-in models can be trained")
 
     @property

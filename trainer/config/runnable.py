@@ -18,7 +18,8 @@ def check_runnable(config: Config) -> None:
         UserError: Sizes of the model are missing, there are no weights or prompts, nothing to evaluate on, or
             ``output_dir`` is a file.
     """
-    raise_problems([*_model(config), *_weights(config), *_evaluation(config), *_prompts(config), *_output(config)])
+    checks = (_model, _weights, _adapters, _evaluation, _prompts, _output)
+    raise_problems([problem for check in checks for problem in check(config)])
 
 
 def _problem(config: Config, key: str, rule: str, fix: str, *, because: str = "", value: object = None) -> Problem:
@@ -45,12 +46,25 @@ def _weights(config: Config) -> list[Problem]:
     if path and not Path(path).expanduser().exists():
         fix = "name a checkpoint folder (output/checkpoints/step-...) or a .safetensors file"
         return [_problem(config, "load_checkpoint", "the path does not exist", fix, value=path)]
-    resumes = mode == "finetune" and config.resume_training is not False
+    # A checkpoint of adapters holds no base weights: a run that resumes needs them too.
+    resumes = mode == "finetune" and config.resume_training is not False and config.decoder.pet_config is None
     if mode != "train" and not path and not resumes:
         fix = "give --load_checkpoint output/checkpoints/step-..., or use run_mode train"
         return [
             _problem(config, "load_checkpoint", f"run_mode {mode} needs weights", fix, because="run_mode", value="")
         ]
+    return []
+
+
+def _adapters(config: Config) -> list[Problem]:
+    path, key = config.adapter_id, "adapter_id"
+    if path and not Path(path).expanduser().exists():
+        fix = "name a folder with adapter_model.safetensors, or the checkpoints of a training with pet_config"
+        return [_problem(config, key, "the path does not exist", fix, value=path)]
+    if config.run_mode in ("eval", "predict") and config.decoder.pet_config is not None and not path:
+        rule = f"run_mode {config.run_mode} with pet_config needs adapters"
+        fix = "give --adapter_id output/checkpoints, or leave pet_config out for the base model alone"
+        return [_problem(config, key, rule, fix, because="run_mode", value="")]
     return []
 
 

@@ -18,15 +18,15 @@ from trainer.models.attention import AttentionLayer
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
 from trainer.models.inputs import ModelInputs
+from trainer.models.lora import AdapterMasks
 from trainer.models.mlp import MlpLayer
 from trainer.models.shapes import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    attention_shapes,
+    all_shapes,
+    block_weights,
     layer_prefix,
-    mlp_shapes,
-    parameter_shapes,
 )
 
 if TYPE_CHECKING:
@@ -57,13 +57,12 @@ class Block(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         self.attention, self.mlp = AttentionLayer(settings, kernels), MlpLayer(settings, kernels)
-        self.split = self.attention.num_weights
 
     def construct(self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights):
         q_tables, k_tables = (q_cos, q_sin), (k_cos, k_sin)
-        added_ND = self.attention(x_ND, q_tables, k_tables, mask, drop_attention, weights[: self.split])
+        added_ND = self.attention(x_ND, q_tables, k_tables, mask, drop_attention, weights)
         x_ND = x_ND + (added_ND if drop_out_ND is None else added_ND * drop_out_ND)
-        added_ND = self.mlp(x_ND, weights[self.split :])
+        added_ND = self.mlp(x_ND, weights)
         return x_ND + (added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
 
 
@@ -88,7 +87,7 @@ class Decoder(nn.Cell):
         seed: Of the initial weights.
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
 
-    Parameters are named as in Hugging Face's files; `parameters_by_name` maps them.
+    Parameters are named as in Hugging Face's files; `parameters_by_name` maps them, those of adapters at the end.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, *, seed: int, compiled: bool = True) -> None:
@@ -96,18 +95,20 @@ class Decoder(nn.Cell):
         self.settings, self.kernels = settings, kernels
         self.parameters_by_name = {
             name: Parameter(Tensor(initial_value(name, shape, settings, seed)), name=name)
-            for name, shape in parameter_shapes(settings).items()
+            for name, shape in all_shapes(settings).items()
         }
-        block_names = [*attention_shapes(settings), *mlp_shapes(settings)]
-        self.layer_weights = [
-            [self.parameters_by_name[layer_prefix(layer) + name] for name in block_names]
-            for layer in range(settings.num_layers)
-        ]
+        self.layer_weights = [self._of_layer(layer) for layer in range(settings.num_layers)]
+        self.adapter_masks = AdapterMasks(settings, first_site=settings.num_layers * _DROPOUT_SITES)
         self.embedding, self.final_norm = self.parameters_by_name[EMBEDDING], self.parameters_by_name[FINAL_NORM]
         self.head_weight = self.embedding if settings.tie_word_embeddings else self.parameters_by_name[HEAD]
         self.block, self.head = Block(settings, kernels), Head(settings, kernels)
         self.run_block = mindspore.jit(self.block.construct) if compiled else self.block
         self.run_head = mindspore.jit(self.head.construct) if compiled else self.head
+
+    def _of_layer(self, layer: int) -> list[Parameter | None]:
+        """What the block takes of a layer, in the order of `block_weights`; None for adapters that only others have."""
+        names = [layer_prefix(layer) + name for name in block_weights(self.settings)]
+        return [self.parameters_by_name[name] if name in self.parameters_by_name else None for name in names]
 
     def construct(self, inputs: ModelInputs, dropout: DropoutKey | None = None) -> Tensor:
         """Sum of the token losses over the valid labels (not divided by anything), a float32 scalar.
@@ -124,8 +125,9 @@ class Decoder(nn.Cell):
         x_ND = ops.gather(_view(self.embedding), inputs.ids_N, 0)
         for layer, weights in enumerate(self.layer_weights):
             masks = self._dropout_masks(dropout, layer, inputs)
-            views = (_view(weight) for weight in weights)
-            x_ND = self.run_block(x_ND, *inputs.tables, inputs.mask, *masks, *views)
+            views = (None if weight is None else _view(weight) for weight in weights)
+            adapter_masks = self.adapter_masks(dropout, layer, inputs.ids_N.shape[0])
+            x_ND = self.run_block(x_ND, *inputs.tables, inputs.mask, *masks, *views, *adapter_masks)
         return x_ND
 
     def logits(self, inputs: ModelInputs) -> Tensor:

@@ -141,15 +141,16 @@ class Generator:
         tables = self.tables(positions_BQ.reshape(-1))
         cache.place(positions_BQ, seen)
         x_ND = ops.gather(model.embedding, Tensor(ids_BQ.reshape(-1)), 0)
-        attention, split = model.block.attention, model.block.split
-        for layer, weights in enumerate(model.layer_weights):
-            q_NC, k_NK, v_NK = attention.project(x_ND, tables[0:2], tables[2:4], weights[:split])
+        attention = model.block.attention
+        for layer, parameters in enumerate(model.layer_weights):
+            weights = [*parameters, *model.adapter_masks(None, layer, rows * width)]
+            q_NC, k_NK, v_NK = attention.project(x_ND, tables[0:2], tables[2:4], weights)
             keys, values = cache.update(layer, k_NK, v_NK)
             out = model.kernels.cached_attention(
                 q_NC.reshape(rows, width, -1), keys, values, mask, settings.num_heads, settings.kv_heads
             )
-            x_ND = x_ND + attention.project_out(out.reshape(rows * width, -1), weights[:split])
-            x_ND = x_ND + model.block.mlp(x_ND, weights[split:])
+            x_ND = x_ND + attention.out(out.reshape(rows * width, -1), weights)
+            x_ND = x_ND + model.block.mlp(x_ND, weights)
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
         x_BD = model.head.norm(ops.gather(x_ND, ends, 0), model.final_norm)
         logits_BV = ops.matmul(x_BD, model.head_weight.T).asnumpy()

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from mindspore import nn
 
-from trainer.models.shapes import mlp_shapes
+from trainer.models.lora import Projection
+from trainer.models.shapes import block_names
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -14,20 +15,19 @@ if TYPE_CHECKING:
 
 
 class MlpLayer(nn.Cell):
-    """x_ND -> what the feed-forward layer adds to the residual stream, [N, D]. Weights: order of `mlp_shapes`."""
+    """x_ND -> what the feed-forward layer adds to the residual stream, [N, D].
+
+    `weights` is all that the block takes, in the order of `block_names`.
+    """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
-        self.num_weights = len(mlp_shapes(settings))
-        self.bias = settings.mlp_has_bias
+        self.norm_weight = block_names(settings).index("post_attention_layernorm.weight")
         self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
-        linear = kernels.linear_bias if self.bias else kernels.linear
-        self.gate, self.up, self.down, self.swiglu = linear(), linear(), linear(), kernels.swiglu()
+        # One instance for every call site: see trainer/ops/__init__.py.
+        self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
+        self.down, self.swiglu = Projection("mlp.down_proj", settings, kernels), kernels.swiglu()
 
     def construct(self, x_ND, weights):
-        y_ND = self.norm(x_ND, weights[0])
-        if self.bias:
-            gate_NF, up_NF = self.gate(y_ND, weights[1], weights[2]), self.up(y_ND, weights[3], weights[4])
-            return self.down(self.swiglu(gate_NF, up_NF), weights[5], weights[6])
-        gate_NF, up_NF = self.gate(y_ND, weights[1]), self.up(y_ND, weights[2])
-        return self.down(self.swiglu(gate_NF, up_NF), weights[3])
+        y_ND = self.norm(x_ND, weights[self.norm_weight])
+        return self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)

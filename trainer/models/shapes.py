@@ -1,4 +1,4 @@
-"""Names and shapes of a decoder's parameters. Pure Python: `plan` counts weights and memory with it.
+"""Names and shapes of the parameters of a decoder and its adapters. Pure Python: `plan` counts weights with it.
 
 The names are Hugging Face's for Llama, Qwen2 and Qwen3, one to one, and so is the layout [out, in] of every matrix.
 """
@@ -6,6 +6,8 @@ The names are Hugging Face's for Llama, Qwen2 and Qwen3, one to one, and so is t
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from trainer.config.adapter_schema import PROJECTIONS
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -37,12 +39,74 @@ def mlp_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | _linear("mlp.down_proj", hidden, width, bias)
 
 
+def all_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter: the decoder's, then the adapters'."""
+    return parameter_shapes(settings) | adapter_shapes(settings)
+
+
+def adapter_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the adapters by its full name, in forward order; empty without `pet_config`.
+
+    The names are those of Hugging Face's PEFT without their first part, `trainer.checkpoint.adapters.PREFIX`.
+    """
+    if settings.pet_config is None:
+        return {}
+    matrices, rank = attention_shapes(settings) | mlp_shapes(settings), settings.pet_config.lora_rank
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(settings.num_layers):
+        for name in settings.pet_config.targets(layer):
+            out, inp = matrices[f"{name}.weight"]
+            down, up = (layer_prefix(layer) + part for part in adapter_names(name))
+            shapes |= {down: (rank, inp), up: (out, rank)}
+    return shapes
+
+
+def adapter_names(projection: str) -> tuple[str, str]:
+    """Names of the two matrices of a projection's adapter: A [rank, in] and B [out, rank]."""
+    return f"{projection}.lora_A.weight", f"{projection}.lora_B.weight"
+
+
+def adapted_projections(settings: ModelConfig) -> tuple[str, ...]:
+    """The projections that have an adapter in some layer, in forward order."""
+    if settings.pet_config is None:
+        return ()
+    found = {name for layer in range(settings.num_layers) for name in settings.pet_config.targets(layer)}
+    return tuple(name for name in PROJECTIONS if name in found)
+
+
+def dropped_projections(settings: ModelConfig) -> tuple[str, ...]:
+    """The projections whose adapters have dropout, in forward order."""
+    drops = settings.pet_config is not None and settings.pet_config.lora_dropout > 0
+    return adapted_projections(settings) if drops else ()
+
+
+def block_names(settings: ModelConfig) -> list[str]:
+    """What a block takes, in order: its weights, then its adapters, then the masks of their dropout."""
+    return [*block_weights(settings), *(mask_name(name) for name in dropped_projections(settings))]
+
+
+def block_weights(settings: ModelConfig) -> list[str]:
+    """The parameters among `block_names`."""
+    adapters = [part for name in adapted_projections(settings) for part in adapter_names(name)]
+    return [*attention_shapes(settings), *mlp_shapes(settings), *adapters]
+
+
+def half_of(name: str) -> str:
+    """The half of a block, "attention" or "mlp", that takes a parameter of this name."""
+    return "attention" if name.startswith(("self_attn.", "input_layernorm.")) else "mlp"
+
+
+def mask_name(projection: str) -> str:
+    """Name of the dropout mask of a projection's adapter, in `block_names`."""
+    return f"{projection}.lora_dropout"
+
+
 def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
 def parameter_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the decoder by its full name, in forward order."""
+    """Every parameter of the decoder by its full name, in forward order; without those of adapters."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (settings.vocab_size, settings.hidden_size)}
     block = attention_shapes(settings) | mlp_shapes(settings)
     for layer in range(settings.num_layers):

@@ -1,0 +1,210 @@
+"""Low-rank adapters on disk: what Hugging Face's PEFT reads and writes, and what our checkpoints add. No MindSpore.
+
+    step-00000100/adapter_model.safetensors   base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight ...
+                 /adapter_config.json         rank, alpha, targets
+                 /optimizer.safetensors, state.json, COMPLETE
+
+They hold no base weights. `state.json` has a digest of those that they were trained on, so that nobody puts them on top
+of others; adapters from elsewhere come without, and are taken at their word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
+from trainer.checkpoint.weights import check_weights, read_safetensors, requested_weights
+from trainer.errors import UserError
+from trainer.models.init import initial_value
+from trainer.models.shapes import adapter_shapes, parameter_shapes
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of every parameter."""
+PART = "adapter_model"
+CONFIG_FILE = "adapter_config.json"
+
+Weights = dict[str, np.ndarray]
+# Keys of PEFT's adapter_config.json with which adapters mean something else than here, and the value that is ours.
+_OURS = {
+    "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
+    "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None,
+}  # fmt: skip
+
+
+def starting_weights(config: Config) -> Weights | None:
+    """The weights that a run starts from: `load_checkpoint`, and with `pet_config` the adapters of `adapter_id` on top.
+
+    Returns:
+        All parameters by name. What nothing names are those of `seed`; None where that is all of them.
+
+    Raises:
+        UserError: Nothing readable there, or weights of another model, or adapters of other weights.
+    """
+    if config.decoder.pet_config is None:
+        return requested_weights(config)
+    base = base_weights(config)
+    if not config.adapter_id:
+        return base | _of_seed(adapter_shapes(config.decoder), config)
+    return base | read_adapters(config, Path(config.adapter_id).expanduser(), base)
+
+
+def base_weights(config: Config) -> Weights:
+    """The weights below the adapters: those of `load_checkpoint`, else those of `seed`."""
+    found = requested_weights(config)
+    return _of_seed(parameter_shapes(config.decoder), config) if found is None else found
+
+
+def _of_seed(shapes: Mapping[str, tuple[int, ...]], config: Config) -> Weights:
+    return {name: initial_value(name, shape, config.decoder, config.seed) for name, shape in shapes.items()}
+
+
+def base_record(config: Config, weights: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """What a checkpoint remembers of the weights below its adapters: where they came from, and their digest."""
+    return {"load_checkpoint": config.load_checkpoint, "digest": digest(weights, config.decoder)}
+
+
+def digest(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> str:
+    """SHA-256 over names, shapes and float32 values of the decoder's parameters, without adapters."""
+    found = hashlib.sha256()
+    for name, shape in sorted(parameter_shapes(settings).items()):
+        found.update(f"{name} {list(shape)}\n".encode())
+        found.update(np.ascontiguousarray(weights[name], np.float32).data)
+    return found.hexdigest()
+
+
+def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) -> Weights:
+    """Adapters by parameter name.
+
+    Args:
+        config: Its `pet_config` says which adapters there should be.
+        path: A folder as PEFT writes it, a checkpoint of a training with `pet_config`, or a folder of those.
+        base: The weights that they will be put on.
+
+    Raises:
+        UserError: There are none, or they do not fit `pet_config` or `base`.
+    """
+    where = config.source.where("adapter_id")
+    file = path / f"{PART}.safetensors"
+    if file.exists() and not (path / MARKER).exists() and not (path / "state.json").exists():
+        tensors = read_safetensors(file, where, key="adapter_id")
+    else:
+        try:
+            found = read_checkpoint(find_checkpoint(path, key="adapter_id"), parts=())
+            path = found.path
+            if not (path / file.name).exists():
+                rule, fix = "the checkpoint holds a whole model, not adapters", "give it as --load_checkpoint"
+                raise UserError(rule, value=str(path), fix=fix)
+            tensors = read_checkpoint(path, parts=(PART,)).tensors[PART]
+        except UserError as error:
+            raise UserError(error.rule, where=where, key="adapter_id", value=error.value, fix=error.fix) from error
+        check_base(found.state, config, base)
+    return fitting_adapters(tensors, config, path, where)
+
+
+def fitting_adapters(
+    tensors: Mapping[str, np.ndarray], config: Config, path: Path, where: str, key: str = "adapter_id"
+) -> Weights:
+    """Adapters of a folder by parameter name: those that `pet_config` describes, all there and each in its shape.
+
+    Raises:
+        UserError: They are others.
+    """
+    _check_description(path, config, where, key)
+    adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
+    check_weights(adapters, adapter_shapes(config.decoder), path, where, key=key)
+    return adapters
+
+
+def check_base(state: Mapping[str, Any], config: Config, base: Mapping[str, np.ndarray]) -> None:
+    """The adapters of a checkpoint with this `state` were trained on top of `base`.
+
+    Raises:
+        UserError: It was another model.
+    """
+    before, now = state["base"], digest(base, config.decoder)
+    if before["digest"] == now:
+        return
+    theirs = before["load_checkpoint"] or "random weights: no load_checkpoint, and the seed of that training"
+    raise UserError(
+        f"the adapters were trained on top of other weights than these (their SHA-256 is {before['digest'][:12]}...,"
+        f" these have {now[:12]}...)",
+        where=config.source.where("load_checkpoint"),
+        key="load_checkpoint",
+        value=config.load_checkpoint,
+        fix=f"give the base model of the adapters, which was {theirs}",
+    )
+
+
+def _check_description(folder: Path, config: Config, where: str, key: str) -> None:
+    """What `adapter_config.json` says is what `pet_config` says."""
+    path, adapters = folder / CONFIG_FILE, config.decoder.pet_config
+
+    def problem(rule: str, fix: str) -> UserError:
+        return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        theirs = {"lora_rank": found["r"], "lora_alpha": found["lora_alpha"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
+        raise problem(f"there is no readable {CONFIG_FILE} beside the adapters ({error})", fix) from error
+    for name, value in _OURS.items():
+        if name in found and found[name] != value and (found[name] or value):
+            rule = f"{CONFIG_FILE} says {name} {found[name]!r}: such adapters are not supported"
+            raise problem(rule, "use plain LoRA")
+    for name, value in theirs.items():
+        ours = getattr(adapters, name)
+        if value != ours:
+            rule = f"the adapters have {name} {value}, model.model_config.pet_config says {ours}"
+            raise problem(rule, f"set pet_config.{name} to {value}")
+
+
+def description(settings: ModelConfig, base: str) -> dict[str, Any]:
+    """The adapters as PEFT's adapter_config.json.
+
+    Args:
+        settings: The model section.
+        base: `load_checkpoint`, empty for none.
+    """
+    adapters = settings.pet_config
+    targets = [adapters.targets(layer) for layer in range(settings.num_layers)]
+    names = [name.split(".")[-1] for name in targets[0]]
+    if len(set(targets)) > 1:  # not the same in every layer: full names
+        names = [f"model.layers.{layer}.{name}" for layer, found in enumerate(targets) for name in found]
+    return {
+        **_OURS,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": adapters.lora_rank,
+        "lora_alpha": adapters.lora_alpha,
+        "lora_dropout": adapters.lora_dropout,
+        "target_modules": names,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def merged(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
+    """The decoder's parameters with the adapters folded in: W + alpha / rank * B A, summed in float64.
+
+    Args:
+        weights: All parameters by name.
+        settings: The model section.
+    """
+    found = {name: weights[name] for name in parameter_shapes(settings)}
+    for layer in range(settings.num_layers):
+        for projection in settings.pet_config.targets(layer):
+            name = f"model.layers.{layer}.{projection}"
+            a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
+            total = found[f"{name}.weight"] + settings.pet_config.scale * (b @ a)
+            found[f"{name}.weight"] = total.astype(np.float32)
+    return found

@@ -1,0 +1,56 @@
+"""Rules about adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from trainer.config.adapter_schema import PROJECTIONS
+from trainer.config.problems import Problem, nearest
+from trainer.config.schema import Config
+
+_KEY = "model.model_config.pet_config"
+
+
+def adapter_problems(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
+    """Targets that are no regular expression or match nothing, and adapters without the section that describes them."""
+    adapters = config.decoder.pet_config
+    if adapters is None:
+        if config.adapter_id:
+            yield report(
+                "adapter_id",
+                config.adapter_id,
+                "adapters need model.model_config.pet_config, which is absent",
+                "write pet_config with the lora_rank, lora_alpha and target_modules that they were trained with",
+            )
+        return
+    key, targets = f"{_KEY}.target_modules", adapters.target_modules
+    try:
+        matches = any(adapters.targets(layer) for layer in range(config.decoder.num_layers))
+    except re.error as error:
+        yield report(
+            key, targets, f"is not a regular expression: {error}", "write one such as '.*q_proj|.*v_proj', in quotes"
+        )
+        return
+    if not matches:
+        yield report(key, targets, "matches none of the model's matrices", _nearest_targets(targets))
+
+
+def _nearest_targets(targets: str) -> str:
+    """Names that were probably meant, one for each alternative of the expression."""
+    ours = [name.split(".")[-1] for name in PROJECTIONS]
+    names = [*ours, *(name.split(".")[-1] for name in PROJECTIONS.values())]
+    parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in targets.split("|")]
+    # `query` is nearest to nothing by its letters alone; its first letter says q_proj.
+    guesses = [nearest(part, names) or next((name for name in ours if part[:1] == name[0]), "") for part in parts]
+    found = list(dict.fromkeys(guess for guess in guesses if guess))
+    written = "|".join(f".*{name}" for name in found)
+    return f"{f'write {written}; ' if found else ''}their names end in {', '.join(names[:-1])} or {names[-1]}"
+
+
+def adapter_notices(config: Config) -> Iterator[str]:
+    """What a reader of the file might not expect of adapters."""
+    if config.decoder.pet_config is None or config.run_mode not in ("train", "finetune"):
+        return
+    if not config.load_checkpoint:
+        yield f"{_KEY}: the adapters train on top of random weights, as load_checkpoint names no base model"
