@@ -156,7 +156,11 @@ def _fallback_reason(dtype: str, device: str) -> str:
 
 def _clipping(config: Config) -> str:
     wrapper = config.runner_wrapper
-    return f"global norm at most {wrapper.max_grad_norm:g}" if wrapper.use_clip_grad else "off"
+    if not wrapper.use_clip_grad:
+        return "off"
+    if wrapper.clip_type == "value":
+        return f"each element to at most {wrapper.clip_value:g}"
+    return f"{'norm of each group' if wrapper.clip_by_group else 'global norm'} at most {wrapper.max_grad_norm:g}"
 
 
 def _eval_rows(config: Config, estimate: RowEstimate) -> int | None:

@@ -37,6 +37,9 @@ SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size
         ("optimizer.betas=[0.9]", "must be a list of at least 2 values"),
         ("optimizer.betas=[0.9, 0.9, 0.9]", "must be a list of at most 2 values"),
         ("optimizer.betas=0.9", "= 0.9: must be a list"),
+        ("runner_wrapper.clip_type=norms", "= 'norms': must be norm or value"),
+        ("runner_wrapper.clip_value=0", "= 0: must be greater than 0"),
+        ("runner_wrapper.clip_by_group=1", "= 1: must be True or False"),
         ("optimizer.eps=0", "must be greater than 0"),
         ("lr_schedule.warmup_ratio=1.5", "must be at most 1"),
         ("lr_schedule.learning_rate=-1", "must be at least 0"),
@@ -254,6 +257,12 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ),
         ("predict_data: x\n", ["predict_data: not used, run_mode is train"]),
         ("run_mode: eval\nresume_training: True\n", ["resume_training: not used"]),
+        (
+            "runner_wrapper: {use_clip_grad: True, clip_type: value, max_grad_norm: 2.0, clip_by_group: True}\n",
+            ["max_grad_norm, runner_wrapper.clip_by_group: not used, runner_wrapper.clip_type is value"],
+        ),
+        ("runner_wrapper: {use_clip_grad: True, clip_value: 2.0}\n", ["clip_value: not used", "clip_type is norm"]),
+        ("runner_wrapper: {clip_by_group: True}\n", ["clip_by_group: not used", "use_clip_grad is False"]),
         (
             "run_mode: finetune\nload_checkpoint: here/step-3\nresume_training: True\n",
             ["resume_training: goes on from the checkpoint in load_checkpoint (here/step-3)"],

@@ -11,7 +11,7 @@ import pytest
 from trainer.config import parse_config
 from trainer.models.shapes import parameter_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.step.clip import clip_coefficient, global_norm
+from trainer.step.clip import clip, clip_coefficient, global_norm
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 11, "multiple_of": 8}
 ALL_OPTIONS = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
@@ -72,3 +72,42 @@ def test_above_the_threshold_the_norm_becomes_the_threshold(norm: float, max_nor
     coefficient = clip_coefficient(norm, max_norm)
     assert 0 < coefficient < 1
     assert norm * coefficient == pytest.approx(max_norm, rel=1e-15)
+
+
+# What `runner_wrapper` asks for; the gradients here are never looked into
+
+NAMES, GROUP_OF = ["a", "b", "c"], {"a": "matrices", "b": "norms and biases", "c": "matrices"}
+SQUARES = [9.0, 0.25, 16.0]  # norms: 5 of the matrices, 0.5 of the rest, sqrt(25.25) of all
+
+
+def factors(squares: list[float] = SQUARES, scale: float = 1.0, **settings: object) -> list[float]:
+    wrapper = parse_config("clip", json.dumps({"runner_wrapper": {"use_clip_grad": True} | settings})).runner_wrapper
+    gradients = [object() for _ in NAMES]
+    same, found = clip(gradients, [square * scale**2 for square in squares], NAMES, wrapper, GROUP_OF, scale)
+    assert same is gradients
+    return found
+
+
+def test_by_the_global_norm_all_shrink_alike() -> None:
+    assert factors(max_grad_norm=1.0) == [1.0 / math.sqrt(25.25)] * 3
+    assert factors(max_grad_norm=6.0) == [1.0] * 3, "a no-op below the threshold"
+
+
+def test_by_group_each_shrinks_by_its_own_norm() -> None:
+    assert factors(max_grad_norm=1.0, clip_by_group=True) == [0.2, 1.0, 0.2]
+    assert factors(max_grad_norm=0.25, clip_by_group=True) == [0.05, 0.5, 0.05]
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("scale", [2.0, 1024.0, 65536.0])
+def test_clipping_does_not_depend_on_the_loss_scale(scale: float, by_group: bool) -> None:
+    """Unscaled before it is measured: powers of two leave the very same bits."""
+    plain = factors(clip_by_group=by_group)
+    assert [factor * scale for factor in factors(scale=scale, clip_by_group=by_group)] == plain
+    assert factors(scale=scale, max_grad_norm=100.0, clip_by_group=by_group) == [1 / scale] * 3
+    assert factors(scale=scale, use_clip_grad=False) == [1 / scale] * 3
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_all_zero_gradients_have_factor_one(by_group: bool) -> None:
+    assert factors([0.0] * 3, clip_by_group=by_group) == [1.0] * 3

@@ -34,6 +34,9 @@ def test_it_says_where_and_how_a_run_learns(tmp_path: Path) -> None:
         assert part in text
     assert json.loads(json.dumps(plan_dict(plan)))["schedule"] == "WarmUpStableDecayLR"
     off = plan_of("qwen3_tiny", runner_wrapper__use_clip_grad=False, optimizer="{type: SGD, momentum: 0.9}")
+    values = plan_of("qwen3_tiny", runner_wrapper__clip_type="value", runner_wrapper__clip_value=0.5)
+    groups = plan_of("qwen3_tiny", runner_wrapper__clip_by_group=True)
+    assert (values.clipping, groups.clipping) == ("each element to at most 0.5", "norm of each group at most 1")
     assert off.clipping == "off" and off.optimizer == {"type": "SGD", "momentum": 0.9, "weight_decay": 0.0}
 
 

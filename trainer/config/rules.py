@@ -164,6 +164,14 @@ def rule_notices(config: Config) -> list[str]:
 
 
 def _wrapper_notices(config: Config) -> Iterator[str]:
+    wrapper = config.runner_wrapper
+    unused = {"norm": ("clip_value",), "value": ("max_grad_norm", "clip_by_group")}[wrapper.clip_type]
+    keys = _set_keys(config, "runner_wrapper", unused)
+    if wrapper.use_clip_grad and keys:
+        yield f"{', '.join(keys)}: not used, runner_wrapper.clip_type is {wrapper.clip_type}"
+    keys = _set_keys(config, "runner_wrapper", ("clip_type", "clip_by_group", "clip_value"))
+    if not wrapper.use_clip_grad and keys:
+        yield f"{', '.join(keys)}: not used, runner_wrapper.use_clip_grad is False"
     if config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell, for every layout"
 

@@ -62,8 +62,17 @@ class RunnerWrapper(Section):
     type: Literal["MFTrainOneStepCell", "MFPipelineWithLossScaleCell"] = setting(
         "MFTrainOneStepCell", "MindSpore Transformers' cell; both mean the same step here. Default MFTrainOneStepCell."
     )
-    use_clip_grad: bool = setting(False, "Clip gradients by their global norm before the update. Default False.")
-    max_grad_norm: float = setting(1.0, "Largest global norm after clipping. Default 1.0.", gt=0)
+    use_clip_grad: bool = setting(False, "Clip gradients before the update. Default False.")
+    clip_type: Literal["norm", "value"] = setting(
+        "norm", "By max_grad_norm, or each element by clip_value. Default norm."
+    )
+    max_grad_norm: float = setting(1.0, "Largest norm after clipping. Default 1.0.", gt=0)
+    clip_by_group: bool = setting(
+        False, "Each parameter group of the optimizer by its own norm instead of all by the global one. Default False."
+    )
+    clip_value: float = setting(
+        1.0, "clip_type value: largest absolute value of an element after clipping. Default 1.0.", gt=0
+    )
     scale_sense: Annotated[float, Field(gt=0)] | LossScaleSection = setting(
         1.0, "Loss scale: a number, or a section of a dynamic one. Default 1.0: off."
     )

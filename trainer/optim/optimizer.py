@@ -25,7 +25,7 @@ class Optimizer:
 
     Args:
         parameters: Parameters by name; gradients come in this order.
-        groups: Say the weight decay of each.
+        groups: Say the weight decay of each; a parameter is in one of them.
         state_names: Names of the arrays kept for every parameter.
     """
 
@@ -34,24 +34,27 @@ class Optimizer:
     ) -> None:
         self.parameters = dict(parameters)
         self.decay = {name: group.weight_decay for group in groups for name in group.parameters}
+        self.group_of = {name: group.name for group in groups for name in group.parameters}
         self.updates = 0
         self.state = {
             kind: {name: _zeros_like(parameter, f"{kind}.{name}") for name, parameter in self.parameters.items()}
             for kind in state_names
         }
 
-    def update(self, gradients: Sequence[Tensor], lr: float, scale: float = 1.0) -> None:
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         """One update in place.
 
         Args:
-            gradients: One for each parameter, in order.
+            gradients: One for each parameter, in order; left as they are.
             lr: Learning rate.
-            scale: Factor on every gradient (the clip coefficient); 1.0 costs nothing.
+            scale: Factor on every gradient (of clipping and loss scaling), or one for each; 1.0 costs nothing.
         """
         self.updates += 1
-        rates, factor = self.rates(lr), _scalar(scale)
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
-            self.update_one(name, parameter, gradient if scale == 1.0 else gradient * factor, rates)
+        rates = self.rates(lr)
+        scales = [float(scale)] * len(gradients) if isinstance(scale, (int, float)) else scale
+        factors = {scale: _scalar(scale) for scale in set(scales)}
+        for (name, parameter), gradient, scale in zip(self.parameters.items(), gradients, scales, strict=True):
+            self.update_one(name, parameter, gradient if scale == 1.0 else gradient * factors[scale], rates)
 
     def rates(self, lr: float) -> Any:
         """What an update shares between parameters, for `update_one`."""

@@ -22,7 +22,7 @@ from trainer.errors import RunError
 from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder
 from trainer.step.accumulate import WindowGradients, accumulate
-from trainer.step.clip import clip_coefficient
+from trainer.step.clip import clip
 from trainer.step.loss_scale import build_loss_scale
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ class TrainStep:
         self.loss_scale.update(overflow=False)
         if self.is_spike(norm):
             return result(norm, f"norm {norm:.3g} is a spike")
-        self.optimizer.update(window.gradients, lr, self.clip(norm) / scale)
+        names = list(self.optimizer.parameters)
+        gradients, factors = clip(window.gradients, squares, names, self.wrapper, self.optimizer.group_of, scale)
+        self.optimizer.update(gradients, lr, factors)
         return result(norm, local_norms=self.local_norms(squares, scale))
 
     def backward(self, batch: Batch, number: int, factor: float) -> tuple[Tensor, Sequence[Tensor]]:
@@ -145,10 +147,6 @@ class TrainStep:
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.
         outputs, gradients = self.gradients_of(self.build_inputs(batch), dropout, Tensor(np.float32(factor)))
         return outputs[1], gradients
-
-    def clip(self, norm: float) -> float:
-        """Factor on the unscaled gradients."""
-        return clip_coefficient(norm, self.wrapper.max_grad_norm) if self.wrapper.use_clip_grad else 1.0
 
     def overflow(self, window: WindowGradients, squares: Sequence[float], result: Callable) -> StepResult:
         """Skips the update and lowers the scale; raises where that would hide a broken training."""
