@@ -2,11 +2,14 @@
 """Measures the trainer against PyTorch on this machine, and against its own targets.
 
     python scripts/benchmark.py dense --torch_python /path/to/torch-env/bin/python > result.json
+    python scripts/benchmark.py step > result.json
 
 `dense` trains the model of configs/bench_dense.yaml in both (the sizes are read from that file), each run in a
 process of its own, in turns (A B A B), several rounds. Prints a table on stderr and JSON on stdout. Exit code 0 when
 every target is met, 1 when one is missed, 2 when a run failed. It takes some ten minutes on two cores: leave the
 machine alone meanwhile.
+
+`step` measures what the parts of the training step cost: accumulation, clipping, loss scaling, freezing, recomputation.
 
 PyTorch needs an environment of its own: `python -m venv torch-env && torch-env/bin/pip install torch "numpy<2"`.
 """
@@ -14,117 +17,44 @@ PyTorch needs an environment of its own: `python -m venv torch-env && torch-env/
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import benchmark_step_command  # noqa: E402
+from benchmark_tools import (  # noqa: E402
+    ROOT,
+    SETTLING_STEPS,
+    Line,
+    Measurement,
+    RunFailed,
+    describe_machine,
+    last_json,
+    mb,
+    measure,
+    median_of,
+    paired_ratio,
+    render,
+    run_process,
+    run_trainer,
+    usable_cores,
+)
+
 from trainer.config import Config, load_config  # noqa: E402
 from trainer.errors import TrainerError  # noqa: E402
-from trainer.monitors.jsonl import read_records  # noqa: E402
 
-# Steps after the first that are not counted: caches and allocators settle.
-SETTLING_STEPS = 2
 DEEP_LAYERS = 32
 ACCUMULATION = 8
 # What importing MindSpore alone costs, which PyTorch does not pay.
 IMPORT_ALLOWANCE_BYTES = 450e6
-
-
-class RunFailed(Exception):
-    """A process that was to be measured failed; the message ends with what it last wrote."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One process' training.
-
-    Attributes:
-        first_step_seconds: The first step, with compilation, without the start of the process.
-        steady_step_seconds: Median of the steps after the first few.
-        tokens_per_second: Tokens of a step / ``steady_step_seconds``.
-        peak_rss_bytes: Highest resident memory of the process.
-    """
-
-    first_step_seconds: float
-    steady_step_seconds: float
-    tokens_per_second: float
-    peak_rss_bytes: int
-
-    @property
-    def first_extra_seconds(self) -> float:
-        """What the first step costs more than a later one."""
-        return self.first_step_seconds - self.steady_step_seconds
-
-
-def measure(step_seconds: Sequence[float], tokens_per_step: int, peak_rss_bytes: int) -> Measurement:
-    """Summarises the seconds of all steps of a run; it needs one more step than those that do not count."""
-    steady = step_seconds[1 + SETTLING_STEPS:]
-    if not steady:
-        raise RunFailed(f"a run of {len(step_seconds)} steps, {SETTLING_STEPS + 2} are needed to measure it")
-    median = statistics.median(steady)
-    return Measurement(step_seconds[0], median, tokens_per_step / median, peak_rss_bytes)
-
-
-def measure_metrics_file(path: Path) -> Measurement:
-    """The same of a trainer run, from its metrics.jsonl."""
-    steps = [record for record in read_records(path) if "step_seconds" in record]
-    if not steps:
-        raise RunFailed(f"{path} holds no step")
-    return measure([step["step_seconds"] for step in steps], steps[-1]["tokens"], steps[-1]["peak_rss_bytes"])
-
-
-def median_of(runs: Sequence[Measurement], value: Callable[[Measurement], float]) -> float:
-    return statistics.median(value(run) for run in runs)
-
-
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Median, smallest and largest of the ratios of runs made in turn: slow drifts of the machine fall out of them."""
-    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the verdict.
-
-    Attributes:
-        name: What was measured.
-        value: The number that is judged, None when it could not be measured.
-        limit: What it must reach.
-        at_least: Whether it must be at least (else at most) ``limit``.
-        detail: The numbers behind it, in words.
-        binding: Whether missing it fails the benchmark; otherwise it is a goal.
-    """
-
-    name: str
-    value: float | None
-    limit: float
-    at_least: bool
-    detail: str
-    binding: bool = True
-
-    @property
-    def verdict(self) -> str:
-        if self.value is None:
-            return "not measured"
-        if (self.value >= self.limit) if self.at_least else (self.value <= self.limit):
-            return "pass"
-        return "FAIL" if self.binding else "not yet"
 
 
 def speed_line(name: str, ours: Sequence[Measurement], theirs: Sequence[Measurement], *, binding: bool) -> Line:
@@ -166,48 +96,15 @@ def dense_lines(ours: Sequence[Measurement], eager: Sequence[Measurement], compi
         Line(f"compilation, {deep_layers} / {layers} layers", deep / shallow, 1.5, False,
              f"{deep:.2f} / {shallow:.2f} s: first less a later step"),
         Line("peak memory / allowed", peak / allowed, 1.0, False,
-             f"{_mb(peak)} of 1.5 x {_mb(eager_peak)} + {_mb(IMPORT_ALLOWANCE_BYTES)}"),
+             f"{mb(peak)} of 1.5 x {mb(eager_peak)} + {mb(IMPORT_ALLOWANCE_BYTES)}"),
         Line(f"peak memory, accumulation {ACCUMULATION} / 1", accumulated.peak_rss_bytes / peak, 1.05, False,
-             f"{_mb(accumulated.peak_rss_bytes)} / {_mb(peak)}"),
+             f"{mb(accumulated.peak_rss_bytes)} / {mb(peak)}"),
     ]
     if bare is None:
         return [*lines, Line("step, trainer / bare loop", None, 1.03, False, "left out")]
     trainer_step, bare_step = statistics.median(bare["trainer_seconds"]), statistics.median(bare["bare_seconds"])
     return [*lines, Line("step, trainer / bare loop", trainer_step / bare_step, 1.03, False,
                          f"{1000 * trainer_step:.1f} / {1000 * bare_step:.1f} ms")]
-
-
-def _mb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e6:.0f} MB"
-
-
-def run_process(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> str:
-    """Runs a command to its end and returns what it wrote to stdout."""
-    try:
-        result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False,
-                                env={**os.environ, **(environment or {})})
-    except OSError as error:
-        raise RunFailed(f"{command[0]} cannot be started: {error.strerror}") from error
-    if result.returncode != 0:
-        last = "\n".join((result.stderr or result.stdout).strip().splitlines()[-15:])
-        raise RunFailed(f"{' '.join(map(str, command))}\nended with exit code {result.returncode}:\n{last}")
-    return result.stdout
-
-
-def last_json(text: str) -> dict[str, Any]:
-    """The JSON object on the last line that holds one; libraries may have printed before and after it."""
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            return json.loads(line)
-    raise RunFailed(f"no JSON in the output:\n{text[-500:]}")
-
-
-def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Measurement:
-    """One run of the trainer ``program`` in a process of its own, ended after ``steps`` optimizer steps."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        run_process([sys.executable, program, "--config", config, "--output_dir", folder,
-                     "--runner_config.stop_step", str(steps), "--report", "False", "--log_format", "plain", *flags])
-        return measure_metrics_file(Path(folder) / "metrics.jsonl")
 
 
 def run_torch(python: str, sizes: dict[str, int], mode: str, steps: int,
@@ -231,48 +128,6 @@ def torch_sizes(config: Config) -> dict[str, int]:
             "kv_heads": decoder.kv_heads, "intermediate": decoder.ffn_size, "tokens": decoder.seq_length,
             "vocabulary": decoder.vocab_size, "batch": runner.batch_size,
             "accumulate": runner.gradient_accumulation_steps}
-
-
-def describe_machine() -> dict[str, Any]:
-    """Where and with what it was measured."""
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain")),
-        "cpu": cpu_model(Path("/proc/cpuinfo")),
-        "cores": usable_cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "mindspore": importlib.metadata.version("mindspore"),
-        "numpy": importlib.metadata.version("numpy"),
-    }
-
-
-def cpu_model(cpuinfo: Path) -> str:
-    """The processor's name as Linux gives it, elsewhere as Python does."""
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def render(lines: Sequence[Line], console: Console) -> None:
-    table = Table(title="Trainer on MindSpore against PyTorch and its targets")
-    for name in ("measure", "value", "target", "verdict", "from"):
-        table.add_column(name, justify="right" if name in ("value", "target") else "left")
-    style = {"pass": "green", "FAIL": "bold red", "not yet": "yellow", "not measured": "yellow"}
-    for line in lines:
-        table.add_row(line.name, "-" if line.value is None else f"{line.value:.3f}",
-                      f"{'>=' if line.at_least else '<='} {line.limit:g}", line.verdict, line.detail,
-                      style=style[line.verdict])
-    console.print(table)
 
 
 def dense(options: argparse.Namespace, console: Console) -> int:
@@ -304,7 +159,7 @@ def dense(options: argparse.Namespace, console: Console) -> int:
         program = ROOT / "scripts" / "benchmark_bare.py"
         bare = last_json(run_process([sys.executable, program, "--config", options.config]))
     lines = dense_lines(ours, theirs["eager"], theirs["compile"], compilation, accumulated, bare)
-    render(lines, console)
+    render("Trainer on MindSpore against PyTorch and its targets", lines, console)
     machine = {**describe_machine(), "torch": said["torch"], "torch_python": said["python"],
                "matmul_gflops": said["matmul_gflops"]}
     runs = {"trainer": ours, **{f"torch_{mode}": theirs[mode] for mode in modes},
@@ -331,12 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--no_compile", action="store_true",
                          help="leave torch.compile out, which compiles for half a minute every round")
     command.add_argument("--no_bare", action="store_true", help="leave the comparison with a bare loop out")
+    benchmark_step_command.add_command(commands)
     options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.steps < SETTLING_STEPS + 2:
+    if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
         parser.error(f"--rounds must be at least 1 and --steps at least {SETTLING_STEPS + 2}")
     console = Console(stderr=True)
     try:
-        return dense(options, console)
+        return {"dense": dense, "step": benchmark_step_command.step}[options.command](options, console)
     except (RunFailed, TrainerError) as failure:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
         return 2

@@ -70,21 +70,16 @@ def build_bare_step(config: Config) -> Callable[[], None]:
     import mindspore
 
     from trainer.data import build_datasets
-    from trainer.models.shapes import parameter_shapes
-    from trainer.optim.groups import parameter_groups
-    from trainer.optim.optimizer import build_optimizer
-    from trainer.session import open_session
+    from trainer.session import open_training
     from trainer.step.clip import clip_coefficient, global_norm
 
-    session = open_session(config)
-    model = session.model
-    groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
-    optimizer = build_optimizer(model.parameters_by_name, groups, config.optimizer)
+    training = open_training(config, lambda update: 1e-3)
+    model, optimizer = training.model, training.optimizer
     rows, _ = build_datasets(config)
     batch = rows.rows(range(config.runner_config.batch_size))
-    inputs, tokens = session.build_inputs(batch), batch.labels.size
+    inputs, tokens = training.build_inputs(batch), batch.labels.size
     gradients_of = mindspore.value_and_grad(
-        lambda: model(inputs) * (1 / tokens), None, list(model.parameters_by_name.values())
+        lambda: model(inputs) * (1 / tokens), None, list(optimizer.parameters.values())
     )
 
     def step() -> None:

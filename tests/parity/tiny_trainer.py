@@ -13,9 +13,9 @@ from trainer.data import IGNORE_INDEX, Batch
 from trainer.data.batch import concatenate, padding_rows
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
-from trainer.models.shapes import parameter_shapes
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
+from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
 from trainer.step.train_step import TrainStep
@@ -38,6 +38,7 @@ class TinyTrainer:
     """One compiled model, reset for every test: compiling is what takes time."""
 
     def __init__(self, compiled: bool = True, **model: Any) -> None:
+        self.changes = model
         settings = config_of(model=model).decoder
         self.kernels = load_kernels(select_kernels(settings, "CPU"))
         self.model = Decoder(settings, self.kernels, seed=5, compiled=compiled)
@@ -54,9 +55,11 @@ class TinyTrainer:
         """A step over the initial weights, with a new optimizer; `sections` are of the configuration."""
         for name, value in self.initial.items():
             self.set_weight(name, value)
-        config = config_of(**sections)
-        groups = parameter_groups(parameter_shapes(config.decoder), config.optimizer.weight_decay)
-        optimizer = build_optimizer(self.model.parameters_by_name, groups, config.optimizer)
+        config = config_of(model=self.changes, **sections)
+        shapes = trained_shapes(config)
+        groups = parameter_groups(shapes, config.optimizer.weight_decay)
+        trained = {name: self.model.parameters_by_name[name] for name in shapes}
+        optimizer = build_optimizer(trained, groups, config.optimizer)
         return TrainStep(
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, rank=rank,
             stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,

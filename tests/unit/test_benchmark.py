@@ -14,6 +14,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import benchmark  # noqa: E402
 import benchmark_bare  # noqa: E402
+import benchmark_step_command  # noqa: E402
+import benchmark_tools  # noqa: E402
 
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
 
@@ -81,10 +83,11 @@ def test_measure_refuses_a_run_too_short():
 def test_metrics_file_of_the_trainer_is_understood(tmp_path):
     lines = [json.dumps(step_record(step_metrics(step))) for step in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "eval_loss": 2.0}', '{"step": 5, "lo']))
-    assert benchmark.measure_metrics_file(tmp_path / "metrics.jsonl") == benchmark.Measurement(0.5, 0.5, 4096.0, 10**9)
+    measured = benchmark_tools.measure_metrics_file(tmp_path / "metrics.jsonl")
+    assert measured == benchmark.Measurement(0.5, 0.5, 4096.0, 10**9)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(benchmark.RunFailed, match="holds no step"):
-        benchmark.measure_metrics_file(tmp_path / "metrics.jsonl")
+        benchmark_tools.measure_metrics_file(tmp_path / "metrics.jsonl")
 
 
 def test_ratio_of_turns_is_not_moved_by_a_drift_of_the_machine():
@@ -135,16 +138,41 @@ def test_last_json_ignores_what_libraries_print():
 def test_cpu_model(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel\t\t: 1\nmodel name\t: A Fine: CPU\n\nmodel name\t: another\n")
-    assert benchmark.cpu_model(cpuinfo) == "A Fine: CPU"
-    assert benchmark.cpu_model(tmp_path / "absent") != ""
+    assert benchmark_tools.cpu_model(cpuinfo) == "A Fine: CPU"
+    assert benchmark_tools.cpu_model(tmp_path / "absent") != ""
 
 
 def test_table_names_every_line():
     console = Console(width=160, record=True, file=io.StringIO())
-    benchmark.render([benchmark.Line("speed", 0.5, 0.9, True, "a / b"),
-                      benchmark.Line("step", None, 1.03, False, "left out")], console)
+    lines = [benchmark.Line("speed", 0.5, 0.9, True, "a / b"), benchmark.Line("step", None, 1.03, False, "left out")]
+    benchmark.render("Title", lines, console)
     text = console.export_text()
     assert all(part in text for part in ("speed", "0.500", ">= 0.9", "FAIL", "a / b", "<= 1.03", "not measured"))
+
+
+def test_accumulation_is_judged_by_time_per_token_and_memory():
+    runs = {1: [run(steady=0.5)] * 2, 2: [run(steady=1.0)] * 2, 16: [run(steady=8.4, peak=1_060_000_000)] * 2}
+    for group, number in ((runs[2], 2), (runs[16], 16)):
+        runs[number] = [benchmark.Measurement(3.5, r.steady_step_seconds, 2048 * number / r.steady_step_seconds,
+                                              r.peak_rss_bytes) for r in group]
+    lines = {line.name: line for line in benchmark_step_command.accumulation_lines(runs)}
+    assert lines["time per token, accumulation 2 / 1"].value == pytest.approx(1.0)
+    assert lines["time per token, accumulation 16 / 1"].value == pytest.approx(1.05)
+    assert [line.verdict for line in lines.values()] == ["pass", "FAIL", "FAIL"]
+
+
+def test_variants_are_judged_by_their_medians():
+    seconds = {"plain": [0.5, 0.5, 9.0], "clipping": [0.505] * 3, "dynamic scale": [0.52] * 3,
+               "half frozen": [0.3] * 3, "recompute": [0.75] * 3}
+    lines = benchmark_step_command.variant_lines(seconds)
+    assert [round(line.value, 2) for line in lines] == [1.01, 1.04, 0.6, 1.5]
+    assert [line.verdict for line in lines] == ["pass", "FAIL", "pass", "not yet"]
+
+
+def test_activations_are_what_grows_with_the_rows():
+    constant, row = 500_000_000, 10_000_000
+    many, few = run(peak=constant + 8 * row), run(peak=constant + row)
+    assert benchmark_step_command.activation_bytes(many, few) == pytest.approx(8 * row)
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------
@@ -165,7 +193,7 @@ def test_whole_benchmark_passes(tmp_path, capsys):
     assert benchmark.main(programs(tmp_path)) == 0
     result = json.loads(capsys.readouterr().out)
     assert [line["verdict"] for line in result["lines"]] == ["pass", "not yet", *["pass"] * 4, "not measured"]
-    assert [len(result["runs"][name]) for name in ("trainer", "torch_eager", "torch_compile", "compilation")] == [2, 2, 2, 2]
+    assert [len(result["runs"][name]) for name in ("trainer", "torch_eager", "torch_compile", "compilation")] == [2] * 4
     assert result["sizes"] == {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 688,
                                "tokens": 256, "vocabulary": 4096, "batch": 8, "accumulate": 1}
     assert {"date", "commit", "cpu", "cores", "python", "mindspore", "torch"} <= result["machine"].keys()

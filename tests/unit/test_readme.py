@@ -122,7 +122,7 @@ def test_every_import_of_a_python_block_exists() -> None:
     """Looks names up in the sources: the blocks import MindSpore, this test does not."""
     nodes = [node for text in blocks("python") for node in ast.walk(ast.parse(text))]
     ours = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer.")]
-    assert len(ours) >= 8
+    assert len(ours) >= 4
     for node in ours:
         assert {alias.name for alias in node.names} <= names_in(node.module), node.module
 

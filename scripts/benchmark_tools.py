@@ -1,0 +1,185 @@
+"""What the benchmarks share: running a program, summarising its steps, judging and showing the figures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from trainer.monitors.jsonl import read_records  # noqa: E402
+
+# Steps after the first that are not counted: caches and allocators settle.
+SETTLING_STEPS = 2
+
+
+class RunFailed(Exception):
+    """A process that was to be measured failed; the message ends with what it last wrote."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One process' training.
+
+    Attributes:
+        first_step_seconds: The first step, with compilation, without the start of the process.
+        steady_step_seconds: Median of the steps after the first few.
+        tokens_per_second: Tokens of a step / ``steady_step_seconds``.
+        peak_rss_bytes: Highest resident memory of the process.
+    """
+
+    first_step_seconds: float
+    steady_step_seconds: float
+    tokens_per_second: float
+    peak_rss_bytes: int
+
+    @property
+    def first_extra_seconds(self) -> float:
+        """What the first step costs more than a later one."""
+        return self.first_step_seconds - self.steady_step_seconds
+
+
+def measure(step_seconds: Sequence[float], tokens_per_step: int, peak_rss_bytes: int) -> Measurement:
+    """Summarises the seconds of all steps of a run; it needs one more step than those that do not count."""
+    steady = step_seconds[1 + SETTLING_STEPS:]
+    if not steady:
+        raise RunFailed(f"a run of {len(step_seconds)} steps, {SETTLING_STEPS + 2} are needed to measure it")
+    median = statistics.median(steady)
+    return Measurement(step_seconds[0], median, tokens_per_step / median, peak_rss_bytes)
+
+
+def measure_metrics_file(path: Path) -> Measurement:
+    """The same of a trainer run, from its metrics.jsonl."""
+    steps = [record for record in read_records(path) if "step_seconds" in record]
+    if not steps:
+        raise RunFailed(f"{path} holds no step")
+    return measure([step["step_seconds"] for step in steps], steps[-1]["tokens"], steps[-1]["peak_rss_bytes"])
+
+
+def median_of(runs: Sequence[Measurement], value: Callable[[Measurement], float]) -> float:
+    return statistics.median(value(run) for run in runs)
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Median, smallest and largest of the ratios of runs made in turn: slow drifts of the machine fall out of them."""
+    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the verdict.
+
+    Attributes:
+        name: What was measured.
+        value: The number that is judged, None when it could not be measured.
+        limit: What it must reach.
+        at_least: Whether it must be at least (else at most) ``limit``.
+        detail: The numbers behind it, in words.
+        binding: Whether missing it fails the benchmark; otherwise it is a goal.
+    """
+
+    name: str
+    value: float | None
+    limit: float
+    at_least: bool
+    detail: str
+    binding: bool = True
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        if (self.value >= self.limit) if self.at_least else (self.value <= self.limit):
+            return "pass"
+        return "FAIL" if self.binding else "not yet"
+
+
+def mb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e6:.0f} MB"
+
+
+def run_process(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> str:
+    """Runs a command to its end and returns what it wrote to stdout."""
+    try:
+        result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False,
+                                env={**os.environ, **(environment or {})})
+    except OSError as error:
+        raise RunFailed(f"{command[0]} cannot be started: {error.strerror}") from error
+    if result.returncode != 0:
+        last = "\n".join((result.stderr or result.stdout).strip().splitlines()[-15:])
+        raise RunFailed(f"{' '.join(map(str, command))}\nended with exit code {result.returncode}:\n{last}")
+    return result.stdout
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """The JSON object on the last line that holds one; libraries may have printed before and after it."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    raise RunFailed(f"no JSON in the output:\n{text[-500:]}")
+
+
+def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Measurement:
+    """One run of the trainer ``program`` in a process of its own, ended after ``steps`` optimizer steps."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        run_process([sys.executable, program, "--config", config, "--output_dir", folder,
+                     "--runner_config.stop_step", str(steps), "--report", "False", "--log_format", "plain", *flags])
+        return measure_metrics_file(Path(folder) / "metrics.jsonl")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Where and with what it was measured."""
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain")),
+        "cpu": cpu_model(Path("/proc/cpuinfo")),
+        "cores": usable_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "mindspore": importlib.metadata.version("mindspore"),
+        "numpy": importlib.metadata.version("numpy"),
+    }
+
+
+def cpu_model(cpuinfo: Path) -> str:
+    """The processor's name as Linux gives it, elsewhere as Python does."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def render(title: str, lines: Sequence[Line], console: Console) -> None:
+    """Shows the verdict as a table."""
+    table = Table(title=title)
+    for name in ("measure", "value", "target", "verdict", "from"):
+        table.add_column(name, justify="right" if name in ("value", "target") else "left")
+    style = {"pass": "green", "FAIL": "bold red", "not yet": "yellow", "not measured": "yellow"}
+    for line in lines:
+        table.add_row(line.name, "-" if line.value is None else f"{line.value:.3f}",
+                      f"{'>=' if line.at_least else '<='} {line.limit:g}", line.verdict, line.detail,
+                      style=style[line.verdict])
+    console.print(table)

@@ -1,0 +1,22 @@
+"""The README's notebook example, run as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_the_readme_example_trains(tmp_path: Path) -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (example,) = [text for text in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S) if "open_training" in text]
+    program = tmp_path / "notebook.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{example}", encoding="utf-8")
+    done = subprocess.run([sys.executable, program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+) ", done.stdout, re.M)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1
