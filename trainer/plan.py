@@ -11,13 +11,14 @@ from trainer.config import check_runnable, config_notices
 from trainer.data import batch_size, estimate_rows
 from trainer.device import resolve_device
 from trainer.models.shapes import parameter_shapes
-from trainer.ops.select import KernelChoice, select_kernels
+from trainer.ops.precision import PartDtype, resolve_precision
+from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule
 from trainer.plan_memory import memory_estimate, memory_notices
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
     from trainer.data import RowEstimate
 
 # What the numbers of each update rule are called in the configuration.
@@ -47,7 +48,7 @@ class Plan:
         kernels: For each kernel: asked for, chosen, why.
         groups: Parameter groups with their decay and sizes.
         weights: Number of trained weights.
-        dtypes: Dtype of each part as it will be on the device.
+        dtypes: For each part of the model its dtype on the device, and why.
         rows, rows_exact: Rows of an epoch; False where text must be tokenized first to know.
         batch_rows, micro_batches, tokens_per_step: Rows of a micro-batch, micro-batches of a step, positions of a
             full step.
@@ -68,7 +69,7 @@ class Plan:
     kernels: tuple[KernelChoice, ...]
     groups: tuple[Group, ...]
     weights: int
-    dtypes: dict[str, str]
+    dtypes: dict[str, PartDtype]
     rows: int
     rows_exact: bool
     batch_rows: int
@@ -92,6 +93,8 @@ def build_plan(config: Config) -> Plan:
     """
     check_runnable(config)
     device, settings, runner = resolve_device(config), config.decoder, config.runner_config
+    precision = resolve_precision(settings, config.amp_level, device)
+    kernels = select_kernels(settings, device, precision)
     shapes = parameter_shapes(settings)
     trains = config.run_mode in ("train", "finetune")
     estimate = estimate_rows(config) if trains else None
@@ -110,13 +113,13 @@ def build_plan(config: Config) -> Plan:
         optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
         clipping=_clipping(config),
         schedule=config.lr_schedule.type,
-        kernels=select_kernels(settings, device),
+        kernels=kernels,
         groups=tuple(
             Group(g.name, g.weight_decay, len(g.parameters), sum(math.prod(shapes[n]) for n in g.parameters))
             for g in groups
         ),
         weights=sum(math.prod(shape) for shape in shapes.values()),
-        dtypes=part_dtypes(settings, device),
+        dtypes=part_dtypes(settings, precision, kernels),
         rows=rows,
         rows_exact=estimate.exact if estimate else True,
         batch_rows=runner.batch_size,
@@ -131,27 +134,6 @@ def build_plan(config: Config) -> Plan:
         eval_rows=_eval_rows(config, estimate) if estimate and config.do_eval else None,
         notices=(*config_notices(config), *memory_notices(memory_bytes["total"])),
     )
-
-
-def part_dtypes(settings: ModelConfig, device: str) -> dict[str, str]:
-    """Dtype of each part on the device; `bfloat16` becomes float32 where there are no kernels for it."""
-    asked = {
-        "parameters": settings.param_init_type,
-        "matrix products": settings.compute_dtype,
-        "norms": settings.layernorm_compute_type,
-        "softmax": settings.softmax_compute_type,
-        "rotary tables": settings.rotary_dtype,
-    }
-    return {
-        part: "float32" if dtype == "float32" else f"float32 (asked: {dtype}; {_fallback_reason(dtype, device)})"
-        for part, dtype in asked.items()
-    } | {"loss, gradients, optimizer state": "float32"}
-
-
-def _fallback_reason(dtype: str, device: str) -> str:
-    if dtype == "bfloat16" and device == "CPU":
-        return "a CPU has no bfloat16 kernels"
-    return "mixed precision is not built yet"
 
 
 def _clipping(config: Config) -> str:
@@ -189,7 +171,7 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
     groups = [("group", "weight decay", "tensors", "weights")]
     groups += [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
     sections.append(("parameters", groups))
-    sections.append(("dtypes", [("part", "dtype"), *plan.dtypes.items()]))
+    sections.append(("dtypes", [("part", "dtype", "why"), *((part, *dtype) for part, dtype in plan.dtypes.items())]))
     if plan.learning_rates:
         rates = [("step", "learning rate"), *((str(step), f"{rate:.3e}") for step, rate in plan.learning_rates)]
         sections.append(("schedule", rates))

@@ -15,6 +15,7 @@ from trainer.device import resolve_device
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
+from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None
     """
     device = resolve_device(config)
     set_up_device(config, device)
-    kernels = load_kernels(select_kernels(config.decoder, device))
+    precision = resolve_precision(config.decoder, config.amp_level, device)
+    kernels = load_kernels(select_kernels(config.decoder, device, precision), precision)
     model = Decoder(config.decoder, kernels, seed=config.seed, compiled=config.context.mode == 0)
     if weights is not None:
         load_weights(model, weights)

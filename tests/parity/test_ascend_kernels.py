@@ -26,6 +26,7 @@ from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import attention_shapes, mlp_shapes
 from trainer.ops import ascend, reference
 from trainer.ops.kernel_set import KernelSet, load_kernels
+from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 
 ROWS, TOKENS, HEADS, SIZE, WIDTH, EPS = 2, 6, 4, 16, 10, 1e-5  # flash attention wants heads of a multiple of 16
@@ -113,10 +114,11 @@ class Backward(nn.Cell):
 
 
 class Graph(NamedTuple):
-    """An exported graph: the operators in it and the shape of every output."""
+    """An exported graph: the operators in it, and the shape and MindIR's dtype of every output."""
 
     operators: set[str]
     shapes: list[tuple[int, ...]]
+    dtypes: list[int]
 
 
 def export(cell: nn.Cell, inputs: list[Tensor], file: Path) -> Graph:
@@ -126,7 +128,8 @@ def export(cell: nn.Cell, inputs: list[Tensor], file: Path) -> Graph:
     (output,) = model.graph.output
     tensors = list(output.tensor) or [value.tensors[0] for value in output.attr_info.values]
     nodes = [node.op_type for graph in (model.graph, *model.functions) for node in graph.node]
-    return Graph({name.split(":")[-2] if ":" in name else name for name in nodes}, [tuple(t.dims) for t in tensors])
+    operators = {name.split(":")[-2] if ":" in name else name for name in nodes}
+    return Graph(operators, [tuple(tensor.dims) for tensor in tensors], [tensor.data_type for tensor in tensors])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,19 +169,28 @@ def settings_of(**changes) -> ModelConfig:
     return parse_config("ascend", json.dumps({"model": {"model_config": sizes | changes}})).decoder
 
 
-def test_front_end_builds_a_whole_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All fused kernels together, on the tables and the mask that `InputBuilder` makes for them."""
+@pytest.mark.parametrize("amp_level", [None, "O2", "O3"])
+def test_front_end_builds_a_whole_block(
+    amp_level: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All fused kernels together in bfloat16, on the tables and the mask that `InputBuilder` makes for them."""
     monkeypatch.chdir(tmp_path)
     settings = settings_of(use_qk_norm=True)
-    kernels = load_kernels(select_kernels(settings, "Ascend"))
+    precision = resolve_precision(settings, amp_level, "Ascend")
+    kernels = load_kernels(select_kernels(settings, "Ascend", precision), precision)
     tokens = np.zeros((ROWS, TOKENS), np.int32)
     inputs = InputBuilder(settings, kernels)(Batch(tokens, tokens, tokens, SEGMENTS.astype(np.int32)))
+    rotary = mindspore.bfloat16 if amp_level else mindspore.float32
+    assert {table.dtype for table in inputs.tables} == {rotary} and inputs.mask.dtype == mindspore.bool_
     weights = [normal(*shape) for shape in (attention_shapes(settings) | mlp_shapes(settings)).values()]
     arguments = [Tensor(normal(N, 32)), *inputs.tables, inputs.mask, *map(Tensor, weights)]
 
     graph = export(Backward(FusedBlock(settings, kernels)), [*arguments, Tensor(normal(N, 32))], tmp_path / "block")
     assert graph.shapes == [argument.shape for argument in arguments]
     assert {gradient for case in CASES.values() for gradient in case.operators} <= graph.operators
+    # Gradients of the residual stream and of every weight leave in float32.
+    assert {graph.dtypes[0], *graph.dtypes[-len(weights) :]} == {mind_ir_pb2.TensorProto.FLOAT}
+    assert "Cast" in graph.operators
 
 
 def rms_norm_as_documented(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

@@ -235,7 +235,6 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
             ["data_parallel 8, model_parallel 2", "one device"],
         ),
         ("model_config: {compute_dtype: bfloat16}\n", ["compute_dtype: a CPU has no bfloat16", "float32"]),
-        ("model_config: {compute_dtype: float16}\n", ["float16", "mixed precision is not built yet", "float32"]),
         ("model_config: {seq_length: 64, max_position_embeddings: 32}\n", ["seq_length 64 is beyond"]),
         ("optimizer: {type: SGD, betas: [0.9, 0.95]}\n", ["optimizer.betas: not used by SGD"]),
         ("optimizer: {momentum: 0.9}\n", ["optimizer.momentum: not used by AdamW"]),
@@ -281,11 +280,6 @@ def test_a_plain_file_gives_no_notice():
 
 def test_default_values_written_out_give_no_notice():
     assert notices("runner_config: {sink_mode: False}\nprofile: False\nswap_config: {swap: False}\n") == ""
-
-
-def test_on_ascend_too_bfloat16_computes_in_float32_until_mixed_precision_is_built():
-    told = notices("context: {device_target: Ascend}\nmodel_config: {compute_dtype: bfloat16}\n")
-    assert "mixed precision is not built yet; it computes in float32 instead of bfloat16" in told
 
 
 def test_derived_sizes():

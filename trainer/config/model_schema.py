@@ -128,16 +128,26 @@ class ModelConfig(Section):
     hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = setting(
         "silu", "Activation: silu with a gate (SwiGLU), under each of its names. Default silu."
     )
-    compute_dtype: Dtype = setting("float32", "Dtype of matrix products. Default float32.")
-    layernorm_compute_type: Dtype = setting(
-        "float32", "Dtype of RMSNorm. Default float32.", aliases=("layernorm_compute_dtype",)
+    compute_dtype: Dtype | None = setting(
+        None, "Dtype of matrix products. Default null: amp_level decides; without it float32."
     )
-    softmax_compute_type: Dtype = setting(
-        "float32", "Dtype of the attention's softmax. Default float32.", aliases=("softmax_compute_dtype",)
+    layernorm_compute_type: Dtype | None = setting(
+        None,
+        "Dtype of RMSNorm's input, weight and output. Default null: amp_level decides; without it float32.",
+        aliases=("layernorm_compute_dtype",),
     )
-    rotary_dtype: Dtype = setting("float32", "Dtype of rotary cosines and sines. Default float32.")
+    softmax_compute_type: Dtype | None = setting(
+        None,
+        "Dtype of the attention's softmax. Default null: amp_level decides; without it float32.",
+        aliases=("softmax_compute_dtype",),
+    )
+    rotary_dtype: Dtype | None = setting(
+        None, "Dtype of rotary tables and rotation. Default null: amp_level decides; without it float32."
+    )
     param_init_type: Dtype = setting(
-        "float32", "Dtype of the parameters. Default float32.", aliases=("param_init_dtype", "params_dtype")
+        "float32",
+        "Dtype of the parameters. Default float32, which they are kept in whatever is written.",
+        aliases=("param_init_dtype", "params_dtype"),
     )
     use_flash_attention: bool = setting(False, "Fused attention where the device has it. Default False.")
     use_fused_rope: bool = setting(
@@ -211,7 +221,7 @@ class ModelConfig(Section):
     bias_dropout_fusion: bool = ignored(False, "Fuse bias and dropout.", _ASCEND_ONLY)
     attention_softmax_in_fp32: bool = ignored(True, "Dtype of the attention's softmax.", "softmax_compute_type says it")
     fp32_residual_connection: bool = ignored(
-        True, "Residual stream in float32.", "the residual stream has compute_dtype or more"
+        True, "Residual stream in float32.", "the residual stream is always float32"
     )
     compute_in_2d: bool = ignored(False, "Fold batch and sequence.", "it computes the same")
     use_pad_tokens: bool = ignored(False, "Pad the batch.", "rows are always full")
@@ -247,10 +257,10 @@ class ModelConfig(Section):
     )
     add_bias_linear_head: bool = not_yet(False, "Bias on the head.", "it is not built; leave it False")
     embedding_init_type: Dtype | None = ignored(
-        None, "Dtype of the embedding.", "param_init_type holds for all weights"
+        None, "Dtype of the embedding.", "all parameters are kept in float32"
     )
     residual_dtype: Dtype | None = ignored(
-        None, "Dtype of the residual stream.", "the residual stream has compute_dtype or more", aliases=("res_dtype",)
+        None, "Dtype of the residual stream.", "the residual stream is always float32", aliases=("res_dtype",)
     )
     router_dense_type: Dtype | None = ignored(None, "Dtype of the router.", MOE_LATER)
     parallel_optimizer: bool = ignored(False, "Shard the optimizer.", "there is one device")
@@ -267,7 +277,7 @@ class ModelConfig(Section):
     torch_dtype: str | None = ignored(
         None,
         "Dtype of the Hugging Face file.",
-        "param_init_type says the dtype of the parameters, compute_dtype that of the matrix products",
+        "all parameters are kept in float32; compute_dtype says the dtype of the matrix products",
         aliases=("dtype",),
     )
     pretraining_tp: int = ignored(1, "Pretraining parallelism.", _HF_ONLY)

@@ -133,7 +133,7 @@ class Decoder(nn.Cell):
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Logits of every token, [N, V]; for evaluation and tests, not for training."""
         x_ND = self.head.norm(self.hidden_states(inputs), self.final_norm)
-        return ops.matmul(x_ND, self.head_weight.T)
+        return self.kernels.logits(x_ND, self.head_weight)
 
     def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> DropoutMasks:
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from mindspore import Parameter, Tensor, ops
+from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.errors import RunError
@@ -153,7 +154,7 @@ class Generator:
             x_ND = x_ND + model.block.mlp(x_ND, weights)
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
         x_BD = model.head.norm(ops.gather(x_ND, ends, 0), model.final_norm)
-        logits_BV = ops.matmul(x_BD, model.head_weight.T).asnumpy()
+        logits_BV = model.kernels.logits(x_BD, model.head_weight).asnumpy()
         if not np.isfinite(logits_BV).all():
             rule = "the model's output is not finite: its weights have diverged or are damaged"
             raise RunError(rule, fix="use another checkpoint")
@@ -164,11 +165,11 @@ class _Cache:
     """Keys and values of all layers, [B * S, K] each; rows are written in place."""
 
     def __init__(self, model: Decoder, rows: int, capacity: int, write: P.ScatterUpdate) -> None:
-        settings = model.settings
+        settings, dtype = model.settings, model.kernels.compute_dtype
         width = settings.kv_heads * settings.head_size
         self.rows, self.capacity, self.write = rows, capacity, write
         self.layers = [
-            tuple(_zeros(rows * capacity, width, f"cache.{layer}.{kind}") for kind in ("keys", "values"))
+            tuple(_zeros(rows * capacity, width, f"cache.{layer}.{kind}", dtype) for kind in ("keys", "values"))
             for layer in range(settings.num_layers)
         ]
         self.index, self.seen = Tensor(np.zeros(1, np.int32)), 0
@@ -187,8 +188,8 @@ class _Cache:
         return found[0], found[1]
 
 
-def _zeros(rows: int, width: int, name: str) -> Parameter:
-    return Parameter(Tensor(np.zeros((rows, width), np.float32)), name=name, requires_grad=False)
+def _zeros(rows: int, width: int, name: str, dtype: mstype.Type) -> Parameter:
+    return Parameter(Tensor(np.zeros((rows, width), np.float32), dtype), name=name, requires_grad=False)
 
 
 def _round_up(number: int) -> int:

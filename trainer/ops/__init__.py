@@ -15,6 +15,10 @@ Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, dropout)                    o_NC
 CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of the token losses, scalar
 =================  ===================================================  ==================================
 
+`precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
+x, y and what flows between kernels have the dtype of the matrix products; weights and the residual stream arrive in
+float32, and so do gradients of weights leave.
+
 N = B * T tokens of a micro-batch of B rows of T tokens; C = heads * d; K = key/value heads * d.
 
 Every call site owns its own instance: one `nn.Cell` with a `bprop` that is called twice inside one compiled function

@@ -27,9 +27,9 @@ class RmsNorm(nn.Cell):
 
 
 class Rotary(nn.Cell):
-    """rotary_position_embedding, mode 0: the first half of a head is paired with the second."""
+    """rotary_position_embedding, mode 0: the first half of a head is paired with the second. One dtype for all."""
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, head_size: int, dtype=mstype.float32) -> None:
         super().__init__()
         self.head_size = head_size
 
@@ -48,28 +48,30 @@ class SwiGLU(nn.Cell):
 class Attention(nn.Cell):
     """flash_attention_score in layout BSH; the mask is True where a position must not be seen.
 
-    The operator takes no float32: queries, keys and values go in as bfloat16, which has float32's range, and the result
-    comes back in the dtype of the queries.
+    The operator takes float16 and bfloat16 only and computes its softmax in float32 whatever `softmax_dtype` says.
+    Queries, keys and values of another dtype than `dtype` are cast, and the result comes back in that of the queries.
     """
 
-    def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32
+    ) -> None:
         super().__init__()
-        self.heads, self.head_size, self.scale = heads, head_size, head_size**-0.5
+        self.heads, self.head_size, self.scale, self.dtype = heads, head_size, head_size**-0.5, dtype
 
     def construct(self, q_NC, k_NK, v_NK, mask_B1TT, dropout):
         rows = mask_B1TT.shape[0]
-        q, k, v = (x.reshape(rows, -1, x.shape[-1]).astype(mstype.bfloat16) for x in (q_NC, k_NK, v_NK))
+        q, k, v = (x.reshape(rows, -1, x.shape[-1]).astype(self.dtype) for x in (q_NC, k_NK, v_NK))
         out = ops.flash_attention_score(
             q, k, v, self.heads, attn_mask=mask_B1TT, scalar_value=self.scale, input_layout="BSH"
         )
         return out.reshape(q_NC.shape).astype(q_NC.dtype)
 
 
-def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
     """The tables as the operator wants them, [1, N, 1, d]: it spreads them over the heads itself."""
-    return tuple(Tensor(table[None, :, None, :]) for table in (cos_Nd, sin_Nd))
+    return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
 
 
-def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
-    """The mask as the operator wants it: [B, 1, Q, S], True where a position must not be seen."""
+def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int, dtype=mstype.float32) -> Tensor:
+    """The mask as the operator wants it: [B, 1, Q, S], True where a position must not be seen, whatever the dtype."""
     return Tensor(~allowed_BQS[:, None])

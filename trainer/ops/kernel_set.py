@@ -1,48 +1,75 @@
-"""Choices (`select.py`) turned into classes: the only place that imports both implementations."""
+"""Choices (`select.py`) and dtypes (`precision.py`) turned into kernels: the only place that knows both rooms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from mindspore import dtype as mstype
 from mindspore import nn
 
 from trainer.ops import ascend, reference
+from trainer.ops.cast import InDtype, rounded
+from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
+
+MakeCell = Callable[..., nn.Cell]
 
 
 @dataclass(frozen=True)
 class KernelSet:
-    """The kernels that a model is built from. Cells are classes: make one instance for every call site."""
+    """The kernels that a model is built from. Cells are made: one instance for every call site.
 
-    linear: type[nn.Cell]
-    linear_bias: type[nn.Cell]
-    rms_norm: type[nn.Cell]
-    rotary: type[nn.Cell]
-    swiglu: type[nn.Cell]
-    attention: type[nn.Cell]
-    cross_entropy: type[nn.Cell]
+    `compute_dtype` is the dtype in which kernels hand their results to each other.
+    """
+
+    linear: MakeCell
+    linear_bias: MakeCell
+    rms_norm: MakeCell
+    rotary: MakeCell
+    swiglu: MakeCell
+    attention: MakeCell
+    cross_entropy: MakeCell
     rotary_tables: Callable
     attention_mask: Callable
     cached_mask: Callable
     cached_attention: Callable
+    logits: Callable
     sum_of_squares: Callable
+    compute_dtype: mstype.Type = mstype.float32
 
 
-def load_kernels(choices: Sequence[KernelChoice]) -> KernelSet:
-    """The classes and functions that the choices name."""
+def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32) -> KernelSet:
+    """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them."""
     room = {choice.kernel: ascend if choice.fused else reference for choice in choices}
+    compute, norm, softmax, rotary = (
+        getattr(mstype, part.dtype) for part in (precision.compute, precision.norm, precision.softmax, precision.rotary)
+    )
+
+    def cast(kernel: MakeCell, inside: mstype.Type, **options: mstype.Type) -> MakeCell:
+        if inside == compute == mstype.float32:
+            return kernel
+        return lambda *sizes: InDtype(kernel(*sizes, **options), inside, compute)
+
+    def round_inputs(kernel: MakeCell) -> MakeCell:
+        return lambda *sizes: rounded(kernel(*sizes), norm, compute)
+
+    rms_norm = room["rms_norm"].RmsNorm
+    fused = room["rms_norm"] is ascend
     return KernelSet(
-        linear=reference.Linear,
-        linear_bias=reference.LinearBias,
-        rms_norm=room["rms_norm"].RmsNorm,
-        rotary=room["rotary_embedding"].Rotary,
-        swiglu=room["swiglu"].SwiGLU,
-        attention=room["attention"].Attention,
-        cross_entropy=reference.CrossEntropy,
-        rotary_tables=room["rotary_embedding"].rotary_tables,
-        attention_mask=room["attention"].attention_mask,
-        cached_mask=reference.attention_mask,
-        cached_attention=reference.cached_attention,
+        linear=cast(reference.Linear, compute),
+        linear_bias=cast(reference.LinearBias, compute),
+        rms_norm=cast(rms_norm, norm) if fused or norm == mstype.float32 else round_inputs(rms_norm),
+        rotary=cast(room["rotary_embedding"].Rotary, rotary, dtype=rotary),
+        swiglu=cast(room["swiglu"].SwiGLU, compute),
+        attention=partial(room["attention"].Attention, dtype=compute, softmax_dtype=softmax),
+        cross_entropy=partial(reference.CrossEntropy, dtype=compute),
+        rotary_tables=partial(room["rotary_embedding"].rotary_tables, dtype=rotary),
+        attention_mask=partial(room["attention"].attention_mask, dtype=softmax),
+        cached_mask=partial(reference.attention_mask, dtype=softmax),
+        cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
+        logits=partial(reference.logits, dtype=compute),
         sum_of_squares=reference.sum_of_squares,
+        compute_dtype=compute,
     )

@@ -91,15 +91,19 @@ class Rotary(nn.Cell):
 
     rotate_half is a product with a signed permutation: one small MatMul instead of a split, a negation and a
     concatenation.
+
+    Args:
+        head_size: d.
+        dtype: Of x, the tables and the result.
     """
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, head_size: int, dtype=mstype.float32) -> None:
         super().__init__()
         half = head_size // 2
         rotate = np.zeros((head_size, head_size), np.float32)
         rotate[np.arange(half) + half, np.arange(half)] = -1
         rotate[np.arange(half), np.arange(half) + half] = 1
-        self.head_size, self.rotate_dd = head_size, Tensor(rotate)
+        self.head_size, self.rotate_dd = head_size, Tensor(rotate, dtype)
         self.matmul, self.matmul_bt = P.MatMul(), P.MatMul(transpose_b=True)
 
     def construct(self, x_NC, cos_NC, sin_NC):
@@ -130,17 +134,24 @@ class Attention(nn.Cell):
 
     Args:
         heads, kv_heads, head_size: H, K, d.
+        dtype: Of q, k, v, the products and the result.
+        softmax_dtype: Of the mask and the softmax.
     """
 
-    def __init__(self, heads: int, kv_heads: int, head_size: int) -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
         self.scale = head_size**-0.5
-        self.core, self.transpose = _AttentionCore(head_size), P.Transpose()
+        self.core, self.transpose = _AttentionCore(head_size, dtype, softmax_dtype), P.Transpose()
+        self.half_dropout, self.softmax_dtype = softmax_dtype != mstype.float32, softmax_dtype
 
     def construct(self, q_NC, k_NK, v_NK, mask, dropout):
         # mask: [B*K, G*T, T], added to the scores
         rows = mask.shape[0] // self.kv_heads
+        if dropout is not None and self.half_dropout:
+            dropout = dropout.astype(self.softmax_dtype)
         queries = self.split_heads(q_NC * self.scale, rows, self.heads)
         keys, values = self.split_heads(k_NK, rows, self.kv_heads), self.split_heads(v_NK, rows, self.kv_heads)
         out = self.core(queries, keys, values, mask, dropout)[0]
@@ -160,19 +171,23 @@ class _AttentionCore(nn.Cell):
     subtraction is folded into the product dO v^T as one more column, so no broadcast and no reduction over T x T
     happens. With dropout on the probabilities the identity still holds, because the dropped probabilities are what
     multiplies v.
+
+    `for_softmax` and `for_product` stand between the products and the softmax; they do nothing where both have one
+    dtype.
     """
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, head_size: int, dtype: mstype.Type, softmax_dtype: mstype.Type) -> None:
         super().__init__()
+        self.dtype, self.softmax_dtype, self.mixed, self.cast = dtype, softmax_dtype, dtype != softmax_dtype, P.Cast()
         self.product, self.product_at = P.BatchMatMul(), P.BatchMatMul(transpose_a=True)
         self.product_bt = P.BatchMatMul(transpose_b=True)
         self.matmul, self.softmax, self.concat = P.MatMul(), P.Softmax(), P.Concat(-1)
-        self.head_size, self.minus_ones_d1 = head_size, -_ones(head_size, 1)
+        self.head_size, self.minus_ones_d1 = head_size, -_ones(head_size, 1).astype(dtype)
 
     def construct(self, q, k, v, mask, dropout):
-        probabilities = self.softmax(self.product_bt(q, k) + mask)
+        probabilities = self.softmax(self.for_softmax(self.product_bt(q, k)) + mask)
         kept = probabilities if dropout is None else probabilities * dropout
-        return self.product(kept, v), probabilities
+        return self.product(self.for_product(kept), v), probabilities
 
     def bprop(self, q, k, v, mask, dropout, out, grads):
         probabilities, grad = out[1], grads[0]
@@ -182,13 +197,20 @@ class _AttentionCore(nn.Cell):
         if dropout is None:
             kept, grad_dropout = probabilities, None
             # [dO, -delta] [v, 1]^T = dO v^T - delta
-            centred = self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones)))
+            centred = self.for_softmax(self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones))))
         else:
             kept, grad_dropout = probabilities * dropout, ops.zeros_like(dropout)
-            centred = self.product_bt(grad, v) * dropout + self.product_bt(minus_delta, ones)
-        grad_scores = probabilities * centred
+            centred = self.for_softmax(self.product_bt(grad, v)) * dropout
+            centred = centred + self.for_softmax(self.product_bt(minus_delta, ones))
+        grad_scores = self.for_product(probabilities * centred)
         grad_q, grad_k = self.product(grad_scores, k), self.product_at(grad_scores, q)
-        return grad_q, grad_k, self.product_at(kept, grad), ops.zeros_like(mask), grad_dropout
+        return grad_q, grad_k, self.product_at(self.for_product(kept), grad), ops.zeros_like(mask), grad_dropout
+
+    def for_softmax(self, x):
+        return self.cast(x, self.softmax_dtype) if self.mixed else x
+
+    def for_product(self, x):
+        return self.cast(x, self.dtype) if self.mixed else x
 
 
 class CrossEntropy(nn.Cell):
@@ -198,21 +220,30 @@ class CrossEntropy(nn.Cell):
     -log(p) is computed as log1p((1 - p) / p), because the bits of MindSpore's Log on a CPU depend on how it divides the
     elements among threads, which it decides by timing itself: the same loss could differ from run to run.
     Rows are weighted on the small side of each product, never on the [N, V] logits.
+
+    Args:
+        dtype: Of the products with the weight. Softmax and loss are float32 always. In half precision the factor of the
+            loss is multiplied into d loss / d logits before these are rounded: a loss scale that came later could not
+            keep them above zero.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype=mstype.float32) -> None:
         super().__init__()
-        self.core = _CrossEntropyCore()
+        self.half, self.dtype = dtype != mstype.float32, dtype
+        self.core = _CrossEntropyCore(self.half)
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
+        if self.half:
+            x_ND, weight_VD = x_ND.astype(self.dtype), weight_VD.astype(self.dtype)
         return self.core(x_ND, weight_VD, labels_N, valid_N1)[0]
 
 
 class _CrossEntropyCore(nn.Cell):
     """Returns (loss, probabilities): the second output keeps the probabilities for the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, half: bool) -> None:
         super().__init__()
+        self.half, self.cast = half, P.Cast()
         self.x_wt, self.matmul, self.matmul_at = P.MatMul(transpose_b=True), P.MatMul(), P.MatMul(transpose_a=True)
         self.softmax, self.row_max, self.gather = P.Softmax(), P.ArgMaxWithValue(axis=1), P.GatherD()
         self.transpose, self.log1p = P.Transpose(), P.Log1p()
@@ -220,6 +251,8 @@ class _CrossEntropyCore(nn.Cell):
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
         logits_NV = self.x_wt(x_ND, weight_VD)
+        if self.half:
+            logits_NV = self.cast(logits_NV, mstype.float32)
         probabilities_NV = self.softmax(logits_NV)
         index_N, max_N = self.row_max(logits_NV)
         p_N1 = self.gather(probabilities_NV, 1, index_N.reshape(-1, 1).astype(mstype.int32))
@@ -232,31 +265,50 @@ class _CrossEntropyCore(nn.Cell):
         probabilities_NV, grad = out[1], grads[0]
         # d loss / d logits = probabilities - one_hot(label)
         centred_NV = self.scatter_add(probabilities_NV, labels_N.reshape(-1, 1), -ops.ones_like(valid_N1))
+        if self.half:
+            factor_NV = self.matmul(valid_N1 * grad, ops.ones((1, weight_VD.shape[0]), mstype.float32))
+            grad_NV = self.cast(centred_NV * factor_NV, x_ND.dtype)
+            grad_weight_VD = self.transpose(self.matmul_at(x_ND, grad_NV), (1, 0))
+            return self.matmul(grad_NV, weight_VD), grad_weight_VD, ops.zeros_like(labels_N), ops.zeros_like(valid_N1)
         weight_ND = self.matmul(valid_N1 * grad, ops.ones((1, x_ND.shape[1]), x_ND.dtype))
         grad_x_ND = self.matmul(centred_NV, weight_VD) * weight_ND
         grad_weight_VD = self.transpose(self.matmul_at(x_ND * weight_ND, centred_NV), (1, 0))
         return grad_x_ND, grad_weight_VD, ops.zeros_like(labels_N), ops.zeros_like(valid_N1)
 
 
-def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
     """The tables as `Rotary` wants them: every head's columns side by side, [N, heads * d]."""
-    return tuple(ops.tile(Tensor(table), (1, heads)) for table in (cos_Nd, sin_Nd))
+    return tuple(ops.tile(Tensor(table, dtype), (1, heads)) for table in (cos_Nd, sin_Nd))
 
 
-def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
-    """The mask as `Attention` wants it: added to the scores, [B*K, G*Q, S] float32, 0 where allowed."""
+def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int, dtype=mstype.float32) -> Tensor:
+    """The mask as `Attention` wants it: added to the scores, [B*K, G*Q, S], 0 where allowed.
+
+    Elsewhere the lowest float32, which a half-precision `dtype` rounds to minus infinity; no row excludes everything.
+    """
     rows, queries, keys = allowed_BQS.shape
     bias = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min).reshape(rows, 1, -1)
-    return ops.tile(Tensor(bias), (1, heads, 1)).reshape(rows * kv_heads, heads // kv_heads * queries, keys)
+    mask = ops.tile(Tensor(bias), (1, heads, 1)).reshape(rows * kv_heads, heads // kv_heads * queries, keys)
+    return mask if dtype == mstype.float32 else mask.astype(dtype)
 
 
-def cached_attention(q_BQC: Tensor, k_BSK: Tensor, v_BSK: Tensor, mask: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Attention of Q new tokens over S cached ones (prediction: forward only).
+def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:
+    """x weight^T with a product in `dtype`, [N, V] float32 (forward only)."""
+    if dtype == mstype.float32:
+        return ops.matmul(x_ND, weight_VD.T)
+    return ops.matmul(x_ND.astype(dtype), weight_VD.astype(dtype).T).astype(mstype.float32)
+
+
+def cached_attention(
+    q_BQC: Tensor, k_BSK: Tensor, v_BSK: Tensor, mask: Tensor, heads: int, kv_heads: int, softmax_dtype=mstype.float32
+) -> Tensor:
+    """Attention of Q new tokens over S cached ones (prediction: forward only), in the dtype of the queries.
 
     Args:
         q_BQC: Queries [B, Q, H*d].
         k_BSK, v_BSK: Cached keys and values [B, S, K*d]; what `mask` excludes may hold anything finite.
-        mask: As `attention_mask` makes it, [B*K, G*Q, S].
+        mask: As `attention_mask` makes it for `softmax_dtype`, [B*K, G*Q, S].
+        softmax_dtype: Of the softmax.
 
     Returns:
         [B, Q, H*d].
@@ -269,7 +321,8 @@ def cached_attention(q_BQC: Tensor, k_BSK: Tensor, v_BSK: Tensor, mask: Tensor, 
         ops.transpose(x.reshape(rows, -1, kv_heads, head_size), (0, 2, 1, 3)).reshape(rows * kv_heads, -1, head_size)
         for x in (k_BSK, v_BSK)
     )
-    out = ops.bmm(ops.softmax(ops.bmm(q, ops.transpose(k, (0, 2, 1))) + mask, -1), v)
+    scores = ops.bmm(q, ops.transpose(k, (0, 2, 1))).astype(softmax_dtype)
+    out = ops.bmm(ops.softmax(scores + mask, -1).astype(v.dtype), v)
     out = ops.transpose(out.reshape(rows, heads, queries, head_size), (0, 2, 1, 3))
     return out.reshape(rows, queries, width)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.ops.precision import PartDtype, Precision, resolve_precision
+
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
 
@@ -34,17 +36,21 @@ _KERNELS = (
 )
 
 
-def select_kernels(settings: ModelConfig, device: str) -> tuple[KernelChoice, ...]:
+def select_kernels(settings: ModelConfig, device: str, precision: Precision | None = None) -> tuple[KernelChoice, ...]:
     """Choose an implementation for every kernel.
 
     Args:
         settings: The model section; its `use_*` switches say what was asked for.
         device: "CPU", "GPU" or "Ascend".
+        precision: Dtype of each part; None: what the model section alone says.
     """
-    return tuple(_choose(kernel, switch, operator, settings, device) for kernel, switch, operator in _KERNELS)
+    dtypes = precision or resolve_precision(settings, None, device)
+    return tuple(_choose(kernel, switch, operator, settings, device, dtypes) for kernel, switch, operator in _KERNELS)
 
 
-def _choose(kernel: str, switch: str | None, operator: str, settings: ModelConfig, device: str) -> KernelChoice:
+def _choose(
+    kernel: str, switch: str | None, operator: str, settings: ModelConfig, device: str, precision: Precision
+) -> KernelChoice:
     wanted = switch is None or bool(getattr(settings, switch))
     asked = f"{switch}: {wanted}" if switch else "(automatic)"
     if device != "Ascend":
@@ -54,18 +60,35 @@ def _choose(kernel: str, switch: str | None, operator: str, settings: ModelConfi
         return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
     if kernel != "attention":
         return KernelChoice(kernel, asked, operator, f"fused operator of {device}")
-    obstacle = _flash_attention_obstacle(settings)
+    obstacle = _flash_attention_obstacle(settings, precision.compute.dtype)
     if obstacle:
         return KernelChoice(kernel, asked, REFERENCE, obstacle)
-    return KernelChoice(kernel, asked, operator, f"fused operator of {device}; it computes in bfloat16")
+    return KernelChoice(kernel, asked, operator, f"fused operator of {device}; its softmax is float32")
 
 
-def _flash_attention_obstacle(settings: ModelConfig) -> str:
+def _flash_attention_obstacle(settings: ModelConfig, compute_dtype: str) -> str:
     """Why flash_attention_score cannot compute this model's attention; empty when it can."""
     if settings.attention_dropout > 0:
         return "attention_dropout > 0: the same masks on every device"
-    if settings.compute_dtype == "float32":
+    if compute_dtype == "float32":
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if settings.head_size % 16 or settings.head_size > 512:
         return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
     return ""
+
+
+def part_dtypes(settings: ModelConfig, precision: Precision, choices: tuple[KernelChoice, ...]) -> dict[str, PartDtype]:
+    """Dtype of each part, and why, in the words of `plan`."""
+    asked, always = settings.param_init_type, PartDtype("float32", "always")
+    master = PartDtype("float32", f"master weights (asked: {asked})")
+    fused_softmax = PartDtype("float32", "inside flash_attention_score")
+    fused = any(choice.kernel == "attention" and choice.fused for choice in choices)
+    return {
+        "parameters": always if asked == "float32" else master,
+        "matrix products": precision.compute,
+        "norms": precision.norm,
+        "softmax": fused_softmax if fused else precision.softmax,
+        "rotary tables": precision.rotary,
+        "residual stream, loss": always,
+        "gradients, optimizer state": always,
+    }

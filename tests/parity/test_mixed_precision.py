@@ -1,0 +1,256 @@
+"""Mixed precision: the model in float16 against the float32 one, each part's dtype, and float16's range.
+
+Tolerances. float16 rounds to 11 bits, u = 2^-11 = 4.9e-4. Rounding the weights of the tiny model once, with all
+arithmetic in float32, already moves its gradients by up to 2.2 u of their largest value. A gradient in mixed precision
+passes some thirty such roundings, of weights, inputs and products, forward and back; their random signs add up to
+sqrt(30) = 5.5 u, and the largest distance seen is 7 u, or 12 u with dropout, which leaves fewer terms to cancel.
+LEAST, far above what float32 does to the same gradients (2e-3 u), shows that a part is in half precision at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+from numpy_kernels import distance
+from tiny_trainer import TOKENS, VOCABULARY, config_of, make_batch
+
+from trainer.models.decoder import Decoder
+from trainer.models.dropout import DropoutKey
+from trainer.models.generate import Generator, Sampling
+from trainer.models.inputs import InputBuilder
+from trainer.ops import reference
+from trainer.ops.cast import InDtype
+from trainer.ops.kernel_set import load_kernels
+from trainer.ops.precision import resolve_precision
+from trainer.ops.select import select_kernels
+
+U = 2.0**-11
+TOLERANCE, LEAST = 16 * U, U / 8
+MODES = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+HALF, FULL = mstype.float16, mstype.float32
+# amp_level -> dtypes of matrix products, norms, softmax, rotary
+LEVELS = {"O1": (HALF, FULL, FULL, FULL), "O2": (HALF, FULL, HALF, HALF), "O3": (HALF, HALF, HALF, HALF)}
+KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype")
+BATCH = make_batch(3, 17, rows=2)
+# Every kernel there is; small weights, because larger ones make a model whose gradients hang on every bit.
+OPTIONS = {"use_qk_norm": True, "qkv_has_bias": True, "initializer_range": 0.1}
+
+
+class Model(NamedTuple):
+    """A decoder in the dtypes of a configuration."""
+
+    decoder: Decoder
+    build_inputs: InputBuilder
+
+
+def build_new(amp_level: str | None, compiled: bool, model: frozenset) -> Model:
+    config = config_of(amp_level=amp_level, model=OPTIONS | dict(model))
+    precision = resolve_precision(config.decoder, config.amp_level, "CPU")
+    kernels = load_kernels(select_kernels(config.decoder, "CPU", precision), precision)
+    return Model(Decoder(config.decoder, kernels, seed=5, compiled=compiled), InputBuilder(config.decoder, kernels))
+
+
+build_once = functools.cache(build_new)
+
+
+def build(amp_level: str | None = None, compiled: bool = True, **model: object) -> Model:
+    """Shared between tests: compiling is what takes time."""
+    return build_once(amp_level, compiled, frozenset(model.items()))
+
+
+class Result(NamedTuple):
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None = None) -> Result:
+    """Loss sum, and gradients of the sum times `factor`."""
+    parameters = model.decoder.parameters_by_name
+
+    def scaled(inputs, scale):
+        loss = model.decoder(inputs, dropout)
+        return loss * scale, loss
+
+    backward = mindspore.value_and_grad(scaled, None, list(parameters.values()), has_aux=True)
+    (_, loss), gradients = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
+    assert loss.dtype == FULL
+    return Result(float(loss.asnumpy()), dict(zip(parameters, gradients, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def right() -> Result:
+    """Of the float32 model."""
+    return differentiate(build())
+
+
+def furthest(found: Result, right: Result, factor: float = 1.0) -> float:
+    """The largest distance of a gradient."""
+    return max(distance(found.gradients[name].asnumpy() / factor, g.asnumpy()) for name, g in right.gradients.items())
+
+
+@MODES
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_and_gradients_of_a_level(level: str, compiled: bool, right: Result) -> None:
+    model = build(level, compiled)
+    found = differentiate(model)
+    assert found.loss == pytest.approx(right.loss, rel=2 * U)
+    assert LEAST < furthest(found, right) < TOLERANCE
+    for name, gradient in found.gradients.items():
+        assert gradient.dtype == model.decoder.parameters_by_name[name].dtype == FULL
+    assert model.decoder.hidden_states(model.build_inputs(BATCH)).dtype == FULL  # the residual stream
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_dtype_of_one_part_alone_is_felt(key: str, right: Result) -> None:
+    found = differentiate(build(**{key: "float16"}))
+    assert LEAST < furthest(found, right) < TOLERANCE
+
+
+def test_half_precision_and_dropout_on_the_attention_weights() -> None:
+    drop, key = {"attention_dropout": 0.2, "hidden_dropout": 0.1}, DropoutKey(1, 0, 0, 0)
+    right = differentiate(build(compiled=False, **drop), dropout=key)
+    for level in ("O1", "O2"):
+        found = differentiate(build(level, compiled=False, **drop), dropout=key)
+        assert LEAST < furthest(found, right) < TOLERANCE
+
+
+Seen = dict[str, set[mstype.Type]]
+
+
+def dtypes_in(model: Model, monkeypatch: pytest.MonkeyPatch) -> tuple[Seen, list[np.ndarray]]:
+    """Dtypes that the kernels of the model really meet, by class and argument or result, and what norms were given."""
+    seen: Seen = {}
+    normed: list[np.ndarray] = []
+    original = nn.Cell.__call__
+
+    def watching(cell: nn.Cell, *args):
+        out = original(cell, *args)
+        if type(cell).__module__ == reference.__name__:
+            results = out if isinstance(out, tuple) else (out,)
+            for place, tensor in [*enumerate(args), *((f"out{i}", tensor) for i, tensor in enumerate(results))]:
+                if isinstance(tensor, Tensor):
+                    seen.setdefault(f"{type(cell).__name__}.{place}", set()).add(tensor.dtype)
+            if isinstance(cell, reference.RmsNorm):
+                normed.extend(arg.asnumpy() for arg in args)
+        return out
+
+    monkeypatch.setattr(nn.Cell, "__call__", watching)
+    model.decoder(model.build_inputs(BATCH))
+    return seen, normed
+
+
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_every_kernel_of_the_model_meets_its_dtype(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, norm, softmax, rotary = LEVELS.get(level, (FULL,) * 4)
+    seen, normed = dtypes_in(build(level, compiled=False), monkeypatch)
+    wanted = dict.fromkeys(("Linear.0", "Linear.1", "Linear.out0", "LinearBias.2", "SwiGLU.0", "SwiGLU.out0"), compute)
+    wanted |= dict.fromkeys(("Attention.0", "Attention.1", "Attention.2", "Attention.out0"), compute)
+    wanted |= dict.fromkeys(("Attention.3", "_AttentionCore.out1"), softmax)  # mask and probabilities
+    wanted |= dict.fromkeys(("Rotary.0", "Rotary.1", "Rotary.2", "Rotary.out0"), rotary)
+    wanted |= dict.fromkeys(("_CrossEntropyCore.0", "_CrossEntropyCore.1"), compute)
+    wanted |= dict.fromkeys(("_CrossEntropyCore.out0", "_CrossEntropyCore.out1"), FULL)
+    wanted |= {"RmsNorm.0": FULL, "RmsNorm.1": FULL}  # its arithmetic; what it is given is rounded, see below
+    assert {name: seen[name] for name in wanted} == {name: {dtype} for name, dtype in wanted.items()}
+    are_half = all(np.array_equal(array, array.astype(np.float16).astype(np.float32)) for array in normed)
+    assert are_half == (norm == HALF)
+
+
+def test_range_of_the_residual_stream_and_the_norms() -> None:
+    """float16 ends at 65504: the stream goes beyond it, norms in float32 follow, norms in float16 (O3) do not."""
+    losses = {}
+    for level in (None, "O1", "O2", "O3"):
+        model = build_new(level, False, frozenset())  # its weights change
+        embedding = model.decoder.embedding
+        embedding.set_data(Tensor(embedding.asnumpy() * np.float32(3e5)))
+        losses[level] = float(model.decoder(model.build_inputs(BATCH)).asnumpy())
+    assert losses["O1"] == pytest.approx(losses[None], rel=2 * U)
+    assert losses["O2"] == pytest.approx(losses[None], rel=2 * U)
+    assert not np.isfinite(losses["O3"])
+
+
+def test_sum_of_losses_is_beyond_float16() -> None:
+    tokens, width = 5000, 4
+    x_ND, weight_VD = np.full((tokens, width), 5, np.float32), np.eye(VOCABULARY, width, dtype=np.float32) * 4
+    labels, valid = Tensor(np.full(tokens, 7, np.int32)), Tensor(np.ones((tokens, 1), np.float32))
+    losses = [
+        float(reference.CrossEntropy(dtype)(Tensor(x_ND), Tensor(weight_VD), labels, valid).asnumpy())
+        for dtype in (FULL, HALF)
+    ]
+    assert losses[0] > 65504
+    assert losses[1] == pytest.approx(losses[0], rel=U)
+
+
+@MODES
+def test_small_gradients_are_lost_without_a_loss_scale_and_kept_with_one(compiled: bool, right: Result) -> None:
+    """float16 has nothing between 0 and 2^-24. The factor stands for a large window: the loss is divided by its tokens.
+
+    The scale has to be in every product of the backward pass, from the logits on: it would be of no use to gradients
+    that have been rounded to zero before.
+    """
+    tokens, scale = 2.0**24, 65536.0
+    model = build("O2", compiled)
+    lost, kept = differentiate(model, 1 / tokens), differentiate(model, scale / tokens)
+    assert lost.loss == kept.loss  # the loss itself is not scaled
+    far = [distance(lost.gradients[name].asnumpy() * tokens, g.asnumpy()) for name, g in right.gradients.items()]
+    assert np.median(far) > 0.5
+    zeros = np.mean([np.mean(g.asnumpy() == 0) for g in lost.gradients.values()])
+    assert zeros > 0.5
+    assert furthest(kept, right, scale / tokens) < TOLERANCE
+
+
+def test_a_scale_that_is_too_large_overflows_and_shows(right: Result) -> None:
+    found = differentiate(build("O1"), 2.0**20)
+    assert np.isfinite(found.loss)
+    assert not all(np.isfinite(gradient.asnumpy()).all() for gradient in found.gradients.values())
+
+
+@pytest.mark.parametrize("level", [None, "O0"])
+def test_in_float32_there_is_no_cast(level: str | None) -> None:
+    """The kernels are those without a wrapper, so the graph is what it would be without this feature."""
+    decoder = build(level).decoder
+    assert not [name for name, cell in decoder.cells_and_names() if isinstance(cell, InDtype)]
+    mixed = [cell for _, cell in decoder.cells_and_names() if isinstance(cell, reference._AttentionCore) and cell.mixed]
+    assert not mixed and not decoder.head.cross_entropy.half
+
+
+def test_bfloat16_on_a_cpu_is_float32_bit_for_bit(right: Result) -> None:
+    found = differentiate(build("O3", compute_dtype="bfloat16"))
+    assert found.loss == right.loss
+    for name, gradient in found.gradients.items():
+        np.testing.assert_array_equal(gradient.asnumpy(), right.gradients[name].asnumpy())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_generation_computes_in_the_same_dtypes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of prediction, with keys and values cached in half precision, against those of the whole row."""
+    model, single = build(level, compiled=False), build(compiled=False)
+    generator = Generator(model.decoder, model.build_inputs, eos_ids=[])
+    rows: list[np.ndarray] = []
+    caches: set[mstype.Type] = set()
+    forward: Callable = generator._forward
+
+    def watching(cache, *args):
+        rows.append(forward(cache, *args)[0])
+        caches.update(store.dtype for layer in cache.layers for store in layer)
+        return rows[-1][None]
+
+    monkeypatch.setattr(generator, "_forward", watching)
+    prompt = BATCH.input_ids[1, : TOKENS - 3].tolist()
+    chosen = [tokens[0] for tokens in generator.stream([prompt], [3], Sampling())]
+    assert caches == {HALF}
+    ids = np.array([[*prompt, *chosen]], np.int32)
+    batch = BATCH._replace(
+        input_ids=ids, labels=ids, positions=np.arange(TOKENS, dtype=np.int32)[None], segment_ids=np.zeros_like(ids)
+    )
+    whole, exact = (m.decoder.logits(m.build_inputs(batch)) for m in (model, single))
+    assert whole.dtype == FULL
+    used = slice(len(prompt) - 1, TOKENS - 1)
+    assert distance(np.array(rows), whole.asnumpy()[used]) < 8 * U
+    assert LEAST < distance(np.array(rows), exact.asnumpy()[used]) < TOLERANCE

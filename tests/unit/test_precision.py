@@ -1,0 +1,178 @@
+"""amp_level and the dtypes of the parts: the table, what contradicts it, what a CPU falls back to, what is told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from config_helpers import BASE, error_of, load, notices
+
+from trainer.ops.precision import Precision, resolve_precision
+from trainer.ops.select import part_dtypes, select_kernels
+
+KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype")
+
+
+def resolved(text: str, device: str = "CPU") -> Precision:
+    config = load(text or "seed: 1\n")
+    return resolve_precision(config.decoder, config.amp_level, device)
+
+
+def dtypes(text: str, device: str = "CPU") -> list[str]:
+    """In the order of KEYS, without "float"."""
+    found = resolved(text, device)
+    parts = (found.compute, found.norm, found.softmax, found.rotary)
+    return [part.dtype.replace("bfloat16", "b16").replace("float", "") for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("", ["32", "32", "32", "32"]),
+        ("amp_level: null\n", ["32", "32", "32", "32"]),
+        ("amp_level: O0\n", ["32", "32", "32", "32"]),
+        ("amp_level: O1\n", ["16", "32", "32", "32"]),
+        ("amp_level: auto\n", ["16", "32", "32", "32"]),
+        ("amp_level: O2\n", ["16", "32", "16", "16"]),
+        ("amp_level: O3\n", ["16", "16", "16", "16"]),
+    ],
+)
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_levels(level: str, expected: list[str], half: str) -> None:
+    if half == "float16":
+        assert dtypes(level) == dtypes(level, "Ascend") == expected
+    elif "16" in expected:
+        text = level + "model_config: {compute_dtype: bfloat16}\n"
+        assert dtypes(text, "Ascend") == [dtype.replace("16", "b16") for dtype in expected]
+        assert dtypes(text, "CPU") == ["32"] * 4
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("level", ["", "amp_level: auto\n"])
+def test_a_dtype_that_is_written_counts_without_a_level_and_wins_over_auto(key: str, level: str) -> None:
+    place = KEYS.index(key)
+    for dtype in ("float32", "float16"):
+        found = dtypes(f"{level}model_config: {{{key}: {dtype}}}\n")
+        assert found[place] == dtype.replace("float", "")
+        others = dtypes(level)
+        assert found[:place] + found[place + 1 :] == others[:place] + others[place + 1 :]
+
+
+def test_the_reason_names_what_decided() -> None:
+    found = resolved("amp_level: auto\nmodel_config: {softmax_compute_type: float16, rotary_dtype: bfloat16}\n")
+    assert found.compute.why == found.norm.why == "amp_level auto"
+    assert found.softmax.why == "softmax_compute_type"
+    assert found.rotary == ("float32", "rotary_dtype asks for bfloat16, of which a CPU has no kernels")
+    assert resolved("").compute.why == "the default"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "amp_level: O0\nmodel_config:\n  compute_dtype: bfloat16\n",
+            ["a.yaml:3: model.model_config.compute_dtype = 'bfloat16': amp_level O0 (a.yaml:1) means float32 here"],
+        ),
+        ("amp_level: O1\nmodel_config: {compute_dtype: float32}\n", ["amp_level O1", "means float16 here"]),
+        ("amp_level: O1\nmodel_config: {layernorm_compute_type: float16}\n", ["amp_level O1", "means float32"]),
+        ("amp_level: O2\nmodel_config: {softmax_compute_type: float32}\n", ["amp_level O2", "means float16"]),
+        (
+            "amp_level: O3\nmodel_config: {compute_dtype: bfloat16, rotary_dtype: float16}\n",
+            ["rotary_dtype = 'float16'", "means bfloat16"],
+        ),
+    ],
+)
+def test_a_dtype_that_contradicts_the_level(text: str, parts: list[str]) -> None:
+    message = error_of(text)
+    assert all(part in message for part in parts), message
+    assert "Fix: remove one of the two, or use amp_level auto, over which a written dtype wins." in message
+
+
+def test_what_agrees_with_the_level_is_no_contradiction() -> None:
+    load("amp_level: O2\nmodel_config: {compute_dtype: bfloat16, softmax_compute_type: bfloat16}\n")
+    load("amp_level: O0\nmodel_config: {compute_dtype: float32}\n")
+    load("amp_level: O1\nmodel_config: {layernorm_compute_type: float32, rotary_dtype: float32}\n")
+
+
+@pytest.mark.parametrize(
+    ("pair", "rule"),
+    [
+        ("amp_level=O4", "= 'O4': must be O0, O1, O2, O3 or auto"),
+        ("amp_level=o2", "write O2"),
+        ("amp_level=0", "write O0"),
+        ("amp_level=2", "write O2"),
+        ("amp_level=True", "= 'True': must be O0"),
+        ("amp_level=[O1]", "must be O0"),
+        ("model_config.compute_dtype=half", "must be float32, float16 or bfloat16"),
+        ("model_config.rotary_dtype=16", "must be float32, float16 or bfloat16"),
+        ("model_config.softmax_compute_type=fp16", "must be float32, float16 or bfloat16"),
+        ("model_config.layernorm_compute_type=float64", "must be float32, float16 or bfloat16"),
+        ("model_config.param_init_type=int8", "must be float32, float16 or bfloat16"),
+        ("model_config.amp_level=O1", "unknown key"),
+    ],
+)
+def test_bad_values(pair: str, rule: str) -> None:
+    message = error_of(BASE, pair)
+    assert rule in message, message
+    assert re.search(r"\n  Fix: .+\.$", message)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "model_config: {compute_dtype: bfloat16, softmax_compute_type: bfloat16}\n",
+            [
+                "model.model_config.compute_dtype, model.model_config.softmax_compute_type: a CPU has no bfloat16",
+                "float32 instead of bfloat16",
+            ],
+        ),
+        ("amp_level: O3\nmodel_config: {compute_dtype: bfloat16}\n", ["compute_dtype, amp_level: a CPU has no bfloat"]),
+        ("amp_level: O1\n", ["amp_level: gradients below 6e-8 become zero in float16; set runner_wrapper.scale_sense"]),
+        ("model_config: {compute_dtype: float16}\n", ["compute_dtype: gradients below 6e-8"]),
+        ("model_config: {param_init_type: bfloat16}\n", ["param_init_type bfloat16: parameters are kept in float32"]),
+        ("amp_level: auto\nmodel_config: {compute_dtype: float32}\n", ["amp_level auto: matrix products stay float32"]),
+        ("model_config: {residual_dtype: float16}\n", ["residual_dtype", "the residual stream is always float32"]),
+        ("model_config: {fp32_residual_connection: False}\n", ["the residual stream is always float32"]),
+    ],
+)
+def test_notices(text: str, parts: list[str]) -> None:
+    told = notices(text)
+    assert all(part in told for part in parts), told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "amp_level: O0\n",
+        "model_config: {compute_dtype: float32, param_init_type: float32, rotary_dtype: float32}\n",
+        "context: {device_target: Ascend}\nmodel_config: {compute_dtype: bfloat16}\n",
+        "amp_level: O2\nrunner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell}}\n",
+        "amp_level: O2\nrun_mode: eval\n",
+    ],
+)
+def test_nothing_is_told_where_all_is_as_written(text: str) -> None:
+    assert notices(text) == ""
+
+
+def test_flash_attention_follows_the_level() -> None:
+    config = load("amp_level: O2\nmodel_config: {use_flash_attention: True, num_heads: 2, hidden_size: 64}\n")
+    precision = resolve_precision(config.decoder, config.amp_level, "Ascend")
+    choices = select_kernels(config.decoder, "Ascend", precision)
+    assert {choice.kernel: choice.fused for choice in choices}["attention"]
+    assert part_dtypes(config.decoder, precision, choices)["softmax"] == ("float32", "inside flash_attention_score")
+    assert not select_kernels(config.decoder, "Ascend")[2].fused  # without the level all is float32
+
+
+def test_what_plan_shows() -> None:
+    config = load("amp_level: O2\nmodel_config: {param_init_type: float16}\n")
+    precision = resolve_precision(config.decoder, config.amp_level, "CPU")
+    assert part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision)) == {
+        "parameters": ("float32", "master weights (asked: float16)"),
+        "matrix products": ("float16", "amp_level O2"),
+        "norms": ("float32", "amp_level O2"),
+        "softmax": ("float16", "amp_level O2"),
+        "rotary tables": ("float16", "amp_level O2"),
+        "residual stream, loss": ("float32", "always"),
+        "gradients, optimizer state": ("float32", "always"),
+    }

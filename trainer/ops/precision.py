@@ -1,0 +1,69 @@
+"""The dtype that each part of the model computes in on a device, and why. Pure Python: `plan` prints it.
+
+What each `amp_level` means is in `trainer.config.precision_rules`. Always float32: parameters and their gradients, the
+residual stream, the softmax of the loss and the loss, norms of gradients, the optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.config.precision_rules import asked_dtype
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+
+
+class PartDtype(NamedTuple):
+    """Dtype of one part ("float32", "float16" or "bfloat16") and the reason."""
+
+    dtype: str
+    why: str
+
+
+_DEFAULT = PartDtype("float32", "the default")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtype of each part.
+
+    Attributes:
+        compute: Matrix products, SwiGLU, and what flows between them inside a block.
+        norm: Input, weight and output of an RMSNorm; its mean of squares is float32 always.
+        softmax: The attention's softmax.
+        rotary: Rotary tables and the rotation.
+    """
+
+    compute: PartDtype = _DEFAULT
+    norm: PartDtype = _DEFAULT
+    softmax: PartDtype = _DEFAULT
+    rotary: PartDtype = _DEFAULT
+
+
+FLOAT32 = Precision()
+
+
+def resolve_precision(settings: ModelConfig, amp_level: str | None, device: str) -> Precision:
+    """Works out what each part computes in.
+
+    Args:
+        settings: The model section with the dtypes of its parts.
+        amp_level: The key of that name; None: the parts' own keys alone decide.
+        device: "CPU", "GPU" or "Ascend". A CPU has no bfloat16 kernels: there it becomes float32.
+    """
+
+    def part(key: str) -> PartDtype:
+        dtype = asked_dtype(settings, amp_level, key)
+        why = key if getattr(settings, key) is not None else f"amp_level {amp_level}" if amp_level else _DEFAULT.why
+        if dtype == "bfloat16" and device == "CPU":
+            return PartDtype("float32", f"{why} asks for bfloat16, of which a CPU has no kernels")
+        return PartDtype(dtype, why)
+
+    return Precision(
+        compute=part("compute_dtype"),
+        norm=part("layernorm_compute_type"),
+        softmax=part("softmax_compute_type"),
+        rotary=part("rotary_dtype"),
+    )
