@@ -130,7 +130,7 @@ def column(records: list[dict[str, Any]], name: str) -> list[Any]:
 
 def figures(output: Path, name: str = "metrics.jsonl") -> list[tuple]:
     """What must be the same bits in two equal runs."""
-    names = ("step", "epoch", "loss", "lr", "global_norm", "tokens")
+    names = ("step", "epoch", "loss", "lr", "global_norm", "tokens", "loss_scale")
     return [tuple(record[key] for key in names) for record in step_records(output, name)]
 
 

@@ -27,12 +27,16 @@ HALF = 8  # N: in the middle of the second epoch
 WINDOW = 4
 
 # All that has a state or a stream of random numbers: shuffling, dropout in both places, accumulation with a last,
-# partial window in each epoch, clipping, a schedule, evaluation.
+# partial window in each epoch, clipping, a loss scale that grows, a schedule, evaluation.
 CHANGES = {
     "model.model_config.hidden_dropout": 0.1,
     "model.model_config.attention_dropout": 0.1,
     "runner_config": {"batch_size": 4, "epochs": 3, "gradient_accumulation_steps": WINDOW, "stop_step": 2 * HALF},
-    "runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 0.7},
+    "runner_wrapper": {
+        "use_clip_grad": True,
+        "max_grad_norm": 0.7,
+        "scale_sense": {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 256, "scale_window": 3},
+    },
     "lr_schedule": {"type": "CosineWithWarmUpLR", "learning_rate": 0.01, "warmup_steps": 3},
     "do_eval": True,
     "eval_step_interval": 5,
@@ -80,6 +84,12 @@ def test_stopped_and_resumed_equals_never_stopped(whole: Path, halves: Path) -> 
     assert_same_bits(arrays_of(halves), arrays_of(whole))
     last = column(eval_records(whole), "eval_loss")[-1]
     assert column(eval_records(halves), "eval_loss")[-1] == last
+
+
+def test_the_loss_scale_goes_on_where_it_was(halves: Path) -> None:
+    """It doubles after every third step; a window that began anew after the stop would double it later."""
+    scales = [256 * 2 ** (step // 3) for step in range(2 * HALF)]
+    assert column(step_records(halves), "loss_scale") == scales
 
 
 def test_metrics_hold_every_step_once(halves: Path) -> None:
