@@ -24,7 +24,7 @@ from trainer.flags import FLAGS, Arguments, split_arguments
 if TYPE_CHECKING:
     from trainer.config import Config
 
-_COMMANDS = ("train", "plan", "doctor", "schema")
+_COMMANDS = ("train", "plan", "export", "doctor", "schema")
 # A paragraph is one line: the terminal's width breaks it.
 _HELP = "\n\n".join(
     (
@@ -32,8 +32,17 @@ _HELP = "\n\n".join(
         "Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], "
         "[bold]--callbacks.0.save_checkpoint_steps 50[/bold], or [bold]--options optimizer.betas=[0.9,0.95][/bold]. "
         "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad.",
-        "Other commands: [bold]plan[/bold] says what a run would do; [bold]doctor[/bold] checks this machine; "
+        "Other commands: [bold]plan[/bold] says what a run would do; [bold]export[/bold] writes a checkpoint as one "
+        "Hugging Face file; [bold]doctor[/bold] checks this machine; "
         "[bold]schema[/bold] prints the JSON Schema of the YAML files. Each has its own --help.",
+    )
+)
+
+_EXPORT_HELP = "\n\n".join(
+    (
+        "Writes the weights of --load_checkpoint as one safetensors file with Hugging Face's names. Never loads "
+        "MindSpore.",
+        "With [bold]--adapter DIR --merge[/bold] the adapters of a training with pet_config are folded in.",
     )
 )
 
@@ -96,7 +105,10 @@ def dispatch(argv: list[str]) -> int:
         )
     if command == "doctor":
         return _invoke([command, *rest], None)
-    arguments = split_arguments(rest, own_flags=("--help", "--json"))
+    if command == "export":
+        arguments = split_arguments(rest, ("--help", "--merge", "--force"), own_values=("--output", "--adapter"))
+    else:
+        arguments = split_arguments(rest, own_flags=("--help", "--json"))
     return _invoke([command, *arguments.rest], arguments)
 
 
@@ -113,7 +125,13 @@ def _app() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command("train", help=_HELP)(_with_flags(_train))
     plan_help = "Says what a run would do, and ends. Never loads MindSpore."
-    app.command("plan", help=plan_help)(_with_flags(_plan, json_flag=True))
+    app.command("plan", help=plan_help)(_with_flags(_plan, json_=_switch("json", "For machines.")))
+    paths = {
+        "output": _path("output", "The file, ending in .safetensors, or a folder for model.safetensors."),
+        "adapter": _path("adapter", "The adapters: another name of --adapter_id."),
+    }
+    merge, force = _switch("merge", "Fold the adapters in."), _switch("force", "Replace a file that is there.")
+    app.command("export", help=_EXPORT_HELP)(_with_flags(_export, **paths, merge=merge, force=force))
     app.command("doctor", help="Checks whether this machine can train, and says how to mend what is missing.")(_doctor)
     app.command("schema", help="Prints the JSON Schema of the YAML files, for editors.")(_schema)
     return app
@@ -135,6 +153,20 @@ def _plan(context: typer.Context, json_: bool) -> int:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
         _print_sections(plan_sections(plan))
+    return EXIT_OK
+
+
+def _export(context: typer.Context, output: str | None, adapter: str | None, merge: bool, force: bool) -> int:
+    from trainer.config import Override
+    from trainer.export import export
+
+    if output is None:
+        fix = "write --output output/model.safetensors"
+        raise UserError("export needs a place to write to", key="--output", fix=fix)
+    arguments: Arguments = context.obj
+    if adapter is not None:
+        arguments.overrides.append(Override("adapter_id", adapter, "flag --adapter"))
+    print(export(_load(arguments), Path(output).expanduser(), merge=merge, force=force))
     return EXIT_OK
 
 
@@ -187,23 +219,40 @@ def _print_sections(sections: list[tuple[str, list[tuple[str, ...]]]]) -> None:
         console.print()
 
 
-def _with_flags(command: Callable, json_flag: bool = False) -> Callable:
-    """Gives a command every named flag, for its help; their values have been taken by `split_arguments` already."""
+def _switch(name: str, text: str) -> inspect.Parameter:
+    """A flag of one command that is on or off."""
+    return _parameter(Annotated[bool, typer.Option(f"--{name}", help=text)], default=False)
+
+
+def _path(name: str, text: str) -> inspect.Parameter:
+    """A flag of one command that names a file or folder."""
+    return _parameter(Annotated[str | None, typer.Option(f"--{name}", help=text, metavar="PATH", show_default=False)])
+
+
+def _parameter(annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter("own", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _with_flags(command: Callable, **own: inspect.Parameter) -> Callable:
+    """Gives a command every named flag, for its help; their values have been taken by `split_arguments` already.
+
+    Args:
+        command: Takes Typer's context, and the values of its own flags.
+        own: The parameters of these, by name.
+    """
 
     def wrapper(context: typer.Context, **values: Any) -> int:
-        return command(context, values["json_"]) if json_flag else command(context)
+        return command(context, **{name: values[name] for name in own})
 
     def option(name: str, text: str, metavar: str, kind: Any = str | None) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(f"--{name}", help=text, metavar=metavar, show_default=False)]
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        return _parameter(annotation).replace(name=name)
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters.append(option("config", "The YAML file.", "FILE"))
     parameters += [option(flag.name, flag.help, "BOOL" if flag.kind == "bool" else flag.metavar) for flag in FLAGS]
     parameters.append(option("options", "Any other keys: a.b=c d.e=f.", "KEY=VALUE"))
-    if json_flag:
-        kind = Annotated[bool, typer.Option("--json", help="For machines.")]
-        parameters.append(inspect.Parameter("json_", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind))
+    parameters += [parameter.replace(name=name) for name, parameter in own.items()]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper

@@ -143,12 +143,15 @@ class _Reader:
         return found
 
 
-def split_arguments(argv: Sequence[str], own_flags: Collection[str] = ("--help",)) -> Arguments:
+def split_arguments(
+    argv: Sequence[str], own_flags: Collection[str] = ("--help",), own_values: Collection[str] = ()
+) -> Arguments:
     """Takes a command line apart.
 
     Args:
         argv: The arguments after the program's name.
         own_flags: Flags that stay in ``rest``: those of the caller, without values.
+        own_values: Further ones of the caller, which stay there with their value.
 
     Raises:
         UserError: An unknown flag (with the nearest one), or a missing value.
@@ -160,6 +163,9 @@ def split_arguments(argv: Sequence[str], own_flags: Collection[str] = ("--help",
             reader.rest.append(token)
             continue
         name, _, given = token[2:].partition("=")
+        if f"--{name}" in own_values:
+            reader.rest += [f"--{name}", reader.value(f"--{name}", given if "=" in token else None, "PATH")]
+            continue
         _read_flag(reader, name, given if "=" in token else None)
     return Arguments(reader.config, reader.options + reader.named + reader.dotted, reader.rest)
 

@@ -46,6 +46,9 @@ callbacks:
 BASE += CALLBACKS
 
 
+_WITH = "--model.model_config.pet_config.lora_rank 2"
+
+
 @dataclass(frozen=True)
 class Case:
     """A mistake.
@@ -132,6 +135,22 @@ MODEL = (
     line("zero layers", "num_layers: 2", "num_layers: 0", "num_layers = 0", "at least 1"),
     line("vocabulary below bytes", "vocab_size: 257", "vocab_size: 200", "vocab_size = 200", "257"),
     line("experts", "num_layers: 2", "num_layers: 2\n    moe_config: {expert_num: 4}", "expert_num = 4", "not yet"),
+)
+_PET = "seq_length: 16\n    pet_config: "
+ADAPTERS = (
+    line("no rank", "seq_length: 16", _PET + "{lora_rank: 0}", "pet_config.lora_rank = 0", "at least 1"),
+    line("no alpha", "seq_length: 16", _PET + "{lora_alpha: 0}", "pet_config.lora_alpha = 0", "greater than 0"),
+    line("another kind", "seq_length: 16", _PET + "{pet_type: prefixtuning}", "'prefixtuning'", "must be lora"),
+    line("dropout of one", "seq_length: 16", _PET + "{lora_dropout: 1.0}", "pet_config.lora_dropout = 1.0", "less than"),
+    line("no such target", "seq_length: 16", _PET + "{target_modules: .*query}", "matches none", "write .*q_proj"),
+    line("no expression", "seq_length: 16", _PET + "{target_modules: .*(wq}", "is not a regular expression", "'.*q_proj"),
+    line("misspelt", "seq_length: 16", _PET + "{lora_ranks: 4}", "pet_config.lora_ranks: unknown key", "lora_rank"),
+    flag("without a section", "--adapter_id {home}/good", "flag --adapter_id", "pet_config, which is absent"),
+    flag("not there", f"{_WITH} --adapter_id {{home}}/nowhere", "flag --adapter_id", "does not exist"),
+    flag("a whole model", f"{_WITH} --adapter_id {{home}}/good", "flag --adapter_id", "a whole model, not adapters"),
+    flag("an empty folder", f"{_WITH} --adapter_id {{home}}/bare", "flag --adapter_id", "no complete checkpoint"),
+    flag("evaluation without them", f"{_WITH} --run_mode eval --load_checkpoint {{home}}/good", "needs adapters"),
+    flag("resume a whole model", f"{_WITH} --resume_training --output_dir {{home}}/good", "holds a whole model"),
 )
 NUMBERS = (
     line("no accumulation", "steps: 1\n", "steps: 0\n", "gradient_accumulation_steps = 0", "at least 1"),
@@ -228,6 +247,7 @@ GROUPS = {
     "missing key": MISSING_KEYS,
     "yaml": YAML,
     "model": MODEL,
+    "adapters": ADAPTERS,
     "number": NUMBERS,
     "data": DATA,
     "checkpoint": CHECKPOINTS,

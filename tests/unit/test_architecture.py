@@ -30,6 +30,7 @@ ROOMS = (
         "trainer.models.shapes", "trainer.ops.select", "trainer.device", "trainer.flags", "trainer.doctor",
         "trainer.launch", "trainer.stop_signals",
     ),
+    ("trainer.optim.freeze",),
     ("trainer.plan_memory",),
     ("trainer.plan",),
     ("trainer.parallel",),
@@ -41,7 +42,7 @@ ROOMS = (
     ("trainer.checkpoint",),
     ("trainer.cpu_threads",),
     ("trainer.session",),
-    ("trainer.predict",),
+    ("trainer.predict", "trainer.export"),
     ("trainer.run",),
     ("trainer.cli",),
 )

@@ -36,8 +36,11 @@ Weights = dict[str, np.ndarray]
 # Keys of PEFT's adapter_config.json with which adapters mean something else than here, and the value that is ours.
 _OURS = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
-    "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None,
+    "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None, "lora_bias": False,
+    "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
+# What every version of PEFT knows; a newer key would be an error to an older one.
+_WRITTEN = ("peft_type", "bias", "fan_in_fan_out", "modules_to_save")
 
 
 def starting_weights(config: Config) -> Weights | None:
@@ -67,9 +70,10 @@ def _of_seed(shapes: Mapping[str, tuple[int, ...]], config: Config) -> Weights:
     return {name: initial_value(name, shape, config.decoder, config.seed) for name, shape in shapes.items()}
 
 
-def base_record(config: Config, weights: Mapping[str, np.ndarray]) -> dict[str, str]:
+def base_record(config: Config, weights: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """What a checkpoint remembers of the weights below its adapters: where they came from, and their digest."""
-    return {"load_checkpoint": config.load_checkpoint, "digest": digest(weights, config.decoder)}
+    record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
+    return record | {"digest": digest(weights, config.decoder)}
 
 
 def digest(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> str:
@@ -133,7 +137,7 @@ def check_base(state: Mapping[str, Any], config: Config, base: Mapping[str, np.n
     before, now = state["base"], digest(base, config.decoder)
     if before["digest"] == now:
         return
-    theirs = before["load_checkpoint"] or "random weights: no load_checkpoint, and the seed of that training"
+    theirs = before["load_checkpoint"] or f"random weights: no load_checkpoint, and seed {before['seed']}"
     raise UserError(
         f"the adapters were trained on top of other weights than these (their SHA-256 is {before['digest'][:12]}...,"
         f" these have {now[:12]}...)",
@@ -181,7 +185,7 @@ def description(settings: ModelConfig, base: str) -> dict[str, Any]:
     if len(set(targets)) > 1:  # not the same in every layer: full names
         names = [f"model.layers.{layer}.{name}" for layer, found in enumerate(targets) for name in found]
     return {
-        **_OURS,
+        **{name: _OURS[name] for name in _WRITTEN},
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": adapters.lora_rank,

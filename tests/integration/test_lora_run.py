@@ -1,0 +1,269 @@
+"""Adapters from the command line: finetune, resume, evaluate, predict, export; what does not fit together is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from run_helpers import (
+    arrays_of,
+    assert_same_bits,
+    call,
+    column,
+    config_of,
+    eval_records,
+    figures,
+    step_records,
+    train,
+    write_config,
+    write_corpus,
+    write_instructions,
+)
+
+from trainer.checkpoint.adapters import PREFIX
+from trainer.checkpoint.store import newest_complete
+from trainer.checkpoint.weights import read_weights
+from trainer.errors import UserError
+from trainer.models.shapes import adapter_shapes, parameter_shapes
+
+pytestmark = pytest.mark.slow
+
+HALF = 6
+RANK = 2
+CHANGES = {
+    "model.model_config.pet_config": {
+        "lora_rank": RANK, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv|.*down_proj",
+    },
+    "run_mode": "finetune",
+    "train_dataset.data_loader.type": "JsonlDataset",
+    "runner_config": {"batch_size": 4, "epochs": 8, "gradient_accumulation_steps": 2, "stop_step": 2 * HALF},
+    "runner_wrapper": {"use_clip_grad": True},
+    "optimizer": {"type": "AdamW", "weight_decay": 0.01},
+    "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 0.02, "warmup_steps": 2},
+    "do_eval": True,
+    "eval_step_interval": -1,
+    "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF, "keep_checkpoint_max": 3}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    write_corpus(folder / "data")
+    write_instructions(folder / "answers.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(home: Path) -> Path:
+    """Checkpoints of the model below the adapters."""
+    return train(write_config(home / "base", home / "data", {"runner_config.epochs": 3})) / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def path(home: Path, base: Path) -> Path:
+    return write_config(home / "config", home / "answers.jsonl", CHANGES | {"load_checkpoint": str(base)})
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path, path: Path) -> Path:
+    return train(path, output_dir=home / "whole")
+
+
+@pytest.fixture(scope="module")
+def merged(home: Path, path: Path, whole: Path) -> Path:
+    """The model with the adapters folded in."""
+    file = home / "merged" / "model.safetensors"
+    code, output, errors = call("export", "--config", path, "--adapter", whole, "--merge", "--output", file, cwd=home)
+    assert code == 0, errors
+    assert output.startswith(f"wrote {file}: ") and "6 adapters" in output and "times 3" in output
+    return file
+
+
+def dense(path: Path, folder: Path) -> Path:
+    """The same configuration without adapters."""
+    text = path.read_text()
+    start = text.index("    pet_config:")
+    end = text.index("target_modules")
+    text = text[:start] + text[text.index("\n", end) + 1 :]
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(text)
+    assert config_of(folder / "run.yaml").decoder.pet_config is None
+    return folder / "run.yaml"
+
+
+def test_a_checkpoint_holds_the_adapters_alone(whole: Path, path: Path, base: Path) -> None:
+    folder, settings = newest_complete(whole / "checkpoints"), config_of(path).decoder
+    assert {file.name for file in folder.iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json", "COMPLETE",
+    }  # fmt: skip
+    adapters = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    assert {name: array.shape for name, array in adapters.items()} == {
+        PREFIX + name: shape for name, shape in adapter_shapes(settings).items()
+    }
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapters
+    moments = {name.split(".", 1)[1] for name in safetensors.numpy.load_file(folder / "optimizer.safetensors")}
+    assert moments == set(adapter_shapes(settings))
+    described = json.loads((folder / "adapter_config.json").read_text())
+    assert described["r"] == RANK and described["lora_alpha"] == 6 and described["peft_type"] == "LORA"
+    assert described["target_modules"] == ["q_proj", "v_proj", "down_proj"]
+    assert described["base_model_name_or_path"] == str(base)
+
+
+def test_it_learns_and_the_note_about_random_weights_stays_away(whole: Path) -> None:
+    losses = column(step_records(whole), "loss")
+    assert losses[-1] < losses[0] - 0.1 and all(math.isfinite(loss) for loss in losses)
+    assert "random weights" not in (whole / "logs" / "rank-0.log").read_text()
+
+
+def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole: Path) -> None:
+    output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
+    assert_same_bits(arrays_of(output), arrays_of(whole, HALF))
+    train(path, output_dir=output, resume_training=True)
+    assert figures(output) == figures(whole)
+    assert_same_bits(arrays_of(output), arrays_of(whole))
+    checkpoint = whole / "checkpoints" / f"step-{HALF:08d}"  # from elsewhere
+    flags = {"resume_training": True, "adapter_id": checkpoint, "runner_config__stop_step": HALF + 1}
+    other = train(path, output_dir=home / "elsewhere", **flags)
+    assert figures(other) == figures(whole)[HALF : HALF + 1]
+
+
+def loss_of(path: Path, output: Path, **flags: object) -> float:
+    train(path, output_dir=output, run_mode="eval", **flags)
+    return json.loads((output / "eval.json").read_text())["loss"]
+
+
+def test_evaluation_with_adapters_equals_the_merged_model(home: Path, path: Path, whole: Path, merged: Path) -> None:
+    trained = eval_records(whole)[-1]["eval_loss"]
+    assert loss_of(path, home / "eval", adapter_id=whole) == trained
+    plain = dense(path, home / "plain")
+    assert loss_of(plain, home / "eval_merged", load_checkpoint=merged) == pytest.approx(trained, rel=1e-5)
+    assert loss_of(plain, home / "eval_base") > trained  # without them
+
+
+def test_prediction_with_adapters_equals_the_merged_model(home: Path, path: Path, whole: Path, merged: Path) -> None:
+    def text_of(path: Path, output: Path, **flags: object) -> str:
+        train(path, output_dir=output, run_mode="predict", predict_data="the cat", **flags)
+        return json.loads((output / "predictions.jsonl").read_text())["text"]
+
+    with_adapters = text_of(path, home / "predict", adapter_id=whole / "checkpoints")
+    assert with_adapters == text_of(dense(path, home / "plain"), home / "predict_merged", load_checkpoint=merged)
+
+
+def test_adapters_of_peft_are_taken_and_trained_further(home: Path, path: Path, whole: Path) -> None:
+    """A folder with the two files that PEFT writes."""
+    folder, source = home / "peft", newest_complete(whole / "checkpoints")
+    folder.mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(source / name, folder / name)
+    assert loss_of(path, home / "eval_peft", adapter_id=folder) == eval_records(whole)[-1]["eval_loss"]
+    further = train(path, output_dir=home / "further", adapter_id=folder, runner_config__stop_step=2)
+    assert step_records(further)[0]["loss"] < step_records(whole)[0]["loss"]
+
+
+# Export
+
+
+def test_the_merged_file_is_base_and_adapters(path: Path, base: Path, whole: Path, merged: Path) -> None:
+    settings = config_of(path).decoder
+    found, below = safetensors.numpy.load_file(merged), read_weights(base)
+    assert {name: array.shape for name, array in found.items()} == parameter_shapes(settings)
+    adapters = safetensors.numpy.load_file(newest_complete(whole / "checkpoints") / "adapter_model.safetensors")
+    for name, array in found.items():
+        key = PREFIX + name.removesuffix("weight") + "lora_{}.weight"
+        if key.format("A") in adapters:
+            product = adapters[key.format("B")].astype(np.float64) @ adapters[key.format("A")]
+            np.testing.assert_allclose(array, below[name] + 3 * product, rtol=0, atol=1e-6)
+            assert np.abs(product).max() > 1e-3
+        else:
+            np.testing.assert_array_equal(array, below[name])
+
+
+def test_export_of_plain_weights_and_no_file_is_replaced(home: Path, path: Path, base: Path) -> None:
+    plain, folder = dense(path, home / "plain"), home / "exported"
+    command = ("export", "--config", plain, "--output", folder)
+    code, output, errors = call(*command, cwd=home)
+    assert code == 0 and output.startswith(f"wrote {folder}/model.safetensors: the weights of {base}"), errors
+    assert_same_bits(safetensors.numpy.load_file(folder / "model.safetensors"), read_weights(base))
+    (folder / "model.safetensors").write_text("of someone")
+    code, _, errors = call(*command, cwd=home)
+    assert code == 2 and "--output" in errors and "there already" in errors and "--force" in errors
+    assert (folder / "model.safetensors").read_text() == "of someone"
+    assert call(*command, "--force", cwd=home)[0] == 0
+    assert_same_bits(read_weights(folder), read_weights(base))
+    assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+
+
+# Refusals
+
+
+def refusal(path: Path, output: Path, **flags: object) -> str:
+    with pytest.raises(UserError) as caught:
+        train(path, output_dir=output, **flags)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2 and "Fix: " in message
+    return message
+
+
+def test_other_weights_below_are_refused(home: Path, path: Path, whole: Path, base: Path) -> None:
+    weights = read_weights(base)
+    weights["model.norm.weight"] = np.nextafter(weights["model.norm.weight"], np.float32(2))  # one bit
+    other = home / "other.safetensors"
+    safetensors.numpy.save_file(weights, other)
+    for flags in ({"run_mode": "eval", "adapter_id": whole}, {"resume_training": True}):
+        message = refusal(path, whole, load_checkpoint=other, **flags)
+        assert "trained on top of other weights" in message and "SHA-256" in message
+        assert "flag --load_checkpoint" in message and f"which was {base}" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"r": 4}, ["have lora_rank 4", f"says {RANK}", "set pet_config.lora_rank to 4"]),
+        ({"lora_alpha": 8}, ["have lora_alpha 8", "says 6.0", "set pet_config.lora_alpha to 8"]),
+        ({"use_dora": True}, ["use_dora True: such adapters are not supported"]),
+        ({"peft_type": "LOHA"}, ["peft_type 'LOHA'"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save ['lm_head']"]),
+        (None, ["no readable adapter_config.json"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_adapters_of_another_kind_are_refused(
+    home: Path, path: Path, whole: Path, tmp_path: Path, changes: dict | None, parts: list[str]
+) -> None:
+    source = newest_complete(whole / "checkpoints")
+    shutil.copy(source / "adapter_model.safetensors", tmp_path)
+    if changes is not None:
+        described = json.loads((source / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps(described | changes))
+    message = refusal(path, home / "refused", run_mode="eval", adapter_id=tmp_path)
+    assert "flag --adapter_id" in message
+    for part in parts:
+        assert part in message, message
+
+
+def test_whole_models_and_adapters_are_not_taken_for_each_other(
+    home: Path, path: Path, whole: Path, base: Path
+) -> None:
+    output, plain = home / "confused", dense(path, home / "plain")
+    message = refusal(path, output, run_mode="eval", adapter_id=base)
+    assert "flag --adapter_id" in message and "holds a whole model, not adapters" in message
+    message = refusal(path, output, run_mode="eval", adapter_id=whole, load_checkpoint=whole)
+    assert "flag --load_checkpoint" in message and "holds adapters, not the weights of a model" in message
+    message = refusal(path, base.parent, resume_training=True)
+    assert "the checkpoint holds a whole model, and this run trains adapters" in message
+    message = refusal(plain, whole, resume_training=True, load_checkpoint="''")
+    assert "the checkpoint holds adapters, and this run trains a whole model" in message
+
+
+def test_other_targets_are_refused(home: Path, path: Path, whole: Path) -> None:
+    key = "model__model_config__pet_config__target_modules"
+    message = refusal(path, home / "refused", run_mode="eval", adapter_id=whole, **{key: "'.*wq|.*wk|.*wv|.*w2'"})
+    assert "lacks model.layers.0.self_attn.k_proj.lora_A.weight" in message
+    message = refusal(path, whole, resume_training=True, **{key: "'.*wq|.*wv'"})
+    assert "holds model.layers.0.mlp.down_proj.lora_A.weight" in message and "unknown here" in message

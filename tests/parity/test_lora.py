@@ -1,0 +1,237 @@
+"""Adapters: what they compute, their gradients, and that the base model stays as it is.
+
+Three routes that share no code with the adapted forward pass hold it: float64 numpy with central differences, a dense
+model with the adapters merged into its matrices, and the chain rule from that model's gradients.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy_kernels
+import pytest
+from mindspore import Tensor, nn
+from numpy_kernels import central_differences, distance
+from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, state_of
+
+from trainer.checkpoint.adapters import merged
+from trainer.models import lora
+from trainer.models.dropout import DropoutKey, dropout_mask
+from trainer.models.lora import Projection
+from trainer.models.shapes import adapter_shapes, block_names, parameter_shapes
+from trainer.step.evaluate import evaluate
+
+TOLERANCE = 1e-5
+RANK, ALPHA, RATE = 3, 7.5, 0.25
+ALL = ".*_proj"
+# Not the same in every layer: the block is compiled for each set of adapters.
+SOME = ".*layers.0.*(q_proj|down_proj)|.*layers.1.*(wv|w1|w2)"
+DENSE = {"qkv_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
+
+
+def adapted(targets: str = ALL, dropout: float = 0.0) -> dict:
+    pet = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout, "target_modules": targets}
+    return {"pet_config": pet}
+
+
+def with_random_adapters(tiny: TinyTrainer, seed: int = 8) -> TinyTrainer:
+    """B is zero at first, which would hide most mistakes."""
+    random = np.random.default_rng(seed)
+    for name, shape in adapter_shapes(tiny.model.settings).items():
+        tiny.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)
+        tiny.set_weight(name, tiny.initial[name])
+    return tiny
+
+
+def merged_dense(tiny: TinyTrainer) -> TinyTrainer:
+    """A model without adapters that has them in its matrices."""
+    dense = TinyTrainer(**{name: value for name, value in tiny.changes.items() if name != "pet_config"})
+    dense.initial = merged(tiny.initial, tiny.model.settings)
+    dense.step()  # sets the weights
+    return dense
+
+
+def losses_and_gradients(tiny: TinyTrainer, batch, number: int = 0) -> tuple[float, dict[str, np.ndarray]]:
+    step = tiny.step()
+    loss, gradients = step.backward(batch, number, 1.0)
+    return float(loss.asnumpy()), {
+        name: gradient.asnumpy() for name, gradient in zip(step.optimizer.parameters, gradients, strict=True)
+    }
+
+
+# One projection
+
+
+def literal(mask_NI: np.ndarray | float, scale: float, bias: bool):
+    """The projection in numpy; the arguments are x, W, bias, A, B."""
+
+    def compute(x_NI, weight_OI, bias_O, a_RI, b_OR):
+        out_NO = numpy_kernels.linear(x_NI, weight_OI, bias_O if bias else 0.0)
+        return out_NO + scale * (x_NI * mask_NI) @ a_RI.T @ b_OR.T
+
+    return compute
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize(("bias", "dropout"), [(False, 0.0), (True, 0.0), (False, RATE), (True, RATE)])
+def test_a_projection_and_its_gradients(compiled: bool, bias: bool, dropout: float) -> None:
+    import mindspore
+
+    settings = config_of(model={"qkv_has_bias": bias, **adapted("k_proj", dropout)}).decoder
+    projection = Projection("self_attn.k_proj", settings, TinyTrainer(compiled=False).kernels)
+    names = block_names(settings)
+    random = np.random.default_rng(4)
+    arrays = [random.normal(0, 1, shape) for shape in ((5, 16), (8, 16), (8,), (RANK, 16), (8, RANK))]
+    mask = dropout_mask(DropoutKey(1, 0, 0, 0), 3, (5, 16), RATE) if dropout else 1.0
+    upstream = random.normal(0, 1, (5, 8))
+    tensors = [Tensor(array.astype(np.float32)) for array in arrays]
+
+    def run(x, weight, bias_O, a, b, mask_NI, upstream_NO):
+        taken = [None] * len(names)
+        for part, tensor in {"weight": weight, "bias": bias_O, "lora_A.weight": a, "lora_B.weight": b}.items():
+            if f"self_attn.k_proj.{part}" in names:
+                taken[names.index(f"self_attn.k_proj.{part}")] = tensor
+        if mask_NI is not None:
+            taken[names.index("self_attn.k_proj.lora_dropout")] = mask_NI
+        return (projection(x, tuple(taken)) * upstream_NO).sum()
+
+    class Outer(nn.Cell):
+        def construct(self, x, weight, bias_O, a, b, mask_NI, upstream_NO):
+            return run(x, weight, bias_O, a, b, mask_NI, upstream_NO)
+
+    outer = Outer()
+    call = mindspore.jit(outer.construct) if compiled else outer
+    drop = Tensor(mask) if dropout else None
+    grad = mindspore.value_and_grad(call, (0, 1, 2, 3, 4))
+    value, gradients = grad(*tensors, drop, Tensor(upstream.astype(np.float32)))
+    compute = literal(mask, ALPHA / RANK, bias)
+    assert distance(value.asnumpy(), (compute(*arrays) * upstream).sum()) < TOLERANCE
+    right = central_differences(compute, arrays, upstream)
+    for place, (mine, exact) in enumerate(zip(gradients, right, strict=True)):
+        if bias or place != 2:
+            assert distance(mine.asnumpy(), exact) < TOLERANCE, place
+
+
+# The whole decoder
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyTrainer:
+    return with_random_adapters(TinyTrainer(**adapted()))
+
+
+@pytest.fixture(scope="module")
+def some() -> TinyTrainer:
+    return with_random_adapters(TinyTrainer(**adapted(SOME), **DENSE))
+
+
+@pytest.mark.parametrize("name", ["tiny", "some"])
+def test_adapters_and_merged_weights_are_the_same_model(name: str, request: pytest.FixtureRequest) -> None:
+    """Logits of both; the adapters' gradients by the chain rule: with W' = W + s B A, dA = s B^T dW' and dB = s dW' A^T."""
+    mine = request.getfixturevalue(name)
+    dense, batch = merged_dense(mine), make_batch(1, 9, rows=2)
+    mine.step()
+    logits = [tiny.model.logits(tiny.build_inputs(batch)).asnumpy() for tiny in (mine, dense)]
+    assert distance(logits[0], logits[1]) < TOLERANCE
+    loss, gradients = losses_and_gradients(mine, batch)
+    right_loss, right = losses_and_gradients(dense, batch)
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert gradients.keys() == adapter_shapes(mine.model.settings).keys()
+    scale = ALPHA / RANK
+    for name in gradients:
+        weight, kind = name.split(".lora_")
+        a, b = (mine.initial[f"{weight}.lora_{part}.weight"] for part in "AB")
+        whole = right[f"{weight}.weight"]
+        exact = scale * b.T @ whole if kind.startswith("A") else scale * whole @ a.T
+        assert distance(gradients[name], exact) < TOLERANCE, name
+
+
+def test_new_adapters_change_nothing() -> None:
+    plain, fresh, batch = TinyTrainer(compiled=False), TinyTrainer(compiled=False, **adapted()), make_batch(2, 7)
+    assert_same_bits({name: fresh.initial[name] for name in plain.initial}, plain.initial)
+    logits = [tiny.model.logits(tiny.build_inputs(batch)).asnumpy() for tiny in (plain, fresh)]
+    np.testing.assert_array_equal(logits[0], logits[1])
+    started = {name: value for name, value in fresh.initial.items() if name not in plain.initial}
+    assert all(value.any() == ("lora_A" in name) for name, value in started.items())
+    others = TinyTrainer(compiled=False, **adapted("q_proj")).initial  # a seed's values do not depend on the others
+    assert_same_bits({name: fresh.initial[name] for name in others}, others)
+
+
+def test_only_adapters_are_trained(tiny: TinyTrainer) -> None:
+    """Base weights keep their bytes, and have no part in gradient, norm, optimizer state and decay."""
+    base = parameter_shapes(tiny.model.settings)
+    optimizer = {"type": "AdamW", "weight_decay": 0.5}
+    step = tiny.step(optimizer=optimizer, runner_wrapper={"local_norm": True})
+    window = [make_batch(3, 9), make_batch(4, 5)]
+    adapters = adapter_shapes(tiny.model.settings)
+    assert list(step.optimizer.parameters) == list(adapters)
+    for _ in range(3):
+        result = step(window)
+        assert result.global_norm == pytest.approx(sum(norm**2 for norm in result.local_norms.values()) ** 0.5)
+        assert result.local_norms.keys() == adapters.keys()
+    after = tiny.weights()
+    assert_same_bits({name: after[name] for name in base}, {name: tiny.initial[name] for name in base})
+    assert all(not np.array_equal(after[name], tiny.initial[name]) for name in adapters)
+    assert {name.split(".", 1)[1] for name in step.optimizer.state_arrays()} == set(adapters)
+
+
+def test_the_gradients_do_not_depend_on_those_that_are_left_out(tiny: TinyTrainer) -> None:
+    """Those of the adapters alone, compared with those of all parameters."""
+    from mindspore import value_and_grad
+
+    step, batch = tiny.step(), make_batch(5, 8)
+    mine = losses_and_gradients(tiny, batch)[1]
+    inputs, parameters = tiny.build_inputs(batch), tiny.model.parameters_by_name
+    whole = value_and_grad(lambda: tiny.model(inputs, None), None, list(parameters.values()))()[1]
+    everything = dict(zip(parameters, whole, strict=True))
+    assert len(mine) < len(everything) and len(step.optimizer.parameters) == len(mine)
+    for name, gradient in mine.items():
+        assert distance(gradient, everything[name].asnumpy()) < TOLERANCE
+
+
+# Dropout
+
+
+@pytest.fixture(scope="module")
+def dropping() -> TinyTrainer:
+    return with_random_adapters(TinyTrainer(**adapted(SOME, RATE), hidden_dropout=0.1))
+
+
+def test_dropout_repeats_and_the_compiled_block_uses_its_masks(dropping: TinyTrainer) -> None:
+    window = [make_batch(seed, 6) for seed in range(3)]
+
+    def train(seed: int) -> tuple[list[float], dict]:
+        step = dropping.step(seed=seed)
+        return [step(window).loss for _ in range(2)], state_of(step.optimizer, dropping)
+
+    losses, state = train(3)
+    again, same = train(3)
+    assert again == losses
+    assert_same_bits(same, state)
+    assert not same_bits(train(4)[1], state)
+    eager = with_random_adapters(TinyTrainer(compiled=False, **adapted(SOME, RATE), hidden_dropout=0.1))
+    for number in (0, 1):  # a mask baked in at compilation would be right for the first only
+        loss, gradients = losses_and_gradients(dropping, window[0], number)
+        right_loss, right = losses_and_gradients(eager, window[0], number)
+        assert loss == pytest.approx(right_loss, rel=1e-6)
+        assert all(distance(gradients[name], right[name]) < TOLERANCE for name in right)
+
+
+def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, original = [], lora.dropout_mask
+
+    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+        drawn.append((site, shape))
+        assert rate == RATE
+        return original(key, site, shape, rate)
+
+    monkeypatch.setattr(lora, "dropout_mask", recording)
+    losses_and_gradients(dropping, make_batch(1, 4))
+    # Two layers with three other sites each, then seven for each layer, in forward order.
+    assert drawn == [(6, (12, 16)), (12, (12, 24)), (15, (12, 16)), (17, (12, 16)), (19, (12, 24))]
+
+
+def test_evaluation_drops_nothing(dropping: TinyTrainer) -> None:
+    dropping.step()
+    batches, dense = [make_batch(1, 6)], merged_dense(dropping)
+    losses = [evaluate(tiny.model, tiny.build_inputs, batches, stop=lambda: False)[0] for tiny in (dropping, dense)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,246 @@
+"""pet_config: which matrices it means, what is refused, the shapes of adapters, and what needs no MindSpore of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from config_helpers import BASE, error_of, failure, load, notices
+
+from trainer.checkpoint.adapters import base_record, check_base, description, digest, merged
+from trainer.config import Config, check_runnable, dump_config, parse_config
+from trainer.config.adapter_schema import PROJECTIONS, PetConfig
+from trainer.flags import split_arguments
+from trainer.models.init import initial_value
+from trainer.models.shapes import (
+    adapted_projections,
+    adapter_shapes,
+    all_shapes,
+    block_names,
+    block_weights,
+    parameter_shapes,
+)
+
+KEY = "model.model_config.pet_config"
+LINE = BASE.splitlines().index("    seq_length: 32") + 2  # where pet_config is written
+
+
+def with_adapters(**section: object) -> str:
+    """The base file with a `pet_config` in one line."""
+    return BASE.replace("    seq_length: 32\n", f"    seq_length: 32\n    pet_config: {json.dumps(section)}\n")
+
+
+def config_of(**section: object) -> Config:
+    return load(with_adapters(**section))
+
+
+def targets(expression: str, layer: int = 0) -> list[str]:
+    return [name.split(".")[-1] for name in PetConfig(target_modules=expression).targets(layer)]
+
+
+# Which matrices
+
+
+QUERIES = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EVERY = [*QUERIES, "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (".*wq|.*wk|.*wv|.*wo", QUERIES),  # MindSpore Transformers' files
+        (".*q_proj|.*k_proj|.*v_proj|.*o_proj", QUERIES),
+        ("q_proj|v_proj", ["q_proj", "v_proj"]),
+        ("wq|w2", ["q_proj", "down_proj"]),
+        (".*w1|.*w3", ["gate_proj", "up_proj"]),
+        (".*(wq|up_proj)", ["q_proj", "up_proj"]),
+        (".*self_attn.*", QUERIES),
+        (".*attention.*", QUERIES),
+        (".*feed_forward.*", ["gate_proj", "up_proj", "down_proj"]),
+        (".*_proj", EVERY),
+        (".*", EVERY),
+        (r"model\.layers\.\d+\.mlp\.down_proj", ["down_proj"]),
+        ("q_pro", []),  # the whole name
+        (".*norm.*", []),
+    ],
+)
+def test_the_names_of_both_kinds_of_files_match(expression: str, expected: list[str]) -> None:
+    assert targets(expression) == expected
+
+
+def test_each_name_has_its_counterpart() -> None:
+    for ours, theirs in PROJECTIONS.items():
+        assert targets(f".*{theirs}") == targets(f".*{ours}") == [ours.split(".")[-1]]
+
+
+def test_layers_are_told_apart() -> None:
+    expression = r".*layers\.(0|11)\..*q_proj|.*layers\.1\..*w2"
+    assert [targets(expression, layer) for layer in (0, 1, 2, 11)] == [["q_proj"], ["down_proj"], [], ["q_proj"]]
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    section = config_of(pet_type="lora").decoder.pet_config
+    assert (section.lora_rank, section.lora_alpha, section.lora_dropout, section.scale) == (8, 16, 0, 2)
+    assert section.targets(0) == tuple(f"self_attn.{name}" for name in QUERIES)
+    assert load(BASE).decoder.pet_config is None
+    config = config_of(lora_rank=4, lora_alpha=1)
+    assert parse_config("again", dump_config(config)) == config and config.decoder.pet_config.scale == 0.25
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("section", "parts"),
+    [
+        ({"lora_rank": 0}, ["lora_rank = 0", "at least 1"]),
+        ({"lora_rank": 2.5}, ["lora_rank = 2.5", "integer"]),
+        ({"lora_alpha": 0}, ["lora_alpha = 0", "greater than 0"]),
+        ({"lora_alpha": -1}, ["lora_alpha = -1", "greater than 0"]),
+        ({"lora_dropout": 1.0}, ["lora_dropout = 1.0", "less than 1"]),
+        ({"lora_dropout": -0.1}, ["lora_dropout = -0.1", "at least 0"]),
+        ({"pet_type": "ptuning2"}, ["pet_type = 'ptuning2'", "must be lora", "write"]),
+        ({"rank": 8}, ["rank: unknown key", "lora_rank"]),
+        ({"target_modules": ""}, ["target_modules = ''", "not empty"]),
+        ({"target_modules": ["q_proj"]}, ["target_modules = ['q_proj']", "must be a text"]),
+        ({"target_modules": ".*(wq"}, ["is not a regular expression", "unterminated", ".*q_proj|.*v_proj"]),
+        ({"target_modules": "*q_proj"}, ["is not a regular expression", "nothing to repeat"]),
+        ({"target_modules": ".*query|.*val_proj"}, ["matches none", "write .*q_proj|.*v_proj", "gate_proj"]),
+        ({"target_modules": ".*qproj"}, ["matches none of the model's matrices", "write .*q_proj"]),
+        ({"target_modules": ".*layers.7.*wq"}, ["matches none", "wq"]),
+        ({"exclude_layers": ["layers.0"]}, ["exclude_layers", "not yet", "target_modules"]),
+    ],
+)
+def test_a_mistake_is_told_with_its_line_rule_and_fix(section: dict, parts: list[str]) -> None:
+    message = error_of(with_adapters(**section))
+    for part in [f"a.yaml:{LINE}", KEY, "Fix: ", *parts]:
+        assert part in message, message
+
+
+def test_adapters_need_their_section() -> None:
+    message = error_of(BASE, "adapter_id=output")
+    assert "adapter_id = 'output'" in message and "pet_config, which is absent" in message and "lora_rank" in message
+
+
+def test_evaluation_and_prediction_need_adapters(tmp_path: Path) -> None:
+    text, here = with_adapters(), f"load_checkpoint={tmp_path}"
+    message = failure(lambda: check_runnable(load(text, "run_mode=predict", here, "predict_data=a")))
+    assert "run_mode predict with pet_config needs adapters" in message and "--adapter_id" in message
+    message = failure(lambda: check_runnable(load(text, "run_mode=train", f"adapter_id={tmp_path}/nowhere")))
+    assert "adapter_id" in message and "does not exist" in message and "adapter_model.safetensors" in message
+    check_runnable(load(text, "run_mode=predict", here, f"adapter_id={tmp_path}", "predict_data=a"))
+
+
+def test_resuming_a_finetuning_needs_the_base_too() -> None:
+    message = failure(lambda: check_runnable(load(with_adapters(), "run_mode=finetune", "resume_training=True")))
+    assert "run_mode finetune needs weights" in message
+    check_runnable(load(BASE, "run_mode=finetune", "resume_training=True"))
+
+
+def test_what_a_reader_might_not_expect_is_noted(tmp_path: Path) -> None:
+    assert "on top of random weights" in notices(with_adapters())
+    assert notices(with_adapters(), f"load_checkpoint={tmp_path}") == ""
+    assert notices(with_adapters(), f"load_checkpoint={tmp_path}", "resume_training=True") == ""
+    unused = {"freeze_exclude": ["*norm*"], "param_init_type": "float16", "lora_a_init": "zero"}
+    told = notices(with_adapters(**unused), "run_mode=eval")
+    for part in (f"{KEY}.freeze_exclude", "only the adapters are trained", f"{KEY}.param_init_type", "lora_a_init"):
+        assert part in told, told
+
+
+# Shapes and values
+
+
+SOME = r".*layers\.0\..*q_proj|.*layers\.1\..*(wv|w2)"
+
+
+def test_shapes_stand_in_forward_order_under_the_names_of_peft() -> None:
+    settings = config_of(lora_rank=3, target_modules=SOME).decoder
+    width = settings.ffn_size
+    assert adapter_shapes(settings) == {
+        "model.layers.0.self_attn.q_proj.lora_A.weight": (3, 64),
+        "model.layers.0.self_attn.q_proj.lora_B.weight": (64, 3),
+        "model.layers.1.self_attn.v_proj.lora_A.weight": (3, 64),
+        "model.layers.1.self_attn.v_proj.lora_B.weight": (64, 3),
+        "model.layers.1.mlp.down_proj.lora_A.weight": (3, width),
+        "model.layers.1.mlp.down_proj.lora_B.weight": (64, 3),
+    }
+    assert list(all_shapes(settings)) == [*parameter_shapes(settings), *adapter_shapes(settings)]
+    assert adapted_projections(settings) == ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    assert block_names(settings) == block_weights(settings)
+    assert block_weights(settings)[-6:-4] == ["self_attn.q_proj.lora_A.weight", "self_attn.q_proj.lora_B.weight"]
+
+
+def test_masks_stand_at_the_end_where_there_is_dropout() -> None:
+    settings = config_of(lora_dropout=0.1, target_modules="wq|w2").decoder
+    assert block_names(settings) == [
+        *block_weights(settings), "self_attn.q_proj.lora_dropout", "mlp.down_proj.lora_dropout",
+    ]  # fmt: skip
+
+
+def test_a_model_without_adapters_is_as_it_was() -> None:
+    settings = load(BASE).decoder
+    assert adapter_shapes(settings) == {} and all_shapes(settings) == parameter_shapes(settings)
+    assert not any("lora" in name for name in block_names(settings))
+
+
+def values(config: Config) -> dict[str, np.ndarray]:
+    shapes = all_shapes(config.decoder)
+    return {name: initial_value(name, shape, config.decoder, config.seed) for name, shape in shapes.items()}
+
+
+def test_initial_values() -> None:
+    weights = values(config_of())
+    a, b = (weights[f"model.layers.1.self_attn.k_proj.lora_{part}.weight"] for part in "AB")
+    assert not b.any() and a.dtype == np.float32
+    assert np.abs(a).max() <= 1 / 8 and a.std() == pytest.approx(1 / 8 / 3**0.5, rel=0.1) and abs(a.mean()) < 0.01
+    base = values(load(BASE))
+    assert all(np.array_equal(weights[name], base[name]) for name in base)
+
+
+def test_merging_adds_the_scaled_product() -> None:
+    config = config_of(lora_rank=2, lora_alpha=5, target_modules=SOME)
+    weights, random = values(config), np.random.default_rng(1)
+    for name, shape in adapter_shapes(config.decoder).items():
+        weights[name] = random.normal(size=shape).astype(np.float32)
+    found = merged(weights, config.decoder)
+    assert list(found) == list(parameter_shapes(config.decoder))
+    changed = {name for name in found if not np.array_equal(found[name], weights[name])}
+    assert changed == {name.split(".lora_")[0] + ".weight" for name in adapter_shapes(config.decoder)}
+    name = "model.layers.1.mlp.down_proj"
+    a, b = weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]
+    np.testing.assert_allclose(found[f"{name}.weight"], weights[f"{name}.weight"] + 2.5 * b @ a, atol=1e-5)
+
+
+def test_the_description_is_that_of_peft() -> None:
+    section = description(config_of(lora_dropout=0.1).decoder, "/models/base")
+    assert section["target_modules"] == QUERIES and section["base_model_name_or_path"] == "/models/base"
+    assert (section["peft_type"], section["r"], section["lora_alpha"], section["lora_dropout"]) == ("LORA", 8, 16, 0.1)
+    some = description(config_of(target_modules=SOME).decoder, "")  # not every layer alike: full names
+    assert some["base_model_name_or_path"] is None
+    assert some["target_modules"] == [
+        "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.down_proj",
+    ]  # fmt: skip
+
+
+def test_the_digest_sees_every_bit_of_the_base_and_nothing_else() -> None:
+    config = config_of()
+    weights = values(config)
+    found = digest(weights, config.decoder)
+    extra = {"lm_head.bias": np.ones(3), "model.layers.0.self_attn.q_proj.lora_A.weight": np.ones((8, 64), np.float32)}
+    assert digest(weights | extra, config.decoder) == found
+    other = {"model.norm.weight": np.nextafter(weights["model.norm.weight"], np.float32(2))}
+    assert digest(weights | other, config.decoder) != found
+    state = {"base": base_record(config, weights)}
+    check_base(state, config, weights)
+    message = failure(lambda: check_base(state, config, weights | other))
+    assert "trained on top of other weights" in message and "random weights: no load_checkpoint, and seed 1" in message
+
+
+def test_flags_of_a_command_may_have_values() -> None:
+    own = {"own_flags": ("--merge",), "own_values": ("--output",)}
+    found = split_arguments(["--config", "a", "--output=x", "--merge", "--seed", "3", "--output", "y"], **own)
+    assert found.rest == ["--output", "x", "--merge", "--output", "y"] and found.config == "a"
+    assert [override.key for override in found.overrides] == ["seed"]
+    assert "needs a value" in failure(lambda: split_arguments(["--output"], **own))
