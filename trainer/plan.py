@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import check_runnable, config_notices
+from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.data import batch_size, estimate_rows
 from trainer.device import resolve_device
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import all_shapes
 from trainer.ops.precision import PartDtype, resolve_precision
 from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
+from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule
 from trainer.plan_memory import memory_estimate, memory_notices
@@ -48,6 +51,8 @@ class Plan:
         kernels: For each kernel: asked for, chosen, why.
         groups: Parameter groups with their decay and sizes.
         weights: Number of trained weights.
+        frozen: The weights that are not trained, of which nothing is updated.
+        recompute: What the backward pass computes again, in words; empty for nothing.
         dtypes: For each part of the model its dtype on the device, and why.
         rows, rows_exact: Rows of an epoch; False where text must be tokenized first to know.
         batch_rows, micro_batches, tokens_per_step: Rows of a micro-batch, micro-batches of a step, positions of a
@@ -69,6 +74,8 @@ class Plan:
     kernels: tuple[KernelChoice, ...]
     groups: tuple[Group, ...]
     weights: int
+    frozen: Group
+    recompute: str
     dtypes: dict[str, PartDtype]
     rows: int
     rows_exact: bool
@@ -95,8 +102,9 @@ def build_plan(config: Config) -> Plan:
     device, settings, runner = resolve_device(config), config.decoder, config.runner_config
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
-    shapes = parameter_shapes(settings)
     trains = config.run_mode in ("train", "finetune")
+    every = all_shapes(settings)
+    shapes = trained_shapes(config) if trains else every
     estimate = estimate_rows(config) if trains else None
     rows = estimate.rows if estimate else 0
     batches = rows // runner.batch_size if config.train_dataset.drop_remainder else -(-rows // runner.batch_size)
@@ -114,11 +122,10 @@ def build_plan(config: Config) -> Plan:
         clipping=_clipping(config),
         schedule=config.lr_schedule.type,
         kernels=kernels,
-        groups=tuple(
-            Group(g.name, g.weight_decay, len(g.parameters), sum(math.prod(shapes[n]) for n in g.parameters))
-            for g in groups
-        ),
+        groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
         weights=sum(math.prod(shape) for shape in shapes.values()),
+        frozen=_group("frozen", 0.0, {name: shape for name, shape in every.items() if name not in shapes}),
+        recompute=_recompute(config) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
         rows=rows,
         rows_exact=estimate.exact if estimate else True,
@@ -132,8 +139,19 @@ def build_plan(config: Config) -> Plan:
         learning_rates=_learning_rates(config, total, last) if trains and total else (),
         memory_bytes=memory_bytes,
         eval_rows=_eval_rows(config, estimate) if estimate and config.do_eval else None,
-        notices=(*config_notices(config), *memory_notices(memory_bytes["total"])),
+        notices=(*config_notices(config), *freeze_notices(config), *memory_notices(memory_bytes["total"])),
     )
+
+
+def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
+    return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
+
+
+def _recompute(config: Config) -> str:
+    first = first_trained_layer(config, frozen_names(config))
+    parts = recomputed_parts(config)
+    # Below the first trained layer there is no backward pass.
+    return recompute_text(("",) * first + parts[first:])
 
 
 def _clipping(config: Config) -> str:
@@ -170,6 +188,8 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
     sections[1][1].extend((c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels)
     groups = [("group", "weight decay", "tensors", "weights")]
     groups += [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
+    if plan.frozen.tensors:
+        groups.append((plan.frozen.name, "-", str(plan.frozen.tensors), f"{plan.frozen.weights:,}"))
     sections.append(("parameters", groups))
     sections.append(("dtypes", [("part", "dtype", "why"), *((part, *dtype) for part, dtype in plan.dtypes.items())]))
     if plan.learning_rates:
@@ -184,7 +204,7 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
-    rows += [("execution", plan.execution), ("output_dir", plan.output_dir), ("weights", f"{plan.weights:,}")]
+    rows += [("execution", plan.execution), ("output_dir", plan.output_dir), ("weights", _weights(plan))]
     if plan.run_mode in ("train", "finetune"):
         about = "" if plan.rows_exact else "about "
         step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
@@ -197,9 +217,17 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
             ("clipping", plan.clipping),
             ("schedule", plan.schedule),
         ]
+    if plan.recompute:
+        rows.append(("recompute", plan.recompute))
     if plan.eval_rows is not None:
         rows.append(("evaluation", f"{plan.eval_rows:,} rows"))
     return rows
+
+
+def _weights(plan: Plan) -> str:
+    if not plan.frozen.tensors:
+        return f"{plan.weights:,}"
+    return f"{plan.weights + plan.frozen.weights:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen"
 
 
 def _shown(name: str, value: Any) -> str:

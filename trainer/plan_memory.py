@@ -8,11 +8,13 @@ tokens of 64 to 256 numbers): the estimate is within a tenth of the peak there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from trainer.config.recompute import recomputed_parts
 from trainer.doctor import memory_left_bytes
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import all_shapes
+from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -27,29 +29,49 @@ _OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1}
 def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
     """Estimated peak of resident memory in bytes, by part and in total."""
     settings = config.decoder
-    weights = sum(math.prod(shape) for shape in parameter_shapes(settings).values()) * _FLOAT32_BYTES
+    weights = _bytes(all_shapes(settings))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if trains:
         tokens = config.runner_config.batch_size * settings.seq_length
         copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
-        parts["gradients"] = weights * copies
-        parts["optimizer state"] = weights * _OPTIMIZER_STATES[config.optimizer.type]
-        parts["activations"] = tokens * activations_of_token(settings) * _FLOAT32_BYTES
+        trained = _bytes(trained_shapes(config))
+        parts["gradients"] = trained * copies
+        parts["optimizer state"] = trained * _OPTIMIZER_STATES[config.optimizer.type]
+        parts["activations"] = tokens * activations_of_token(config) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
     return parts | {"total": sum(parts.values())}
 
 
-def activations_of_token(settings: ModelConfig) -> int:
+def activations_of_token(config: Config) -> int:
     """Numbers that are kept for each token between forward and backward, at the peak."""
-    heads, keys = (number * settings.head_size for number in (settings.num_heads, settings.kv_heads))
-    scores = settings.num_heads * settings.seq_length
-    # Of each layer: residuals, norms and what follows them; q and the output before and after each change of layout,
-    # k and v likewise; gate, up and their product; the probabilities.
-    layer = 8 * settings.hidden_size + 6 * heads + 4 * keys + 3 * settings.ffn_size + scores
-    # Dropout keeps its masks.
-    layer += 2 * settings.hidden_size * bool(settings.hidden_dropout) + scores * bool(settings.attention_dropout)
+    settings = config.decoder
+    halves = _activations_of_halves(settings)
+    halves["block"] = sum(halves.values())
+    kept, working = 0, 0
+    first = first_trained_layer(config, frozen_names(config))
+    for part in recomputed_parts(config)[first:]:
+        # What is computed again keeps its input, and is there as a whole while its own backward pass runs.
+        kept += halves["block"] - halves[part] + settings.hidden_size if part else halves["block"]
+        working = max(working, halves[part] if part else 0)
     # Once: the head's logits, probabilities and their gradient, and what the attention's backward pass works on.
-    return settings.num_layers * layer + 3 * settings.vocab_size + 4 * scores
+    return kept + working + 3 * settings.vocab_size + 4 * settings.num_heads * settings.seq_length
+
+
+def _activations_of_halves(settings: ModelConfig) -> dict[str, int]:
+    """Numbers that each half of a layer keeps for a token."""
+    hidden, size = settings.hidden_size, settings.head_size
+    heads, keys = settings.num_heads * size, settings.kv_heads * size
+    scores = settings.num_heads * settings.seq_length
+    # Residuals, norms and what follows them; q and the output before and after each change of layout, k and v
+    # likewise; the probabilities. Dropout keeps its masks.
+    attention = 4 * hidden + 6 * heads + 4 * keys + scores
+    attention += hidden * bool(settings.hidden_dropout) + scores * bool(settings.attention_dropout)
+    # Residuals and norms again; gate, up and their product.
+    return {"attention": attention, "mlp": (4 + bool(settings.hidden_dropout)) * hidden + 3 * settings.ffn_size}
+
+
+def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values()) * _FLOAT32_BYTES
 
 
 def memory_notices(total_bytes: int, left_bytes: int | None = None) -> Iterator[str]:
@@ -64,5 +86,6 @@ def memory_notices(total_bytes: int, left_bytes: int | None = None) -> Iterator[
         mib = 1 << 20
         yield (
             f"the run needs about {total_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
-            " a smaller runner_config.batch_size with more gradient_accumulation_steps needs less"
+            " a smaller runner_config.batch_size with more gradient_accumulation_steps, or recompute_config.recompute,"
+            " needs less"
         )

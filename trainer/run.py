@@ -24,14 +24,13 @@ from trainer.config import check_runnable, config_notices, dump_config
 from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
 from trainer.device import resolve_device
 from trainer.errors import EXIT_OK, RunError
-from trainer.models.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors.console import console_monitor, log_file_monitor
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics, peak_rss_bytes
 from trainer.monitors.report import ReportMonitor
 from trainer.monitors.summary import Totals
-from trainer.optim.groups import parameter_groups
+from trainer.optim.freeze import freeze_notices
 from trainer.optim.schedules import build_schedule
 from trainer.plan import build_plan, plan_text
 from trainer.stop_signals import StopSignals
@@ -131,7 +130,7 @@ class _Training:
 
     def prepare(self) -> list[str]:
         """Finds, reads and checks everything that the run needs; returns what the user should know."""
-        config, notices = self.config, config_notices(self.config)
+        config, notices = self.config, [*config_notices(self.config), *freeze_notices(self.config)]
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config)
         self.data = _build_data(config, notices.append)
@@ -165,23 +164,13 @@ class _Training:
 
     def load_engine(self) -> None:
         """Builds what computes; here MindSpore loads."""
-        from trainer.optim.optimizer import build_optimizer
-        from trainer.session import open_session
-        from trainer.step.train_step import TrainStep
+        from trainer.session import Session, open_training
 
-        config = self.config
-        self.session = open_session(config, self.weights)
-        model = self.session.model
-        shapes = adapter_shapes(config.decoder) or parameter_shapes(config.decoder)
-        groups = parameter_groups(shapes, config.optimizer.weight_decay)
-        trained = {name: model.parameters_by_name[name] for name in shapes}
-        self.optimizer = build_optimizer(trained, groups, config.optimizer)
+        self.step = open_training(self.config, self.schedule, self.weights)
+        self.optimizer = self.step.optimizer
+        self.session = Session(self.step.model, self.step.build_inputs)
         if self.resumed:
             self.optimizer.load_state(self.resumed.optimizer, self.resumed.updates)
-        self.step = TrainStep(
-            model, self.optimizer, self.schedule, self.session.build_inputs, config.runner_wrapper,
-            seed=config.seed, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
-        )  # fmt: skip
         if self.resumed and self.resumed.step:
             self.step.load_state(self.resumed.step)
         self.weights = self.resumed = None  # the model has them now

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mindspore
 
 from trainer.checkpoint.state import load_weights
+from trainer.config.recompute import recomputed_parts
 from trainer.cpu_threads import set_up_cpu_threads
 from trainer.device import resolve_device
 from trainer.models.decoder import Decoder
@@ -17,6 +18,10 @@ from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
+from trainer.optim.freeze import frozen_names, trained_shapes
+from trainer.optim.groups import parameter_groups
+from trainer.optim.optimizer import build_optimizer
+from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,10 +51,45 @@ def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None
     set_up_device(config, device)
     precision = resolve_precision(config.decoder, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.decoder, device, precision), precision)
-    model = Decoder(config.decoder, kernels, seed=config.seed, compiled=config.context.mode == 0)
+    trains = config.run_mode in ("train", "finetune")
+    model = Decoder(
+        config.decoder,
+        kernels,
+        seed=config.seed,
+        compiled=config.context.mode == 0,
+        frozen=frozen_names(config) if trains else (),
+        recomputed=recomputed_parts(config) if trains else (),
+    )
     if weights is not None:
         load_weights(model, weights)
     return Session(model, InputBuilder(config.decoder, kernels))
+
+
+def open_training(
+    config: Config, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None = None
+) -> TrainStep:
+    """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
+
+    Args:
+        config: Of the run.
+        schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
+        weights: As in `open_session`.
+
+    Raises:
+        UserError: The device is not there, or `freeze` names no weight.
+    """
+    session, shapes = open_session(config, weights), trained_shapes(config)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay)
+    trained = {name: session.model.parameters_by_name[name] for name in shapes}
+    return TrainStep(
+        session.model,
+        build_optimizer(trained, groups, config.optimizer),
+        schedule,
+        session.build_inputs,
+        config.runner_wrapper,
+        seed=config.seed,
+        stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+    )
 
 
 def set_up_device(config: Config, device: str) -> None:

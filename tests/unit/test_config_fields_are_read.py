@@ -29,6 +29,9 @@ ELSEWHERE = {
     "model.settings.hidden_act",
     # The tokenizers read eos and bos by a name that they put together.
     "model.settings.bos_token_id",
+    # trainer.config.recompute says what they mean for each layer.
+    "recompute_config.select_recompute",
+    "recompute_config.select_recompute_exclude",
     # The rules compare them with the model.
     "callbacks.expert_num",
     "callbacks.capacity_factor",

@@ -184,8 +184,6 @@ def test_what_is_right_at_the_edge_loads(text):
         ("moe_config: {expert_num: 4}\n", ["moe_config.expert_num = 4: not yet", "train a dense model"]),
         ("model_config: {mtp_depth: 1}\n", ["mtp_depth = 1: not yet"]),
         ("use_parallel: True\n", ["use_parallel = True: not yet", "use_parallel False"]),
-        ("recompute_config: {recompute: True}\n", ["recompute = True: not yet", "set it to False"]),
-        ("recompute_config: {select_recompute: [1, 2]}\n", ["select_recompute = [1, 2]: not yet"]),
         (
             "runner_wrapper: {scale_sense: {type: AdaptiveLossScaleUpdateCell}}\n",
             ["scale_sense.type = 'AdaptiveLossScaleUpdateCell': not yet", "DynamicLossScaleUpdateCell"],

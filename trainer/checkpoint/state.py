@@ -28,6 +28,7 @@ from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoin
 from trainer.checkpoint.weights import check_weights
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.optim.freeze import trained_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -99,7 +100,7 @@ def save(
     step_state: Mapping[str, Any],
     optimizer_type: str,
     layout: Mapping[str, Any],
-    base: Mapping[str, str] | None,
+    base: Mapping[str, Any] | None,
     keep_max: int,
 ) -> Path:
     """Writes a checkpoint of the run as it stands; returns its folder.
@@ -201,9 +202,36 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
             value=str(path),
             fix=f"use {before}, or start anew from its weights with --load_checkpoint",
         )
+    _check_same_freeze(found, config, where)
     position = _position(found, config, layout, where)
     step = found.state["step"] if "step" in found.state else None
     return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"], step)
+
+
+def _check_same_freeze(found: Checkpoint, config: Config, where: str) -> None:
+    """The optimizer has state for exactly the weights that are trained.
+
+    Raises:
+        UserError: Others were trained before.
+    """
+    before = {name.split(".", 1)[1] for name in found.tensors["optimizer"]}
+    now = set(trained_shapes(config))
+    if before == now:
+        return
+    frozen, trained = sorted(before - now), sorted(now - before)
+    changes = [f"{frozen[0]}{_and_more(frozen)} was trained and is frozen now"] if frozen else []
+    changes += [f"{trained[0]}{_and_more(trained)} was frozen and is trained now"] if trained else []
+    raise UserError(
+        f"the checkpoint was made with another freeze setting: {'; '.join(changes)}",
+        where=where,
+        key=_KEY,
+        value=str(found.path),
+        fix="use the freeze section of the checkpoint's run, or start anew from its weights with --load_checkpoint",
+    )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _weights_of(found: Checkpoint, config: Config, where: str) -> dict[str, np.ndarray]:

@@ -126,6 +126,8 @@ def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:
     shape = shape_of(info)
     node = entry.node
     if not shape.kinds:
+        if isinstance(node, Items):
+            found.positions |= {f"{path}.{number}": item.place for number, item in enumerate(node.entries)}
         return plain(node)
     if is_null(node) and not shape.nullable:
         return _ABSENT

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.config.adapter_rules import adapter_notices
+from trainer.config.freeze_schema import FreezeConfig
 from trainer.config.model_rules import model_problems
 from trainer.config.moe_rules import callback_problems, moe_notices, moe_problems
 from trainer.config.precision_rules import precision_notices, precision_problems
 from trainer.config.problems import Problem
+from trainer.config.recompute import recompute_notices, recompute_problems
 from trainer.config.runner_schema import LossScaleSection
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -35,7 +37,7 @@ def rule_problems(config: Config) -> list[Problem]:
     report = reporter(config)
     rules = (
         model_problems, moe_problems, callback_problems, _vocabulary, _schedule, _learning_rate, _data, _pipeline,
-        _loss_scale, precision_problems,
+        _loss_scale, precision_problems, recompute_problems,
     )  # fmt: skip
     return [problem for rule in rules for problem in rule(config, report)]
 
@@ -158,7 +160,7 @@ def rule_notices(config: Config) -> list[str]:
     """What works, but other than a reader of the file might expect."""
     rules = (
         precision_notices, _position_notices, _optimizer_notices, _parallel_notices, _data_notices, _mode_notices,
-        _wrapper_notices, moe_notices, adapter_notices,
+        _wrapper_notices, moe_notices, adapter_notices, recompute_notices,
     )  # fmt: skip
     return [notice for rule in rules for notice in rule(config)]
 
@@ -238,10 +240,12 @@ def _mode_notices(config: Config) -> Iterator[str]:
         yield f"predict_data: not used, run_mode is {config.run_mode}"
     if config.run_mode in ("eval", "predict") and config.resume_training is not False:
         yield f"resume_training: not used, run_mode is {config.run_mode}"
-    elif config.resume_training is not False and config.load_checkpoint:
+    elif config.resume_training is not False and config.load_checkpoint and config.decoder.pet_config is None:
         yield (
             f"resume_training: goes on from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
             " optimizer, step and place in the data; leave it out to start anew from these weights"
         )
+    if config.run_mode in ("eval", "predict") and config.freeze != FreezeConfig():
+        yield f"freeze: not used, run_mode is {config.run_mode}"
     if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
         yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"

@@ -9,6 +9,7 @@ from pydantic import PrivateAttr
 from trainer.config.callback_schema import Callback
 from trainer.config.data_schema import DatasetConfig, DatasetTask
 from trainer.config.fields import Section, ignored, not_yet, section, setting
+from trainer.config.freeze_schema import FreezeConfig
 from trainer.config.model_schema import ModelConfig, ModelSection
 from trainer.config.optim_schema import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
 from trainer.config.problems import NOWHERE, Place
@@ -127,6 +128,7 @@ class Config(Section):
     parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of the rank grid.")
     context: ContextConfig = section(ContextConfig, "Device and execution mode.")
     recompute_config: RecomputeConfig = section(RecomputeConfig, "Trade time for activation memory.")
+    freeze: FreezeConfig = section(FreezeConfig, "Weights that are not trained.")
     swap_config: SwapConfig = section(SwapConfig, "Move activations to host memory.")
     model: ModelSection = section(ModelSection, "The model.")
     callbacks: list[Callback] = setting([], "Monitors of the run. Default: none but the progress line.")
@@ -231,7 +233,9 @@ class Config(Section):
     resume_by_meta: bool = ignored(
         True, "Find the newest checkpoint by its record.", "a complete checkpoint is marked as such"
     )
-    recompute: bool = not_yet(False, "Recompute blocks.", "recomputation is not built; leave it out")
+    recompute: bool = setting(
+        False, "The same as recompute_config.recompute: True, where older files write it. Default False."
+    )
 
     _source: Source = PrivateAttr(default_factory=Source)
 

@@ -1,14 +1,14 @@
 """Device, parallel layout, memory and records: context, parallel, parallel_config, recompute_config and relatives."""
 
 # No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from trainer.config.fields import Section, ignored, not_yet, section, setting
+from trainer.config.fields import Section, ignored, section, setting
 
 _ASCEND = "only Ascend devices have it"
 _ONE_DEVICE = "a run uses one device"
 _PARALLEL = "runs on several devices are not built; use one device: use_parallel False"
-_RECOMPUTE = "recomputation is not built; set it to False and use a smaller runner_config.batch_size with accumulation"
+_Layers: TypeAlias = bool | int | str | list[int | str]
 _METRICS = "metrics.jsonl and report.png hold what a run shows"
 _TENSORBOARD = "TensorBoard files are not written; metrics.jsonl and report.png hold what a run shows"
 _COMPILER = "blocks are compiled with MindSpore's own defaults"
@@ -124,12 +124,22 @@ class ParallelConfig(Section):
 class RecomputeConfig(Section):
     """Trade time for activation memory (YAML ``recompute_config``)."""
 
-    recompute: bool | int | list[Any] | dict[str, Any] = not_yet(False, "Recompute whole blocks.", _RECOMPUTE)
-    select_recompute: bool | int | list[Any] | dict[str, Any] = not_yet(False, "Recompute parts of blocks.", _RECOMPUTE)
+    recompute: _Layers = setting(
+        False,
+        "Blocks to compute again in the backward pass instead of keeping their activations: True for all, an integer"
+        " for so many from the first, or a list of layers and ranges such as [0, 4-7]. Default False.",
+    )
+    select_recompute: _Layers | dict[str, _Layers] = setting(
+        False,
+        "Halves of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular expressions,"
+        " or each with its layers; True for mlp. Default False.",
+    )
     parallel_optimizer_comm_recompute: bool = ignored(False, "Communicate parameters again.", _ONE_DEVICE)
     mp_comm_recompute: bool = ignored(True, "Communicate activations again.", _ONE_DEVICE)
     recompute_slice_activation: bool = ignored(False, "Cut what is kept.", _ONE_DEVICE)
-    select_recompute_exclude: bool | int | list[Any] | dict[str, Any] = ignored(False, "Blocks left out.", _RECOMPUTE)
+    select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
+        False, "Halves to keep after all: written like select_recompute; True for both. Default False."
+    )
     select_comm_recompute: bool | int | list[Any] | dict[str, Any] = ignored(False, "Communicate again.", _ONE_DEVICE)
     select_comm_recompute_exclude: bool | int | list[Any] | dict[str, Any] = ignored(
         False, "Blocks left out.", _ONE_DEVICE

@@ -34,19 +34,23 @@ def validate(data: dict[str, Any], positions: dict[str, Place]) -> tuple[Config 
     except ValidationError as error:
         findings: dict[tuple[str, ...], list[Any]] = {}
         for item in error.errors(include_url=False):
-            findings.setdefault(_path(item["loc"], data), []).append(item)
+            path = _path(item["loc"], data, absent=item["type"] == "missing")
+            findings.setdefault(path, []).append(item)
         return None, [_problem(path, items, positions) for path, items in findings.items()]
 
 
-def _path(location: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
-    """The keys of pydantic's location: it also names the members of unions, which no file has."""
+def _path(location: tuple[int | str, ...], data: Any, absent: bool) -> tuple[str, ...]:
+    """The keys of pydantic's location: it also names the members of unions, which no file has.
+
+    `absent`: the last of them is a key that is missing.
+    """
     path: list[str] = []
     for number, part in enumerate(location):
         if isinstance(data, dict) and part in data:
             data = data[part]
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
-        elif not isinstance(data, dict) or number < len(location) - 1:
+        elif not absent or not isinstance(data, dict) or number < len(location) - 1:
             continue
         path.append(str(part))
     return tuple(path)

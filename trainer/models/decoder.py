@@ -9,23 +9,27 @@ Legend: B rows, T tokens, N = B * T, D hidden, V vocabulary, H query heads, K ke
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import mindspore
 from mindspore import Parameter, Tensor, nn, ops
 
+from trainer.config.recompute import HALVES
 from trainer.models.attention import AttentionLayer
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
 from trainer.models.inputs import ModelInputs
 from trainer.models.lora import AdapterMasks
 from trainer.models.mlp import MlpLayer
+from trainer.models.recompute import Differentiable, LayerPart
 from trainer.models.shapes import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
     all_shapes,
     block_weights,
+    half_of,
     layer_prefix,
 )
 
@@ -52,18 +56,29 @@ class Block(nn.Cell):
 
     Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each
     new one.
+
+    Args:
+        settings: The model section.
+        kernels: What it is built from.
+        part: The whole block, or its attention or feed-forward half, which takes no weights and masks of the other.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, part: str = "block") -> None:
         super().__init__()
-        self.attention, self.mlp = AttentionLayer(settings, kernels), MlpLayer(settings, kernels)
+        self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
+        if self.has_attention:
+            self.attention = AttentionLayer(settings, kernels)
+        if self.has_mlp:
+            self.mlp = MlpLayer(settings, kernels)
 
     def construct(self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights):
-        q_tables, k_tables = (q_cos, q_sin), (k_cos, k_sin)
-        added_ND = self.attention(x_ND, q_tables, k_tables, mask, drop_attention, weights)
-        x_ND = x_ND + (added_ND if drop_out_ND is None else added_ND * drop_out_ND)
-        added_ND = self.mlp(x_ND, weights)
-        return x_ND + (added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
+        if self.has_attention:
+            added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), mask, drop_attention, weights)
+            x_ND = x_ND + (added_ND if drop_out_ND is None else added_ND * drop_out_ND)
+        if self.has_mlp:
+            added_ND = self.mlp(x_ND, weights)
+            x_ND = x_ND + (added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
+        return x_ND
 
 
 class Head(nn.Cell):
@@ -86,15 +101,27 @@ class Decoder(nn.Cell):
         kernels: What it is built from.
         seed: Of the initial weights.
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
+        frozen: Names of parameters that are not trained: no gradient of them is computed.
+        recomputed: For each layer what of it the backward pass computes again: "block", "attention", "mlp" or "" for
+            nothing, which is also what an empty sequence says.
 
     Parameters are named as in Hugging Face's files; `parameters_by_name` maps them, those of adapters at the end.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, *, seed: int, compiled: bool = True) -> None:
+    def __init__(
+        self,
+        settings: ModelConfig,
+        kernels: KernelSet,
+        *,
+        seed: int,
+        compiled: bool = True,
+        frozen: Collection[str] = (),
+        recomputed: Sequence[str] = (),
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.settings, self.kernels = settings, kernels
         self.parameters_by_name = {
-            name: Parameter(Tensor(initial_value(name, shape, settings, seed)), name=name)
+            name: Parameter(Tensor(initial_value(name, shape, settings, seed)), name, requires_grad=name not in frozen)
             for name, shape in all_shapes(settings).items()
         }
         self.layer_weights = [self._of_layer(layer) for layer in range(settings.num_layers)]
@@ -102,8 +129,36 @@ class Decoder(nn.Cell):
         self.embedding, self.final_norm = self.parameters_by_name[EMBEDDING], self.parameters_by_name[FINAL_NORM]
         self.head_weight = self.embedding if settings.tie_word_embeddings else self.parameters_by_name[HEAD]
         self.block, self.head = Block(settings, kernels), Head(settings, kernels)
-        self.run_block = mindspore.jit(self.block.construct) if compiled else self.block
-        self.run_head = mindspore.jit(self.head.construct) if compiled else self.head
+        self.layers = self._layers(recomputed or [""] * settings.num_layers, compiled)
+        of_head = enumerate((self.final_norm, self.head_weight))
+        frozen_places = tuple(place for place, weight in of_head if not weight.requires_grad)
+        self.run_head = Differentiable(self.head, compiled).stopped_at(frozen_places)
+
+    @property
+    def trained_parameters(self) -> dict[str, Parameter]:
+        """What an optimizer updates, by name."""
+        return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
+
+    def _layers(self, recomputed: Sequence[str], compiled: bool) -> list[dict[str, LayerPart]]:
+        """For each layer its parts, in order: the block as one, or in halves where one of them is computed again."""
+        functions = {"block": Differentiable(self.block, compiled)}
+        for half in HALVES if set(HALVES) & set(recomputed) else ():
+            functions[half] = Differentiable(Block(self.settings, self.kernels, half), compiled)
+        # A gradient flows through a layer when something in it or below it is trained.
+        reached, layers = self.embedding.requires_grad, []
+        for again, weights in zip(recomputed, self.layer_weights, strict=True):
+            reached = reached or any(weight is not None and weight.requires_grad for weight in weights)
+            parts = {}
+            for name in HALVES if again in HALVES and reached else ("block",):
+                own = self._of_part(name, weights)
+                parts[name] = LayerPart(functions[name], own, reached=reached, recomputed=name == again)
+            layers.append(parts)
+        return layers
+
+    def _of_part(self, part: str, weights: list[Parameter | None]) -> list[Parameter | None]:
+        """The weights that a part takes; None in the places of the others."""
+        named = zip(block_weights(self.settings), weights, strict=True)
+        return [weight if part in ("block", half_of(name)) else None for name, weight in named]
 
     def _of_layer(self, layer: int) -> list[Parameter | None]:
         """What the block takes of a layer, in the order of `block_weights`; None for adapters that only others have."""
@@ -123,30 +178,38 @@ class Decoder(nn.Cell):
     def hidden_states(self, inputs: ModelInputs, dropout: DropoutKey | None = None) -> Tensor:
         """The residual stream after the last block, before the final norm: [N, D]."""
         x_ND = ops.gather(_view(self.embedding), inputs.ids_N, 0)
-        for layer, weights in enumerate(self.layer_weights):
-            masks = self._dropout_masks(dropout, layer, inputs)
-            views = (None if weight is None else _view(weight) for weight in weights)
-            adapter_masks = self.adapter_masks(dropout, layer, inputs.ids_N.shape[0])
-            x_ND = self.run_block(x_ND, *inputs.tables, inputs.mask, *masks, *views, *adapter_masks)
+        for layer, parts in enumerate(self.layers):
+            for name, part in parts.items():
+                x_ND = part(x_ND, partial(self._constants, name, layer, inputs, dropout))
         return x_ND
+
+    def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
+        """What a part of a layer takes before and after its weights; a function of its arguments, masks included."""
+        masks = self._dropout_masks(dropout, layer, inputs, part)
+        adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs.ids_N.shape[0]), strict=True)
+        own = [adapter_mask if part in ("block", half_of(name)) else None for name, adapter_mask in adapters]
+        return (*inputs.tables, inputs.mask, *masks), own
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Logits of every token, [N, V]; for evaluation and tests, not for training."""
         x_ND = self.head.norm(self.hidden_states(inputs), self.final_norm)
         return self.kernels.logits(x_ND, self.head_weight)
 
-    def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> DropoutMasks:
+    def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
         if key is None or (hidden == 0 and attention == 0):
             return _NO_DROPOUT
         first = layer * _DROPOUT_SITES
         stream = (inputs.ids_N.shape[0], self.settings.hidden_size)
 
-        def mask(place: int, shape: tuple[int, ...], rate: float) -> Tensor | None:
-            return Tensor(dropout_mask(key, first + place, shape, rate)) if rate > 0 else None
+        def mask(half: str, place: int, shape: tuple[int, ...], rate: float) -> Tensor | None:
+            drops = rate > 0 and part in ("block", half)
+            return Tensor(dropout_mask(key, first + place, shape, rate)) if drops else None
 
         return DropoutMasks(
-            mask(0, tuple(inputs.mask.shape), attention), mask(1, stream, hidden), mask(2, stream, hidden)
+            mask("attention", 0, tuple(inputs.mask.shape), attention),
+            mask("attention", 1, stream, hidden),
+            mask("mlp", 2, stream, hidden),
         )
 
 

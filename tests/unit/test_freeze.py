@@ -1,0 +1,178 @@
+"""Which weights a freeze section means, in all its spellings, and what is said about its mistakes."""
+
+from __future__ import annotations
+
+import pytest
+from config_helpers import BASE, error_of, failure, load, notices
+
+from trainer.config import Config, dump_config, parse_config
+from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, layer_prefix, parameter_shapes
+from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
+from trainer.optim.groups import parameter_groups
+from trainer.plan import build_plan, plan_text
+
+LAYERS = 4
+TEXT = BASE.replace("num_layers: 2", f"num_layers: {LAYERS}")
+
+
+def config_of(freeze: str, *pairs: str) -> Config:
+    return load(f"{TEXT}freeze: {freeze}\n", *pairs)
+
+
+def names_of(*parts: str) -> set[str]:
+    """The names that hold one of the parts."""
+    return {name for name in parameter_shapes(load(TEXT).decoder) if any(part in name for part in parts)}
+
+
+LAYER_0, LAYER_1, LAYER_3 = (names_of(layer_prefix(layer)) for layer in (0, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("freeze", "names"),
+    [
+        ("{}", set()),
+        ("{include: []}", set()),
+        ("{include: lm_head.weight}", {HEAD}),
+        ("{include: ['*norm.weight']}", names_of("norm")),
+        ("{include: ['model.layers.?.mlp.*']}", names_of(".mlp.")),
+        ("{include: embeddings}", {EMBEDDING}),
+        ("{include: [embeddings, '*.q_proj.weight']}", {EMBEDDING} | names_of("q_proj")),
+        # Layers: all that a reader of the documentation may write.
+        ("{include: ['layers: 0-1']}", LAYER_0 | LAYER_1),
+        ("{include: ['layers 0-1']}", LAYER_0 | LAYER_1),
+        ("{include: [layers=0-1]}", LAYER_0 | LAYER_1),
+        ("{include: 'layers: 0, 3'}", LAYER_0 | LAYER_3),
+        ("{include: [layers: 0-1]}", LAYER_0 | LAYER_1),
+        ("{include: [layers: 3]}", LAYER_3),
+        ("{include: [layers: [0, 3]]}", LAYER_0 | LAYER_3),
+        ("{include: ['layers: [0, 3]']}", LAYER_0 | LAYER_3),
+        ("{include: {layers: 0-1, embeddings: true}}", LAYER_0 | LAYER_1 | {EMBEDDING}),
+        ("{include: {layers: 0, embeddings: false}}", LAYER_0),
+        ("\n  include:\n    - embeddings\n    - layers: 0-1", LAYER_0 | LAYER_1 | {EMBEDDING}),
+        ("\n  include:\n    embeddings:\n    layers: 3", LAYER_3 | {EMBEDDING}),
+        ("{layers: 0-1}", LAYER_0 | LAYER_1),
+        ("{layers: 3, embeddings: True, include: lm_head.weight}", LAYER_3 | {EMBEDDING, HEAD}),
+        # exclude takes from include.
+        ("{include: '*', exclude: lm_head.weight}", names_of("") - {HEAD}),
+        ("{include: '*', exclude: ['layers: 3', '*norm*']}", names_of("") - LAYER_3 - names_of("norm")),
+        ("{layers: 0-3, exclude: ['layers: 1']}", names_of("layers") - LAYER_1),
+    ],
+)
+def test_what_is_frozen(freeze: str, names: set[str]) -> None:
+    config = config_of(freeze)
+    assert frozen_names(config) == names
+    shapes = parameter_shapes(config.decoder)
+    assert trained_shapes(config) == {name: shape for name, shape in shapes.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "parts"),
+    [
+        ("{include: ['model.layers.0']}", ["freeze.include.0 = 'model.layers.0'", "no weight", "'model.layers.0.*'"]),
+        ("{include: [q_proj]}", ["matches no weight", "'*q_proj*'"]),
+        ("{include: [model.norm.wight]}", ["matches no weight", "nearest names are model.norm.weight,"]),
+        ("{include: [embeding]}", ["matches no weight", "nearest names are embeddings,"]),
+        ("{include: [lm_head.weight, 0-1]}", ["a.yaml:16: freeze.include.1 = '0-1'", "write layers: 0-1"]),
+        ("{include: '*', exclude: [nothing.*]}", ["freeze.exclude.0 = 'nothing.*'", "matches no weight"]),
+        ("{include: [layers: 0-4]}", ["freeze.include.0", "there is no layer 4", "layers are 0 to 3"]),
+        ("{layers: 2-1}", ["freeze.layers = '2-1'", "ends before it begins"]),
+        ("{layers: 0-999999999}", ["there is no layer 999999999"]),
+        ("{layers: -1}", ["freeze.layers = -1", "there is no layer -1"]),
+        ("{layers: first}", ["freeze.layers = 'first'", "is no layer", "range such as 0-3"]),
+        ("{layers: []}", ["freeze.layers = []", "names no layer"]),
+        ("{include: [layers: true]}", ["True is no layer"]),
+        ("{include: [heads: 3]}", ["'heads' is no short form", "layers and embeddings"]),
+        ("{include: '*'}", ["freeze.include = '*'", "leaves nothing to train", "freeze.exclude"]),
+        ("{layers: 0-3, include: [embeddings, '*norm*', '*head*']}", ["leaves nothing to train"]),
+        ("{exclude: [embeddings]}", ["freeze.exclude = ['embeddings']", "no include"]),
+    ],
+)
+def test_mistakes_are_explained(freeze: str, parts: list[str]) -> None:
+    config = config_of(freeze)
+    message = failure(lambda: frozen_names(config))
+    assert all(part in message for part in [*parts, "a.yaml:16", "Fix: "]), message
+
+
+@pytest.mark.parametrize(
+    ("freeze", "parts"),
+    [
+        ("{include: 3}", ["freeze.include = 3", "must be a text, a list or a section"]),
+        ("{include: [3]}", ["freeze.include.0 = 3", "must be"]),
+        ("{layers: 0.5}", ["freeze.layers = 0.5", "must be"]),
+        ("{inclde: ['*']}", ["freeze.inclde", "freeze.include"]),
+        ("embeddings", ["freeze = 'embeddings'", "must be a section"]),
+    ],
+)
+def test_wrong_types_are_explained(freeze: str, parts: list[str]) -> None:
+    message = error_of(f"{TEXT}freeze: {freeze}\n")
+    assert all(part in message for part in [*parts, "a.yaml:16", "Fix: "]), message
+
+
+def test_an_entry_of_a_list_is_found_by_its_own_line_and_a_flag_by_its_name() -> None:
+    config = load(f"{TEXT}freeze:\n  include:\n    - embeddings\n    - mdel.norm.weight\n")
+    assert "a.yaml:19: freeze.include.1 = 'mdel.norm.weight'" in failure(lambda: frozen_names(config))
+    config = load(TEXT, "freeze.include=[layers: 9]")
+    assert "flag --freeze.include: freeze.include.0" in failure(lambda: frozen_names(config))
+
+
+def test_a_tied_head_is_frozen_with_the_embedding_and_that_is_said() -> None:
+    tied = ("model.model_config.tie_word_embeddings=True",)
+    (notice,) = freeze_notices(config_of("{include: embeddings}", *tied))
+    assert "tie_word_embeddings" in notice and "head" in notice
+    assert notice in plan_text(build_plan(config_of("{include: embeddings}", *tied)))
+    assert list(freeze_notices(config_of("{include: embeddings}"))) == []
+    assert list(freeze_notices(config_of("{layers: 0}", *tied))) == []
+    message = failure(lambda: frozen_names(config_of("{include: lm_head.weight}", *tied)))
+    assert f"the head is the embedding here (tie_word_embeddings): write {EMBEDDING}" in message
+
+
+@pytest.mark.parametrize(
+    ("freeze", "layer"),
+    [
+        ("{}", 0),
+        ("{include: '*', exclude: embeddings}", 0),
+        ("{layers: 0-1}", 0),
+        ("{layers: 0-1, embeddings: True}", 2),
+        ("{layers: '0, 2', embeddings: True}", 1),
+        ("{include: '*', exclude: '*.2.*norm*'}", 2),
+        ("{layers: 0-3, embeddings: True}", LAYERS),
+    ],
+)
+def test_the_backward_pass_ends_at_the_lowest_trained_layer(freeze: str, layer: int) -> None:
+    config = config_of(freeze)
+    assert first_trained_layer(config, frozen_names(config)) == layer
+
+
+def test_frozen_weights_are_in_no_group() -> None:
+    """Correctness: frozen parameters decayed or given state. Groups are what the optimizer is built over."""
+    shapes = trained_shapes(config_of("{include: '*proj*'}"))
+    grouped = [name for group in parameter_groups(shapes, 0.1) for name in group.parameters]
+    assert sorted(grouped) == sorted(names_of("norm", "embed", "head"))
+
+
+def test_the_plan_counts_and_needs_less_memory() -> None:
+    whole, half = build_plan(config_of("{}")), build_plan(config_of("{embeddings: True, layers: 0-1}"))
+    assert (whole.frozen.tensors, whole.frozen.weights) == (0, 0)
+    assert half.frozen.tensors == len(LAYER_0 | LAYER_1 | {EMBEDDING})
+    assert half.weights + half.frozen.weights == whole.weights
+    assert sum(group.weights for group in half.groups) == half.weights
+    assert half.memory_bytes["weights"] == whole.memory_bytes["weights"]
+    for part in ("gradients", "optimizer state"):
+        ratio = half.weights / whole.weights
+        assert half.memory_bytes[part] == pytest.approx(ratio * whole.memory_bytes[part])
+    assert half.memory_bytes["activations"] < 0.75 * whole.memory_bytes["activations"]
+    text = plan_text(half)
+    assert f"{whole.weights:,}: {half.weights:,} trained, {half.frozen.weights:,} frozen" in text
+    assert "frozen" not in plan_text(whole)
+
+
+def test_what_is_not_trained_at_all_says_so() -> None:
+    assert "freeze: not used, run_mode is predict" in notices(f"{TEXT}freeze: {{layers: 0}}\nrun_mode: predict\n")
+    assert FINAL_NORM in trained_shapes(load(TEXT))
+
+
+@pytest.mark.parametrize("freeze", ["{include: [embeddings, layers: 0-1]}", "{layers: [0, 2-3], exclude: {layers: 2}}"])
+def test_the_resolved_configuration_means_the_same(freeze: str) -> None:
+    config = config_of(freeze)
+    again = parse_config("b.yaml", dump_config(config))
+    assert again == config and frozen_names(again) == frozen_names(config)

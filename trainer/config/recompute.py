@@ -1,0 +1,161 @@
+"""Which part of each layer is computed again in the backward pass: recompute_config and the older key recompute.
+
+A block has two parts that can be computed again on their own: attention and feed-forward layer ("mlp"), each with its
+norm and its residual connection. MindSpore Transformers' files name single operators by regular expressions; they are
+taken as the half that they belong to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
+
+from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
+from trainer.config.problems import Problem
+from trainer.config.schema import Config
+from trainer.config.system_schema import RecomputeConfig
+
+Part: TypeAlias = Literal["", "attention", "mlp", "block"]
+"""What of a layer is computed again: nothing, a half, or all of it."""
+
+HALVES = ("attention", "mlp")
+_NAMES = {"attention": "the attention half", "mlp": "the feed-forward half", "block": "the whole block"}
+_KEY = "recompute_config"
+# Words of operators' names in MindSpore Transformers and Hugging Face.
+_WORDS = {
+    "attention": re.compile(
+        r"(?<!post_)attention|attn|flash|softmax|rotary|\bw[qkvo]\b|\b[qkvo]_proj|linear_(q|k|v|qkv|proj)\b"
+    ),
+    "mlp": re.compile(
+        r"feed_forward|mlp|ffn|silu|swiglu|activation|\bw[123]\b|(gate|up|down)_proj|linear_fc|post_attention"
+    ),
+}
+
+
+class _Choice:
+    """Layers of each half, as one key says it, with the layers and halves that were read from regular expressions."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, set[int]] = {half: set() for half in HALVES}
+        self.guessed: dict[str, list[str]] = {half: [] for half in HALVES}
+        self.unknown: list[str] = []
+
+    def add(self, pattern: str, layers: list[int]) -> None:
+        """Adds the half or halves that a pattern means."""
+        plain = pattern.strip().lower()
+        halves = [half for half in HALVES if plain == half] or [h for h in HALVES if _WORDS[h].search(plain)]
+        for half in halves:
+            self.layers[half].update(layers)
+            if plain != half:
+                self.guessed[half].append(pattern)
+        if not halves:
+            self.unknown.append(pattern)
+
+
+def recomputed_parts(config: Config) -> tuple[Part, ...]:
+    """For each layer what of it is computed again.
+
+    Args:
+        config: Without problems, see `recompute_problems`.
+    """
+    settings, count = config.recompute_config, config.decoder.num_layers
+    whole = _whole(True if config.recompute else settings.recompute, count)
+    selected = _halves(settings.select_recompute, count)
+    excluded = _halves(settings.select_recompute_exclude, count, HALVES)
+    parts: list[Part] = []
+    for layer in range(count):
+        halves = [
+            half
+            for half in HALVES
+            if (layer in whole or layer in selected.layers[half]) and layer not in excluded.layers[half]
+        ]
+        parts.append("block" if len(halves) == 2 else halves[0] if halves else "")  # type: ignore[arg-type]
+    return tuple(parts)
+
+
+def _whole(written: Any, num_layers: int) -> set[int]:
+    """The layers whose blocks are computed again as a whole."""
+    return set(_layers(written, num_layers))
+
+
+def _layers(written: Any, num_layers: int) -> list[int]:
+    """True: all layers; an integer: so many from the first; a text or a list: these."""
+    if isinstance(written, bool) or written == []:
+        return list(range(num_layers)) if written else []
+    if isinstance(written, (str, list)):
+        return layer_numbers(written, num_layers)
+    if not 0 <= written <= num_layers:
+        raise LayerError(f"an integer counts layers from the first, and the model has {num_layers}")
+    return list(range(written))
+
+
+def _halves(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",)) -> _Choice:
+    """What a key says about halves: patterns for all layers, or a mapping of patterns to layers.
+
+    Without a pattern `meant` is: to select, the feed-forward half, as MindSpore Transformers then takes
+    feed_forward.mul and its activation.
+    """
+    choice, everywhere = _Choice(), list(range(num_layers))
+    if isinstance(written, str):
+        written = [written]
+    named = isinstance(written, list) and any(isinstance(item, str) and not item[:1].isdigit() for item in written)
+    if isinstance(written, dict):
+        for pattern, layers in written.items():
+            choice.add(pattern, _layers(layers, num_layers))
+    elif named:
+        for pattern in written:
+            if not isinstance(pattern, str):
+                raise LayerError(f"{pattern!r} is no name of a part: write attention or mlp")
+            choice.add(pattern, everywhere)
+    elif written:
+        for half in meant:
+            choice.add(half, _layers(written, num_layers))
+    if choice.unknown and not any(choice.layers.values()):
+        raise LayerError(f"{choice.unknown[0]!r} belongs to no part of a block: write attention or mlp")
+    return choice
+
+
+def recompute_problems(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
+    """Layers and parts that the model does not have."""
+    for name, read in (("recompute", _whole), ("select_recompute", _halves), ("select_recompute_exclude", _halves)):
+        written = getattr(config.recompute_config, name)
+        try:
+            read(written, config.decoder.num_layers)
+        except LayerError as error:
+            fix = RecomputeConfig.model_fields[name].description.split(":", 1)[1].strip(" .")
+            yield report(f"{_KEY}.{name}", written, str(error), f"{name}: {fix}")
+
+
+def recompute_notices(config: Config) -> Iterator[str]:
+    """What was taken for a file's regular expressions, and what a list of numbers means."""
+    settings, count = config.recompute_config, config.decoder.num_layers
+    if config.run_mode not in ("train", "finetune"):
+        return
+    if isinstance(settings.recompute, list) and settings.recompute:
+        layers = layer_text(_whole(settings.recompute, count))
+        yield f"{_KEY}.recompute: {layers}; in MindSpore Transformers a list counts layers of pipeline stages"
+    if settings.select_recompute is True:
+        yield f"{_KEY}.select_recompute True: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
+    for name in ("select_recompute", "select_recompute_exclude"):
+        choice = _halves(getattr(settings, name), count)
+        verb = "kept" if name == "select_recompute_exclude" else "computed again"
+        for half, patterns in choice.guessed.items():
+            if patterns and choice.layers[half]:
+                layers = layer_text(choice.layers[half])
+                yield (
+                    f"{_KEY}.{name}: {_NAMES[half]} of {layers} is {verb}, for"
+                    f" {', '.join(dict.fromkeys(patterns))}: single operators are not told apart"
+                )
+        if choice.unknown:
+            yield f"{_KEY}.{name}: {', '.join(choice.unknown)}: no part of a block here, changes nothing"
+
+
+def recompute_text(parts: tuple[Part, ...]) -> str:
+    """What is computed again, for `plan`; empty for nothing."""
+    texts = []
+    for part, name in (("block", "blocks"), *((half, _NAMES[half]) for half in HALVES)):
+        layers = [layer for layer, found in enumerate(parts) if found == part]
+        if layers:
+            texts.append(f"{name} of {layer_text(layers)}")
+    return f"{'; '.join(texts)}: computed again in the backward pass" if texts else ""

@@ -1,0 +1,164 @@
+"""Which weights are frozen. Pure Python: `plan` counts them and every mistake is known before MindSpore loads.
+
+Frozen weights get no gradient, no optimizer state, no decay and no part in the norm, and leave the training byte for
+byte as they came.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.config.freeze_schema import FreezeConfig
+from trainer.config.layer_ranges import LayerError, layer_numbers
+from trainer.errors import UserError
+from trainer.models.shapes import EMBEDDING, HEAD, all_shapes, layer_prefix, parameter_shapes
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+_SHORT_FORM = re.compile(r"\s*layers\s*(?::\s*|=\s*|\s)(.+)")
+_PLAIN_LAYERS = re.compile(r"[\d\s,-]+")
+
+
+class _Item(NamedTuple):
+    """One entry of include or exclude."""
+
+    key: str
+    """Dotted, for messages."""
+    value: Any
+    """What stands there."""
+    kind: str
+    """pattern, embeddings or layers."""
+    wanted: Any
+    """The pattern or the layers."""
+
+
+def frozen_names(config: Config) -> frozenset[str]:
+    """Names of the weights that a training leaves alone; those of the base model where adapters are trained.
+
+    Raises:
+        UserError: A pattern matches nothing, a layer does not exist, or nothing would be left to train.
+    """
+    shapes, settings = all_shapes(config.decoder), config.freeze
+    included = _matches(config, _items("freeze.include", settings.include), shapes)
+    included |= _matches(config, _short_forms(config), shapes)
+    excluded = _matches(config, _items("freeze.exclude", settings.exclude), shapes)
+    if excluded and not included:
+        rule = "there is no include that it could take from"
+        raise _error(config, "freeze.exclude", settings.exclude, rule, "write include: ['*'] to freeze all but these")
+    frozen = included - excluded
+    if config.decoder.pet_config is not None:
+        frozen |= set(parameter_shapes(config.decoder))
+    if frozen >= set(shapes):
+        rule = "every weight is frozen, which leaves nothing to train"
+        fix = "freeze less, or write the weights to train in freeze.exclude"
+        raise _error(config, "freeze.include", settings.include, rule, fix)
+    return frozenset(frozen)
+
+
+def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights that a training changes, in forward order."""
+    frozen = frozen_names(config)
+    return {name: shape for name, shape in all_shapes(config.decoder).items() if name not in frozen}
+
+
+def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
+    """The lowest layer whose activations the backward pass needs; the number of layers when it needs none.
+
+    The embedding stands below all layers: where it is trained, the backward pass goes through every layer. A tied
+    embedding that is frozen needs no gradient, neither as embedding nor as head.
+    """
+    if EMBEDDING not in frozen:
+        return 0
+    names = all_shapes(config.decoder)
+    for layer in range(config.decoder.num_layers):
+        prefix = layer_prefix(layer)
+        if any(name.startswith(prefix) and name not in frozen for name in names):
+            return layer
+    return config.decoder.num_layers
+
+
+def freeze_notices(config: Config) -> Iterator[str]:
+    """What a reader of the file might not expect of freezing."""
+    trains = config.run_mode in ("train", "finetune") and config.freeze != FreezeConfig()
+    if trains and config.decoder.tie_word_embeddings and EMBEDDING in frozen_names(config):
+        yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
+
+
+def _matches(config: Config, items: Iterator[_Item], shapes: Mapping[str, Any]) -> set[str]:
+    return {name for item in items for name in _names(config, item, shapes)}
+
+
+def _short_forms(config: Config) -> Iterator[_Item]:
+    """The short forms that stand in the section itself."""
+    settings = config.freeze
+    if settings.embeddings:
+        yield _Item("freeze.embeddings", True, "embeddings", None)
+    if settings.layers is not None:
+        yield _Item("freeze.layers", settings.layers, "layers", settings.layers)
+
+
+def _items(key: str, written: Any) -> Iterator[_Item]:
+    """The entries that a value of include or exclude holds, in any of its spellings."""
+    if isinstance(written, list):
+        for number, entry in enumerate(written):
+            for item in _items(f"{key}.{number}", entry):
+                yield item._replace(key=f"{key}.{number}")
+    elif isinstance(written, dict):
+        for name, value in written.items():
+            if name == "layers":
+                yield _Item(key, written, "layers", value)
+            elif name == "embeddings" and value in (True, None):
+                yield _Item(key, written, "embeddings", None)
+            elif not (name == "embeddings" and value is False):
+                yield _Item(key, written, "unknown", name)
+    elif written == "embeddings":
+        yield _Item(key, written, "embeddings", None)
+    elif isinstance(written, str) and (found := _SHORT_FORM.fullmatch(written)):
+        yield _Item(key, written, "layers", found[1].strip("[] "))
+    else:
+        yield _Item(key, written, "pattern", written)
+
+
+def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
+    """The weights that an entry means."""
+    if item.kind == "embeddings":
+        return [EMBEDDING]
+    if item.kind == "layers":
+        try:
+            layers = layer_numbers(item.wanted, config.decoder.num_layers)
+        except LayerError as error:
+            raise _error(config, item.key, item.value, str(error), "write layers: 0-3 or layers: [0, 2]") from None
+        prefixes = tuple(layer_prefix(layer) for layer in layers)
+        return [name for name in shapes if name.startswith(prefixes)]
+    if item.kind == "unknown":
+        rule = f"{item.wanted!r} is no short form: there are layers and embeddings"
+        raise _error(config, item.key, item.value, rule, "write a pattern in quotes, embeddings, or layers: 0-3")
+    found = [name for name in shapes if fnmatchcase(name, item.wanted)]
+    if not found:
+        raise _error(config, item.key, item.value, "it matches no weight of the model", _nearest(item.wanted, shapes))
+    return found
+
+
+def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
+    """What was probably meant by a pattern that matches nothing."""
+    if pattern == HEAD:
+        return f"the head is the embedding here (tie_word_embeddings): write {EMBEDDING}"
+    if _PLAIN_LAYERS.fullmatch(pattern):
+        return f"write layers: {pattern.strip()}"
+    for wider in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
+        if any(fnmatchcase(name, wider) for name in shapes):
+            return f"a pattern is for the whole name: write '{wider}'"
+    near = difflib.get_close_matches(pattern.strip("*."), ["embeddings", *shapes], n=3, cutoff=0.0)
+    return f"the nearest names are {', '.join(near)}"
+
+
+def _error(config: Config, key: str, value: Any, rule: str, fix: str) -> UserError:
+    parts = key.split(".")
+    # The line of the entry where it is known, else that of the list, else that of the section.
+    places = (config.source.where(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return UserError(rule, where=next((place for place in places if place), ""), key=key, value=value, fix=fix)
