@@ -28,6 +28,7 @@ QUICK = {
     "help": ["--help"],
     "train help": ["train", "--help"],
     "plan help": ["plan", "--help"],
+    "export help": ["export", "--help"],
     "doctor help": ["doctor", "--help"],
     "schema help": ["schema", "--help"],
     "plan": ["plan", "--config", str(QUICKSTART)],
@@ -112,7 +113,7 @@ def test_the_schema_is_a_json_schema_of_the_configuration(tmp_path: Path) -> Non
     ("arguments", "parts"),
     [
         (["plam"], ["plam", "no such command", "use plan"]),
-        (["fit"], ["no such command", "train, plan, doctor, schema"]),
+        (["fit"], ["no such command", "train, plan, export, doctor, schema"]),
         (["--btach_size", "3"], ["--btach_size", "unknown flag", "--batch_size"]),
         (["plan", "--epoch", "3"], ["--epoch", "unknown flag", "--epochs"]),
         (["doctor", "--jsn"], ["--jsn", "--json"]),

@@ -1,4 +1,4 @@
-"""Adapters from the command line: finetune, resume, evaluate, predict, export; what does not fit together is refused."""
+"""Adapters from the command line: finetune, resume, evaluate, predict, export; what does not fit is refused."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def some() -> TinyTrainer:
 
 @pytest.mark.parametrize("name", ["tiny", "some"])
 def test_adapters_and_merged_weights_are_the_same_model(name: str, request: pytest.FixtureRequest) -> None:
-    """Logits of both; the adapters' gradients by the chain rule: with W' = W + s B A, dA = s B^T dW' and dB = s dW' A^T."""
+    """Logits of both; the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
     mine = request.getfixturevalue(name)
     dense, batch = merged_dense(mine), make_batch(1, 9, rows=2)
     mine.step()

@@ -69,9 +69,11 @@ def check_command(words: list[str]) -> None:
         UserError: A flag, a key or a value is wrong.
     """
     name = words[0] if words and not words[0].startswith("--") else "train"
-    assert name in ("train", "plan", *WITHOUT_CONFIG), words
-    arguments = split_arguments(words[words[:1] == [name] :], own_flags=("--help", "--json", "--deep"))
-    assert set(arguments.rest) <= {"--help", "--json", "--deep"}, words
+    assert name in ("train", "plan", "export", *WITHOUT_CONFIG), words
+    own = {"export": ("--merge", "--force")}.get(name, ("--help", "--json", "--deep"))
+    own_values = ("--output", "--adapter") if name == "export" else ()
+    arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
+    assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words
     if name not in WITHOUT_CONFIG and "--help" not in arguments.rest:
         assert arguments.config is not None, words
         load_config(str(REPOSITORY / arguments.config), arguments.overrides)
@@ -192,9 +194,10 @@ def test_every_configuration_can_be_planned(name: str, monkeypatch: pytest.Monke
     assert Path(config.output_dir) == Path("output", name.removesuffix(".yaml"))
     plan = build_plan(config)
     assert plan.last_step >= 20
-    # The file from MindSpore Transformers shows what notes look like; the others leave nothing to be noted.
-    shows_notes = name == "mindformers_llama.yaml"
-    assert len(plan.notices) > 5 if shows_notes else not plan.notices
+    # The file from MindSpore Transformers shows what notes look like; the others leave nothing to be noted, but that
+    # adapters have no base where quickstart.yaml has not been trained.
+    expected = {"mindformers_llama.yaml": range(6, 99), "lora.yaml": (1,)}
+    assert len(plan.notices) in expected.get(name, (0,))
 
 
 def test_the_instructions_can_start_from_the_weights_of_the_quickstart() -> None:
