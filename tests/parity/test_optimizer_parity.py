@@ -17,7 +17,7 @@ from numpy_kernels import distance
 
 from trainer.config import parse_config
 from trainer.optim.groups import parameter_groups
-from trainer.optim.optimizer import Optimizer, build_optimizer
+from trainer.optim.optimizer import AdamW, Optimizer, build_optimizer
 
 TOLERANCE = 1e-6
 SETTINGS = {
@@ -77,6 +77,26 @@ def test_weights_and_state_equal_pytorchs(name: str) -> None:
     for kind, arrays in case.state.items():
         for key, right in arrays.items():
             assert distance(state[f"{kind}.{key}"], right) < TOLERANCE, (kind, key)
+
+
+def test_the_devices_own_kernel_equals_pytorchs_too() -> None:
+    """Not used on a CPU, but it runs there."""
+    case = load_optimizer_case("optimizer_adamw")
+    host = build(case)
+    groups = parameter_groups({key: value.shape for key, value in case.initial.items()}, max(host.decay.values()))
+    parameters = {key: Parameter(Tensor(case.initial[key]), name=key) for key in case.names}
+    optimizer, done = AdamW(parameters, groups, settings_of(case), device="Ascend"), 0
+    for steps, expected in case.after.items():
+        run(optimizer, case, done, steps)
+        done = steps
+        for key, right in expected.items():
+            assert distance(optimizer.parameters[key].asnumpy(), right) < TOLERANCE, (key, steps)
+    state = optimizer.state_arrays()
+    for kind, arrays in case.state.items():
+        for key, right in arrays.items():
+            assert distance(state[f"{kind}.{key}"], right) < TOLERANCE, (kind, key)
+    host.load_state(state, done)
+    assert_same_bits(host.state_arrays(), state)
 
 
 @EACH

@@ -1,0 +1,84 @@
+"""AdamW: on a CPU in one pass over each block of memory, elsewhere with the device's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor
+from mindspore.ops import operations as P
+
+from trainer.optim.base import Optimizer, one_for_each, scalar
+from trainer.optim.groups import ParameterGroup
+from trainer.optim.host_adamw import HostAdamW, Work
+
+if TYPE_CHECKING:
+    from trainer.config import OptimizerConfig
+
+
+class AdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), with PyTorch's arithmetic.
+
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    p = p - lr decay p;     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Both implementations leave the corrections out of the arrays: p - lr' m / (sqrt(v) + eps') with
+    lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t) is the same value.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        groups: Sequence[ParameterGroup],
+        settings: OptimizerConfig,
+        device: str | None = None,
+    ) -> None:
+        """As `Optimizer`; `device` is MindSpore's own when None."""
+        self.host = HostAdamW() if (device or mindspore.get_context("device_target")) == "CPU" else None
+        super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"))
+        self.beta1, self.beta2 = settings.betas
+        self.eps = settings.eps
+        self.betas = scalar(self.beta1), scalar(self.beta2)
+        # Zero beta powers: the bias corrections are in the rates already, computed in float64.
+        self.powers = scalar(0.0), scalar(0.0)
+        self.adam, self.descend = P.Adam(), P.ApplyGradientDescent()
+
+    def new_array(self, parameter: Parameter, name: str) -> Parameter | np.ndarray:
+        if self.host is None:
+            return super().new_array(parameter, name)
+        return np.zeros(parameter.shape, np.float32)
+
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
+        if self.host is None:
+            super().update(gradients, lr, scale)
+            return
+        self.updates += 1
+        rate, eps = self.corrected(lr)
+        scales = one_for_each(scale, len(gradients))
+        work = []
+        for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
+            # On a CPU these are views of MindSpore's memory, and writing to them writes to the parameter.
+            arrays = (parameter.asnumpy(), self.state["exp_avg"][name], self.state["exp_avg_sq"][name])
+            flat = (array.reshape(-1) for array in (*arrays, gradient.asnumpy()))
+            work.append(Work(*flat, scale=factor, keep=1 - lr * self.decay[name]))
+        self.host.update(work, rate=rate, eps=eps, betas=(self.beta1, self.beta2))
+
+    def corrected(self, lr: float) -> tuple[float, float]:
+        """lr' and eps' of this update, in float64."""
+        root2 = (1 - self.beta2**self.updates) ** 0.5
+        return lr * root2 / (1 - self.beta1**self.updates), self.eps * root2
+
+    def rates(self, lr: float) -> tuple[Tensor, Tensor, dict[float, Tensor]]:
+        """lr', eps', and lr * decay for each weight decay that there is."""
+        rate, eps = self.corrected(lr)
+        decays = {decay: scalar(lr * decay) for decay in set(self.decay.values()) if lr * decay}
+        return scalar(rate), scalar(eps), decays
+
+    def update_one(self, name: str, parameter: Parameter, gradient: Tensor, rates: Any) -> None:
+        rate, eps, decays = rates
+        if self.decay[name] in decays:
+            self.descend(parameter, decays[self.decay[name]], parameter)
+        first, second = self.state["exp_avg"][name], self.state["exp_avg_sq"][name]
+        self.adam(parameter, first, second, *self.powers, rate, *self.betas, eps, gradient)
