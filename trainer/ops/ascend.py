@@ -29,7 +29,7 @@ class RmsNorm(nn.Cell):
 class Rotary(nn.Cell):
     """rotary_position_embedding, mode 0: the first half of a head is paired with the second. One dtype for all."""
 
-    def __init__(self, head_size: int, dtype=mstype.float32) -> None:
+    def __init__(self, head_size: int) -> None:
         super().__init__()
         self.head_size = head_size
 
@@ -72,6 +72,6 @@ def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=msty
     return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
 
 
-def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int, dtype=mstype.float32) -> Tensor:
-    """The mask as the operator wants it: [B, 1, Q, S], True where a position must not be seen, whatever the dtype."""
+def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
+    """The mask as the operator wants it: [B, 1, Q, S], True where a position must not be seen."""
     return Tensor(~allowed_BQS[:, None])

@@ -1,5 +1,8 @@
-"""A kernel in a dtype of its own: casts around it. Automatic gradients of a cast bring gradients back to its input's
-dtype, so the gradient of a float32 weight is float32 whatever the kernel computes in."""
+"""A kernel in a dtype of its own: casts around it.
+
+The automatic gradient of a cast brings a gradient back to the dtype of the cast's input, so the gradient of a float32
+weight is float32 whatever the kernel computes in.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,25 @@ class InDtype(nn.Cell):
         kernel: Takes tensors only.
         inside: Dtype of the kernel's inputs.
         outside: Dtype of the result.
+        first: Cast only the first input: the others are what they should be already.
     """
 
-    def __init__(self, kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type) -> None:
+    def __init__(self, kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type, *, first: bool = False) -> None:
         super().__init__()
-        self.kernel, self.inside, self.outside, self.cast = kernel, inside, outside, P.Cast()
+        self.kernel, self.inside, self.outside, self.first, self.cast = kernel, inside, outside, first, P.Cast()
 
     def construct(self, *tensors):
-        return self.cast(self.kernel(*[self.cast(tensor, self.inside) for tensor in tensors]), self.outside)
+        if self.first:
+            result = self.kernel(self.cast(tensors[0], self.inside), *tensors[1:])
+        else:
+            result = self.kernel(*[self.cast(tensor, self.inside) for tensor in tensors])
+        return self.cast(result, self.outside)
 
 
-def rounded(kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type) -> InDtype:
+def rounded(kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type, *, first: bool = False) -> nn.Cell:
     """kernel(inputs rounded to `inside`) in float32, the result rounded to `inside` and cast to `outside`.
 
-    What a fused operator such as Ascend's RmsNorm does with half-precision inputs: its sums are float32.
+    What a fused operator does with half-precision inputs: its arithmetic is float32. On a CPU it is also the faster
+    way by far: there element-wise operators take 20 to 30 times as long in float16 as in float32, a cast 3 times.
     """
-    return InDtype(InDtype(kernel, mstype.float32, inside), inside, outside)
+    return InDtype(InDtype(kernel, mstype.float32, inside, first=first), inside, outside, first=first)

@@ -47,27 +47,28 @@ def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32
         getattr(mstype, part.dtype) for part in (precision.compute, precision.norm, precision.softmax, precision.rotary)
     )
 
-    def cast(kernel: MakeCell, inside: mstype.Type, **options: mstype.Type) -> MakeCell:
+    def product(kernel: MakeCell) -> MakeCell:
+        return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
+
+    def part(kernel: str, name: str, inside: mstype.Type, *, first: bool = False) -> MakeCell:
+        """What is no product: half precision where a fused operator takes it, else float32 between rounded values."""
+        make = getattr(room[kernel], name)
         if inside == compute == mstype.float32:
-            return kernel
-        return lambda *sizes: InDtype(kernel(*sizes, **options), inside, compute)
+            return make
+        wrap = InDtype if room[kernel] is ascend or inside == mstype.float32 else rounded
+        return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)
 
-    def round_inputs(kernel: MakeCell) -> MakeCell:
-        return lambda *sizes: rounded(kernel(*sizes), norm, compute)
-
-    rms_norm = room["rms_norm"].RmsNorm
-    fused = room["rms_norm"] is ascend
     return KernelSet(
-        linear=cast(reference.Linear, compute),
-        linear_bias=cast(reference.LinearBias, compute),
-        rms_norm=cast(rms_norm, norm) if fused or norm == mstype.float32 else round_inputs(rms_norm),
-        rotary=cast(room["rotary_embedding"].Rotary, rotary, dtype=rotary),
-        swiglu=cast(room["swiglu"].SwiGLU, compute),
+        linear=product(reference.Linear),
+        linear_bias=product(reference.LinearBias),
+        rms_norm=part("rms_norm", "RmsNorm", norm),
+        rotary=part("rotary_embedding", "Rotary", rotary, first=True),
+        swiglu=part("swiglu", "SwiGLU", compute),
         attention=partial(room["attention"].Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(reference.CrossEntropy, dtype=compute),
         rotary_tables=partial(room["rotary_embedding"].rotary_tables, dtype=rotary),
-        attention_mask=partial(room["attention"].attention_mask, dtype=softmax),
-        cached_mask=partial(reference.attention_mask, dtype=softmax),
+        attention_mask=room["attention"].attention_mask,
+        cached_mask=reference.attention_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
         sum_of_squares=reference.sum_of_squares,

@@ -29,9 +29,12 @@ _DEFAULT = PartDtype("float32", "the default")
 class Precision:
     """Dtype of each part.
 
+    Only products and fused operators compute in half precision. A reference kernel of another part rounds what it takes
+    and what it gives to its dtype and computes in float32 in between, as fused operators do.
+
     Attributes:
         compute: Matrix products, SwiGLU, and what flows between them inside a block.
-        norm: Input, weight and output of an RMSNorm; its mean of squares is float32 always.
+        norm: RMSNorm with its weight.
         softmax: The attention's softmax.
         rotary: Rotary tables and the rotation.
     """

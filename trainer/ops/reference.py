@@ -91,19 +91,15 @@ class Rotary(nn.Cell):
 
     rotate_half is a product with a signed permutation: one small MatMul instead of a split, a negation and a
     concatenation.
-
-    Args:
-        head_size: d.
-        dtype: Of x, the tables and the result.
     """
 
-    def __init__(self, head_size: int, dtype=mstype.float32) -> None:
+    def __init__(self, head_size: int) -> None:
         super().__init__()
         half = head_size // 2
         rotate = np.zeros((head_size, head_size), np.float32)
         rotate[np.arange(half) + half, np.arange(half)] = -1
         rotate[np.arange(half), np.arange(half) + half] = 1
-        self.head_size, self.rotate_dd = head_size, Tensor(rotate, dtype)
+        self.head_size, self.rotate_dd = head_size, Tensor(rotate)
         self.matmul, self.matmul_bt = P.MatMul(), P.MatMul(transpose_b=True)
 
     def construct(self, x_NC, cos_NC, sin_NC):
@@ -135,7 +131,7 @@ class Attention(nn.Cell):
     Args:
         heads, kv_heads, head_size: H, K, d.
         dtype: Of q, k, v, the products and the result.
-        softmax_dtype: Of the mask and the softmax.
+        softmax_dtype: What goes into the softmax and what comes out is rounded to it; mask and arithmetic are float32.
     """
 
     def __init__(
@@ -145,13 +141,10 @@ class Attention(nn.Cell):
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
         self.scale = head_size**-0.5
         self.core, self.transpose = _AttentionCore(head_size, dtype, softmax_dtype), P.Transpose()
-        self.half_dropout, self.softmax_dtype = softmax_dtype != mstype.float32, softmax_dtype
 
     def construct(self, q_NC, k_NK, v_NK, mask, dropout):
         # mask: [B*K, G*T, T], added to the scores
         rows = mask.shape[0] // self.kv_heads
-        if dropout is not None and self.half_dropout:
-            dropout = dropout.astype(self.softmax_dtype)
         queries = self.split_heads(q_NC * self.scale, rows, self.heads)
         keys, values = self.split_heads(k_NK, rows, self.kv_heads), self.split_heads(v_NK, rows, self.kv_heads)
         out = self.core(queries, keys, values, mask, dropout)[0]
@@ -172,22 +165,24 @@ class _AttentionCore(nn.Cell):
     happens. With dropout on the probabilities the identity still holds, because the dropped probabilities are what
     multiplies v.
 
-    `for_softmax` and `for_product` stand between the products and the softmax; they do nothing where both have one
-    dtype.
+    `wide`, `rounded` and `narrow` stand between products and softmax; where all is float32 they do nothing.
     """
 
     def __init__(self, head_size: int, dtype: mstype.Type, softmax_dtype: mstype.Type) -> None:
         super().__init__()
-        self.dtype, self.softmax_dtype, self.mixed, self.cast = dtype, softmax_dtype, dtype != softmax_dtype, P.Cast()
+        self.dtype, self.half = dtype, dtype != mstype.float32
+        self.softmax_dtype, self.half_softmax = softmax_dtype, softmax_dtype != mstype.float32
+        self.cast = P.Cast()
         self.product, self.product_at = P.BatchMatMul(), P.BatchMatMul(transpose_a=True)
         self.product_bt = P.BatchMatMul(transpose_b=True)
         self.matmul, self.softmax, self.concat = P.MatMul(), P.Softmax(), P.Concat(-1)
         self.head_size, self.minus_ones_d1 = head_size, -_ones(head_size, 1).astype(dtype)
 
     def construct(self, q, k, v, mask, dropout):
-        probabilities = self.softmax(self.for_softmax(self.product_bt(q, k)) + mask)
+        scores = self.rounded(self.wide(self.product_bt(q, k)))
+        probabilities = self.rounded(self.softmax(scores + mask))
         kept = probabilities if dropout is None else probabilities * dropout
-        return self.product(self.for_product(kept), v), probabilities
+        return self.product(self.narrow(kept), v), probabilities
 
     def bprop(self, q, k, v, mask, dropout, out, grads):
         probabilities, grad = out[1], grads[0]
@@ -197,20 +192,25 @@ class _AttentionCore(nn.Cell):
         if dropout is None:
             kept, grad_dropout = probabilities, None
             # [dO, -delta] [v, 1]^T = dO v^T - delta
-            centred = self.for_softmax(self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones))))
+            centred = self.wide(self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones))))
         else:
             kept, grad_dropout = probabilities * dropout, ops.zeros_like(dropout)
-            centred = self.for_softmax(self.product_bt(grad, v)) * dropout
-            centred = centred + self.for_softmax(self.product_bt(minus_delta, ones))
-        grad_scores = self.for_product(probabilities * centred)
+            centred = self.wide(self.product_bt(grad, v)) * dropout
+            centred = centred + self.wide(self.product_bt(minus_delta, ones))
+        grad_scores = self.narrow(probabilities * centred)
         grad_q, grad_k = self.product(grad_scores, k), self.product_at(grad_scores, q)
-        return grad_q, grad_k, self.product_at(self.for_product(kept), grad), ops.zeros_like(mask), grad_dropout
+        return grad_q, grad_k, self.product_at(self.narrow(kept), grad), ops.zeros_like(mask), grad_dropout
 
-    def for_softmax(self, x):
-        return self.cast(x, self.softmax_dtype) if self.mixed else x
+    def wide(self, x):
+        """From a product to the softmax."""
+        return self.cast(x, mstype.float32) if self.half else x
 
-    def for_product(self, x):
-        return self.cast(x, self.dtype) if self.mixed else x
+    def rounded(self, x):
+        return self.cast(self.cast(x, self.softmax_dtype), mstype.float32) if self.half_softmax else x
+
+    def narrow(self, x):
+        """From the softmax to a product."""
+        return self.cast(x, self.dtype) if self.half else x
 
 
 class CrossEntropy(nn.Cell):
@@ -277,19 +277,18 @@ class _CrossEntropyCore(nn.Cell):
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
-    """The tables as `Rotary` wants them: every head's columns side by side, [N, heads * d]."""
-    return tuple(ops.tile(Tensor(table, dtype), (1, heads)) for table in (cos_Nd, sin_Nd))
+    """The tables as `Rotary` wants them: every head's columns side by side, [N, heads * d], rounded to `dtype`."""
+    tables = [Tensor(table) for table in (cos_Nd, sin_Nd)]
+    if dtype != mstype.float32:
+        tables = [table.astype(dtype).astype(mstype.float32) for table in tables]
+    return tuple(ops.tile(table, (1, heads)) for table in tables)
 
 
-def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int, dtype=mstype.float32) -> Tensor:
-    """The mask as `Attention` wants it: added to the scores, [B*K, G*Q, S], 0 where allowed.
-
-    Elsewhere the lowest float32, which a half-precision `dtype` rounds to minus infinity; no row excludes everything.
-    """
+def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
+    """The mask as `Attention` wants it: added to the scores, [B*K, G*Q, S] float32, 0 where allowed."""
     rows, queries, keys = allowed_BQS.shape
     bias = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min).reshape(rows, 1, -1)
-    mask = ops.tile(Tensor(bias), (1, heads, 1)).reshape(rows * kv_heads, heads // kv_heads * queries, keys)
-    return mask if dtype == mstype.float32 else mask.astype(dtype)
+    return ops.tile(Tensor(bias), (1, heads, 1)).reshape(rows * kv_heads, heads // kv_heads * queries, keys)
 
 
 def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:
@@ -307,8 +306,8 @@ def cached_attention(
     Args:
         q_BQC: Queries [B, Q, H*d].
         k_BSK, v_BSK: Cached keys and values [B, S, K*d]; what `mask` excludes may hold anything finite.
-        mask: As `attention_mask` makes it for `softmax_dtype`, [B*K, G*Q, S].
-        softmax_dtype: Of the softmax.
+        mask: As `attention_mask` makes it, [B*K, G*Q, S].
+        softmax_dtype: As in `Attention`.
 
     Returns:
         [B, Q, H*d].
@@ -321,8 +320,8 @@ def cached_attention(
         ops.transpose(x.reshape(rows, -1, kv_heads, head_size), (0, 2, 1, 3)).reshape(rows * kv_heads, -1, head_size)
         for x in (k_BSK, v_BSK)
     )
-    scores = ops.bmm(q, ops.transpose(k, (0, 2, 1))).astype(softmax_dtype)
-    out = ops.bmm(ops.softmax(scores + mask, -1).astype(v.dtype), v)
+    scores = ops.bmm(q, ops.transpose(k, (0, 2, 1))).astype(softmax_dtype).astype(mstype.float32)
+    out = ops.bmm(ops.softmax(scores + mask, -1).astype(softmax_dtype).astype(v.dtype), v)
     out = ops.transpose(out.reshape(rows, heads, queries, head_size), (0, 2, 1, 3))
     return out.reshape(rows, queries, width)
 
