@@ -15,6 +15,7 @@ from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, s
 
 from trainer.checkpoint.adapters import merged
 from trainer.models import lora
+from trainer.models.decoder import Decoder
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.lora import Projection
 from trainer.models.shapes import adapter_shapes, block_names, parameter_shapes
@@ -186,6 +187,27 @@ def test_the_gradients_do_not_depend_on_those_that_are_left_out(tiny: TinyTraine
     assert len(mine) < len(everything) and len(step.optimizer.parameters) == len(mine)
     for name, gradient in mine.items():
         assert distance(gradient, everything[name].asnumpy()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("compiled", "recomputed"),
+    [(True, ()), (True, ("block", "block")), (True, ("attention", "mlp")), (False, ("attention", "mlp"))],
+    ids=["kept", "blocks again", "halves again", "halves again, eager"],
+)
+def test_as_a_run_builds_it_the_bits_are_the_same(dropping: TinyTrainer, compiled: bool, recomputed: tuple) -> None:
+    """With the base frozen, so that none of its gradients are computed, and with blocks that are computed again."""
+    settings = dropping.model.settings
+    other = with_random_adapters(TinyTrainer(compiled=False, **dropping.changes))
+    frozen = frozenset(parameter_shapes(settings))
+    other.model = Decoder(settings, other.kernels, seed=5, compiled=compiled, frozen=frozen, recomputed=recomputed)
+    batch = make_batch(6, 9, rows=2)
+    loss, gradients = losses_and_gradients(dropping, batch, number=1)
+    same_loss, same = losses_and_gradients(other, batch, number=1)
+    assert list(other.model.trained_parameters) == list(adapter_shapes(settings))
+    if compiled:
+        assert same_loss == loss
+        assert_same_bits(same, gradients)
+    assert all(distance(same[name], gradients[name]) < TOLERANCE for name in gradients)
 
 
 # Dropout
