@@ -135,6 +135,20 @@ MODEL = (
     line("zero layers", "num_layers: 2", "num_layers: 0", "num_layers = 0", "at least 1"),
     line("vocabulary below bytes", "vocab_size: 257", "vocab_size: 200", "vocab_size = 200", "257"),
     line("experts", "num_layers: 2", "num_layers: 2\n    moe_config: {expert_num: 4}", "expert_num = 4", "not yet"),
+    line("unknown amp_level", "seed: 1", "amp_level: O4", "amp_level = 'O4'", "O3 or auto"),
+    line(
+        "amp_level in the model",
+        "seq_length: 16",
+        "amp_level: O1",
+        "model.model_config.amp_level",
+        "write amp_level at the top",
+    ),
+    flag(
+        "amp_level and dtype",
+        "--amp_level O1 --model.model_config.compute_dtype float32",
+        "flag --model.model_config.compute_dtype",
+        "amp_level O1 (flag --amp_level) means float16",
+    ),
 )
 _PET = "seq_length: 16\n    pet_config: "
 ADAPTERS = (

@@ -84,6 +84,8 @@ def _unknown(name: str, kind: type[Section], path: str, place: Place) -> UserErr
     homes = [home for home in sections_with(name) if f"{home}." != path]
     if homes and guess.lower() != name.lower():
         fix = f"write it in its section: {one_of([f'{home}.{name}' for home in homes])}"
+    elif path and name in yaml_names(Config):
+        fix = f"write {name} at the top level"
     elif guess:
         fix = f"you probably mean {path}{guess}"
     else:
