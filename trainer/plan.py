@@ -12,7 +12,7 @@ from trainer.config import check_runnable, config_notices
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.data import batch_size, estimate_rows
 from trainer.device import resolve_device
-from trainer.models.shapes import all_shapes
+from trainer.models.shapes import adapted_projections, all_shapes
 from trainer.ops.precision import PartDtype, resolve_precision
 from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
@@ -21,7 +21,7 @@ from trainer.optim.schedules import build_schedule
 from trainer.plan_memory import memory_estimate, memory_notices
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.config import Config, ModelConfig
     from trainer.data import RowEstimate
 
 # What the numbers of each update rule are called in the configuration.
@@ -52,6 +52,7 @@ class Plan:
         groups: Parameter groups with their decay and sizes.
         weights: Number of trained weights.
         frozen: The weights that are not trained, of which nothing is updated.
+        adapters: Rank, factor and targets of low-rank adapters, in words; empty without.
         recompute: What the backward pass computes again, in words; empty for nothing.
         dtypes: For each part of the model its dtype on the device, and why.
         rows, rows_exact: Rows of an epoch; False where text must be tokenized first to know.
@@ -75,6 +76,7 @@ class Plan:
     groups: tuple[Group, ...]
     weights: int
     frozen: Group
+    adapters: str
     recompute: str
     dtypes: dict[str, PartDtype]
     rows: int
@@ -125,6 +127,7 @@ def build_plan(config: Config) -> Plan:
         groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
         weights=sum(math.prod(shape) for shape in shapes.values()),
         frozen=_group("frozen", 0.0, {name: shape for name, shape in every.items() if name not in shapes}),
+        adapters=_adapters(settings),
         recompute=_recompute(config) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
         rows=rows,
@@ -145,6 +148,17 @@ def build_plan(config: Config) -> Plan:
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
     return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
+
+
+def _adapters(settings: ModelConfig) -> str:
+    section = settings.pet_config
+    if section is None:
+        return ""
+    names = [name.split(".")[-1] for name in adapted_projections(settings)]
+    layers = sum(bool(section.targets(layer)) for layer in range(settings.num_layers))
+    where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
+    dropout = f", dropout {section.lora_dropout:g}" if section.lora_dropout else ""
+    return f"rank {section.lora_rank}, times {section.scale:g}{dropout}, on {' '.join(names)}{where}"
 
 
 def _recompute(config: Config) -> str:
@@ -217,6 +231,8 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
             ("clipping", plan.clipping),
             ("schedule", plan.schedule),
         ]
+    if plan.adapters:
+        rows.append(("adapters", plan.adapters))
     if plan.recompute:
         rows.append(("recompute", plan.recompute))
     if plan.eval_rows is not None:

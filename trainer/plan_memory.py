@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.recompute import recomputed_parts
 from trainer.doctor import memory_left_bytes
-from trainer.models.shapes import all_shapes
+from trainer.models.shapes import adapted_projections, all_shapes, attention_shapes, half_of, mlp_shapes
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 
 if TYPE_CHECKING:
@@ -67,7 +67,17 @@ def _activations_of_halves(settings: ModelConfig) -> dict[str, int]:
     attention = 4 * hidden + 6 * heads + 4 * keys + scores
     attention += hidden * bool(settings.hidden_dropout) + scores * bool(settings.attention_dropout)
     # Residuals and norms again; gate, up and their product.
-    return {"attention": attention, "mlp": (4 + bool(settings.hidden_dropout)) * hidden + 3 * settings.ffn_size}
+    mlp = (4 + bool(settings.hidden_dropout)) * hidden + 3 * settings.ffn_size
+    found = {"attention": attention, "mlp": mlp}
+    for name in adapted_projections(settings):
+        found[half_of(name)] += _activations_of_adapter(settings, name)
+    return found
+
+
+def _activations_of_adapter(settings: ModelConfig, name: str) -> int:
+    """The product with A; what dropout leaves of the input, and its mask."""
+    width = (attention_shapes(settings) | mlp_shapes(settings))[f"{name}.weight"][1]
+    return settings.pet_config.lora_rank + 2 * width * bool(settings.pet_config.lora_dropout)
 
 
 def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -375,6 +375,7 @@ def _eval_run(config: Config) -> int:
     found = {name: getattr(metrics, name) for name in ("loss", "perplexity", "tokens", "seconds")}
     # JSON has no infinity and no NaN.
     found = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    text = json.dumps({"load_checkpoint": config.load_checkpoint, **found}, indent=1)
+    adapters = {"adapter_id": config.adapter_id} if config.adapter_id else {}
+    text = json.dumps({"load_checkpoint": config.load_checkpoint, **adapters, **found}, indent=1)
     write_text(folder / "eval.json", text + "\n")
     return EXIT_OK

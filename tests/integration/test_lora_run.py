@@ -141,6 +141,7 @@ def loss_of(path: Path, output: Path, **flags: object) -> float:
 def test_evaluation_with_adapters_equals_the_merged_model(home: Path, path: Path, whole: Path, merged: Path) -> None:
     trained = eval_records(whole)[-1]["eval_loss"]
     assert loss_of(path, home / "eval", adapter_id=whole) == trained
+    assert json.loads((home / "eval" / "eval.json").read_text())["adapter_id"] == str(whole)
     plain = dense(path, home / "plain")
     assert loss_of(plain, home / "eval_merged", load_checkpoint=merged) == pytest.approx(trained, rel=1e-5)
     assert loss_of(plain, home / "eval_base") > trained  # without them

@@ -99,6 +99,15 @@ def test_the_layout_on_disk(tmp_path: Path) -> None:
     assert json.loads((path / "state.json").read_text())["step"] == 100
 
 
+def test_further_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
+    content = {"r": 8, "target_modules": ["q_proj"]}
+    path = store.write_checkpoint(tmp_path, 3, tensors_of(3), {}, 1, documents={"adapter_config.json": content})
+    assert json.loads((path / "adapter_config.json").read_text()) == content
+    marked = json.loads((path / store.MARKER).read_text())["file_bytes"]
+    assert marked["adapter_config.json"] == (path / "adapter_config.json").stat().st_size
+    assert store.read_checkpoint(path).state == {}
+
+
 def test_a_dtype_without_a_place_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="model: w has dtype complex128"):
         store.write_checkpoint(tmp_path / "c", 1, {"model": {"w": np.zeros(1, np.complex128)}}, {}, 1)

@@ -22,6 +22,7 @@ from trainer.models.shapes import (
     block_weights,
     parameter_shapes,
 )
+from trainer.plan import build_plan, plan_text
 
 KEY = "model.model_config.pet_config"
 LINE = BASE.splitlines().index("    seq_length: 32") + 2  # where pet_config is written
@@ -236,6 +237,23 @@ def test_the_digest_sees_every_bit_of_the_base_and_nothing_else() -> None:
     check_base(state, config, weights)
     message = failure(lambda: check_base(state, config, weights | other))
     assert "trained on top of other weights" in message and "random weights: no load_checkpoint, and seed 1" in message
+
+
+def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
+    plain, plan = build_plan(load(BASE)), build_plan(config_of(lora_dropout=0.1))
+    adapters = 2 * 4 * (64 + 64) * 8  # layers, matrices, rows and columns, rank
+    assert (plan.weights, plan.frozen.weights, plain.weights) == (adapters, plain.weights, plan.frozen.weights)
+    text = " ".join(plan_text(plan).split())
+    assert f"{adapters + plain.weights:,}: {adapters:,} trained, {plain.weights:,} frozen" in text
+    assert "adapters rank 8, times 2, dropout 0.1, on q_proj k_proj v_proj o_proj" in text
+    assert plain.adapters == "" and "adapters" not in plan_text(plain)
+    some = build_plan(config_of(target_modules=".*layers.1.*w2"))
+    assert some.adapters == "rank 8, times 2, on down_proj of 1 of 2 layers"
+    sizes, before = plan.memory_bytes, plain.memory_bytes
+    assert sizes["gradients"] == 4 * adapters and sizes["optimizer state"] == 8 * adapters
+    assert sizes["weights"] == before["weights"] + 4 * adapters
+    # For each token, layer and adapter the product with A, the input after dropout, and the mask.
+    assert sizes["activations"] == before["activations"] + 4 * 32 * 2 * 4 * (8 + 64 + 64)
 
 
 def test_flags_of_a_command_may_have_values() -> None:
