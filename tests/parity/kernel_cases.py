@@ -15,12 +15,12 @@ from mindspore import Tensor, nn, ops
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.ops import reference
 
-ROWS, TOKENS, HEADS, SIZE = 2, 5, 4, 4
+ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4
 N, HIDDEN, WIDTH, VOCABULARY, EPS = ROWS * TOKENS, 6, 9, 11, 1e-5
 
 RANDOM = np.random.default_rng(20)
 CAUSAL = np.broadcast_to(np.tri(TOKENS, dtype=bool), (ROWS, TOKENS, TOKENS))
-SEGMENTS = np.array([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]])
+SEGMENTS = np.array([[0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 3, 3]])
 PACKED = CAUSAL & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
 
 
@@ -92,9 +92,14 @@ def swiglu_case() -> Case:
 
 def attention_case(kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.0) -> Case:
     arrays = [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * SIZE)]
-    mask = reference.attention_mask(allowed, HEADS, kv_heads)
-    keep = dropout_mask(DropoutKey(1, 0, 0, 0), 0, tuple(mask.shape), rate) if rate else None
-    keep_BHQS = None if keep is None else keep.reshape(ROWS, HEADS, TOKENS, TOKENS)
+    masks, groups = reference.attention_mask(allowed, HEADS, kv_heads), HEADS // kv_heads
+    assert masks[1] is not None  # the halves of the queries are masked each on their own
+    shape = (ROWS * kv_heads, TOKENS * groups, TOKENS)  # the query heads of a group one below the other
+    keep = dropout_mask(DropoutKey(1, 0, 0, 0), 0, shape, rate) if rate else None
+    keep_BHQS = None
+    if keep is not None:
+        keep_BKTGS = keep.reshape(ROWS, kv_heads, TOKENS, groups, TOKENS)
+        keep_BHQS = np.ascontiguousarray(keep_BKTGS.swapaxes(2, 3)).reshape(ROWS, HEADS, TOKENS, TOKENS)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (ops.transpose(x.reshape(ROWS, TOKENS, -1, SIZE), (0, 2, 1, 3)) for x in (q, k, v))
@@ -106,7 +111,8 @@ def attention_case(kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.
         return ops.transpose(ops.matmul(probabilities, v), (0, 2, 1, 3)).reshape(N, -1)
 
     return Case(
-        lambda: reference.Attention(HEADS, kv_heads, SIZE), arrays, [mask, None if keep is None else Tensor(keep)],
+        lambda: reference.Attention(HEADS, kv_heads, SIZE), arrays,
+        [*masks, None if keep is None else Tensor(keep)],
         lambda q, k, v: numpy_kernels.attention(q, k, v, allowed, SIZE, keep_BHQS), plain,
     )
 

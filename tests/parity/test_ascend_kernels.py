@@ -59,7 +59,7 @@ def attention_case(kv_heads: int) -> Case:
     return Case(
         ascend.Attention(*sizes), reference.Attention(*sizes),
         [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * SIZE)],
-        (ascend.attention_mask(ALLOWED, HEADS, kv_heads),), (reference.attention_mask(ALLOWED, HEADS, kv_heads),),
+        ascend.attention_mask(ALLOWED, HEADS, kv_heads)[:1], reference.attention_mask(ALLOWED, HEADS, kv_heads),
         ("FlashAttentionScore", "FlashAttentionScoreGrad"), 1e-2,  # bfloat16 keeps 8 bits
     )
 
@@ -91,12 +91,13 @@ CASES = cases()
 
 
 class Forward(nn.Cell):
-    """Gives attention the argument that is not a tensor: no dropout."""
+    """Gives attention the arguments that are no tensors: no dropout, and one mask for all where it is fused."""
 
     def __init__(self, kernel: nn.Cell) -> None:
         super().__init__()
         self.kernel = kernel
-        self.tail = (None,) if isinstance(kernel, (ascend.Attention, reference.Attention)) else ()
+        self.tail = (None, None) if isinstance(kernel, ascend.Attention) else ()
+        self.tail = (None,) if isinstance(kernel, reference.Attention) else self.tail
 
     def construct(self, *args):
         return self.kernel(*args, *self.tail)
@@ -158,7 +159,7 @@ class FusedBlock(nn.Cell):
         self.block = Block(settings, kernels)
 
     def construct(self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, *weights):
-        return self.block(x_ND, q_cos, q_sin, k_cos, k_sin, mask, None, None, None, *weights)
+        return self.block(x_ND, q_cos, q_sin, k_cos, k_sin, mask, None, None, None, None, *weights)
 
 
 def settings_of(**changes) -> ModelConfig:
@@ -181,9 +182,9 @@ def test_front_end_builds_a_whole_block(
     tokens = np.zeros((ROWS, TOKENS), np.int32)
     inputs = InputBuilder(settings, kernels)(Batch(tokens, tokens, tokens, SEGMENTS.astype(np.int32)))
     rotary = mindspore.bfloat16 if amp_level else mindspore.float32
-    assert {table.dtype for table in inputs.tables} == {rotary} and inputs.mask.dtype == mindspore.bool_
+    assert {table.dtype for table in inputs.tables} == {rotary} and inputs.mask[0].dtype == mindspore.bool_
     weights = [normal(*shape) for shape in (attention_shapes(settings) | mlp_shapes(settings)).values()]
-    arguments = [Tensor(normal(N, 32)), *inputs.tables, inputs.mask, *map(Tensor, weights)]
+    arguments = [Tensor(normal(N, 32)), *inputs.tables, inputs.mask[0], *map(Tensor, weights)]
 
     graph = export(Backward(FusedBlock(settings, kernels)), [*arguments, Tensor(normal(N, 32))], tmp_path / "block")
     assert graph.shapes == [argument.shape for argument in arguments]

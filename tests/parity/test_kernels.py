@@ -204,6 +204,26 @@ def test_sum_of_squares_shows_what_is_not_finite(value: float) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_in_halves_is_that_of_the_whole(kv_heads: int) -> None:
+    """An odd number of tokens has no halves; without its last token it has, and no token before that sees it."""
+    widths = (HEADS * SIZE, kv_heads * SIZE, kv_heads * SIZE)
+    arrays, upstream = [normal(7, width) for width in widths], normal(7, HEADS * SIZE)
+    upstream[-1] = 0  # nothing flows back from the last token
+    found = []
+    for tokens in (7, 6):
+        masks = reference.attention_mask(np.tri(tokens, dtype=bool)[None], HEADS, kv_heads)
+        assert (masks[1] is None) == (tokens == 7)
+        attention = reference.Attention(HEADS, kv_heads, SIZE)
+        compiled = runner(Caller(attention), compiled=True)
+        run = functools.partial(lambda function, masks, *args: function(*args, *masks, None), compiled, masks)
+        inputs = [np.ascontiguousarray(array[:tokens]) for array in arrays]
+        out = run(*map(Tensor, inputs)).asnumpy()
+        found.append([out[:6], *(g[:6] for g in gradients(run, inputs, upstream[:tokens]))])
+    for whole, halves in zip(*found, strict=True):
+        assert distance(halves, whole) < TOLERANCE
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_cached_attention_equals_full_attention(kv_heads: int) -> None:
     """The last Q tokens over a cache, with unwritten places behind and padding before, against all tokens at once."""
     queries, spare = 2, 3
@@ -211,15 +231,15 @@ def test_cached_attention_equals_full_attention(kv_heads: int) -> None:
     allowed = CAUSAL.copy()
     allowed[1, :, :2] = False  # row 1 starts with two places of padding
     allowed[1, [0, 1], [0, 1]] = True
-    mask = reference.attention_mask(allowed, HEADS, kv_heads)
-    full = reference.Attention(HEADS, kv_heads, SIZE)(*map(Tensor, arrays), mask, None).asnumpy()
+    masks = reference.attention_mask(allowed, HEADS, kv_heads)
+    full = reference.Attention(HEADS, kv_heads, SIZE)(*map(Tensor, arrays), *masks, None).asnumpy()
 
     q_BTC, *caches = (array.reshape(ROWS, TOKENS, -1) for array in arrays)
     caches = [np.pad(cache, ((0, 0), (0, spare), (0, 0)), constant_values=1e3) for cache in caches]
     seen = np.pad(allowed[:, -queries:], ((0, 0), (0, 0), (0, spare)))
     cached = reference.cached_attention(
         Tensor(np.ascontiguousarray(q_BTC[:, -queries:])), *map(Tensor, caches),
-        reference.attention_mask(seen, HEADS, kv_heads), HEADS, kv_heads,
+        reference.cached_mask(seen, HEADS, kv_heads), HEADS, kv_heads,
     )
     assert distance(cached.asnumpy(), full.reshape(ROWS, TOKENS, -1)[:, -queries:]) < TOLERANCE
 
@@ -275,13 +295,14 @@ def test_a_shared_instance_is_the_trap_that_the_kernels_avoid() -> None:
 
 
 def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> list[Tensor | None]:
-    """Arguments of `Block` for one row of five tokens."""
+    """Arguments of `Block` for one row."""
     tables = InputBuilder(settings, kernels).tables(np.arange(TOKENS))
-    mask = kernels.attention_mask(CAUSAL[:1], settings.num_heads, settings.kv_heads)
+    masks = kernels.attention_mask(CAUSAL[:1], settings.num_heads, settings.kv_heads)
+    scores = (settings.kv_heads, settings.num_heads // settings.kv_heads * TOKENS, TOKENS)
     stream = (TOKENS, settings.hidden_size)
-    drops = [Tensor(normal(*shape)) if dropout else None for shape in (mask.shape, stream, stream)]
+    drops = [Tensor(normal(*shape)) if dropout else None for shape in (scores, stream, stream)]
     weights = [Tensor(normal(*shape)) for shape in (attention_shapes(settings) | mlp_shapes(settings)).values()]
-    return [Tensor(normal(*stream)), *tables, mask, *drops, *weights]
+    return [Tensor(normal(*stream)), *tables, *masks, *drops, *weights]
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
@@ -312,5 +333,6 @@ def test_block_and_head_call_every_kernel_once(options: dict, dropout: bool, mon
     if not settings.use_qk_norm:
         own = {name: cell for name, cell in own.items() if "query_norm" not in name and "key_norm" not in name}
     assert {name: calls[id(cell)] for name, cell in own.items()} == dict.fromkeys(own, 1)
-    # The seven projections, two norms of the block and the final one, two rotations, SwiGLU, attention, cross entropy.
-    assert len(own) == 15 + 2 * settings.use_qk_norm
+    # The seven projections, two norms of the block and the final one, two rotations, SwiGLU, the two halves of
+    # attention, cross entropy.
+    assert len(own) == 16 + 2 * settings.use_qk_norm

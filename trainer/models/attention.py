@@ -40,9 +40,9 @@ class AttentionLayer(nn.Cell):
         self.query_rotary, self.key_rotary = kernels.rotary(self.head_size), kernels.rotary(self.head_size)
         self.attention = kernels.attention(settings.num_heads, settings.kv_heads, self.head_size)
 
-    def construct(self, x_ND, query_tables, key_tables, mask, dropout, weights):
+    def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, k_NK, v_NK = self.project(x_ND, query_tables, key_tables, weights)
-        return self.out(self.attention(q_NC, k_NK, v_NK, mask, dropout), weights)
+        return self.out(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
 
     def project(self, x_ND, query_tables, key_tables, weights):
         """Rotated queries and keys, and values."""

@@ -71,9 +71,12 @@ class Block(nn.Cell):
         if self.has_mlp:
             self.mlp = MlpLayer(settings, kernels)
 
-    def construct(self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights):
+    def construct(
+        self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, late_mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights
+    ):
         if self.has_attention:
-            added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), mask, drop_attention, weights)
+            masks = (mask, late_mask)
+            added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), masks, drop_attention, weights)
             x_ND = x_ND + (added_ND if drop_out_ND is None else added_ND * drop_out_ND)
         if self.has_mlp:
             added_ND = self.mlp(x_ND, weights)
@@ -188,7 +191,7 @@ class Decoder(nn.Cell):
         masks = self._dropout_masks(dropout, layer, inputs, part)
         adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs.ids_N.shape[0]), strict=True)
         own = [adapter_mask if part in ("block", half_of(name)) else None for name, adapter_mask in adapters]
-        return (*inputs.tables, inputs.mask, *masks), own
+        return (*inputs.tables, *inputs.mask, *masks), own
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Logits of every token, [N, V]; for evaluation and tests, not for training."""
@@ -207,7 +210,7 @@ class Decoder(nn.Cell):
             return Tensor(dropout_mask(key, first + place, shape, rate)) if drops else None
 
         return DropoutMasks(
-            mask("attention", 0, tuple(inputs.mask.shape), attention),
+            mask("attention", 0, inputs.scores_shape, attention),
             mask("attention", 1, stream, hidden),
             mask("mlp", 2, stream, hidden),
         )

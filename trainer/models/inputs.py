@@ -25,8 +25,14 @@ class ModelInputs(NamedTuple):
     """float32, 1 where the label counts, else 0."""
     tables: tuple[Tensor, Tensor, Tensor, Tensor]
     """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
-    mask: Tensor
-    """Causal and within a document, in the kernels' layout."""
+    mask: tuple[Tensor, Tensor | None]
+    """Causal and within a document, in the kernels' layout; the second half of the queries may have one of its own."""
+
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """Shape of the attention's probabilities, which dropout masks have too."""
+        first, second = self.mask
+        return tuple(first.shape) if second is None else (second.shape[0], 2 * second.shape[1], second.shape[2])
 
 
 class InputBuilder:
@@ -40,7 +46,7 @@ class InputBuilder:
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         self.settings, self.kernels = settings, kernels
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
-        self._plain: tuple[tuple[int, int], tuple, Tensor] | None = None
+        self._plain: tuple[tuple[int, int], tuple, tuple] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
         tables, mask = self._tables_and_mask(batch)
@@ -62,7 +68,7 @@ class InputBuilder:
             return (*queries, *queries)
         return (*queries, *self.kernels.rotary_tables(cos, sin, self.settings.kv_heads))
 
-    def _tables_and_mask(self, batch: Batch) -> tuple[tuple, Tensor]:
+    def _tables_and_mask(self, batch: Batch) -> tuple[tuple, tuple]:
         single = not batch.segment_ids.any()
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
             return self._plain[1], self._plain[2]

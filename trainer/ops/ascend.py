@@ -58,7 +58,7 @@ class Attention(nn.Cell):
         super().__init__()
         self.heads, self.head_size, self.scale, self.dtype = heads, head_size, head_size**-0.5, dtype
 
-    def construct(self, q_NC, k_NK, v_NK, mask_B1TT, dropout):
+    def construct(self, q_NC, k_NK, v_NK, mask_B1TT, late_mask, dropout):
         rows = mask_B1TT.shape[0]
         q, k, v = (x.reshape(rows, -1, x.shape[-1]).astype(self.dtype) for x in (q_NC, k_NK, v_NK))
         out = ops.flash_attention_score(
@@ -72,6 +72,6 @@ def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=msty
     return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
 
 
-def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
-    """The mask as the operator wants it: [B, 1, Q, S], True where a position must not be seen."""
-    return Tensor(~allowed_BQS[:, None])
+def attention_mask(allowed_BTT: np.ndarray, heads: int, kv_heads: int) -> tuple[Tensor, None]:
+    """The mask as the operator wants it: [B, 1, T, T], True where a position must not be seen. One mask for all."""
+    return Tensor(~allowed_BTT[:, None]), None

@@ -68,7 +68,7 @@ def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32
         cross_entropy=partial(reference.CrossEntropy, dtype=compute),
         rotary_tables=partial(room["rotary_embedding"].rotary_tables, dtype=rotary),
         attention_mask=room["attention"].attention_mask,
-        cached_mask=reference.attention_mask,
+        cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
         sum_of_squares=reference.sum_of_squares,

@@ -126,7 +126,10 @@ class SwiGLU(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """softmax(q k^T / sqrt(d) + mask) v for grouped query heads, without repeating keys and values.
+    """softmax(q k^T / sqrt(d) + mask) v for grouped query heads, causal, without repeating keys and values.
+
+    No query sees a later key. So the first half of the queries meets the first half of the keys only, which spares a
+    quarter of the work; the second half meets all keys.
 
     Args:
         heads, kv_heads, head_size: H, K, d.
@@ -138,22 +141,38 @@ class Attention(nn.Cell):
         self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
-        self.scale = head_size**-0.5
-        self.core, self.transpose = _AttentionCore(head_size, dtype, softmax_dtype), P.Transpose()
+        self.kv_heads, self.head_size, self.scale = kv_heads, head_size, head_size**-0.5
+        # One instance for every call site: see trainer/ops/__init__.py.
+        self.early, self.late = (_AttentionCore(head_size, dtype, softmax_dtype) for _ in range(2))
+        self.transpose, self.slice, self.split, self.concat = P.Transpose(), P.Slice(), P.Split(1, 2), P.Concat(1)
 
-    def construct(self, q_NC, k_NK, v_NK, mask, dropout):
-        # mask: [B*K, G*T, T], added to the scores
+    def construct(self, q_NC, k_NK, v_NK, mask, late_mask, dropout):
+        # mask and late_mask: as attention_mask makes them
         rows = mask.shape[0] // self.kv_heads
-        queries = self.split_heads(q_NC * self.scale, rows, self.heads)
-        keys, values = self.split_heads(k_NK, rows, self.kv_heads), self.split_heads(v_NK, rows, self.kv_heads)
-        out = self.core(queries, keys, values, mask, dropout)[0]
-        out = self.transpose(out.reshape(rows, self.heads, -1, self.head_size), (0, 2, 1, 3))
+        queries = self.split_heads(q_NC * self.scale, rows)
+        keys, values = self.split_heads(k_NK, rows), self.split_heads(v_NK, rows)
+        if late_mask is None:
+            out = self.early(queries, keys, values, mask, dropout)[0]
+        else:
+            out = self.in_halves(queries, keys, values, mask, late_mask, dropout)
+        out = self.transpose(out.reshape(rows, self.kv_heads, -1, q_NC.shape[1] // self.kv_heads), (0, 2, 1, 3))
         return out.reshape(q_NC.shape)
 
-    def split_heads(self, x_NC, rows, heads):
-        """[B*T, heads*d] -> [B*K, heads/K*T, d]: the query heads of a group stand one below the other."""
-        x = self.transpose(x_NC.reshape(rows, -1, heads, self.head_size), (0, 2, 1, 3))
+    def in_halves(self, queries, keys, values, mask, late_mask, dropout):
+        early_queries, late_queries = self.split(queries)
+        early_dropout, late_dropout = None, None
+        if dropout is not None:
+            sizes, late_sizes = mask.shape, late_mask.shape
+            early_dropout = self.slice(dropout, (0, 0, 0), sizes)
+            late_dropout = self.slice(dropout, (0, sizes[1], 0), late_sizes)
+        early_keys, early_values = self.split(keys)[0], self.split(values)[0]
+        early = self.early(early_queries, early_keys, early_values, mask, early_dropout)[0]
+        late = self.late(late_queries, keys, values, late_mask, late_dropout)[0]
+        return self.concat((early, late))
+
+    def split_heads(self, x_NC, rows):
+        """[B*T, K*G*d] -> [B*K, T*G, d]: the G query heads that share a key stand one below the other."""
+        x = self.transpose(x_NC.reshape(rows, -1, self.kv_heads, x_NC.shape[1] // self.kv_heads), (0, 2, 1, 3))
         return x.reshape(rows * self.kv_heads, -1, self.head_size)
 
 
@@ -284,11 +303,27 @@ def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=msty
     return tuple(ops.tile(table, (1, heads)) for table in tables)
 
 
-def attention_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
-    """The mask as `Attention` wants it: added to the scores, [B*K, G*Q, S] float32, 0 where allowed."""
-    rows, queries, keys = allowed_BQS.shape
-    bias = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min).reshape(rows, 1, -1)
-    return ops.tile(Tensor(bias), (1, heads, 1)).reshape(rows * kv_heads, heads // kv_heads * queries, keys)
+def attention_mask(allowed_BTT: np.ndarray, heads: int, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    """The causal mask as `Attention` wants it, see `cached_mask`: for the first half of the queries and keys,
+    [B*K, T/2*G, T/2], and for the second half of the queries, [B*K, T/2*G, T]. For an odd T the whole, and None.
+
+    Args:
+        allowed_BTT: Which key a query sees; none that is later than the query.
+        heads, kv_heads: H, K.
+    """
+    half, odd = divmod(allowed_BTT.shape[1], 2)
+    if odd:
+        return cached_mask(allowed_BTT, heads, kv_heads), None
+    early, late = allowed_BTT[:, :half, :half], allowed_BTT[:, half:]
+    return cached_mask(early, heads, kv_heads), cached_mask(late, heads, kv_heads)
+
+
+def cached_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
+    """A mask that is added to the scores, [B*K, Q*G, S] float32, 0 where allowed; for `cached_attention`."""
+    rows, _, keys = allowed_BQS.shape
+    bias_BQS = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min)
+    bias = np.repeat(bias_BQS, heads // kv_heads, axis=1).reshape(rows, 1, -1)
+    return ops.tile(Tensor(bias), (1, kv_heads, 1)).reshape(rows * kv_heads, -1, keys)
 
 
 def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:
@@ -306,24 +341,23 @@ def cached_attention(
     Args:
         q_BQC: Queries [B, Q, H*d].
         k_BSK, v_BSK: Cached keys and values [B, S, K*d]; what `mask` excludes may hold anything finite.
-        mask: As `attention_mask` makes it, [B*K, G*Q, S].
+        mask: As `cached_mask` makes it, [B*K, Q*G, S].
         softmax_dtype: As in `Attention`.
 
     Returns:
         [B, Q, H*d].
     """
-    rows, queries, width = q_BQC.shape
-    head_size, groups = width // heads, heads // kv_heads
-    q = ops.transpose(q_BQC.reshape(rows, queries, heads, head_size), (0, 2, 1, 3))
-    q = q.reshape(rows * kv_heads, groups * queries, head_size) * head_size**-0.5
-    k, v = (
-        ops.transpose(x.reshape(rows, -1, kv_heads, head_size), (0, 2, 1, 3)).reshape(rows * kv_heads, -1, head_size)
-        for x in (k_BSK, v_BSK)
-    )
+    rows, _, width = q_BQC.shape
+    head_size = width // heads
+    q, k, v = (
+        ops.transpose(x.reshape(rows, -1, kv_heads, x.shape[-1] // kv_heads), (0, 2, 1, 3))
+        .reshape(rows * kv_heads, -1, head_size)
+        for x in (q_BQC * head_size**-0.5, k_BSK, v_BSK)
+    )  # fmt: skip
     scores = ops.bmm(q, ops.transpose(k, (0, 2, 1))).astype(softmax_dtype).astype(mstype.float32)
     out = ops.bmm(ops.softmax(scores + mask, -1).astype(softmax_dtype).astype(v.dtype), v)
-    out = ops.transpose(out.reshape(rows, heads, queries, head_size), (0, 2, 1, 3))
-    return out.reshape(rows, queries, width)
+    out = ops.transpose(out.reshape(rows, kv_heads, -1, width // kv_heads), (0, 2, 1, 3))
+    return out.reshape(q_BQC.shape)
 
 
 def sum_of_squares(tensor: Tensor) -> float:
