@@ -9,13 +9,14 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.config import Config, parse_config
+from trainer.config.recompute import recomputed_parts
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.data.batch import concatenate, padding_rows
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
-from trainer.optim.freeze import trained_shapes
+from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
 from trainer.step.train_step import TrainStep
@@ -35,13 +36,23 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 
 class TinyTrainer:
-    """One compiled model, reset for every test: compiling is what takes time."""
+    """One compiled model, reset for every test: compiling is what takes time.
 
-    def __init__(self, compiled: bool = True, **model: Any) -> None:
-        self.changes = model
-        settings = config_of(model=model).decoder
+    Args:
+        compiled: See `Decoder`.
+        sections: Further sections of the configuration that the model is built by: freeze, recompute_config.
+        model: Changes to the settings of the model.
+    """
+
+    def __init__(self, compiled: bool = True, sections: dict[str, Any] | None = None, **model: Any) -> None:
+        self.sections = {"model": model} | (sections or {})
+        config = config_of(**self.sections)
+        settings = config.decoder
         self.kernels = load_kernels(select_kernels(settings, "CPU"))
-        self.model = Decoder(settings, self.kernels, seed=5, compiled=compiled)
+        self.model = Decoder(
+            settings, self.kernels, seed=5, compiled=compiled, frozen=frozen_names(config),
+            recomputed=recomputed_parts(config),
+        )  # fmt: skip
         self.build_inputs = InputBuilder(settings, self.kernels)
         self.initial = self.weights()
 
@@ -55,7 +66,7 @@ class TinyTrainer:
         """A step over the initial weights, with a new optimizer; `sections` are of the configuration."""
         for name, value in self.initial.items():
             self.set_weight(name, value)
-        config = config_of(model=self.changes, **sections)
+        config = config_of(**self.sections, **sections)
         shapes = trained_shapes(config)
         groups = parameter_groups(shapes, config.optimizer.weight_decay)
         trained = {name: self.model.parameters_by_name[name] for name in shapes}

@@ -1,0 +1,118 @@
+"""Frozen weights: the others get the very gradients they would have got, and nothing of the frozen ones is computed,
+kept or changed. Every trained weight's gradient is compared bit for bit: leaving out a product changes no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from operator_counts import operator_counts
+from tiny_trainer import TinyTrainer, make_batch
+
+from trainer.data import Batch
+from trainer.models.shapes import EMBEDDING
+from trainer.step.accumulate import accumulate
+from trainer.step.clip import global_norm
+
+ADAMW = {"type": "AdamW", "weight_decay": 0.1}
+SGD = {"type": "SGD", "weight_decay": 0.1, "momentum": 0.9}
+PROJECTIONS = 7  # matrices of a block
+FREEZES: dict[str, dict[str, Any]] = {
+    "lower half": {"embeddings": True, "layers": 0},
+    "upper layer": {"layers": 1},
+    "matrices": {"include": ["*_proj.weight"]},
+    "all but norms": {"include": "*", "exclude": "*norm*"},
+    "head": {"include": ["lm_head.weight", "model.norm.weight"]},
+}
+
+
+@pytest.fixture(scope="module")
+def window() -> list[Batch]:
+    return [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 0, 7))]
+
+
+@pytest.fixture(scope="module")
+def full() -> TinyTrainer:
+    return TinyTrainer()
+
+
+@pytest.fixture(scope="module", params=list(FREEZES))
+def partial(request: pytest.FixtureRequest) -> TinyTrainer:
+    return TinyTrainer(sections={"freeze": FREEZES[request.param]})
+
+
+def gradients(trainer: TinyTrainer, window: list[Batch]) -> dict[str, np.ndarray]:
+    step = trainer.step()
+    found = accumulate(window, step.backward).gradients
+    return {name: gradient.asnumpy() for name, gradient in zip(step.optimizer.parameters, found, strict=True)}
+
+
+def assert_trained_get_the_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], missing: int) -> None:
+    assert len(theirs) - len(ours) == missing > 0
+    for name, gradient in ours.items():
+        np.testing.assert_array_equal(gradient, theirs[name], err_msg=name)
+
+
+def test_trained_weights_get_the_gradients_of_the_full_model(
+    full: TinyTrainer, partial: TinyTrainer, window: list[Batch]
+) -> None:
+    frozen = len(partial.initial) - len(partial.model.trained_parameters)
+    assert_trained_get_the_same(gradients(partial, window), gradients(full, window), frozen)
+
+
+def test_without_compilation_too(window: list[Batch]) -> None:
+    freezes: tuple[dict, ...] = ({}, FREEZES["matrices"])
+    eager = [TinyTrainer(compiled=False, sections={"freeze": freeze}) for freeze in freezes]
+    theirs, ours = (gradients(trainer, window[:1]) for trainer in eager)
+    assert_trained_get_the_same(ours, theirs, 2 * PROJECTIONS)
+
+
+def test_a_tied_embedding_is_frozen_in_both_places(window: list[Batch]) -> None:
+    full, frozen = (
+        TinyTrainer(tie_word_embeddings=True, sections={"freeze": {"embeddings": freezes}}) for freezes in (False, True)
+    )
+    assert_trained_get_the_same(gradients(frozen, window), gradients(full, window), 1)
+    step = frozen.step(optimizer=ADAMW)
+    step(window)
+    np.testing.assert_array_equal(frozen.weights()[EMBEDDING], frozen.initial[EMBEDDING])
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD], ids=["AdamW", "SGD"])
+def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(
+    full: TinyTrainer, partial: TinyTrainer, window: list[Batch], optimizer: dict
+) -> None:
+    """Correctness 19: frozen parameters counted in the norm, decayed by the optimizer, or given state."""
+    trained = set(partial.model.trained_parameters)
+    right = {name: gradient for name, gradient in gradients(full, window).items() if name in trained}
+    step = partial.step(schedule=lambda update: 0.01, optimizer=optimizer, runner_wrapper={"use_clip_grad": True, "max_grad_norm": 0.1})
+    norm = step(window).global_norm
+    assert norm == pytest.approx(global_norm(right.values(), lambda g: float((g.astype(np.float64) ** 2).sum())))
+    losses = [step(window).loss for _ in range(4)]
+    assert losses[-1] < losses[0]
+    kinds = {name.split(".", 1)[0] for name in step.optimizer.state_arrays()}
+    assert set(step.optimizer.state_arrays()) == {f"{kind}.{name}" for kind in kinds for name in trained}
+    after = partial.weights()
+    for name, before in partial.initial.items():
+        assert np.array_equal(after[name], before) != (name in trained), name
+
+
+def test_products_for_frozen_weights_are_not_computed(full: TinyTrainer, window: list[Batch], tmp_path: Path) -> None:
+    """One product fewer for each frozen matrix above the lowest trained layer, the whole backward pass fewer below."""
+
+    def count(name: str, trainer: TinyTrainer) -> tuple[int, int]:
+        step = trainer.step()
+        found = operator_counts(lambda: accumulate(window[:1], step.backward).gradients[0].asnumpy(), tmp_path / name)
+        return found["MatMul"], found["BatchMatMul"]
+
+    def frozen(name: str) -> tuple[int, int]:
+        return count(name, TinyTrainer(sections={"freeze": FREEZES[name]}))
+
+    products, attention_products = count("full", full)
+    assert frozen("matrices") == (products - 2 * PROJECTIONS, attention_products)
+    assert frozen("head") == (products - 2, attention_products)  # its own and the norm's
+    below, attention_below = frozen("lower half")
+    # Of attention's two products forward and four backward, the lower layer does the first two.
+    assert (attention_products, attention_below) == (12, 8)
+    assert below < products - 2 * PROJECTIONS
