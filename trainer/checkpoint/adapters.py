@@ -40,7 +40,7 @@ _OURS = {
     "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
 # What every version of PEFT knows; a newer key would be an error to an older one.
-_WRITTEN = ("peft_type", "bias", "fan_in_fan_out", "modules_to_save")
+_WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 
 def starting_weights(config: Config) -> Weights | None:
@@ -186,6 +186,7 @@ def description(settings: ModelConfig, base: str) -> dict[str, Any]:
         names = [f"model.layers.{layer}.{name}" for layer, found in enumerate(targets) for name in found]
     return {
         **{name: _OURS[name] for name in _WRITTEN},
+        "peft_type": adapters.pet_type.upper(),
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": adapters.lora_rank,
