@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from trainer.data import RowEstimate
 
 # What the numbers of each update rule are called in the configuration.
-_OPTIMIZER_KEYS = {"AdamW": ("betas", "eps", "weight_decay"), "SGD": ("momentum", "weight_decay")}
+_OPTIMIZER_KEYS = {
+    "AdamW": ("betas", "eps", "weight_decay"),
+    "SGD": ("momentum", "nesterov", "weight_decay"),
+    "Muon": ("momentum", "nesterov", "ns_steps", "matched_adamw_rms", "betas", "eps", "weight_decay"),
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def build_plan(config: Config) -> Plan:
     steps = -(-batches // runner.gradient_accumulation_steps)
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
-    groups = parameter_groups(shapes, config.optimizer.weight_decay)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     memory_bytes = memory_estimate(config, trains)
     return Plan(
         run_mode=config.run_mode,

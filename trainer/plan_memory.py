@@ -15,6 +15,7 @@ from trainer.config.recompute import recomputed_parts
 from trainer.doctor import memory_left_bytes
 from trainer.models.shapes import adapted_projections, all_shapes, attention_shapes, half_of, mlp_shapes
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
+from trainer.optim.groups import parameter_groups
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -23,7 +24,7 @@ _FLOAT32_BYTES = 4
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
 _FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full
-_OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1}
+_OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's size, by update rule
 
 
 def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
@@ -36,10 +37,18 @@ def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
         copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
         trained = _bytes(trained_shapes(config))
         parts["gradients"] = trained * copies
-        parts["optimizer state"] = trained * _OPTIMIZER_STATES[config.optimizer.type]
+        parts["optimizer state"] = _optimizer_state_bytes(config)
         parts["activations"] = tokens * activations_of_token(config) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
     return parts | {"total": sum(parts.values())}
+
+
+def _optimizer_state_bytes(config: Config) -> int:
+    shapes = trained_shapes(config)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    return sum(
+        _bytes({name: shapes[name] for name in group.parameters}) * _OPTIMIZER_STATES[group.rule] for group in groups
+    )
 
 
 def activations_of_token(config: Config) -> int:

@@ -79,11 +79,11 @@ def open_training(
         UserError: The device is not there, or `freeze` names no weight.
     """
     session, shapes = open_session(config, weights), trained_shapes(config)
-    groups = parameter_groups(shapes, config.optimizer.weight_decay)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: session.model.parameters_by_name[name] for name in shapes}
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer),
+        build_optimizer(trained, groups, config.optimizer, compiled=config.context.mode == 0),
         schedule,
         session.build_inputs,
         config.runner_wrapper,

@@ -68,9 +68,9 @@ class TinyTrainer:
             self.set_weight(name, value)
         config = config_of(**self.sections, **sections)
         shapes = trained_shapes(config)
-        groups = parameter_groups(shapes, config.optimizer.weight_decay)
+        groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
         trained = {name: self.model.parameters_by_name[name] for name in shapes}
-        optimizer = build_optimizer(trained, groups, config.optimizer)
+        optimizer = build_optimizer(trained, groups, config.optimizer, compiled=False)
         return TrainStep(
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, rank=rank,
             stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,

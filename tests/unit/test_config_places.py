@@ -317,7 +317,7 @@ def test_unknown_keys_name_the_nearest(text, key, fix):
         ("callbacks: [{per_print_times: 3}]\n", ["callbacks.0: the key type is missing", "CheckpointMonitor"]),
         ("train_dataset: {data_loader: {type: TextDatset}}\n", ["TextDatset", "you probably mean TextDataset"]),
         ("callbacks: [{type: 3}]\n", ["callbacks.0.type = 3"]),
-        ("optimizer: {type: AdamWeightDecay}\n", ["optimizer.type = 'AdamWeightDecay': must be AdamW or SGD"]),
+        ("optimizer: {type: AdamWeightDecay}\n", ["optimizer.type = 'AdamWeightDecay': must be AdamW, SGD or Muon"]),
         ("model: {arch: {type: GPT}}\n", ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM or"]),
     ],
 )
@@ -376,6 +376,16 @@ def test_the_optimizers_learning_rate_reaches_the_schedule():
     assert peak.source.where("lr_schedule.learning_rate") == "a.yaml:1 (optimizer.learning_rate)"
     wave = load("optimizer: {learning_rate: 0.01}\nlr_schedule: {type: CosineAnnealingLR, t_max: 5}\n")
     assert wave.lr_schedule.base_lr == 0.01
+
+
+def test_muon_has_the_defaults_of_mindspore_transformers():
+    muon = load("optimizer: {type: Muon}\n").optimizer
+    assert (muon.momentum, muon.nesterov, muon.betas, muon.weight_decay) == (0.95, True, [0.95, 0.95], 0.1)
+    assert (muon.ns_steps, muon.matched_adamw_rms, muon.eps) == (5, 0.2, 1e-8)
+    text = "optimizer: {type: muon, adamw_betas: [0.9, 0.9], adamw_eps: 1e-6, nesterov: False, weight_decay: 0.0}\n"
+    own = load(text).optimizer
+    assert (own.betas, own.eps, own.nesterov, own.weight_decay) == ([0.9, 0.9], 1e-6, False, 0.0)
+    assert load("optimizer: {type: Muon, matched_adamw_rms: null}\n").optimizer.matched_adamw_rms is None
 
 
 def test_untied_embeddings_are_the_opposite_of_tied_ones():

@@ -30,6 +30,17 @@ def test_matrices_decay_and_norms_and_biases_do_not(options: dict) -> None:
     assert not set(matrices.parameters) & set(vectors.parameters)
 
 
+def test_muon_updates_the_matrices_inside_the_blocks_only() -> None:
+    settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | ALL_OPTIONS}})).decoder
+    shapes = parameter_shapes(settings)
+    muon, others, vectors = parameter_groups(shapes, 0.1, "Muon")
+    assert [group.rule for group in (muon, others, vectors)] == ["Muon", "AdamW", "AdamW"]
+    assert [group.weight_decay for group in (muon, others, vectors)] == [0.1, 0.1, 0.0]
+    assert set(others.parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert len(muon.parameters) == 2 * 7 and all(name.endswith("_proj.weight") for name in muon.parameters)
+    assert sorted(muon.parameters + others.parameters + vectors.parameters) == sorted(shapes)
+
+
 def test_groups_keep_the_order_of_the_model() -> None:
     shapes = {"a": (2, 2), "b": (2,), "c": (3, 2), "d": (), "e": (1, 1, 1)}
     assert [group.parameters for group in parameter_groups(shapes, 0.1)] == [("a", "c", "e"), ("b", "d")]

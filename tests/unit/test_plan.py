@@ -37,7 +37,19 @@ def test_it_says_where_and_how_a_run_learns(tmp_path: Path) -> None:
     values = plan_of("qwen3_tiny", runner_wrapper__clip_type="value", runner_wrapper__clip_value=0.5)
     groups = plan_of("qwen3_tiny", runner_wrapper__clip_by_group=True)
     assert (values.clipping, groups.clipping) == ("each element to at most 0.5", "norm of each group at most 1")
-    assert off.clipping == "off" and off.optimizer == {"type": "SGD", "momentum": 0.9, "weight_decay": 0.0}
+    assert off.clipping == "off" and off.optimizer == {"type": "SGD", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+
+
+def test_muon_names_the_groups_that_each_rule_updates() -> None:
+    plan = plan_of("qwen3_tiny", optimizer="{type: Muon, weight_decay: 0.2}")
+    assert [(group.name, group.weight_decay, group.tensors) for group in plan.groups] == [
+        ("matrices, by Muon", 0.2, 14),
+        ("embedding and head, by AdamW", 0.2, 2),
+        ("norms and biases, by AdamW", 0.0, 9),
+    ]
+    assert "optimizer Muon, momentum 0.95, nesterov True, ns_steps 5," in " ".join(plan_text(plan).split())
+    state = {name: plan_of("bench_dense", optimizer__type=name).memory_bytes for name in ("AdamW", "Muon", "SGD")}
+    assert state["AdamW"]["optimizer state"] > state["Muon"]["optimizer state"] > state["SGD"]["optimizer state"]
 
 
 def test_rows_of_an_evaluation_are_those_it_reads() -> None:

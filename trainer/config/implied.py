@@ -14,6 +14,7 @@ def fill_in(found: Resolved) -> None:
     """Completes resolved values in place; values of a wrong type are left for validation to report."""
     _from_architecture(found)
     _from_untied_embeddings(found)
+    _from_muon(found)
     _from_optimizer(found)
     _from_top_level_switches(found)
 
@@ -44,6 +45,17 @@ def _from_untied_embeddings(found: Resolved) -> None:
     if isinstance(untied, bool) and "tie_word_embeddings" not in settings:
         key = "model.model_config.untie_embeddings_and_output_weights"
         _set(found, (*_MODEL, "tie_word_embeddings"), not untied, key)
+
+
+def _from_muon(found: Resolved) -> None:
+    """Muon has defaults of its own, those of MindSpore Transformers."""
+    optimizer = _section(found.data, "optimizer")
+    if "type" not in optimizer or optimizer["type"] != "Muon":
+        return
+    defaults = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
+    for name, value in defaults.items():
+        if name not in optimizer:
+            _set(found, ("optimizer", name), value, "optimizer.type")
 
 
 def _from_optimizer(found: Resolved) -> None:

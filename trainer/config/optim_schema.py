@@ -19,16 +19,36 @@ class OptimizerConfig(Section):
         "FusedAdamW": "AdamW",
         "FP32StateAdamWeightDecay": "AdamW",
         "adamw": "AdamW",
+        "muon": "Muon",
         "sgd": "SGD",
     }
 
-    type: Literal["AdamW", "SGD"] = setting("AdamW", "Update rule. Default AdamW.")
-    betas: list[Beta] = setting(
-        [0.9, 0.999], "AdamW: decay rates of the two moments. Default [0.9, 0.999].", min_length=2, max_length=2
+    type: Literal["AdamW", "SGD", "Muon"] = setting(
+        "AdamW", "Update rule; Muon leaves embedding, head, norms and biases to AdamW. Default AdamW."
     )
-    eps: float = setting(1e-8, "AdamW: added to the root of the second moment. Default 1e-8.", gt=0)
-    weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only. Default 0.", ge=0)
-    momentum: float = setting(0.0, "SGD: momentum. Default 0.", ge=0, lt=1)
+    betas: list[Beta] = setting(
+        [0.9, 0.999],
+        "AdamW: decay rates of the two moments. Default [0.9, 0.999], of Muon [0.95, 0.95].",
+        min_length=2,
+        max_length=2,
+        aliases=("adamw_betas",),
+    )
+    eps: float = setting(
+        1e-8, "AdamW: added to the root of the second moment. Default 1e-8.", gt=0, aliases=("adamw_eps",)
+    )
+    weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only. Default 0, of Muon 0.1.", ge=0)
+    momentum: float = setting(0.0, "SGD, Muon: momentum. Default 0, of Muon 0.95.", ge=0, lt=1)
+    nesterov: bool = setting(False, "SGD, Muon: Nesterov momentum. Default False, of Muon True.")
+    ns_steps: int = setting(5, "Muon: Newton-Schulz steps that orthogonalise an update. Default 5.", ge=1, le=100)
+    matched_adamw_rms: float | None = setting(
+        0.2,
+        "Muon: root mean square of an update, before the learning rate: AdamW's is about 0.2. Null: an orthogonal"
+        " update times sqrt(max(1, rows / columns)). Default 0.2.",
+        gt=0,
+    )
+    qk_clip_threshold: float = ignored(
+        4.0, "Muon: bound on attention scores.", "it acts on multi-head latent attention, which is not built"
+    )
     learning_rate: float | None = setting(
         None,
         "Peak learning rate; must agree with lr_schedule's when both are given. Default null: lr_schedule's.",
@@ -36,7 +56,6 @@ class OptimizerConfig(Section):
     )
     amsgrad: bool = not_yet(False, "AdamW: keep the maximum of the second moment.", "it is not built; leave it False")
     maximize: bool = not_yet(False, "Climb instead of descend.", "it is not built; leave it False")
-    nesterov: bool = not_yet(False, "SGD: Nesterov momentum.", "it is not built; leave it False")
     dampening: float = not_yet(0.0, "SGD: dampening of the momentum.", "it is not built; leave it 0")
     use_fused: bool = ignored(False, "Ask for the fused update.", "both compute the same update")
     swap: bool = ignored(False, "Keep the state in host memory.", "on a CPU it is there already")

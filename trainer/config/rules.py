@@ -196,8 +196,9 @@ def _position_notices(config: Config) -> Iterator[str]:
 
 
 def _optimizer_notices(config: Config) -> Iterator[str]:
-    unused = {"SGD": ("betas", "eps"), "AdamW": ("momentum", "nesterov", "dampening")}[config.optimizer.type]
-    keys = _set_keys(config, "optimizer", unused)
+    muon = ("ns_steps", "matched_adamw_rms")
+    unused = {"SGD": ("betas", "eps", *muon), "AdamW": ("momentum", "nesterov", *muon), "Muon": ()}
+    keys = _set_keys(config, "optimizer", unused[config.optimizer.type])
     if keys:
         yield f"{', '.join(keys)}: not used by {config.optimizer.type}"
 

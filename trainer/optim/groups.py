@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay. Pure Python: `plan` prints them."""
+"""Parameter groups: which parameters decay, and by which rule each is updated. Pure Python: `plan` prints them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a weight decay."""
+    """Parameters that share a weight decay and an update rule."""
 
     name: str
     weight_decay: float
     parameters: tuple[str, ...]
+    rule: str = "AdamW"
 
 
-def parameter_groups(shapes: Mapping[str, tuple[int, ...]], weight_decay: float) -> tuple[ParameterGroup, ...]:
+# Matrices that look a row up or score rows: a step in their rows' directions is what they need, not an orthogonal one.
+_NOT_FOR_MUON = ("embed_tokens", "lm_head")
+
+
+def parameter_groups(
+    shapes: Mapping[str, tuple[int, ...]], weight_decay: float, optimizer: str = "AdamW"
+) -> tuple[ParameterGroup, ...]:
     """Matrices decay; norm weights and biases, which have one axis, do not.
 
     Args:
         shapes: Shape by parameter name, in the order of the model.
         weight_decay: Of the configuration.
+        optimizer: Its type. Muon leaves embeddings, head, norms and biases to AdamW.
     """
     matrices = tuple(name for name, shape in shapes.items() if len(shape) > 1)
     vectors = tuple(name for name, shape in shapes.items() if len(shape) <= 1)
-    return (ParameterGroup("matrices", weight_decay, matrices), ParameterGroup("norms and biases", 0.0, vectors))
+    if optimizer != "Muon":
+        return (
+            ParameterGroup("matrices", weight_decay, matrices, optimizer),
+            ParameterGroup("norms and biases", 0.0, vectors, optimizer),
+        )
+    own = tuple(name for name in matrices if _is_for_muon(name, shapes[name]))
+    others = tuple(name for name in matrices if name not in own)
+    return (
+        ParameterGroup("matrices, by Muon", weight_decay, own, "Muon"),
+        ParameterGroup("embedding and head, by AdamW", weight_decay, others),
+        ParameterGroup("norms and biases, by AdamW", 0.0, vectors),
+    )
+
+
+def _is_for_muon(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and not any(part in _NOT_FOR_MUON for part in name.split("."))

@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 from mindspore.ops import operations as P
 
 from trainer.optim.adamw import AdamW
 from trainer.optim.base import Optimizer, scalar
 from trainer.optim.groups import ParameterGroup
+from trainer.optim.muon import Muon
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
 
-__all__ = ["SGD", "AdamW", "Optimizer", "build_optimizer"]
+__all__ = ["SGD", "AdamW", "Muon", "Optimizer", "build_optimizer"]
 
 
 class SGD(Optimizer):
-    """Gradient descent with momentum, PyTorch's arithmetic: d = g + decay p; b = momentum b + d; p = p - lr b."""
+    """Gradient descent with momentum, PyTorch's arithmetic: d = g + decay p; b = momentum b + d; p = p - lr b.
+
+    With nesterov the last is p = p - lr (d + momentum b).
+    """
 
     def __init__(
         self, parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig
     ) -> None:
         super().__init__(parameters, groups, ("momentum_buffer",))
         self.momentum, self.apply = scalar(settings.momentum), P.ApplyMomentum()
+        self.nesterov = settings.nesterov
 
     def rates(self, lr: float) -> Tensor:
         """The learning rate."""
@@ -34,11 +39,29 @@ class SGD(Optimizer):
     def update_one(self, name: str, parameter: Parameter, gradient: Tensor, rates: Tensor) -> None:
         if self.decay[name]:
             gradient = gradient + parameter * self.decay[name]
-        self.apply(parameter, self.state["momentum_buffer"][name], rates, gradient, self.momentum)
+        buffer = self.state["momentum_buffer"][name]
+        if not self.nesterov:
+            self.apply(parameter, buffer, rates, gradient, self.momentum)
+            return
+        # ApplyMomentum(use_nesterov=True) of MindSpore 2.10 computes something else on a CPU.
+        ops.assign(buffer, buffer * self.momentum + gradient)
+        ops.assign(parameter, parameter - (gradient + buffer * self.momentum) * rates)
 
 
 def build_optimizer(
-    parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig
+    parameters: Mapping[str, Parameter],
+    groups: Sequence[ParameterGroup],
+    settings: OptimizerConfig,
+    compiled: bool = True,
 ) -> Optimizer:
-    """The optimizer that `optimizer.type` names."""
+    """The optimizer that `optimizer.type` names.
+
+    Args:
+        parameters: To train, by name.
+        groups: As `trainer.optim.groups.parameter_groups` makes them for this type.
+        settings: The section `optimizer`.
+        compiled: Whether what an optimizer could compile is.
+    """
+    if settings.type == "Muon":
+        return Muon(parameters, groups, settings, compiled)
     return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings)

@@ -1,0 +1,106 @@
+"""Muon: momentum whose matrices are orthogonalised before they move the weights; AdamW for all that is no such matrix.
+
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the step length of Liu et al. 2025 ("Muon is scalable for
+LLM training", section 2.2), as MindSpore Transformers has it: a learning rate that fits AdamW fits Muon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import mindspore
+from mindspore import Parameter, Tensor, ops
+from mindspore.ops import operations as P
+
+from trainer.optim.adamw import AdamW
+from trainer.optim.base import Optimizer, one_for_each, scalar
+from trainer.optim.groups import ParameterGroup
+
+if TYPE_CHECKING:
+    from trainer.config import OptimizerConfig
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: small singular values grow fastest
+_EPS = 1e-7
+
+
+class Muon(Optimizer):
+    """b = momentum b + g;  d = g + momentum b (nesterov) or b;  p = p - lr decay p - lr r orthogonal(d)
+
+    r = matched_adamw_rms sqrt(max(rows, columns)) gives an update the root mean square that AdamW's has; without it
+    r = sqrt(max(1, rows / columns)), Jordan's.
+
+    Args:
+        parameters: By name; gradients come in this order.
+        groups: Those of rule Muon hold matrices; the others are updated by AdamW, with the same learning rate.
+        settings: The section `optimizer`.
+        compiled: Compile the orthogonalisation, once for each shape.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        groups: Sequence[ParameterGroup],
+        settings: OptimizerConfig,
+        compiled: bool = True,
+    ) -> None:
+        super().__init__(parameters, groups, ())
+        own = {name for group in groups if group.rule == "Muon" for name in group.parameters}
+        self.matrices = {name: parameter for name, parameter in self.parameters.items() if name in own}
+        others = {name: parameter for name, parameter in self.parameters.items() if name not in own}
+        self.adamw = AdamW(others, groups, settings)
+        buffers = {name: self.new_array(matrix, f"momentum_buffer.{name}") for name, matrix in self.matrices.items()}
+        self.state = {"momentum_buffer": buffers, **self.adamw.state}
+        self.momentum, self.nesterov = scalar(settings.momentum), settings.nesterov
+        self.steps, self.rms = settings.ns_steps, settings.matched_adamw_rms
+        self.iterate = mindspore.jit(_newton_schulz) if compiled else _newton_schulz
+        self.eps = scalar(_EPS)
+        self.coefficients = tuple(scalar(coefficient) for coefficient in _COEFFICIENTS)
+
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
+        self.updates += 1
+        given = dict(
+            zip(self.parameters, zip(gradients, one_for_each(scale, len(gradients)), strict=True), strict=True)
+        )
+        others = [given[name] for name in self.adamw.parameters]
+        self.adamw.update([gradient for gradient, _ in others], lr, [factor for _, factor in others])
+        for name, matrix in self.matrices.items():
+            self.update_matrix(name, matrix, *given[name], lr)
+
+    def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: float, lr: float) -> None:
+        """One matrix in place."""
+        if scale != 1.0:
+            gradient = gradient * scalar(scale)
+        buffer = self.state["momentum_buffer"][name]
+        ops.assign(buffer, buffer * self.momentum + gradient)
+        direction = self.orthogonal(gradient + buffer * self.momentum if self.nesterov else buffer)
+        kept = matrix * scalar(1 - lr * self.decay[name]) if self.decay[name] else matrix
+        ops.assign(matrix, kept - direction * scalar(lr * self.step_length(*matrix.shape)))
+
+    def step_length(self, rows: int, columns: int) -> float:
+        """r above."""
+        if self.rms is None:
+            return math.sqrt(max(1.0, rows / columns))
+        return self.rms * math.sqrt(max(rows, columns))
+
+    def orthogonal(self, direction: Tensor) -> Tensor:
+        """Nearly U V^T of the singular value decomposition U S V^T: singular values between about 0.7 and 1.2."""
+        tall = direction.shape[0] > direction.shape[1]
+        x = ops.transpose(direction, (1, 0)) if tall else direction
+        # The Frobenius norm is an upper bound of the largest singular value, which has to be 1 at most.
+        norm = ops.sqrt(P.MatMul(transpose_b=True)(x.reshape(1, -1), x.reshape(1, -1)).reshape(()))
+        x = x / (norm + self.eps)
+        for _ in range(self.steps):
+            x = self.iterate(x, *self.coefficients)
+        return ops.transpose(x, (1, 0)) if tall else x
+
+    def load_state(self, arrays: Mapping, updates: int) -> None:
+        super().load_state(arrays, updates)
+        self.adamw.updates = updates
+
+
+def _newton_schulz(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a x + (b A + c A A) x with A = x x^T: the polynomial a s + b s^3 + c s^5 of each singular value s."""
+    square = P.MatMul(transpose_b=True)(x, x)
+    return x * a + P.MatMul()(square * b + P.MatMul()(square, square) * c, x)
