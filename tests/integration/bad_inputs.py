@@ -166,6 +166,29 @@ ADAPTERS = (
     flag("evaluation without them", f"{_WITH} --run_mode eval --load_checkpoint {{home}}/good", "needs adapters"),
     flag("resume a whole model", f"{_WITH} --resume_training --output_dir {{home}}/good", "holds a whole model"),
 )
+_FREEZE = "seed: 1\nfreeze: "
+FREEZE = (
+    line("no such weight", "seed: 1", _FREEZE + "{include: [lm_head.wight]}", "matches no weight", "lm_head.weight"),
+    line("a part of a name", "seed: 1", _FREEZE + "{include: [layers.0]}", "freeze.include.0", "write '*layers.0*'"),
+    line("no such layer", "seed: 1", _FREEZE + "{layers: 0-2}", "freeze.layers = '0-2'", "no layer 2", "0 to 1"),
+    line("a layer in words", "seed: 1", _FREEZE + "{include: ['layers: all']}", "'all' is no layer", "0-3"),
+    line("everything", "seed: 1", _FREEZE + "{include: '*'}", "leaves nothing to train", "exclude"),
+    line("exclude alone", "seed: 1", _FREEZE + "{exclude: embeddings}", "no include", "include: ['*']"),
+    line("a number", "seed: 1", _FREEZE + "{include: 3}", "freeze.include = 3", "a text, a list or a section"),
+    line("misspelt", "seed: 1", _FREEZE + "{inculde: '*'}", "freeze.inculde", "freeze.include"),
+    flag("by flag", "--freeze.include [layers:7]", "flag --freeze.include", "there is no layer 7"),
+)
+_RECOMPUTE = "seed: 1\nrecompute_config: "
+RECOMPUTE = (
+    line("too many layers", "seed: 1", _RECOMPUTE + "{recompute: 3}", "recompute = 3", "counts layers", "has 2"),
+    line("no such layer", "seed: 1", _RECOMPUTE + "{recompute: [2]}", "recompute = [2]", "no layer 2", "0 to 1"),
+    line("in words", "seed: 1", _RECOMPUTE + "{recompute: always}", "'always' is no layer"),
+    line("a fraction", "seed: 1", _RECOMPUTE + "{recompute: 0.5}", "recompute = 0.5", "must be True or False"),
+    line("no such part", "seed: 1", _RECOMPUTE + "{select_recompute: [head]}", "'head' belongs to no part", "mlp"),
+    line("select no layer", "seed: 1", _RECOMPUTE + "{select_recompute: {mlp: [9]}}", "no layer 9"),
+    line("misspelt", "seed: 1", _RECOMPUTE + "{recompte: True}", "recompute_config.recompte", "config.recompute"),
+    flag("by flag", "--recompute_config.recompute 5", "flag --recompute_config.recompute", "counts layers"),
+)
 NUMBERS = (
     line("no accumulation", "steps: 1\n", "steps: 0\n", "gradient_accumulation_steps = 0", "at least 1"),
     line("negative accumulation", "steps: 1\n", "steps: -1\n", "gradient_accumulation_steps = -1", "at least 1"),
@@ -262,6 +285,8 @@ GROUPS = {
     "yaml": YAML,
     "model": MODEL,
     "adapters": ADAPTERS,
+    "freeze": FREEZE,
+    "recompute": RECOMPUTE,
     "number": NUMBERS,
     "data": DATA,
     "checkpoint": CHECKPOINTS,

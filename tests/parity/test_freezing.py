@@ -86,7 +86,8 @@ def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(
     """Correctness 19: frozen parameters counted in the norm, decayed by the optimizer, or given state."""
     trained = set(partial.model.trained_parameters)
     right = {name: gradient for name, gradient in gradients(full, window).items() if name in trained}
-    step = partial.step(schedule=lambda update: 0.01, optimizer=optimizer, runner_wrapper={"use_clip_grad": True, "max_grad_norm": 0.1})
+    clipping = {"use_clip_grad": True, "max_grad_norm": 0.1}
+    step = partial.step(lambda update: 0.01, optimizer=optimizer, runner_wrapper=clipping)
     norm = step(window).global_norm
     assert norm == pytest.approx(global_norm(right.values(), lambda g: float((g.astype(np.float64) ** 2).sum())))
     losses = [step(window).loss for _ in range(4)]

@@ -1,0 +1,89 @@
+"""Freezing and recomputation from the command line: what is frozen stays, what is computed again changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_helpers import arrays_of, assert_same_bits, call, column, config_of, figures, step_records, write_config
+from run_helpers import write_corpus as corpus
+
+from trainer.models.init import initial_value
+from trainer.models.shapes import parameter_shapes
+
+SECTIONS = {
+    "freeze": {"include": ["embeddings", {"layers": 0}]},
+    "recompute_config.recompute": True,
+    "model.model_config.hidden_dropout": 0.1,
+    "runner_config.gradient_accumulation_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("frozen")
+    corpus(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Path:
+    """The folder of a run from the command line, with its configuration as run.yaml."""
+    folder = home / "whole"
+    path = write_config(folder, home / "data", SECTIONS)
+    code, _, errors = call("--config", path, "--stop_step", 6, cwd=home)
+    assert code == 0, errors
+    return folder
+
+
+def test_frozen_weights_stay_byte_for_byte_and_have_no_state(trained: Path) -> None:
+    """Correctness 19. The weights of this seed are what the run began with."""
+    config = config_of(trained / "run.yaml")
+    arrays, frozen = arrays_of(trained / "output"), 0
+    state = {name.split(".", 1)[1] for name in arrays if name.startswith("optimizer/")}
+    for name, shape in parameter_shapes(config.decoder).items():
+        before, is_frozen = initial_value(name, shape, config.decoder, config.seed), ".0." in name or "embed" in name
+        assert (arrays[f"model/{name}"].tobytes() == before.tobytes()) == is_frozen, name
+        assert (name in state) != is_frozen, name
+        frozen += is_frozen
+    assert frozen == 10 and np.isfinite(column(step_records(trained / "output"), "loss")).all()
+
+
+def test_recomputing_changes_no_bit(home: Path, trained: Path) -> None:
+    path = write_config(home / "kept", home / "data", SECTIONS | {"recompute_config.recompute": False})
+    code, _, errors = call("--config", path, "--stop_step", 6, cwd=home)
+    assert code == 0, errors
+    assert figures(home / "kept" / "output") == figures(trained / "output")
+    assert_same_bits(arrays_of(home / "kept" / "output"), arrays_of(trained / "output"))
+
+
+def test_a_run_goes_on_with_the_same_weights_frozen_and_with_no_others(home: Path, trained: Path) -> None:
+    path = write_config(home / "parts", home / "data", SECTIONS)
+    assert call("--config", path, "--stop_step", 4, cwd=home)[0] == 0
+    for freeze, change in (
+        ("{include: embeddings}", "model.layers.0.input_layernorm.weight (and 8 more) was frozen and is trained now"),
+        ("{embeddings: True, layers: 0-1}", "model.layers.1.input_layernorm.weight (and 8 more) was trained"),
+    ):
+        other = ("--resume_training", "--freeze", freeze)
+        code, _, errors = call("--config", path, "--stop_step", 6, *other, cwd=home)
+        assert code == 2 and "another freeze setting" in errors and change in errors and "Fix: " in errors, errors
+    # The same in other words is the same.
+    freeze = ("--freeze", "{embeddings: True, layers: [0]}", "--recompute_config.recompute", "False")
+    code, _, errors = call("--config", path, "--stop_step", 6, "--resume_training", *freeze, cwd=home)
+    assert code == 0, errors
+    assert_same_bits(arrays_of(home / "parts" / "output"), arrays_of(trained / "output"))
+
+
+def test_the_plan_says_both(home: Path, trained: Path) -> None:
+    path = trained / "run.yaml"
+    code, printed, errors = call("plan", "--config", path, "--json", cwd=home)
+    assert code == 0, errors
+    plan = json.loads(printed)
+    shapes = parameter_shapes(config_of(path).decoder)
+    assert plan["frozen"]["tensors"] == 10
+    assert plan["weights"] + plan["frozen"]["weights"] == sum(int(np.prod(shape)) for shape in shapes.values())
+    # The lower layer is frozen with all below it: there is nothing to compute again.
+    assert "blocks of layer 1:" in plan["recompute"]
+    assert "frozen" in (trained / "output" / "plan.txt").read_text(encoding="utf-8")
