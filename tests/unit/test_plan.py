@@ -37,7 +37,8 @@ def test_it_says_where_and_how_a_run_learns(tmp_path: Path) -> None:
     values = plan_of("qwen3_tiny", runner_wrapper__clip_type="value", runner_wrapper__clip_value=0.5)
     groups = plan_of("qwen3_tiny", runner_wrapper__clip_by_group=True)
     assert (values.clipping, groups.clipping) == ("each element to at most 0.5", "norm of each group at most 1")
-    assert off.clipping == "off" and off.optimizer == {"type": "SGD", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+    assert off.clipping == "off"
+    assert off.optimizer == {"type": "SGD", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
 
 
 def test_muon_names_the_groups_that_each_rule_updates() -> None:
