@@ -102,11 +102,13 @@ def test_each_block_is_computed_once_more_and_no_more(window: list[Batch], tmp_p
         step = TinyTrainer(sections={"recompute_config": recompute, "freeze": freeze}).step()
         return operator_counts(lambda: accumulate(window[:1], step.backward).gradients[0].asnumpy(), tmp_path / name)
 
-    lower = {"layers": 0, "embeddings": True}
+    lower: dict[str, Any] = {"layers": 0, "embeddings": True}
+    trainer = TinyTrainer()
+    inputs = trainer.build_inputs(window[0])
+    forward = operator_counts(lambda: trainer.model(inputs).asnumpy(), tmp_path / "forward")
     plain, again = counts("plain", {}), counts("again", {}, recompute=True)
-    # Two products of attention forward, four backward, in each of two layers; then two forward once more.
-    assert (plain["BatchMatMul"], again["BatchMatMul"]) == (12, 16)
-    assert plain["Softmax"] + 2 == again["Softmax"]
+    assert plain["BatchMatMul"] > 2 * forward["BatchMatMul"] > 0  # the backward pass has two for each
+    assert again["BatchMatMul"] == plain["BatchMatMul"] + forward["BatchMatMul"]
     # Where no gradient flows there is nothing to compute again.
     assert counts("frozen", lower, recompute=[0]) == counts("plain frozen", lower)
 
