@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import benchmark_step_command  # noqa: E402
+import benchmark_step  # noqa: E402
 from benchmark_tools import (  # noqa: E402
     ROOT,
     SETTLING_STEPS,
@@ -186,13 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--no_compile", action="store_true",
                          help="leave torch.compile out, which compiles for half a minute every round")
     command.add_argument("--no_bare", action="store_true", help="leave the comparison with a bare loop out")
-    benchmark_step_command.add_command(commands)
+    benchmark_step.add_command(commands)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
         parser.error(f"--rounds must be at least 1 and --steps at least {SETTLING_STEPS + 2}")
     console = Console(stderr=True)
     try:
-        return {"dense": dense, "step": benchmark_step_command.step}[options.command](options, console)
+        return {"dense": dense, "step": benchmark_step.step}[options.command](options, console)
     except (RunFailed, TrainerError) as failure:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
         return 2

@@ -1,84 +1,143 @@
-#!/usr/bin/env python3
-"""Measures AdamW's update against copying what it touches: weights, gradients and both moments, once.
-
-    python scripts/benchmark_step.py [configs/bench_dense.yaml]
-
-An update is bound by memory, so the copy says what this machine can do. Both run in turns (A B A B) in this process;
-prints JSON with the medians. The target is 1.5 times the copy, with the clip factor and decay in it.
-"""
+"""`benchmark.py step`: what accumulation, clipping, loss scaling, freezing and recomputation cost."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
+from benchmark_tools import (
+    ROOT,
+    SETTLING_STEPS,
+    Line,
+    Measurement,
+    describe_machine,
+    last_json,
+    mb,
+    median_of,
+    paired_ratio,
+    render,
+    run_process,
+    run_trainer,
+)
+from rich.console import Console
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ACCUMULATIONS = (1, 2, 4, 8, 16)
+RECOMPUTE_LAYERS = 16
+ROWS_MANY, ROWS_FEW = 8, 1
+_VARIANT_LINES = {
+    "clipping": ("step, clipping every time / without", 1.02, True),
+    "dynamic scale": ("step, dynamic loss scale / without", 1.02, True),
+    "half frozen": ("step, embedding and half of the layers frozen / none", 1.0, True),
+    "recompute": ("step, every block recomputed / none", 1.4, False),
+}
 
-_SETTLING_ROUNDS = 3
 
-
-def adamw_against_copy(config_path: str = str(ROOT / "configs" / "bench_dense.yaml"), rounds: int = 30) -> dict:
-    """Medians of an update of all weights of a model and of the copy, in seconds, and their ratio.
+def accumulation_lines(runs: Mapping[int, Sequence[Measurement]]) -> list[Line]:
+    """Time per token and memory of each number of micro-batches against one micro-batch.
 
     Args:
-        config_path: Its sizes are used.
-        rounds: Of both, in turns; the first few are not counted.
+        runs: Runs by number of micro-batches, one a round.
     """
-    from mindspore import Parameter, Tensor
-
-    from trainer.config import Override, load_config
-    from trainer.models.shapes import parameter_shapes
-    from trainer.optim.groups import parameter_groups
-    from trainer.optim.optimizer import AdamW
-    from trainer.session import set_up_device
-
-    config = load_config(config_path, [Override("optimizer", "{type: AdamW, weight_decay: 0.1}")])
-    set_up_device(config, "CPU")
-    shapes, draw = parameter_shapes(config.decoder), np.random.default_rng(0)
-
-    def arrays() -> list[np.ndarray]:
-        return [draw.standard_normal(shape).astype(np.float32) for shape in shapes.values()]
-
-    parameters = {name: Parameter(Tensor(array), name=name) for name, array in zip(shapes, arrays(), strict=True)}
-    gradients = [Tensor(array) for array in arrays()]
-    optimizer = AdamW(parameters, parameter_groups(shapes, config.optimizer.weight_decay), config.optimizer)
-    sources = [arrays() for _ in range(4)]
-    targets = [[np.empty_like(array) for array in each] for each in sources]
-
-    def copy() -> None:
-        for source, target in zip(sources, targets, strict=True):
-            for array, place in zip(source, target, strict=True):
-                np.copyto(place, array)
-
-    def update() -> None:
-        optimizer.update(gradients, 1e-4, 0.5)
-
-    seconds: dict[str, list[float]] = {"copy": [], "adamw": []}
-    for _ in range(_SETTLING_ROUNDS + rounds):
-        for name, work in (("copy", copy), ("adamw", update)):
-            seconds[name].append(_seconds_of(work))
-    copied, updated = (statistics.median(seconds[name][_SETTLING_ROUNDS:]) for name in ("copy", "adamw"))
-    return {
-        "weights": sum(array.size for array in sources[0]),
-        "tensors": len(shapes),
-        "copy_seconds": copied,
-        "adamw_seconds": updated,
-        "ratio": updated / copied,
-    }
+    speeds = {number: [1 / run.tokens_per_second for run in group] for number, group in runs.items()}
+    lines = []
+    for number in list(runs)[1:]:
+        ratio, low, high = paired_ratio(speeds[number], speeds[1])
+        detail = f"{1 / statistics.median(speeds[number]):.0f} tokens/s, rounds {low:.2f} to {high:.2f}"
+        lines.append(Line(f"time per token, accumulation {number} / 1", ratio, 1.03, False, detail))
+    peaks = {number: median_of(group, lambda run: run.peak_rss_bytes) for number, group in runs.items()}
+    most = max(runs)
+    detail = f"{mb(peaks[most])} / {mb(peaks[1])}"
+    return [*lines, Line(f"peak memory, accumulation {most} / 1", peaks[most] / peaks[1], 1.05, False, detail)]
 
 
-def _seconds_of(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def variant_lines(seconds: Mapping[str, Sequence[float]]) -> list[Line]:
+    """Median step of each variant against the plain step.
+
+    Args:
+        seconds: Steps of `benchmark_variants.py` by variant.
+    """
+    plain = statistics.median(seconds["plain"])
+    lines = []
+    for name, (title, limit, binding) in _VARIANT_LINES.items():
+        median = statistics.median(seconds[name])
+        detail = f"{1000 * median:.0f} / {1000 * plain:.0f} ms"
+        lines.append(Line(title, median / plain, limit, False, detail, binding))
+    return lines
 
 
-if __name__ == "__main__":
-    print(json.dumps(adamw_against_copy(*sys.argv[1:2]), indent=1))
+def activation_bytes(many: Measurement, few: Measurement) -> float:
+    """Memory that grows with the rows of a batch, for ROWS_MANY rows; all that is constant cancels out."""
+    return (many.peak_rss_bytes - few.peak_rss_bytes) * ROWS_MANY / (ROWS_MANY - ROWS_FEW)
+
+
+def memory_line(title: str, limit: float, with_it: float, without: float) -> Line:
+    name = f"activations of {RECOMPUTE_LAYERS} layers, {title}"
+    return Line(name, with_it / without, limit, False, f"{mb(with_it)} / {mb(without)}")
+
+
+def step(options: argparse.Namespace, console: Console) -> int:
+    runs: dict[int, list[Measurement]] = {number: [] for number in ACCUMULATIONS}
+    steps = SETTLING_STEPS + 4
+    for number in range(1, options.rounds + 1):
+        for micro_batches in ACCUMULATIONS:
+            console.print(f"round {number} of {options.rounds}: accumulation {micro_batches}")
+            # As many micro-batches in each run, and at least three steps that count.
+            count = max(steps, SETTLING_STEPS + 1 + options.micro_batches // micro_batches)
+            runs[micro_batches].append(
+                run_trainer(options.trainer, options.config, count, "--gradient_accumulation_steps", str(micro_batches))
+            )
+    console.print("clipping, loss scale, freezing and recomputation in turns")
+    seconds = run_script("benchmark_variants.py", "--config", options.config)
+    console.print("AdamW against copying in turns")
+    adamw = run_script("benchmark_adamw.py", options.config)
+    memory = measure_activations(options, console, SETTLING_STEPS + 2)
+    lines = [
+        *accumulation_lines(runs),
+        *variant_lines(seconds),
+        memory_line("recomputed / none", 0.25, memory["recompute"], memory["plain"]),
+        memory_line("half of them frozen / none", 0.75, memory["frozen"], memory["plain"]),
+        Line("AdamW / copying weights, gradients and moments once", adamw["ratio"], 1.5, False,
+             f"{1000 * adamw['adamw_seconds']:.1f} / {1000 * adamw['copy_seconds']:.1f} ms"),
+    ]
+    render("The training step", lines, console)
+    print(json.dumps({
+        "benchmark": "step", "machine": describe_machine(),
+        "lines": [{**asdict(line), "verdict": line.verdict} for line in lines],
+        "runs": {str(number): [asdict(run) for run in group] for number, group in runs.items()},
+        "variants": seconds, "adamw": adamw, "activation_bytes": memory,
+    }, indent=2))
+    return int(any(line.verdict == "FAIL" for line in lines))
+
+
+def run_script(name: str, *arguments: str) -> dict:
+    """The JSON line that a script of this folder prints."""
+    return last_json(run_process([sys.executable, ROOT / "scripts" / name, *arguments]))
+
+
+def measure_activations(options: argparse.Namespace, console: Console, steps: int) -> dict[str, float]:
+    """Bytes of activations by variant, with RECOMPUTE_LAYERS layers."""
+    half = f"[embeddings, 'layers: 0-{RECOMPUTE_LAYERS // 2 - 1}']"
+    flags = {"plain": [], "recompute": ["--recompute_config.recompute", "True"], "frozen": ["--freeze.include", half]}
+    layers = ["--model.model_config.num_layers", str(RECOMPUTE_LAYERS)]
+    found = {}
+    for name, extra in flags.items():
+        console.print(f"memory with {RECOMPUTE_LAYERS} layers: {name}")
+        many, few = (
+            run_trainer(options.trainer, options.config, steps, *layers, *extra, "--batch_size", str(rows))
+            for rows in (ROWS_MANY, ROWS_FEW)
+        )
+        found[name] = activation_bytes(many, few)
+    return found
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("step", help="accumulation, clipping, loss scale, freezing, recomputation")
+    command.add_argument("--config", default=str(ROOT / "configs" / "bench_dense.yaml"))
+    command.add_argument("--trainer", type=Path, default=ROOT / "run_trainer.py", help="the program to measure")
+    command.add_argument("--rounds", type=int, default=2, help="how often every accumulation runs, in turns")
+    command.add_argument("--micro_batches", type=int, default=24, help="micro-batches of a run that count")

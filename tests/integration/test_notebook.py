@@ -12,7 +12,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_the_readme_example_trains(tmp_path: Path) -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    (example,) = [text for text in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S) if "open_training" in text]
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (example,) = (text for text in blocks if "open_training" in text)
     program = tmp_path / "notebook.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{example}", encoding="utf-8")
     done = subprocess.run([sys.executable, program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)

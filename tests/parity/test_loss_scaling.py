@@ -108,7 +108,8 @@ def test_overflows_without_end_stop_the_training(tiny: TinyTrainer, window: list
     bad = poisoned(window, 2)
     results = [step(bad) for _ in range(MOST_OVERFLOWS_IN_A_ROW - 1)]
     assert all(result.overflow for result in results)
-    with pytest.raises(RunError, match=r"10 steps in a row overflowed, the last with loss scale 2; not finite") as error:
+    message = r"10 steps in a row overflowed, the last with loss scale 2; not finite"
+    with pytest.raises(RunError, match=message) as error:
         step(bad)
     assert error.value.key == "runner_wrapper.scale_sense" and error.value.fix
 

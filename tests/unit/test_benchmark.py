@@ -14,7 +14,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import benchmark  # noqa: E402
 import benchmark_bare  # noqa: E402
-import benchmark_step_command  # noqa: E402
+import benchmark_step  # noqa: E402
 import benchmark_tools  # noqa: E402
 
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
@@ -155,7 +155,7 @@ def test_accumulation_is_judged_by_time_per_token_and_memory():
     for group, number in ((runs[2], 2), (runs[16], 16)):
         runs[number] = [benchmark.Measurement(3.5, r.steady_step_seconds, 2048 * number / r.steady_step_seconds,
                                               r.peak_rss_bytes) for r in group]
-    lines = {line.name: line for line in benchmark_step_command.accumulation_lines(runs)}
+    lines = {line.name: line for line in benchmark_step.accumulation_lines(runs)}
     assert lines["time per token, accumulation 2 / 1"].value == pytest.approx(1.0)
     assert lines["time per token, accumulation 16 / 1"].value == pytest.approx(1.05)
     assert [line.verdict for line in lines.values()] == ["pass", "FAIL", "FAIL"]
@@ -164,7 +164,7 @@ def test_accumulation_is_judged_by_time_per_token_and_memory():
 def test_variants_are_judged_by_their_medians():
     seconds = {"plain": [0.5, 0.5, 9.0], "clipping": [0.505] * 3, "dynamic scale": [0.52] * 3,
                "half frozen": [0.3] * 3, "recompute": [0.75] * 3}
-    lines = benchmark_step_command.variant_lines(seconds)
+    lines = benchmark_step.variant_lines(seconds)
     assert [round(line.value, 2) for line in lines] == [1.01, 1.04, 0.6, 1.5]
     assert [line.verdict for line in lines] == ["pass", "FAIL", "pass", "not yet"]
 
@@ -172,7 +172,7 @@ def test_variants_are_judged_by_their_medians():
 def test_activations_are_what_grows_with_the_rows():
     constant, row = 500_000_000, 10_000_000
     many, few = run(peak=constant + 8 * row), run(peak=constant + row)
-    assert benchmark_step_command.activation_bytes(many, few) == pytest.approx(8 * row)
+    assert benchmark_step.activation_bytes(many, few) == pytest.approx(8 * row)
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def _wrapper_notices(config: Config) -> Iterator[str]:
     if not wrapper.use_clip_grad and keys:
         yield f"{', '.join(keys)}: not used, runner_wrapper.use_clip_grad is False"
     if config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
-        yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell, for every layout"
+        yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
 
 
 def _set_keys(config: Config, section: str, names: tuple[str, ...]) -> list[str]:
