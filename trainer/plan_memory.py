@@ -63,24 +63,30 @@ def activations_of_token(config: Config) -> int:
         kept += halves["block"] - halves[part] + settings.hidden_size if part else halves["block"]
         working = max(working, halves[part] if part else 0)
     # Once: the head's logits, probabilities and their gradient, and what the attention's backward pass works on.
-    return kept + working + 3 * settings.vocab_size + 4 * settings.num_heads * settings.seq_length
+    return kept + working + 3 * settings.vocab_size + 4 * _scores(settings)
 
 
 def _activations_of_halves(settings: ModelConfig) -> dict[str, int]:
     """Numbers that each half of a layer keeps for a token."""
     hidden, size = settings.hidden_size, settings.head_size
     heads, keys = settings.num_heads * size, settings.kv_heads * size
-    scores = settings.num_heads * settings.seq_length
+    scores = _scores(settings)
     # Residuals, norms and what follows them; q and the output before and after each change of layout, k and v
     # likewise; the probabilities. Dropout keeps its masks.
     attention = 4 * hidden + 6 * heads + 4 * keys + scores
-    attention += hidden * bool(settings.hidden_dropout) + scores * bool(settings.attention_dropout)
+    masks = settings.num_heads * settings.seq_length + scores  # the whole mask, and its part in each half
+    attention += hidden * bool(settings.hidden_dropout) + masks * bool(settings.attention_dropout)
     # Residuals and norms again; gate, up and their product.
     mlp = (4 + bool(settings.hidden_dropout)) * hidden + 3 * settings.ffn_size
     found = {"attention": attention, "mlp": mlp}
     for name in adapted_projections(settings):
         found[half_of(name)] += _activations_of_adapter(settings, name)
     return found
+
+
+def _scores(settings: ModelConfig) -> int:
+    """Attention scores of a token in all heads: the first half of the queries meets half of the keys."""
+    return settings.num_heads * settings.seq_length * 3 // 4
 
 
 def _activations_of_adapter(settings: ModelConfig, name: str) -> int:
