@@ -14,4 +14,5 @@ export PATH="$root/.venv/bin:$PATH"
 
 python -m ruff check .
 python -m flake8 .
-python -m pytest --durations=15 "$@"
+# A file of tests stays in one process: it shares its compiled models.
+python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=15 "$@"
