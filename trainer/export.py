@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from trainer.checkpoint.adapters import merged, starting_weights
+from trainer.checkpoint.arrays import save_arrays
 from trainer.checkpoint.weights import requested_weights
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
@@ -98,15 +97,13 @@ def _check(config: Config, path: Path, merge: bool, force: bool) -> None:
 def _write(path: Path, weights: Mapping[str, np.ndarray]) -> None:
     """A whole file or none: written beside its place, flushed to the disk, and renamed."""
     unfinished = path.with_name(f".tmp-{path.name}")
-    in_order = {name: np.ascontiguousarray(array) for name, array in weights.items()}
     try:
         # transformers asks for this word, in whose name it reads tensors without conversion.
-        safetensors.numpy.save_file(in_order, unfinished, metadata={"format": "pt"})
+        save_arrays(unfinished, weights, {"format": "pt"})
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        failure = error if isinstance(error, OSError) else OSError(str(error))
-        raise write_failure(path, failure) from error
+        raise write_failure(path, error) from error

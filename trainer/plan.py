@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import check_runnable, config_notices
 from trainer.config.recompute import recompute_text, recomputed_parts
+from trainer.config.runner_schema import LossScaleSection
 from trainer.data import batch_size, estimate_rows
 from trainer.device import resolve_device
 from trainer.models.shapes import adapted_projections, all_shapes
@@ -51,6 +52,8 @@ class Plan:
         output_dir: What a run leaves goes there.
         optimizer: Its type and the numbers that the type uses.
         clipping: What is done to a large gradient, in words.
+        loss_scale: Factor on the loss in the backward pass, in words.
+        skipping: Which steps update nothing, in words; empty for none.
         schedule: Type of the learning rate schedule.
         kernels: For each kernel: asked for, chosen, why.
         groups: Parameter groups with their decay and sizes.
@@ -75,6 +78,8 @@ class Plan:
     output_dir: str
     optimizer: dict[str, Any]
     clipping: str
+    loss_scale: str
+    skipping: str
     schedule: str
     kernels: tuple[KernelChoice, ...]
     groups: tuple[Group, ...]
@@ -126,6 +131,8 @@ def build_plan(config: Config) -> Plan:
         output_dir=str(Path(config.output_dir).expanduser()),
         optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
         clipping=_clipping(config),
+        loss_scale=_loss_scale(config),
+        skipping=_skipping(config),
         schedule=config.lr_schedule.type,
         kernels=kernels,
         groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
@@ -181,6 +188,24 @@ def _clipping(config: Config) -> str:
     return f"{'norm of each group' if wrapper.clip_by_group else 'global norm'} at most {wrapper.max_grad_norm:g}"
 
 
+def _loss_scale(config: Config) -> str:
+    sense = config.runner_wrapper.scale_sense
+    if not isinstance(sense, LossScaleSection):
+        return "off" if sense == 1 else f"fixed, {sense:g}"
+    if sense.type == "FixedLossScaleUpdateCell":
+        return f"fixed, {sense.loss_scale_value:g}"
+    steps = f"x {sense.scale_factor} after {sense.scale_window} steps without overflow"
+    return f"dynamic from {sense.loss_scale_value:g}, {steps}, / {sense.scale_factor} on overflow"
+
+
+def _skipping(config: Config) -> str:
+    wrapper = config.runner_wrapper
+    if not wrapper.use_skip_data_by_global_norm:
+        return ""
+    count = wrapper.global_norm_spike_count_threshold
+    return f"steps whose norm is above {wrapper.global_norm_spike_threshold:g}; {count} in a row end the run"
+
+
 def _eval_rows(config: Config, estimate: RowEstimate) -> int | None:
     """Rows that an evaluation reads: all there are, or those of `max_batches`."""
     section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
@@ -233,6 +258,8 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
             ("steps", f"{about}{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {about}{plan.total_steps:,}{ends}"),
             ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
             ("clipping", plan.clipping),
+            ("loss scale", plan.loss_scale),
+            *([("skipped", plan.skipping)] if plan.skipping else []),
             ("schedule", plan.schedule),
         ]
     if plan.adapters:

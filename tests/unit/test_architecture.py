@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
     ("trainer.errors",),
     ("trainer.config",),
+    ("trainer.checkpoint.arrays",),
     ("trainer.ops.precision",),
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (

@@ -107,3 +107,9 @@ def test_every_form_of_scale_sense(text, value, factor, window):
 def test_bad_values_are_named(text, parts):
     message = error_of(f"runner_wrapper: {{scale_sense: {text}}}\n")
     assert all(part in message for part in parts), message
+
+
+def test_a_bad_value_in_the_section_is_told_once_and_the_number_is_not_missed():
+    message = error_of("runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_value: 0}}\n")
+    assert "must be a number" not in message and "problems" not in message
+    assert message.count("scale_sense") == 1

@@ -41,6 +41,16 @@ def test_it_says_where_and_how_a_run_learns(tmp_path: Path) -> None:
     assert off.optimizer == {"type": "SGD", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
 
 
+def test_plan_says_what_scales_the_loss_and_skips_steps() -> None:
+    off = plan_of("quickstart")
+    assert (off.loss_scale, off.skipping) == ("off", "")
+    scaled = plan_of("quickstart", runner_wrapper__scale_sense="{scale_window: 20}")
+    assert scaled.loss_scale == "dynamic from 65536, x 2 after 20 steps without overflow, / 2 on overflow"
+    fixed = plan_of("quickstart", runner_wrapper__scale_sense=128, runner_wrapper__use_skip_data_by_global_norm=True)
+    assert (fixed.loss_scale, "skipped" in plan_text(fixed)) == ("fixed, 128", True)
+    assert fixed.skipping == "steps whose norm is above 1; 10 in a row end the run"
+
+
 def test_muon_names_the_groups_that_each_rule_updates() -> None:
     plan = plan_of("qwen3_tiny", optimizer="{type: Muon, weight_decay: 0.2}")
     assert [(group.name, group.weight_decay, group.tensors) for group in plan.groups] == [

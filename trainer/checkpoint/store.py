@@ -29,6 +29,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from trainer.checkpoint.arrays import save_arrays
 from trainer.errors import RunError, UserError
 
 MARKER = "COMPLETE"
@@ -260,7 +261,7 @@ def _write_files(
     unfinished.mkdir()
     stage("made temporary folder")
     for part, arrays in tensors.items():
-        _save_arrays(unfinished / f"{part}.safetensors", arrays)
+        save_arrays(unfinished / f"{part}.safetensors", arrays)
         stage(f"wrote {part}")
     for name, text in texts.items():
         (unfinished / name).write_text(text, encoding="utf-8")
@@ -272,18 +273,6 @@ def _write_files(
         stage(f"flushed {path.name}")
     _flush_to_disk(unfinished)
     return file_bytes
-
-
-def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    # The library takes the address of an array and trusts that its elements lie in order. np.ascontiguousarray would
-    # do, but makes a scalar one-dimensional.
-    in_order = {name: np.require(array, requirements="C").reshape(array.shape) for name, array in arrays.items()}
-    try:
-        safetensors.numpy.save_file(in_order, path)
-    except safetensors.SafetensorError as error:
-        # The library gives the system's error as text only.
-        code = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error)) from error
 
 
 def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[str, int], stage: OnStage) -> Path:

@@ -37,7 +37,7 @@ def parse_config(name: str, text: str, overrides: Sequence[Override] = ()) -> Co
     found = resolve(root)
     problems += found.problems
     fill_in(found)
-    config, invalid = validate(found.data, found.positions)
+    config, invalid = validate(found.data, found.positions, told=bool(problems))
     raise_problems(problems + invalid)
     assert config is not None, "a configuration without problems is valid"
     config = config.with_source(Source(name, found.positions, tuple(notices + more + found.notices)))

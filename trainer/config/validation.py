@@ -27,16 +27,32 @@ _KINDS = {
 }
 
 
-def validate(data: dict[str, Any], positions: dict[str, Place]) -> tuple[Config | None, list[Problem]]:
-    """Validates plain values against the schema."""
+def validate(
+    data: dict[str, Any], positions: dict[str, Place], *, told: bool = False
+) -> tuple[Config | None, list[Problem]]:
+    """Validates plain values against the schema.
+
+    Args:
+        data: The values.
+        positions: Where each key stands.
+        told: Problems have been found before: a section that they left nothing of is not reported again.
+    """
     try:
         return Config.model_validate(data), []
     except ValidationError as error:
         findings: dict[tuple[str, ...], list[Any]] = {}
         for item in error.errors(include_url=False):
+            if told and item["type"] == "union_tag_not_found" and not item["input"]:
+                continue
             path = _path(item["loc"], data, absent=item["type"] == "missing")
             findings.setdefault(path, []).append(item)
-        return None, [_problem(path, items, positions) for path, items in findings.items()]
+        # Of a union's members only that is told which the value comes closest to: the one with problems further in.
+        deepest = [path for path in findings if not any(_is_within(other, path) for other in findings)]
+        return None, [_problem(path, findings[path], positions) for path in deepest]
+
+
+def _is_within(path: tuple[str, ...], section: tuple[str, ...]) -> bool:
+    return len(path) > len(section) and path[: len(section)] == section
 
 
 def _path(location: tuple[int | str, ...], data: Any, absent: bool) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Totals(Monitor):
     def on_step(self, metrics: StepMetrics) -> None:
         self._rates.append(metrics.tokens_per_second)
         if metrics.skipped:
-            self._skipped["overflow" if metrics.overflow else "other"] += 1
+            self._skipped[metrics.skipped.partition(":")[0]] += 1
         self._tokens += metrics.tokens
         self._first = self._first or metrics
         self._last = metrics

@@ -132,7 +132,7 @@ def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
         try:
             layers = layer_numbers(item.wanted, config.decoder.num_layers)
         except LayerError as error:
-            raise _error(config, item.key, item.value, str(error), "write layers: 0-3 or layers: [0, 2]") from None
+            raise _error(config, item.key, item.value, str(error), "write for example layers: 0") from None
         prefixes = tuple(layer_prefix(layer) for layer in layers)
         return [name for name in shapes if name.startswith(prefixes)]
     if item.kind == "unknown":

@@ -44,7 +44,7 @@ class StepResult:
         lr: Learning rate of the update.
         global_norm: Norm of the whole gradient, unscaled and before clipping; inf or nan on overflow.
         updated: Whether weights, optimizer and schedule moved on.
-        skipped: Why not, in words; empty when they did.
+        skipped: Why not, in words, with details behind a colon; empty when they did.
         loss_scale: Factor on the loss in this step's backward passes.
         overflow: Whether the scaled gradient was not finite.
         empty_micro_batches: Micro-batches without a valid token.
@@ -135,7 +135,7 @@ class TrainStep:
             return self.overflow(window, squares, result)
         self.loss_scale.update(overflow=False)
         if self.is_spike(norm):
-            return result(norm, f"norm {norm:.3g} is a spike")
+            return result(norm, f"spike: norm {norm:.3g}")
         names = list(self.optimizer.parameters)
         gradients, factors = clip(window.gradients, squares, names, self.wrapper, self.optimizer.group_of, scale)
         self.optimizer.update(gradients, lr, factors)
