@@ -1,9 +1,19 @@
 """Its presence puts this folder on the import path, so that every test may import the helpers beside it."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Each of several test processes keeps to a core of its own: MindSpore's threads poll, and those of two processes
+    on the same cores make each other many times slower."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -185,7 +185,8 @@ def test_the_scripts_call_what_they_promise(project: Project) -> None:
 
     output = project.run("test.sh", "tests/unit", "-k", "a b")
     calls = [line for line in output.splitlines() if line.startswith("called")]
-    pytest_arguments = ["--durations=15", "tests/unit", "-k", "a b"]
+    processes = ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
+    pytest_arguments = [*processes, "--durations=15", "tests/unit", "-k", "a b"]
     assert calls == ["called ruff ['check', '.']", "called flake8 ['.']", f"called pytest {pytest_arguments}"]
 
     (project.root / "run_trainer.py").write_text("raise SystemExit(3)")
