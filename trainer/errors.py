@@ -34,9 +34,9 @@ class TrainerError(Exception):
         message = ": ".join(part for part in (where, subject, rule) if part) + "."
         super().__init__(message + (f"\n  Fix: {fix}." if fix else ""))
 
-    def at(self, where: str) -> TrainerError:
-        """The same error, with the place that only a caller knew."""
-        return type(self)(self.rule, where=where, key=self.key, value=self._given, fix=self.fix)
+    def at(self, where: str, key: str = "") -> TrainerError:
+        """The same error, with the place, and where given the key, that only a caller knew."""
+        return type(self)(self.rule, where=where, key=key or self.key, value=self._given, fix=self.fix)
 
 
 class UserError(TrainerError):

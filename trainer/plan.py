@@ -113,7 +113,7 @@ def build_plan(config: Config) -> Plan:
     device, settings, runner = resolve_device(config), config.decoder, config.runner_config
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
-    trains = config.run_mode in ("train", "finetune")
+    trains = config.trains
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     estimate = estimate_rows(config) if trains else None

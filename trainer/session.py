@@ -51,14 +51,13 @@ def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None
     set_up_device(config, device)
     precision = resolve_precision(config.decoder, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.decoder, device, precision), precision)
-    trains = config.run_mode in ("train", "finetune")
     model = Decoder(
         config.decoder,
         kernels,
         seed=config.seed,
         compiled=config.context.mode == 0,
-        frozen=frozen_names(config) if trains else (),
-        recomputed=recomputed_parts(config) if trains else (),
+        frozen=frozen_names(config) if config.trains else (),
+        recomputed=recomputed_parts(config) if config.trains else (),
     )
     if weights is not None:
         load_weights(model, weights)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import config_of, train, write_config, write_corpus
+from run_helpers import config_of, train, write_config
 
 from trainer.data import Batch
 from trainer.errors import RunError, UserError
@@ -22,13 +22,6 @@ MODELS = {
     "qwen2": {"n_kv_heads": 2, "num_heads": 4, "qkv_has_bias": True, "mlp_has_bias": True, "attn_proj_has_bias": True},
     "scaled": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
 }
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("predict")
-    write_corpus(folder / "data")
-    return folder
 
 
 @pytest.fixture(scope="module")

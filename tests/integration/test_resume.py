@@ -16,7 +16,6 @@ from run_helpers import (
     step_records,
     train,
     write_config,
-    write_corpus,
 )
 
 from trainer.errors import EXIT_BAD_INPUT, UserError
@@ -42,13 +41,6 @@ CHANGES = {
     "eval_step_interval": 5,
     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF, "keep_checkpoint_max": 3}],
 }
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    write_corpus(folder / "data")
-    return folder
 
 
 @pytest.fixture(scope="module")

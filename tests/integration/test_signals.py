@@ -26,7 +26,6 @@ from run_helpers import (
     train,
     wait_until,
     write_config,
-    write_corpus,
 )
 
 from trainer.checkpoint.store import newest_complete
@@ -35,13 +34,6 @@ from trainer.errors import EXIT_SIGINT, EXIT_SIGTERM
 pytestmark = pytest.mark.slow
 
 LONG = {"runner_config": {"batch_size": 4, "epochs": 10_000}, "lr_schedule": {"type": "ConstantWarmUpLR"}}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("signals")
-    write_corpus(folder / "data")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -21,20 +21,12 @@ from run_helpers import (
     step_records,
     train,
     write_config,
-    write_corpus,
     write_instructions,
 )
 
 from trainer.checkpoint.weights import requested_weights
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("training")
-    write_corpus(folder / "data")
-    return folder
 
 
 @pytest.fixture(scope="module")

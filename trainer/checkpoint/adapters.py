@@ -109,7 +109,7 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) ->
                 raise UserError(rule, value=str(path), fix=fix)
             tensors = read_checkpoint(path, parts=(PART,)).tensors[PART]
         except UserError as error:
-            raise UserError(error.rule, where=where, key="adapter_id", value=error.value, fix=error.fix) from error
+            raise error.at(where, "adapter_id") from error
         check_base(found.state, config, base)
     return fitting_adapters(tensors, config, path, where)
 

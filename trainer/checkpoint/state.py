@@ -173,7 +173,7 @@ def checkpoint_to_resume(config: Config) -> Path:
     try:
         return find_checkpoint(folder, key=_KEY)
     except UserError as error:
-        raise _located(error, where) from error
+        raise error.at(where, _KEY) from error
 
 
 def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resumed:
@@ -191,7 +191,7 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
     try:
         found = read_checkpoint(path)
     except UserError as error:
-        raise _located(error, where) from error
+        raise error.at(where, _KEY) from error
     weights, optimizer = _weights_of(found, config, where), found.state["optimizer"]
     before, now = optimizer["type"], config.optimizer.type
     if before != now:
@@ -269,7 +269,3 @@ def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], wher
             fix="use the same data and settings, or --ignore_data_skip to start the data from its beginning",
         )
     return position
-
-
-def _located(error: UserError, where: str) -> UserError:
-    return UserError(error.rule, where=where, key=_KEY, value=error.value, fix=error.fix)

@@ -61,7 +61,7 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
             raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
         return read_checkpoint(found, parts=("model",)).tensors["model"]
     except UserError as error:
-        raise UserError(error.rule, where=where, key="load_checkpoint", value=error.value, fix=error.fix) from error
+        raise error.at(where, "load_checkpoint") from error
 
 
 def check_weights(

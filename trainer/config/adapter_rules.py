@@ -50,7 +50,7 @@ def _nearest_targets(targets: str) -> str:
 
 def adapter_notices(config: Config) -> Iterator[str]:
     """What a reader of the file might not expect of adapters."""
-    if config.decoder.pet_config is None or config.run_mode not in ("train", "finetune"):
+    if config.decoder.pet_config is None or not config.trains:
         return
     if not config.load_checkpoint:
         yield f"{_KEY}: the adapters train on top of random weights, as load_checkpoint names no base model"

@@ -85,7 +85,7 @@ def precision_notices(config: Config) -> Iterator[str]:
         )
     if level == "auto" and settings.compute_dtype == "float32":
         yield f"amp_level auto: matrix products stay float32, {_MODEL}.compute_dtype says so"
-    trains = config.run_mode in ("train", "finetune")
+    trains = config.trains
     if keys["float16"] and trains and config.runner_wrapper.scale_sense == 1.0:
         yield (
             f"{', '.join(dict.fromkeys(keys['float16']))}: gradients below 6e-8 become zero in float16; set"

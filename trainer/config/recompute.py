@@ -130,7 +130,7 @@ def recompute_problems(config: Config, report: Callable[..., Problem]) -> Iterat
 def recompute_notices(config: Config) -> Iterator[str]:
     """What was taken for a file's regular expressions, and what a list of numbers means."""
     settings, count = config.recompute_config, config.decoder.num_layers
-    if config.run_mode not in ("train", "finetune"):
+    if not config.trains:
         return
     if isinstance(settings.recompute, list) and settings.recompute:
         layers = layer_text(_whole(settings.recompute, count))

@@ -69,7 +69,7 @@ def _adapters(config: Config) -> list[Problem]:
 
 
 def _evaluation(config: Config) -> list[Problem]:
-    asked = "do_eval" if config.do_eval and config.run_mode in ("train", "finetune") else ""
+    asked = "do_eval" if config.do_eval and config.trains else ""
     asked = "run_mode" if config.run_mode == "eval" else asked
     if not asked or config.eval_dataset is not None or config.train_dataset.held_out:
         return []

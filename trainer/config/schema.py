@@ -245,6 +245,11 @@ class Config(Section):
         return self._source
 
     @property
+    def trains(self) -> bool:
+        """Whether the run mode is one that updates weights."""
+        return self.run_mode in ("train", "finetune")
+
+    @property
     def decoder(self) -> ModelConfig:
         """The decoder's sizes and options."""
         return self.model.settings

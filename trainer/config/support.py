@@ -68,7 +68,7 @@ def not_yet_problems(config: Config) -> list[Problem]:
 
 def _unread(config: Config, key: str) -> str:
     """Why this run does not read a data set, though it is there; empty when it does."""
-    trains = config.run_mode in ("train", "finetune")
+    trains = config.trains
     if key == "eval_dataset.data_loader":
         if trains:
             return "" if config.do_eval else "do_eval is False"

@@ -84,7 +84,7 @@ def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
 
 def freeze_notices(config: Config) -> Iterator[str]:
     """What a reader of the file might not expect of freezing."""
-    trains = config.run_mode in ("train", "finetune") and config.freeze != FreezeConfig()
+    trains = config.trains and config.freeze != FreezeConfig()
     if trains and config.decoder.tie_word_embeddings and EMBEDDING in frozen_names(config):
         yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
 

@@ -59,7 +59,7 @@ def clip(
     coefficients = {}
     for group in dict.fromkeys(groups):
         own = (square for square, its in zip(squares, groups, strict=True) if its == group)
-        coefficients[group] = clip_coefficient(math.sqrt(math.fsum(own)) / scale, wrapper.max_grad_norm)
+        coefficients[group] = clip_coefficient(global_norm(own, float) / scale, wrapper.max_grad_norm)
     return gradients, [coefficients[group] / scale for group in groups]
 
 

@@ -22,7 +22,7 @@ from trainer.errors import RunError
 from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder
 from trainer.step.accumulate import WindowGradients, accumulate
-from trainer.step.clip import clip
+from trainer.step.clip import clip, global_norm
 from trainer.step.loss_scale import build_loss_scale
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ class TrainStep:
             return result(0.0, "no token with a loss")
         squares = [self.sum_of_squares(gradient) for gradient in window.gradients]
         # Dividing the norm by the scale, and the gradients in the update, spares a pass over all of them.
-        norm = math.sqrt(math.fsum(squares)) / scale if all(map(math.isfinite, squares)) else math.nan
+        norm = global_norm(squares, float) / scale
         if not (math.isfinite(norm) and math.isfinite(window.loss)):
-            return self.overflow(window, squares, result)
+            return self.overflow(window, norm, squares, result)
         self.loss_scale.update(overflow=False)
         if self.is_spike(norm):
             return result(norm, f"spike: norm {norm:.3g}")
@@ -148,11 +148,13 @@ class TrainStep:
         outputs, gradients = self.gradients_of(self.build_inputs(batch), dropout, Tensor(np.float32(factor)))
         return outputs[1], gradients
 
-    def overflow(self, window: WindowGradients, squares: Sequence[float], result: Callable) -> StepResult:
+    def overflow(
+        self, window: WindowGradients, norm: float, squares: Sequence[float], result: Callable
+    ) -> StepResult:
         """Skips the update and lowers the scale; raises where that would hide a broken training."""
         bad_loss = self.stop_at_bad_loss and not math.isfinite(window.loss)
         if bad_loss or not self.loss_scale.active:
-            raise self.not_finite(window, squares)
+            raise self.not_finite(window, norm, squares)
         scale = self.loss_scale.value
         self.loss_scale.update(overflow=True)
         if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
@@ -193,8 +195,7 @@ class TrainStep:
             name: math.sqrt(square) / scale for name, square in zip(self.optimizer.parameters, squares, strict=True)
         }
 
-    def not_finite(self, window: WindowGradients, squares: Sequence[float]) -> RunError:
-        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else sum(squares)  # inf or nan
+    def not_finite(self, window: WindowGradients, norm: float, squares: Sequence[float]) -> RunError:
         return RunError(
             f"the loss is {window.loss} and the gradient's norm {norm} in optimizer step {self.optimizer.updates + 1}"
             f"{self.first_bad(squares)}; the weights were not updated",
