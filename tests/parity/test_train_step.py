@@ -6,6 +6,7 @@ value at most, 1e-6 asked for. A window normalised per micro-batch is off by 1e-
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Sequence
@@ -217,6 +218,19 @@ def test_training_lowers_the_loss(tiny: TinyTrainer, window: list[Batch]) -> Non
     losses = [step(window).loss for _ in range(15)]
     assert losses[-1] < 0.2 * losses[0]
     assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+
+
+def test_a_step_leaves_no_garbage(tiny: TinyTrainer, window: list[Batch]) -> None:
+    """Reference cycles would hold the activations of every micro-batch until Python's collector comes by."""
+    step = tiny.step()
+    step(window)
+    gc.collect()
+    gc.disable()
+    try:
+        step(window)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_earlier_micro_batches_are_let_go(tiny: TinyTrainer, window: list[Batch]) -> None:

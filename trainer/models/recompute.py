@@ -36,7 +36,7 @@ class Differentiable:
 
     def __init__(self, cell: nn.Cell, compiled: bool) -> None:
         self.cell, self.compiled = cell, compiled
-        self.plain = mindspore.jit(cell.construct) if compiled else cell
+        self.plain = _compile(cell) if compiled else cell
         self._forms: dict[tuple[str, tuple[int, ...]], Callable] = {}
 
     def stopped_at(self, places: tuple[int, ...]) -> Callable:
@@ -59,8 +59,26 @@ class Differentiable:
     def _form(self, name: str, places: tuple[int, ...], kind: type[nn.Cell]) -> Callable:
         if (name, places) not in self._forms:
             cell = kind(self.cell, places)
-            self._forms[name, places] = mindspore.jit(cell.construct) if self.compiled else cell
+            self._forms[name, places] = _compile(cell) if self.compiled else cell
         return self._forms[name, places]
+
+
+def _compile(cell: nn.Cell) -> Callable:
+    """`mindspore.jit` of a cell that leaves no garbage behind.
+
+    It marks each argument that carries a gradient with a reference to itself. With that, the activations of a
+    micro-batch would live until Python's collector comes by.
+    """
+    run = mindspore.jit(cell.construct)
+
+    def call(*arguments):
+        result = run(*arguments)
+        for argument in arguments:
+            if argument is not None:
+                vars(argument).pop("__ms_origin_object__", None)
+        return result
+
+    return call
 
 
 class LayerPart:
