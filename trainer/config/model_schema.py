@@ -323,6 +323,40 @@ class ModelConfig(Section):
         return -(-width // self.multiple_of) * self.multiple_of
 
     @property
+    def experts(self) -> MoEConfig | None:
+        """The mixture of experts; None for a dense model."""
+        return self.moe_config if self.moe_config is not None and self.moe_config.expert_num > 1 else None
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert."""
+        return (self.moe_config and self.moe_config.moe_intermediate_size) or self.ffn_size
+
+    @property
+    def shared_expert_size(self) -> int:
+        """Width of the shared experts together, which are one wide expert; 0 without."""
+        moe = self.experts
+        if moe is None:
+            return 0
+        return moe.moe_shared_expert_intermediate_size or moe.shared_expert_num * self.expert_size
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether a layer has experts; multi-token modules count on from num_layers."""
+        moe = self.experts
+        if moe is None or layer < (moe.first_k_dense_replace or 0):
+            return False
+        if layer >= self.num_layers:
+            return True
+        if isinstance(moe.moe_layer_freq, list):
+            return bool(moe.moe_layer_freq[layer])
+        return layer % moe.moe_layer_freq == 0
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers with experts, those of multi-token modules at the end."""
+        return tuple(layer for layer in range(self.num_layers + self.mtp_depth) if self.is_moe_layer(layer))
+
+    @property
     def max_positions(self) -> int:
         """Longest context in tokens."""
         return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings

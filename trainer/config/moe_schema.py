@@ -1,6 +1,7 @@
 """Mixture of experts: YAML ``moe_config``."""
 
 # No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+import math
 from typing import Literal
 
 from trainer.config.fields import Section, setting
@@ -23,9 +24,9 @@ class MoEConfig(Section):
     num_experts_chosen: int = setting(
         1, "Experts each token goes to. Default 1.", ge=1, aliases=("num_experts_per_tok", "moe_router_topk")
     )
-    capacity_factor: float = setting(
-        1.1,
-        "Room of an expert, as a multiple of its fair share; -1: no bound. Default 1.1.",
+    capacity_factor: float | None = setting(
+        None,
+        "Room of an expert, as a multiple of its fair share; -1: no bound. Default null: no bound, with enable_sdrop 1.1.",
         aliases=("moe_expert_capacity_factor",),
     )
     enable_sdrop: bool = setting(False, "Drop tokens over capacity in order of position. Default False.")
@@ -123,3 +124,42 @@ class MoEConfig(Section):
     callback_moe_droprate: bool = setting(
         False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback). Default False."
     )
+
+    @property
+    def score_function(self) -> str:
+        """What turns the router's logits into scores: softmax or sigmoid."""
+        return self.scoring_func or ("sigmoid" if self.use_gating_sigmoid else "softmax")
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether a bias on the scores takes part in the choice of experts, and only there."""
+        return self.balance_via_topk_bias or self.topk_method == "noaux_tc"
+
+    @property
+    def group_score(self) -> str:
+        """How a group of experts is scored: by its two best experts together, or by its best."""
+        return "two_best" if self.has_choice_bias or self.score_function == "sigmoid" else "best"
+
+    @property
+    def room(self) -> float | None:
+        """The capacity factor in force; None when training drops nothing."""
+        factor = 1.1 if self.capacity_factor is None and self.enable_sdrop else self.capacity_factor
+        return None if self.use_gmm or factor == -1 else factor
+
+    @property
+    def drop_policy(self) -> str:
+        """Which tokens over capacity go: those of the lowest probability, or the last by position."""
+        by_position = self.enable_sdrop or self.moe_token_drop_policy == "position"
+        return "position" if by_position else "probability"
+
+    def capacity(self, tokens: int) -> int | None:
+        """Most tokens of an expert among so many; None for no bound.
+
+        GShard (Lepikhin et al. 2020, section 2.2): an equal share of all assignments, times the factor, rounded up.
+        """
+        if self.room is None:
+            return None
+        from fractions import Fraction  # here: start-up does not need it
+
+        # Exact: in binary, 1.1 x 10 is a little more than 11.
+        return min(tokens, math.ceil(Fraction(str(self.room)) * self.num_experts_chosen * tokens / self.expert_num))
