@@ -19,12 +19,14 @@ def rms_norm(x_ND: np.ndarray, weight_D: np.ndarray, eps: float) -> np.ndarray:
     return x_ND / np.sqrt((x_ND**2).mean(-1, keepdims=True) + eps) * weight_D
 
 
-def rotary(x_NC: np.ndarray, cos_Nd: np.ndarray, sin_Nd: np.ndarray) -> np.ndarray:
-    """Turns each pair (x[i], x[i + d/2]) of a head by its angle, which the tables hold at i and again at i + d/2."""
-    size = cos_Nd.shape[1]
-    half = size // 2
-    out_NC = np.empty_like(x_NC)
-    for start in range(0, x_NC.shape[1], size):
+def rotary(x_NC: np.ndarray, cos_Nd: np.ndarray, sin_Nd: np.ndarray, size: int | None = None) -> np.ndarray:
+    """Turns each pair (x[i], x[i + d/2]) of a head by its angle, which the tables hold at i and again at i + d/2.
+
+    Heads of another `size` than the tables' d keep what follows their first d numbers.
+    """
+    half = cos_Nd.shape[1] // 2
+    out_NC = x_NC.copy()
+    for start in range(0, x_NC.shape[1], size or 2 * half):
         for i in range(half):
             first, second = x_NC[:, start + i], x_NC[:, start + half + i]
             out_NC[:, start + i] = first * cos_Nd[:, i] - second * sin_Nd[:, i]

@@ -131,6 +131,7 @@ YAML = (
 MODEL = (
     line("heads and hidden size", "num_heads: 2", "num_heads: 3", "num_heads", "hidden_size", "16"),
     line("key heads", "num_heads: 2", "num_heads: 2\n    n_kv_heads: 4", "n_kv_heads", "4"),
+    line("odd rotated size", "num_heads: 2", "num_heads: 2\n    rotary_pct: 0.1", "rotary_pct", "0.1"),
     line("odd head size", "num_heads: 2", "num_heads: 2\n    head_dim: 7", "head_dim", "7"),
     line("zero layers", "num_layers: 2", "num_layers: 0", "num_layers = 0", "at least 1"),
     line("vocabulary below bytes", "vocab_size: 257", "vocab_size: 200", "vocab_size = 200", "257"),

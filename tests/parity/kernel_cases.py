@@ -66,20 +66,24 @@ def rms_norm_case() -> Case:
     )
 
 
-def rotary_case() -> Case:
-    half_Nd = RANDOM.uniform(0, 7, (N, SIZE // 2))
+def rotary_case(rotated: int = SIZE) -> Case:
+    half_Nd = RANDOM.uniform(0, 7, (N, rotated // 2))
     angles_Nd = np.concatenate([half_Nd, half_Nd], -1)
     cos_Nd, sin_Nd = np.cos(angles_Nd).astype(np.float32), np.sin(angles_Nd).astype(np.float32)
+    rest = ((0, 0), (0, SIZE - rotated))
+    tables = reference.rotary_tables(np.pad(cos_Nd, rest, constant_values=1), np.pad(sin_Nd, rest), HEADS)
 
     def plain(x: Tensor) -> Tensor:
         x_NHd = x.reshape(N, HEADS, SIZE)
-        first, second = x_NHd[..., : SIZE // 2], x_NHd[..., SIZE // 2 :]
+        first, second = x_NHd[..., : rotated // 2], x_NHd[..., rotated // 2 : rotated]
         turned_NHd = ops.concat((-second, first), -1)
-        return (x_NHd * Tensor(cos_Nd[:, None]) + turned_NHd * Tensor(sin_Nd[:, None])).reshape(x.shape)
+        out_NHd = x_NHd[..., :rotated] * Tensor(cos_Nd[:, None]) + turned_NHd * Tensor(sin_Nd[:, None])
+        parts = (out_NHd, x_NHd[..., rotated:]) if rotated < SIZE else (out_NHd,)
+        return ops.concat(parts, -1).reshape(x.shape)
 
     return Case(
-        lambda: reference.Rotary(SIZE), [normal(N, HEADS * SIZE)], list(reference.rotary_tables(cos_Nd, sin_Nd, HEADS)),
-        lambda x: numpy_kernels.rotary(x, cos_Nd.astype(np.float64), sin_Nd.astype(np.float64)), plain,
+        lambda: reference.Rotary(SIZE, rotated), [normal(N, HEADS * SIZE)], list(tables),
+        lambda x: numpy_kernels.rotary(x, cos_Nd.astype(np.float64), sin_Nd.astype(np.float64), SIZE), plain,
     )
 
 
@@ -137,6 +141,7 @@ CASES = {
     "linear_bias": linear_bias_case(),
     "rms_norm": rms_norm_case(),
     "rotary": rotary_case(),
+    "rotary_of_half_a_head": rotary_case(SIZE // 2),
     "swiglu": swiglu_case(),
     "attention": attention_case(HEADS),
     "attention_grouped": attention_case(2),

@@ -17,6 +17,7 @@ DERIVED = {
     # Read through a property of its section, by the name of the property.
     "n_kv_heads": "kv_heads",
     "head_dim": "head_size",
+    "rotary_pct": "rotary_size",
     "intermediate_size": "ffn_size",
     "multiple_of": "ffn_size",
     "ffn_dim_multiplier": "ffn_size",

@@ -408,7 +408,8 @@ def test_rope_parameters_of_transformers_5():
     assert (flagged.decoder.rope_scaling.factor, flagged.decoder.rope_theta) == (8, 9.0)
     message = error_of(text + "  rope_theta: 1e6\n")
     assert "a.yaml:3: model.model_config.rope_theta = 1000000.0: disagrees with a.yaml:2" in message
-    assert "not yet" in error_of("model_config: {rope_parameters: {partial_rotary_factor: 0.5}}\n")
+    partial = load("model_config: {head_dim: 16, rope_parameters: {partial_rotary_factor: 0.5}}\n").decoder
+    assert (partial.rotary_pct, partial.rotary_size) == (0.5, 8)
 
 
 def test_windows_that_are_off_change_nothing_and_others_are_not_yet():

@@ -85,6 +85,13 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
         ),
         ("model_config: {hidden_size: 12, num_heads: 4}\n", ["a head has 3 numbers", "must be even"]),
         ("model_config: {head_dim: 5}\n", ["model.model_config.head_dim = 5", "must be even"]),
+        (
+            "model_config: {head_dim: 24, rotary_pct: 0.55}\n",
+            ["rotary_pct = 0.55: rotates 13 of a head's 24 numbers", "write 0.5 for 12 of them"],
+        ),
+        ("model_config: {head_dim: 24, rotary_pct: 0.04}\n", ["rotates 0 of a head's 24", "write 0.083334 for 2 of"]),
+        ("model_config: {rotary_pct: 0.0}\n", ["rotary_pct = 0.0: must be greater than 0"]),
+        ("model_config: {rotary_pct: 1.5}\n", ["rotary_pct = 1.5: must be at most 1"]),
         ("model_config: {num_heads: 4, n_kv_heads: 3}\n", ["n_kv_heads = 3: must divide num_heads (4)", "use 2"]),
         ("model_config: {num_heads: 4, n_kv_heads: 8}\n", ["n_kv_heads = 8: must divide num_heads (4)"]),
         ("model_config: {position_embedding_type: yarn}\n", ["rope_scaling is absent", "rope_type: yarn"]),

@@ -112,6 +112,18 @@ def test_rotary_tables_by_their_formula() -> None:
             assert sin[position, i] == sin[position, i + 8] == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+def test_the_part_of_a_head_that_is_not_rotated_has_cosine_1_and_sine_0() -> None:
+    """As Hugging Face does it: the frequencies are those of a head of the rotated width, its attention factor too."""
+    narrow = settings_of(head_dim=12, rope_scaling=yarn(attention_factor=0.7), max_position_embeddings=256)
+    partial = settings_of(rotary_pct=0.75, rope_scaling=yarn(attention_factor=0.7), max_position_embeddings=256)
+    assert partial.rotary_size == 12 and partial.head_size == 16
+    cos, sin = rotary_angles(partial, 40)
+    assert cos.shape == sin.shape == (40, 16) and cos.dtype == sin.dtype == np.float32
+    for table, whole, rest in ((cos, rotary_angles(narrow, 40)[0], 1), (sin, rotary_angles(narrow, 40)[1], 0)):
+        np.testing.assert_array_equal(table[:, :12], whole)
+        assert (table[:, 12:] == rest).all()
+
+
 @pytest.mark.parametrize(
     "scaling",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from trainer.config.adapter_rules import adapter_problems
@@ -46,6 +47,16 @@ def _heads(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
             getattr(decoder, key),
             f"a head has {decoder.head_size} numbers, and rotary positions turn pairs of them: the width must be even",
             "choose hidden_size and num_heads, or head_dim, so that a head is even",
+        )
+    elif decoder.rotary_size % 2 or not decoder.rotary_size:
+        turned = decoder.rotary_size
+        even = max(2 * round(turned / 2), 2)
+        part = math.ceil(even / decoder.head_size * 1e6) / 1e6  # rounded up: the product is cut to a whole number
+        yield report(
+            f"{_KEY}.rotary_pct",
+            decoder.rotary_pct,
+            f"rotates {turned} of a head's {decoder.head_size} numbers, and rotary positions turn pairs of them",
+            f"write {part:g} for {even} of them",
         )
     if heads % decoder.kv_heads:
         yield report(

@@ -215,8 +215,8 @@ class ModelConfig(Section):
     ffn_concat: bool = ignored(False, "One matrix for gate and up.", _SEPARATE, aliases=("mlp_concat",))
     mla_qkv_concat: bool = ignored(False, "One matrix for query, key and value.", _SEPARATE)
     gated_linear_unit: bool = not_yet(True, "A gate in the feed-forward layer.", "it always has one; leave it True")
-    rotary_pct: float = not_yet(
-        1.0, "Part of a head that is rotated.", "a whole head is; leave it 1.0", aliases=("partial_rotary_factor",)
+    rotary_pct: float = setting(
+        1.0, "Part of a head that is rotated. Default 1.", gt=0, le=1, aliases=("partial_rotary_factor",)
     )
     bias_dropout_fusion: bool = ignored(False, "Fuse bias and dropout.", _ASCEND_ONLY)
     attention_softmax_in_fp32: bool = ignored(True, "Dtype of the attention's softmax.", "softmax_compute_type says it")
@@ -311,6 +311,11 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         """Width of a head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head, from its first, are rotated."""
+        return int(self.head_size * self.rotary_pct)
 
     @property
     def ffn_size(self) -> int:

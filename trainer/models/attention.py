@@ -37,7 +37,7 @@ class AttentionLayer(nn.Cell):
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
         self.query_norm = kernels.rms_norm(self.head_size, settings.rms_norm_eps)
         self.key_norm = kernels.rms_norm(self.head_size, settings.rms_norm_eps)
-        self.query_rotary, self.key_rotary = kernels.rotary(self.head_size), kernels.rotary(self.head_size)
+        self.query_rotary, self.key_rotary = (kernels.rotary(self.head_size, settings.rotary_size) for _ in range(2))
         self.attention = kernels.attention(settings.num_heads, settings.kv_heads, self.head_size)
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):

@@ -23,16 +23,19 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
         positions: How many positions, from 0.
 
     Returns:
-        cos, sin: float32 [positions, head_size]; the second half repeats the first.
+        cos, sin: float32 [positions, head_size]. Of the rotated width, the second half repeats the first; the rest of a
+        head has cosine 1 and sine 0.
     """
-    size = settings.head_size
+    size = settings.rotary_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
     frequencies, factor = 1.0 / settings.rope_theta**exponents, 1.0
     if settings.rope_scaling is not None and settings.rope_scaling.rope_type != "default":
         frequencies, factor = _scale(frequencies, settings, settings.rope_scaling)
     angles = np.outer(np.arange(positions), frequencies)
     angles = np.concatenate([angles, angles], axis=-1)
-    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
+    kept = ((0, 0), (0, settings.head_size - size))
+    cos, sin = np.pad(np.cos(angles) * factor, kept, constant_values=1.0), np.pad(np.sin(angles) * factor, kept)
+    return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
@@ -55,7 +58,7 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling, trained_length: int) 
 
 def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, trained_length: int) -> np.ndarray:
     """A linear ramp over the dimensions from kept (many rotations in the trained length) to divided (few)."""
-    size = settings.head_size
+    size = settings.rotary_size
 
     def dimension(rotations: float) -> float:
         return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_theta))

@@ -9,7 +9,7 @@ kernel             call                                                 returns
 =================  ===================================================  ==================================
 Linear             (x_NI, weight_OI[, bias_O])                          y_NO
 RmsNorm(size,eps)  (x_ND, weight_D)                                     y_ND
-Rotary(d)          (x_NC, tables)                                       x rotated, [N, C]
+Rotary(d, r)       (x_NC, tables)                                       x rotated, [N, C]
 SwiGLU             (gate_NF, up_NF)                                     silu(gate) * up, [N, F]
 Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, late_mask, dropout)         o_NC
 CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of the token losses, scalar
@@ -19,7 +19,8 @@ CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of t
 x, y and what flows between kernels have the dtype of the matrix products; weights and the residual stream arrive in
 float32, and so do gradients of weights leave.
 
-N = B * T tokens of a micro-batch of B rows of T tokens; C = heads * d; K = key/value heads * d.
+N = B * T tokens of a micro-batch of B rows of T tokens; C = heads * d; K = key/value heads * d; r columns of the d of a
+head are rotated.
 
 Every call site owns its own instance: one `nn.Cell` with a `bprop` that is called twice inside one compiled function
 makes MindSpore 2.10 mix up the two forward results in the backward pass, without an error

@@ -29,8 +29,9 @@ class RmsNorm(nn.Cell):
 class Rotary(nn.Cell):
     """rotary_position_embedding, mode 0: the first half of a head is paired with the second. One dtype for all."""
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
         super().__init__()
+        assert rotated_size in (None, head_size), "select.py chooses the reference where part of a head is rotated"
         self.head_size = head_size
 
     def construct(self, x_NC, cos_N1d, sin_N1d):

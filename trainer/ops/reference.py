@@ -90,12 +90,13 @@ class Rotary(nn.Cell):
     """x cos + rotate_half(x) sin for every head (Su et al. 2021, equation 34, in the two-halves layout of Llama).
 
     rotate_half is a product with a signed permutation: one small MatMul instead of a split, a negation and a
-    concatenation.
+    concatenation. Where only the first `rotated_size` columns of a head turn, it is zero for the others, whose cosine
+    is 1 and sine 0: they pass unchanged.
     """
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
         super().__init__()
-        half = head_size // 2
+        half = (rotated_size or head_size) // 2
         rotate = np.zeros((head_size, head_size), np.float32)
         rotate[np.arange(half) + half, np.arange(half)] = -1
         rotate[np.arange(half), np.arange(half) + half] = 1

@@ -58,12 +58,21 @@ def _choose(
         return KernelChoice(kernel, asked, REFERENCE, f"{why}; device is {device}")
     if not wanted:
         return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
-    if kernel != "attention":
-        return KernelChoice(kernel, asked, operator, f"fused operator of {device}")
-    obstacle = _flash_attention_obstacle(settings, precision.compute.dtype)
+    obstacle = _obstacle(kernel, settings, precision)
     if obstacle:
         return KernelChoice(kernel, asked, REFERENCE, obstacle)
-    return KernelChoice(kernel, asked, operator, f"fused operator of {device}; its softmax is float32")
+    more = "; its softmax is float32" if kernel == "attention" else ""
+    return KernelChoice(kernel, asked, operator, f"fused operator of {device}{more}")
+
+
+def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
+    """Why the fused operator cannot compute this model's part; empty when it can."""
+    if kernel == "attention":
+        return _flash_attention_obstacle(settings, precision.compute.dtype)
+    if kernel == "rotary_embedding" and settings.rotary_size != settings.head_size:
+        part = f"{settings.rotary_size} of it turn (rotary_pct {settings.rotary_pct:g})"
+        return f"rotary_position_embedding turns a whole head of {settings.head_size}, here {part}"
+    return ""
 
 
 def _flash_attention_obstacle(settings: ModelConfig, compute_dtype: str) -> str:
