@@ -23,6 +23,7 @@ from trainer.flags import FLAGS, Arguments, split_arguments
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.plan import Plan
 
 _COMMANDS = ("train", "plan", "export", "doctor", "schema")
 # A paragraph is one line: the terminal's width breaks it.
@@ -146,14 +147,28 @@ def _train(context: typer.Context) -> int:
 
 
 def _plan(context: typer.Context, json_: bool) -> int:
-    from trainer.plan import build_plan, plan_dict, plan_sections
+    from trainer.plan import plan_dict, plan_sections
 
-    plan = build_plan(_load(context.obj))
+    plan = _built_plan(_load(context.obj))
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
         _print_sections(plan_sections(plan))
     return EXIT_OK
+
+
+def _built_plan(config: Config) -> Plan:
+    """The plan, and with `resume_training` the checkpoint found, read and checked as a run would."""
+    from trainer.plan import build_plan
+
+    plan = build_plan(config)
+    if not (config.trains and config.resume_training):
+        return plan
+    from trainer.checkpoint.state import checkpoint_to_resume, data_layout, plan_resumed, read_resumed
+
+    # Nothing is tokenized for a plan: whether the text is that of before, the run will see.
+    layout = data_layout(config, plan.rows if plan.rows_exact else None, None)
+    return plan_resumed(plan, read_resumed(checkpoint_to_resume(config), config, layout))
 
 
 def _export(context: typer.Context, output: str | None, adapter: str | None, merge: bool, force: bool) -> int:

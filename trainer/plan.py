@@ -70,6 +70,7 @@ class Plan:
         memory_bytes: Estimated peak by part, and their total.
         eval_rows: Rows of an evaluation, None without.
         notices: What the user should know.
+        resumed: The checkpoint that the run goes on from and where that is, in words; empty for a fresh start.
     """
 
     run_mode: str
@@ -101,6 +102,7 @@ class Plan:
     memory_bytes: dict[str, int]
     eval_rows: int | None
     notices: tuple[str, ...]
+    resumed: str = ""
 
 
 def build_plan(config: Config) -> Plan:
@@ -253,6 +255,7 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
         step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
         ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
         rows += [
+            *([("resumes", plan.resumed)] if plan.resumed else []),
             ("data", f"{about}{plan.rows:,} rows an epoch"),
             ("optimizer step", f"{step}, {plan.tokens_per_step:,} tokens"),
             ("steps", f"{about}{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {about}{plan.total_steps:,}{ends}"),

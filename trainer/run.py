@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.adapters import base_record, starting_weights
-from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, read_resumed, save
+from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, plan_resumed, read_resumed, save
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import check_runnable, config_notices, dump_config
 from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
@@ -134,13 +134,14 @@ class _Training:
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config)
         self.data = _build_data(config, notices.append)
-        self.layout = data_layout(config, self.data.rows)
+        self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content)
         # A run that resumes takes its weights from the checkpoint it resumes from.
         self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
         self.weights = self.resumed.weights if self.resumed else starting_weights(config)
         self.base = base_record(config, self.weights) if config.decoder.pet_config is not None else None
         if self.resumed:
-            self.position = self.resumed.position
+            self.position, plan = self.resumed.position, plan_resumed(plan, self.resumed)
+            notices += self.resumed.notices
         window, epochs = config.runner_config.gradient_accumulation_steps, config.runner_config.epochs
         self.steps_per_epoch = -(-self.data.loader.batches_per_epoch // window)
         total_steps = self.steps_per_epoch * epochs
@@ -276,7 +277,7 @@ class _Training:
             self.session.model,
             self.optimizer,
             step_state=self.step.state(),
-            optimizer_type=self.config.optimizer.type,
+            config=self.config,
             layout=self.layout,
             base=self.base,
             keep_max=self.keep_max,

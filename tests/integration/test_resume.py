@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from run_helpers import (
     write_config,
 )
 
+from trainer.cli import dispatch
 from trainer.errors import EXIT_BAD_INPUT, UserError
 
 pytestmark = pytest.mark.slow
@@ -125,6 +127,83 @@ def test_ignoring_the_data_starts_it_from_the_beginning(path: Path, whole: Path,
     assert column(records, "epoch") == [1, 1]
     assert column(records, "lr") == column(step_records(whole), "lr")[HALF : HALF + 2]  # the schedule goes on
     assert records[0]["loss"] < step_records(whole)[0]["loss"] - 0.3  # and so do the weights
+
+
+def plan_of(path: Path, capsys: pytest.CaptureFixture, **flags: object) -> dict:
+    """What `plan --json` says."""
+    pairs = [text for name, value in flags.items() for text in (f"--{name.replace('__', '.')}", str(value))]
+    assert dispatch(["plan", "--json", "--config", str(path), *pairs]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_plan_says_where_a_run_would_go_on(path: Path, whole: Path, capsys: pytest.CaptureFixture) -> None:
+    plan = plan_of(path, capsys, output_dir=whole, resume_training=f"step-{HALF:08d}")
+    steps_per_epoch = column(step_records(whole), "epoch").count(1)
+    epoch, batch = 1 + HALF // steps_per_epoch, 1 + WINDOW * (HALF % steps_per_epoch)
+    place = f"step {HALF} is done, goes on with step {HALF + 1} (epoch {epoch}, micro-batch {batch})"
+    assert plan["resumed"] == f"{whole / 'checkpoints' / f'step-{HALF:08d}'}: {place}"
+    assert plan["notices"] == []
+    assert plan_of(path, capsys, output_dir=whole, resume_training=True)["resumed"].endswith("nowhere: all is done")
+    assert plan_of(path, capsys, output_dir=whole)["resumed"] == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"resume_training": "step-00000099"}, "no such checkpoint"),
+        ({"optimizer__type": "SGD"}, "made with AdamW"),
+        ({"runner_config__batch_size": 2}, "batch_size was 4 and is 2"),
+        ({"train_dataset__data_loader__num_samples": 40}, "and is 40"),
+        ({"model__model_config__num_layers": 3}, "lacks model.layers.2."),
+        ({"output_dir": "/nowhere"}, "there is nothing to resume"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_the_plan_refuses_what_a_run_would(
+    path: Path, whole: Path, capsys: pytest.CaptureFixture, flags: dict, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_of(path, capsys, **{"output_dir": whole, "resume_training": True, **flags})
+
+
+def test_settings_that_changed_since_the_checkpoint_are_told(
+    path: Path, whole: Path, home: Path, capsys: pytest.CaptureFixture
+) -> None:
+    output = home / "changed"
+    shutil.copytree(whole, output)
+    flags = {
+        "output_dir": output, "resume_training": f"step-{HALF:08d}", "do_eval": False,
+        "lr_schedule__learning_rate": 0.02, "amp_level": "O2", "runner_wrapper__max_grad_norm": 0.5,
+        "runner_wrapper__scale_sense": 128, "model__model_config__top_k": 3,
+    }  # fmt: skip
+    expected = (
+        f"differs from the run that made step-{HALF:08d}: lr_schedule.learning_rate 0.01 -> 0.02,"
+        " runner_wrapper.max_grad_norm 0.7 -> 0.5, runner_wrapper.scale_sense.type DynamicLossScaleUpdateCell -> not"
+        " set, amp_level not set -> O2, runner_wrapper.scale_sense not set -> 128"
+    )
+    assert expected in plan_of(path, capsys, **flags)["notices"]
+    train(path, **flags, runner_config__stop_step=HALF + 1)
+    assert expected in capsys.readouterr().out
+    assert "resumes" in (output / "plan.txt").read_text()
+    flags["resume_training"] = True  # its checkpoint remembers what it was made with
+    assert not any("differs" in notice for notice in plan_of(path, capsys, **flags)["notices"])
+
+
+def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
+    path: Path, whole: Path, home: Path, capsys: pytest.CaptureFixture
+) -> None:
+    output = home / "older"
+    shutil.copytree(whole, output)
+    checkpoint = output / "checkpoints" / f"step-{HALF:08d}"
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["settings"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    marker = json.loads((checkpoint / "COMPLETE").read_text())
+    marker["file_bytes"]["state.json"] = (checkpoint / "state.json").stat().st_size
+    (checkpoint / "COMPLETE").write_text(json.dumps(marker))
+    flags = {"output_dir": output, "resume_training": checkpoint.name, "lr_schedule__learning_rate": 0.02}
+    plan = plan_of(path, capsys, **flags)
+    assert f"goes on with step {HALF + 1}" in plan["resumed"] and plan["notices"] == []
 
 
 def refusal(path: Path, output: Path, **flags: object) -> str:

@@ -9,7 +9,7 @@ Finding, reading and checking a checkpoint needs no MindSpore, so what is wrong 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from trainer.checkpoint.adapters import (
     description,
     fitting_adapters,
 )
+from trainer.checkpoint.changes import changed_settings, settings_record
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, write_checkpoint
 from trainer.checkpoint.weights import check_weights
 from trainer.errors import UserError
@@ -32,9 +33,9 @@ from trainer.optim.freeze import trained_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.data import RowDataset
     from trainer.models.decoder import Decoder
     from trainer.optim.optimizer import Optimizer
+    from trainer.plan import Plan
 
 _KEY = "resume_training"
 
@@ -66,6 +67,8 @@ class Resumed:
         optimizer: Its state, by `kind.parameter`.
         updates: How many the optimizer has made.
         step: State of the training step (loss scale); None in a checkpoint from before it had one.
+        path: The checkpoint.
+        notices: What is not as it was in the run that made it.
     """
 
     position: Position
@@ -73,12 +76,19 @@ class Resumed:
     optimizer: dict[str, np.ndarray]
     updates: int
     step: dict[str, Any] | None
+    path: Path
+    notices: tuple[str, ...]
 
 
-def data_layout(config: Config, rows: RowDataset) -> dict[str, Any]:
-    """What a position in the data means: with another value of any of these it would be another place."""
+def data_layout(config: Config, num_rows: int | None, content: str | None) -> dict[str, Any]:
+    """What a position in the data means: with another value of any of these it would be another place.
+
+    Args:
+        config: Of the run.
+        num_rows, content: Of the training data, see `RowDataset`; None leaves out what is not known yet.
+    """
     train, runner = config.train_dataset, config.runner_config
-    return {
+    layout = {
         "seed": config.seed,
         "batch_size": runner.batch_size,
         "gradient_accumulation_steps": runner.gradient_accumulation_steps,
@@ -86,9 +96,10 @@ def data_layout(config: Config, rows: RowDataset) -> dict[str, Any]:
         "shuffle": train.data_loader.shuffle,
         "drop_remainder": train.drop_remainder,
         "held_out": train.held_out,
-        "rows": rows.num_rows,
-        "content": rows.content,
+        "rows": num_rows,
+        "content": content,
     }
+    return {key: value for key, value in layout.items() if value is not None}
 
 
 def save(
@@ -98,7 +109,7 @@ def save(
     optimizer: Optimizer,
     *,
     step_state: Mapping[str, Any],
-    optimizer_type: str,
+    config: Config,
     layout: Mapping[str, Any],
     base: Mapping[str, Any] | None,
     keep_max: int,
@@ -109,7 +120,7 @@ def save(
         folder: Of the run's checkpoints.
         position, model, optimizer: What to write.
         step_state: Of the training step, see `TrainStep.state`.
-        optimizer_type: Of the configuration.
+        config: Of the run.
         layout: See `data_layout`.
         base: With adapters, which alone are written: what they were trained on, see `base_record`.
         keep_max: Checkpoints to keep.
@@ -125,8 +136,9 @@ def save(
     tensors = {part: arrays, "optimizer": optimizer.state_arrays()}
     state = {
         "position": asdict(position),
-        "optimizer": {"type": optimizer_type, "updates": optimizer.updates},
+        "optimizer": {"type": config.optimizer.type, "updates": optimizer.updates},
         "step": dict(step_state),
+        "settings": settings_record(config),
         "data": dict(layout),
     }
     state |= {"base": dict(base)} if base is not None else {}
@@ -205,7 +217,19 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
     _check_same_freeze(found, config, where)
     position = _position(found, config, layout, where)
     step = found.state["step"] if "step" in found.state else None
-    return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"], step)
+    # Checkpoints from before settings were recorded say nothing of them.
+    changes = changed_settings(found.state["settings"], settings_record(config)) if "settings" in found.state else ""
+    notices = (f"differs from the run that made {path.name}: {changes}",) if changes else ()
+    return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"], step, path, notices)
+
+
+def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:
+    """The plan of a run that goes on: from where, and what is not as it was."""
+    position = resumed.position
+    place = f"epoch {position.epoch + 1}, micro-batch {position.batch + 1}"
+    goes_on = f"with step {position.step + 1} ({place})" if position.step < plan.last_step else "nowhere: all is done"
+    text = f"{resumed.path}: step {position.step} is done, goes on {goes_on}"
+    return replace(plan, resumed=text, notices=(*plan.notices, *resumed.notices))
 
 
 def _check_same_freeze(found: Checkpoint, config: Config, where: str) -> None:
@@ -259,10 +283,12 @@ def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], wher
     if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens)
     before = found.state["data"]
-    changed = ", ".join(f"{key} was {before[key]} and is {layout[key]}" for key in before if layout[key] != before[key])
+    known = [key for key in before if key in layout]
+    changed = [f"{key} was {before[key]} and is {layout[key]}" for key in known if layout[key] != before[key]]
     if changed:
         raise UserError(
-            f"the data is not what the checkpoint was trained on, so its place in it means nothing: {changed}",
+            "the data is not what the checkpoint was trained on, so its place in it means nothing: "
+            + ", ".join(changed),
             where=where,
             key=_KEY,
             value=str(found.path),
