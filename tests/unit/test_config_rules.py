@@ -147,6 +147,15 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
             SIZES + "callbacks: [{type: MoEDropRateCallback, expert_num: 4}]\n",
             ["disagrees with model.model_config.moe_config.expert_num = 1, its default"],
         ),
+        (
+            "runner_wrapper: {scale_sense: {type: AdaptiveLossScaleUpdateCell}}\n",
+            ["scale_sense.type = 'AdaptiveLossScaleUpdateCell': must be DynamicLossScaleUpdateCell or Fixed", "write"],
+        ),
+        ("runner_wrapper: {scale_sense: 1e39}\n", ["scale_sense = 1e+39: is beyond float32", "at most 3.4e+38"]),
+        (
+            "runner_wrapper: {scale_sense: {loss_scale_value: 4.0e+38}}\n",
+            ["scale_sense.loss_scale_value = 4e+38: is beyond float32"],
+        ),
     ],
 )
 def test_rules_across_sections(text, parts):
@@ -196,10 +205,6 @@ def test_what_is_right_at_the_edge_loads(text):
         ("moe_config: {expert_num: 4}\n", ["moe_config.expert_num = 4: not yet", "train a dense model"]),
         ("model_config: {mtp_depth: 1}\n", ["mtp_depth = 1: not yet"]),
         ("use_parallel: True\n", ["use_parallel = True: not yet", "use_parallel False"]),
-        (
-            "runner_wrapper: {scale_sense: {type: AdaptiveLossScaleUpdateCell}}\n",
-            ["scale_sense.type = 'AdaptiveLossScaleUpdateCell': not yet", "DynamicLossScaleUpdateCell"],
-        ),
         (
             "train_dataset: {data_loader: {type: MindDataset, dataset_dir: a}}\n",
             ["'MindDataset': not yet", "TextDataset"],
@@ -274,6 +279,16 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ),
         ("runner_wrapper: {use_clip_grad: True, clip_value: 2.0}\n", ["clip_value: not used", "clip_type is norm"]),
         ("runner_wrapper: {clip_by_group: True}\n", ["clip_by_group: not used", "use_clip_grad is False"]),
+        ("runner_wrapper: {max_grad_norm: 1.0}\n", ["max_grad_norm: not used, runner_wrapper.use_clip_grad is False"]),
+        ("runner_wrapper: {use_clip_grad: False, max_grad_norm: 0.5, clip_value: 2.0}\n", ["max_grad_norm, runner_"]),
+        (
+            "runner_wrapper: {global_norm_spike_threshold: 3, global_norm_spike_count_threshold: 10}\n",
+            ["threshold, runner_wrapper.global_norm_spike_count_threshold: not used", "use_skip_data_by_global_"],
+        ),
+        (
+            "runner_wrapper: {scale_sense: {type: FixedLossScaleUpdateCell, scale_factor: 4, scale_window: 10}}\n",
+            ["scale_factor, runner_wrapper.scale_sense.scale_window: not used", "does not change its scale"],
+        ),
         (
             "run_mode: finetune\nload_checkpoint: here/step-3\nresume_training: True\n",
             ["resume_training: goes on from the checkpoint in load_checkpoint (here/step-3)"],

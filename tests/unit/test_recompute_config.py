@@ -66,6 +66,8 @@ def test_older_files_write_it_at_the_top() -> None:
         ("{recompute: [4]}", ["recompute = [4]", "there is no layer 4", "0 to 3"]),
         ("{recompute: [2-7]}", ["there is no layer 7"]),
         ("{recompute: [two]}", ["'two' is no layer"]),
+        ("{recompute: [[0, 1], [2]]}", ["recompute = [[0, 1], [2]]: [0, 1] is a list in the list", "such as [0, 4-7]"]),
+        ("{select_recompute: [[1]]}", ["select_recompute = [[1]]: [1] is a list in the list"]),
         ("{recompute: 0.5}", ["recompute = 0.5", "must be"]),
         ("{recompute: {a: 1}}", ["recompute_config.recompute = {'a': 1}", "must be True or False, an integer"]),
         ("{select_recompute: [everything]}", ["'everything' belongs to no part", "attention or mlp"]),

@@ -36,6 +36,8 @@ def layer_numbers(written: Any, num_layers: int) -> list[int]:
 def _numbers(part: Any) -> Iterable[int]:
     if isinstance(part, int) and not isinstance(part, bool):
         return [part]
+    if isinstance(part, list):
+        raise LayerError(f"{part} is a list in the list: one list numbers all layers of the model, pipeline or not")
     if not isinstance(part, str):
         raise LayerError(f"{part!r} is no layer: write a number such as 3 or a range such as 0-3")
     numbers: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from trainer.errors import UserError
 
 BYTE_VOCABULARY = 257
 """Token ids of the byte tokenizer: 256 bytes and the end of a document."""
+
+LARGEST_FLOAT32 = 3.4028234663852886e38
 
 Report = Callable[..., Problem]
 
@@ -146,14 +149,12 @@ def _pipeline(config: Config, report: Report) -> Iterator[Problem]:
 
 
 def _loss_scale(config: Config, report: Report) -> Iterator[Problem]:
-    sense = config.runner_wrapper.scale_sense
-    if isinstance(sense, LossScaleSection) and sense.type == "AdaptiveLossScaleUpdateCell":
-        yield report(
-            "runner_wrapper.scale_sense.type",
-            sense.type,
-            "not yet supported",
-            "use DynamicLossScaleUpdateCell, which falls on overflow and grows after scale_window steps",
-        )
+    sense, key = config.runner_wrapper.scale_sense, "runner_wrapper.scale_sense"
+    if isinstance(sense, LossScaleSection):
+        sense, key = sense.loss_scale_value, f"{key}.loss_scale_value"
+    if sense > LARGEST_FLOAT32:
+        rule = f"is beyond float32, in which the loss is multiplied: at most {LARGEST_FLOAT32:.3g}"
+        yield report(key, sense, rule, "write a smaller one: 65536 is a usual start")
 
 
 def rule_notices(config: Config) -> list[str]:
@@ -171,18 +172,29 @@ def _wrapper_notices(config: Config) -> Iterator[str]:
     keys = _set_keys(config, "runner_wrapper", unused)
     if wrapper.use_clip_grad and keys:
         yield f"{', '.join(keys)}: not used, runner_wrapper.clip_type is {wrapper.clip_type}"
-    keys = _set_keys(config, "runner_wrapper", ("clip_type", "clip_by_group", "clip_value"))
-    if not wrapper.use_clip_grad and keys:
-        yield f"{', '.join(keys)}: not used, runner_wrapper.use_clip_grad is False"
+    clipping = ("max_grad_norm", "clip_type", "clip_by_group", "clip_value")
+    spikes = ("global_norm_spike_threshold", "global_norm_spike_count_threshold")
+    for switch, names in (("use_clip_grad", clipping), ("use_skip_data_by_global_norm", spikes)):
+        if not getattr(wrapper, switch):
+            # Who leaves the switch out takes the key for it, whatever its value.
+            given = bool(config.source.where(f"runner_wrapper.{switch}"))
+            keys = _set_keys(config, "runner_wrapper", names, also_defaults=not given)
+            if keys:
+                yield f"{', '.join(keys)}: not used, runner_wrapper.{switch} is False"
+    sense = wrapper.scale_sense
+    if isinstance(sense, LossScaleSection) and sense.type == "FixedLossScaleUpdateCell":
+        keys = _set_keys(config, "runner_wrapper.scale_sense", ("scale_factor", "scale_window"))
+        if keys:
+            yield f"{', '.join(keys)}: not used, a FixedLossScaleUpdateCell does not change its scale"
     if config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
 
 
-def _set_keys(config: Config, section: str, names: tuple[str, ...]) -> list[str]:
-    """Those of the names that the file or a flag sets, to something else than the default."""
-    part = getattr(config, section)
+def _set_keys(config: Config, section: str, names: tuple[str, ...], also_defaults: bool = False) -> list[str]:
+    """Those of the names that the file or a flag sets, to something else than the default or `also_defaults`."""
+    part = functools.reduce(getattr, section.split("."), config)
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(part).model_fields.items()}
-    keys = [f"{section}.{name}" for name in names if getattr(part, name) != defaults[name]]
+    keys = [f"{section}.{name}" for name in names if also_defaults or getattr(part, name) != defaults[name]]
     return [key for key in keys if config.source.where(key)]
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from trainer.config.fields import Section, ignored, setting
 
 _STEP_IN_PYTHON = "each optimizer step is one call from Python, there is no data sink to fill"
-_ADAPTIVE_ONLY = "only the adaptive kind has it"
+_ADAPTIVE_ONLY = "only AdaptiveLossScaleUpdateCell has it, which is not supported"
 
 
 class RunnerConfig(Section):
@@ -43,7 +43,7 @@ class RunnerConfig(Section):
 class LossScaleSection(Section):
     """A loss scale with its rules (YAML ``runner_wrapper.scale_sense``)."""
 
-    type: Literal["DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "AdaptiveLossScaleUpdateCell"] = setting(
+    type: Literal["DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell"] = setting(
         "DynamicLossScaleUpdateCell",
         "Dynamic: falls on overflow, grows after a quiet window. Fixed: stays. Default DynamicLossScaleUpdateCell.",
     )

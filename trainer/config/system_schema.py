@@ -8,7 +8,8 @@ from trainer.config.fields import Section, ignored, section, setting
 _ASCEND = "only Ascend devices have it"
 _ONE_DEVICE = "a run uses one device"
 _PARALLEL = "runs on several devices are not built; use one device: use_parallel False"
-_Layers: TypeAlias = bool | int | str | list[int | str]
+# A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
+_Layers: TypeAlias = bool | int | str | list[int | str | list[Any]]
 _METRICS = "metrics.jsonl and report.png hold what a run shows"
 _TENSORBOARD = "TensorBoard files are not written; metrics.jsonl and report.png hold what a run shows"
 _COMPILER = "blocks are compiled with MindSpore's own defaults"
