@@ -28,8 +28,8 @@ ROOMS = (
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
-        "trainer.models.shapes", "trainer.ops.select", "trainer.device", "trainer.flags", "trainer.doctor",
-        "trainer.launch", "trainer.stop_signals",
+        "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device", "trainer.flags",
+        "trainer.doctor", "trainer.launch", "trainer.stop_signals",
     ),
     ("trainer.optim.freeze",),
     ("trainer.plan_memory",),
@@ -58,6 +58,8 @@ FUSED_OPERATORS = frozenset(
     "ApplyRotaryPosEmb flash_attention_score FlashAttentionScore grouped_matmul grouped_matmul_v2 GroupedMatmul "
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
+ASCEND_MODULES = ("trainer.ops.ascend", "trainer.ops.moe_ascend")
+KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.reference", "trainer.ops.moe_reference")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
     "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "
@@ -231,13 +233,13 @@ def eager_imports_of_the_right(modules: list[Module]) -> list[str]:
 def fused_operators_elsewhere(modules: list[Module]) -> list[str]:
     found = []
     for module in modules:
-        if module.name != "trainer.ops.ascend":
+        if module.name not in ASCEND_MODULES:
             for name, line in module.used_from_mindspore():
                 if name in FUSED_OPERATORS:
                     found.append(f"{module.at(line)} uses {name}: fused operators belong to trainer/ops/ascend.py")
         if room_of(module.name) != room_of("trainer.ops"):
             for target, line in module.imports():
-                if target in ("trainer.ops.ascend", "trainer.ops.reference"):
+                if target in KERNEL_MODULES:
                     found.append(f"{module.at(line)} imports {target}: only trainer/ops chooses kernels")
     return found
 

@@ -15,6 +15,18 @@ Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, late_mask, dropout)         o_NC
 CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of the token losses, scalar
 =================  ===================================================  ==================================
 
+Experts (`moe_reference.py`, on the host, and `moe_ascend.py`, in the graph; `routing.py`, without MindSpore, is the
+arithmetic of the choice):
+
+==================  ==================================================  ==================================
+kernel              call                                                returns
+==================  ==================================================  ==================================
+Route(E,k,rule)     (scores_NE, bias_E | None, capacity | None, policy) Routing: rows and counts of experts
+GroupedMatmul       (x_RI, weight_EOI, counts_E)                        y_RO
+Permute             (x_ND, routing)                                     the rows of all experts, [R, D]
+Unpermute           (y_RD, gates_Nk, routing)                           sum of each token's rows, [N, D]
+==================  ==================================================  ==================================
+
 `precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
 x, y and what flows between kernels have the dtype of the matrix products; weights and the residual stream arrive in
 float32, and so do gradients of weights leave.

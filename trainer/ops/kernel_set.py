@@ -9,7 +9,7 @@ from functools import partial
 from mindspore import dtype as mstype
 from mindspore import nn
 
-from trainer.ops import ascend, reference
+from trainer.ops import ascend, moe_ascend, moe_reference, reference
 from trainer.ops.cast import InDtype, rounded
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
@@ -31,6 +31,11 @@ class KernelSet:
     swiglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
+    router_linear: MakeCell
+    route: MakeCell
+    grouped_matmul: MakeCell
+    permute: MakeCell
+    unpermute: MakeCell
     rotary_tables: Callable
     attention_mask: Callable
     cached_mask: Callable
@@ -42,7 +47,13 @@ class KernelSet:
 
 def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32) -> KernelSet:
     """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them."""
-    room = {choice.kernel: ascend if choice.fused else reference for choice in choices}
+    fused = {choice.kernel: choice.fused for choice in choices}
+    room = {kernel: ascend if is_fused else reference for kernel, is_fused in fused.items()}
+    # A dense model has no choices for experts, and makes none of their kernels.
+    experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
+    sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
+    if not fused.get("token_permute"):
+        sorting = experts.Permute, experts.Unpermute
     compute, norm, softmax, rotary = (
         getattr(mstype, part.dtype) for part in (precision.compute, precision.norm, precision.softmax, precision.rotary)
     )
@@ -66,6 +77,11 @@ def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32
         swiglu=part("swiglu", "SwiGLU", compute),
         attention=partial(room["attention"].Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(reference.CrossEntropy, dtype=compute),
+        router_linear=reference.Linear,
+        route=experts.Route,
+        grouped_matmul=experts.GroupedMatmul,
+        permute=sorting[0],
+        unpermute=sorting[1],
         rotary_tables=partial(room["rotary_embedding"].rotary_tables, dtype=rotary),
         attention_mask=room["attention"].attention_mask,
         cached_mask=reference.cached_mask,

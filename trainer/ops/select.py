@@ -34,6 +34,11 @@ _KERNELS = (
     ("attention", "use_flash_attention", "flash_attention_score"),
     ("rms_norm", None, "RmsNorm"),
 )
+# The same for models with experts; their switches stand in moe_config.
+_EXPERT_KERNELS = (
+    ("grouped_matmul", "use_gmm", "GroupedMatmul"),
+    ("token_permute", "use_fused_ops_permute", "moe_token_permute"),
+)
 
 
 def select_kernels(settings: ModelConfig, device: str, precision: Precision | None = None) -> tuple[KernelChoice, ...]:
@@ -45,13 +50,15 @@ def select_kernels(settings: ModelConfig, device: str, precision: Precision | No
         precision: Dtype of each part; None: what the model section alone says.
     """
     dtypes = precision or resolve_precision(settings, None, device)
-    return tuple(_choose(kernel, switch, operator, settings, device, dtypes) for kernel, switch, operator in _KERNELS)
+    kernels = _KERNELS if settings.experts is None else _KERNELS + _EXPERT_KERNELS
+    return tuple(_choose(kernel, switch, operator, settings, device, dtypes) for kernel, switch, operator in kernels)
 
 
 def _choose(
     kernel: str, switch: str | None, operator: str, settings: ModelConfig, device: str, precision: Precision
 ) -> KernelChoice:
-    wanted = switch is None or bool(getattr(settings, switch))
+    section = settings.experts if (kernel, switch, operator) in _EXPERT_KERNELS else settings
+    wanted = switch is None or bool(getattr(section, switch))
     asked = f"{switch}: {wanted}" if switch else "(automatic)"
     if device != "Ascend":
         why = f"{operator} exists only on Ascend" if wanted else f"{switch} is off"
@@ -83,6 +90,15 @@ def _flash_attention_obstacle(settings: ModelConfig, compute_dtype: str) -> str:
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if settings.head_size % 16 or settings.head_size > 512:
         return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
+    return ""
+
+
+def _token_permute_obstacle(settings: ModelConfig) -> str:
+    """Why moe_token_permute cannot sort this model's tokens; empty when it can."""
+    if not settings.experts.use_gmm:
+        return "use_gmm is off: experts compute on the host, and tokens are sorted there"
+    if settings.experts.enable_gmm_safe_tokens:
+        return "enable_gmm_safe_tokens adds rows that belong to no token; moe_token_permute makes none"
     return ""
 
 

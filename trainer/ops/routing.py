@@ -1,0 +1,186 @@
+"""Which expert computes which token: the choice, the capacity, and the order in which the tokens stand. NumPy only.
+
+Legend: N tokens of a micro-batch, E experts, k experts chosen by each token, R rows that the experts compute, L layers
+with experts, G groups of experts. An assignment is one token at one of its k experts; they count in token order, then
+in the order of choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+DropPolicy = Literal["position", "probability"]
+GroupScore = Literal["best", "two_best"]
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a micro-batch go. Arrays here, tensors of the same dtypes in a model.
+
+    Rows are sorted by expert, those of an expert in token order. Rows of dropped assignments stand after all that an
+    expert computes, in no expert's group.
+
+    Attributes:
+        experts_Nk: Chosen experts, the best first, int32.
+        row_Nk: The row of each assignment, int32.
+        token_R: The token of each row, N for a row of zeros, int32. R is N k, and E more with safe tokens.
+        counts_E: Rows that each expert computes, one after the other from row 0, int64.
+        requested_E: Assignments to each expert before dropping, int64.
+        kept_E: Assignments that each expert computes, int64: counts_E without safe tokens.
+    """
+
+    experts_Nk: Any
+    row_Nk: Any
+    token_R: Any
+    counts_E: Any
+    requested_E: Any
+    kept_E: Any
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How tokens choose experts.
+
+    Attributes:
+        experts: E.
+        chosen: k.
+        groups, chosen_groups: Experts stand in so many groups of neighbours, and a token goes to experts of its best
+            `chosen_groups` only (DeepSeek-AI 2024, DeepSeek-V2, section 2.2.2). 1 or 0 groups: no such bound.
+        group_score: What a group is worth: its best expert (DeepSeek-V2), or its two best together (DeepSeek-V3).
+        safe_tokens: Give each expert without tokens a row of zeros.
+    """
+
+    experts: int
+    chosen: int
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: GroupScore = "best"
+    safe_tokens: bool = False
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether the groups rule any expert out."""
+        return 1 <= self.chosen_groups < self.groups
+
+
+def route(
+    rule: RoutingRule,
+    scores_NE: np.ndarray,
+    bias_E: np.ndarray | None = None,
+    capacity: int | None = None,
+    drop_policy: DropPolicy = "position",
+) -> Routing:
+    """Experts, rows and counts of a micro-batch.
+
+    Args:
+        rule: How tokens choose.
+        scores_NE: The router's scores, float32.
+        bias_E: Added to the scores for the choice only (Wang et al. 2024, loss-free balancing).
+        capacity: Most tokens that an expert computes; None: no bound.
+        drop_policy: Over capacity an expert keeps its first tokens (position) or those with the best scores, the
+            first ones among equals (probability).
+    """
+    experts_Nk = choose_experts(rule, scores_NE, bias_E)
+    flat = experts_Nk.ravel()
+    requested_E = np.bincount(flat, minlength=rule.experts)
+    groups = flat
+    if capacity is not None and requested_E.max(initial=0) > capacity:
+        probability_Nk = np.take_along_axis(scores_NE, experts_Nk, 1) if drop_policy == "probability" else None
+        groups = np.where(_over_capacity(flat, requested_E, capacity, probability_Nk), rule.experts, flat)
+    kept_E = np.bincount(groups, minlength=rule.experts)[: rule.experts]
+    counts_E = np.maximum(kept_E, 1) if rule.safe_tokens else kept_E
+    row_Nk, token_R = _rows(groups, kept_E, counts_E, scores_NE.shape[0], rule)
+    return Routing(experts_Nk, row_Nk, token_R, counts_E, requested_E, kept_E)
+
+
+def choose_experts(rule: RoutingRule, scores_NE: np.ndarray, bias_E: np.ndarray | None = None) -> np.ndarray:
+    """The k best experts of each token, [N, k] int32, the best first; of equal ones that with the lower number."""
+    choice_NE = np.array(scores_NE) if bias_E is None else scores_NE + bias_E
+    if rule.is_grouped:
+        allowed_NG = np.zeros((len(choice_NE), rule.groups), bool)
+        in_groups = choice_NE.reshape(-1, rule.groups, rule.experts // rule.groups)
+        np.put_along_axis(allowed_NG, _best(_group_scores(in_groups, rule.group_score), rule.chosen_groups), True, 1)
+        in_groups[~allowed_NG] = -np.inf
+    return _best(choice_NE, rule.chosen)
+
+
+def _group_scores(scores_NGe: np.ndarray, group_score: GroupScore) -> np.ndarray:
+    best_NG = scores_NGe.max(-1)
+    if group_score == "best" or scores_NGe.shape[-1] == 1:
+        return best_NG
+    return best_NG + np.partition(scores_NGe, -2, axis=-1)[..., -2]
+
+
+def _best(scores: np.ndarray, number: int) -> np.ndarray:
+    """Places of the best scores in each row, int32. Overwrites the scores."""
+    places, rows = np.empty((len(scores), number), np.int32), np.arange(len(scores))
+    for choice in range(number):
+        places[:, choice] = scores.argmax(1)
+        scores[rows, places[:, choice]] = -np.inf
+    return places
+
+
+def _over_capacity(
+    experts: np.ndarray, requested_E: np.ndarray, capacity: int, probability_Nk: np.ndarray | None
+) -> np.ndarray:
+    """Whether each assignment finds its expert full."""
+    if probability_Nk is None:
+        order = _sorted_by_expert(experts, len(requested_E))
+    else:
+        order = np.lexsort((-probability_Nk.ravel(), experts))  # stable: the first token among equals
+    place_in_expert = np.arange(len(experts)) - np.repeat(np.cumsum(requested_E) - requested_E, requested_E)
+    over = np.empty(len(experts), bool)
+    over[order] = place_in_expert >= capacity
+    return over
+
+
+def _sorted_by_expert(experts: np.ndarray, number: int) -> np.ndarray:
+    """Stable order. NumPy sorts small integers in linear time."""
+    return np.argsort(experts.astype(np.min_scalar_type(number)), kind="stable")
+
+
+def _rows(
+    groups: np.ndarray, kept_E: np.ndarray, counts_E: np.ndarray, tokens: int, rule: RoutingRule
+) -> tuple[np.ndarray, np.ndarray]:
+    """row_Nk and token_R of assignments to `groups`: an expert, or E where an assignment is dropped."""
+    order = _sorted_by_expert(groups, rule.experts)
+    # How many safe tokens stand before an expert's rows, and before those of dropped assignments.
+    shift = np.concatenate(([0], np.cumsum(counts_E - kept_E)))
+    row = np.empty(len(groups), np.int32)
+    row[order] = np.arange(len(groups))
+    row += shift[groups].astype(np.int32)
+    token_R = np.full(len(groups) + rule.experts * rule.safe_tokens, tokens, np.int32)
+    token_R[row] = np.arange(len(groups)) // rule.chosen
+    return row.reshape(-1, rule.chosen), token_R
+
+
+@dataclass(frozen=True)
+class RoutingCounts:
+    """What the routers of all layers did with the micro-batches of a step.
+
+    Attributes:
+        layers: Their numbers; modules that predict further tokens count on after the last layer.
+        kept: Assignments that each expert computed, [L, E] int64.
+        requested: Assignments before dropping, [L, E] int64.
+        entropy: Entropy of a token's scores, a mean over tokens, [L], nats.
+    """
+
+    layers: tuple[int, ...]
+    kept: np.ndarray
+    requested: np.ndarray
+    entropy: np.ndarray
+
+    @property
+    def drop_rate(self) -> np.ndarray:
+        """Part of the assignments that no expert computed, [L]; 0 where there were none."""
+        requested_L = self.requested.sum(1)
+        return (requested_L - self.kept.sum(1)) / np.maximum(requested_L, 1)
+
+    @property
+    def load_imbalance(self) -> np.ndarray:
+        """Assignments to the busiest expert over those to the average one, [L]; 1 where there were none."""
+        total_L = self.requested.sum(1)
+        busiest_L = self.requested.max(1) * self.requested.shape[1]
+        return np.where(total_L > 0, busiest_L / np.maximum(total_L, 1), 1.0)
