@@ -15,7 +15,7 @@ float32.
 
 Every case is checked to be sensitive to what it is there for: with that feature removed its logits must move by at
 least 100 times the tolerance of the tests. A rotary scaling which does not matter at these lengths would prove
-nothing.
+nothing. Where experts are chosen no choice may be a close one: rounding could decide it otherwise elsewhere.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +31,31 @@ import numpy as np
 import safetensors
 import torch
 import transformers
+from golden_models import (
+    BASE,
+    IGNORE_INDEX,
+    Case,
+    Removal,
+    build_model,
+    check_names,
+    effect,
+    forward,
+    gradients_on_disk,
+    loss_sum,
+    make_batch,
+    make_weight,
+    require_effect,
+    routers_watched,
+    state_on_disk,
+)
+from golden_mtp import attach_modules, mtp_effects, sums_and_logits
 from safetensors.numpy import save
-from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 import golden_files  # noqa: E402  (beside the tests, which must run without torch)
 
-ROWS, TOKENS, VOCABULARY = 2, 24, 64
-IGNORE_INDEX = -100
-TOLERANCE = 1e-4
-REQUIRED_EFFECT = 100 * TOLERANCE
-LARGEST_TOTAL_BYTES = 3_000_000
-
-BASE = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
-}
-"""In the keys of config.json before transformers 5, which converts rope_theta and rope_scaling into rope_parameters."""
-
-# Lengths of the documents that a packed row holds.
-DOCUMENT_LENGTHS = ((7, 1, 16), (15, 9))
+LARGEST_TOTAL_BYTES = 3_500_000
 
 # A base of 500 puts the wavelengths of an 8-wide head at 6, 30, 141 and 664 positions: with 64 original positions
 # llama3 and yarn then keep, blend and stretch at least one frequency each.
@@ -67,27 +66,28 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN_ALL_KEYS = {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "mscale": 3.0, "mscale_all_dim": 0.2}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One model and batch.
-
-    Attributes:
-        what: What the case shows.
-        changes: What its configuration changes in BASE.
-        packed: Several documents in a row: positions restart and no token attends to another document.
-        without: Configuration changes that remove what the case is there for.
-        neutral: Weights (by the end of their name) replaced by a value to remove it instead.
-    """
-
-    what: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    model_type: str = "llama"
-    packed: bool = False
-    without: dict[str, Any] = field(default_factory=dict)
-    neutral: dict[str, float] = field(default_factory=dict)
-
-
 QWEN3 = {"head_dim": 16, "rms_norm_eps": 1e-3}  # an epsilon that a test can feel
+MTP_FACTOR = 0.3
+EXPERTS = {"num_experts_per_tok": 2, "rms_norm_eps": 1e-3}
+MIXTRAL = {**EXPERTS, "num_local_experts": 4, "intermediate_size": 24}
+QWEN3_MOE = {**EXPERTS, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 8, "num_hidden_layers": 3,
+             "mlp_only_layers": [1], "norm_topk_prob": False}
+GLM4_MOE = {
+    **EXPERTS, "head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 8,
+    "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1,
+    "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0,
+}
+GLM4_MOE_REMOVALS = {
+    "groups": Removal({"n_group": 1, "topk_group": 1}),
+    "correction bias": Removal(neutral={"e_score_correction_bias": 0.0}),
+    "shared experts": Removal(neutral={"shared_experts.down_proj.weight": 0.0}),
+    "scaling factor": Removal({"routed_scaling_factor": 1.0}),
+    "normalised weights": Removal({"norm_topk_prob": False}),
+    "dense first layer": Removal({"first_k_dense_replace": 0}),
+    "partial rotary": Removal({"partial_rotary_factor": 1.0}),
+    "attention bias": Removal(neutral={"_proj.bias": 0.0}),
+    "query and key norms": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
+}
 CASES = {
     "llama": Case("grouped-query attention, untied head", neutral={"norm.weight": 1.0}),
     "llama_packed": Case("several documents in a row", packed=True),
@@ -107,114 +107,78 @@ CASES = {
     "qwen3": Case("query and key norms, heads wider than hidden / heads, untied head", QWEN3, "qwen3",
                   neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
     "qwen3_packed": Case("several documents in a row", QWEN3, "qwen3", packed=True),
+    "mixtral": Case("two of four experts, weights that sum to 1", MIXTRAL, "mixtral",
+                    without={"num_experts_per_tok": 1}, salt="2"),
+    "qwen3_moe": Case("two of eight experts, weights as the softmax gives them, a dense layer between", QWEN3_MOE,
+                      "qwen3_moe", removals={
+                          "weights as they are": Removal({"norm_topk_prob": True}),
+                          "dense layer": Removal({"mlp_only_layers": []}),
+                          "norms": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0})}, salt="47"),
+    "glm4_moe": Case("sigmoid router with groups and correction bias, shared experts, a dense first layer, half of a"
+                     " head rotated", GLM4_MOE, "glm4_moe", removals=GLM4_MOE_REMOVALS, salt="1"),
+    "mtp_1": Case("one module for a further token, dense", mtp_depth=1),
+    "mtp_2": Case("two modules for further tokens, with experts; several documents in a row",
+                  {**GLM4_MOE, "num_hidden_layers": 1}, "glm4_moe", packed=True, mtp_depth=2, salt="10"),
 }
 
 
-def build_model(case: Case, name: str, changes: dict[str, Any]) -> torch.nn.Module:
-    """The model in evaluation mode and float32, its weights a function of the case's name and their own names."""
-    config = {**BASE, **case.changes, **changes}
-    hf_config = AutoConfig.for_model(case.model_type, attn_implementation="eager", use_cache=False, **_copy(config))
-    check_rotary_keys(hf_config, config)
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for weight_name, weight in model.named_parameters():
-            weight.copy_(torch.from_numpy(make_weight(f"{name}/{weight_name}", tuple(weight.shape))))
-    return model
-
-
-def _copy(config: dict[str, Any]) -> dict[str, Any]:
-    """Transformers changes the dictionaries that it is given."""
-    return json.loads(json.dumps(config))
-
-
-def check_rotary_keys(hf_config: Any, config: dict[str, Any]) -> None:
-    """Fails unless transformers understood rope_theta and rope_scaling: version 5 keeps both in ``rope_parameters``."""
-    understood = getattr(hf_config, "rope_parameters", None)
-    if understood is None:
-        understood = {"rope_theta": hf_config.rope_theta, **(hf_config.rope_scaling or {"rope_type": "default"})}
-    wanted = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {"rope_type": "default"})}
-    if any(understood.get(key) != value for key, value in wanted.items()):
-        raise SystemExit(f"transformers {transformers.__version__} made {understood} of {wanted}")
-
-
-def make_weight(seed_text: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Norms around 1, biases around 0, matrices large enough for attention to be far from uniform."""
-    generator = np.random.RandomState(zlib.crc32(seed_text.encode()))  # a stream that numpy promises never to change
-    normal = generator.standard_normal(shape)
-    if seed_text.endswith("norm.weight"):
-        return (1.0 + 0.2 * normal).astype(np.float32)
-    scale = 0.2 if seed_text.endswith(".bias") else 0.3 if "self_attn" in seed_text else 0.15
-    return (scale * normal).astype(np.float32)
-
-
-def make_batch(name: str, packed: bool) -> dict[str, np.ndarray]:
-    """int32 [B, T] arrays as the trainer's data room makes them; some labels are ignored in every row."""
-    generator = np.random.RandomState(zlib.crc32(f"{name}/tokens".encode()))
-    tokens = generator.randint(0, VOCABULARY, size=(ROWS, TOKENS + 1))
-    lengths = DOCUMENT_LENGTHS if packed else ((TOKENS,),) * ROWS
-    labels = tokens[:, 1:].copy()
-    if packed:
-        for row, row_lengths in enumerate(lengths):
-            labels[row, np.cumsum(row_lengths) - 1] = IGNORE_INDEX
-    else:
-        labels[0, :5] = IGNORE_INDEX  # a masked prompt
-        labels[1, -1] = IGNORE_INDEX
-    arrays = {
-        "input_ids": tokens[:, :-1],
-        "labels": labels,
-        "positions": np.stack([np.concatenate([np.arange(n) for n in row]) for row in lengths]),
-        "segment_ids": np.stack([np.repeat(np.arange(len(row)), row) for row in lengths]),
-    }
-    return {key: np.ascontiguousarray(array, dtype=np.int32) for key, array in arrays.items()}
-
-
-def forward(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tensor:
-    """Logits [B, T, V] under an additive mask [B, 1, T, T]: causal, and no token attends to another document."""
-    segments = torch.from_numpy(batch["segment_ids"])
-    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    may_attend = (segments[:, :, None] == segments[:, None, :]) & causal
-    mask = torch.zeros(may_attend.shape).masked_fill(~may_attend, torch.finfo(torch.float32).min)
-    return model(input_ids=torch.from_numpy(batch["input_ids"]).long(), attention_mask=mask[:, None],
-                 position_ids=torch.from_numpy(batch["positions"]).long()).logits
-
-
-def effect(case: Case, name: str, batch: dict[str, np.ndarray], logits: np.ndarray) -> float:
-    """How far the logits move when what the case is there for is removed (packed: the borders between documents).
-
-    The restarting positions of a packed row have no effect of their own: rotary embeddings see differences only.
-    """
-    model = build_model(case, name, case.without)
-    if case.packed:
-        batch = {**batch, "segment_ids": np.zeros_like(batch["segment_ids"])}
-    with torch.no_grad():
-        for weight_name, weight in model.named_parameters():
-            for ending, value in case.neutral.items():
-                if weight_name.endswith(ending):
-                    weight.fill_(value)
-        return float(np.abs(forward(model, batch).numpy() - logits).max())
+def file_name(name: str) -> str:
+    """Which tests read a case: of the dense model, of experts, of multi-token prediction."""
+    kind = "experts_" if "_moe" in name or name == "mixtral" else "" if name.startswith("mtp_") else "model_"
+    return kind + name
 
 
 def make_model_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     case = CASES[name]
-    batch = make_batch(name, case.packed)
+    batch = make_batch(name + case.salt, case.packed)
     model = build_model(case, name, {})
-    logits = forward(model, batch)
-    loss_sum = functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch["labels"]).long().flatten(),
-                                        ignore_index=IGNORE_INDEX, reduction="sum")
+    with routers_watched(name, model) as margins:
+        logits = forward(model, batch)
+    total = loss_sum(logits, batch["labels"])
     valid_tokens = int((batch["labels"] != IGNORE_INDEX).sum())
-    (loss_sum / valid_tokens).backward()
-    moved = effect(case, name, batch, logits.detach().numpy())
-    if moved < REQUIRED_EFFECT:
-        raise SystemExit(f"{name}: without '{case.what}' the logits move by {moved:.2g} only, too little to test it")
-    tensors = {**batch, "logits": logits.detach().numpy(), "loss_sum": loss_sum.detach().numpy().reshape(()),
+    (total / valid_tokens).backward()
+    effects = {what: effect(case, name, removal, batch, logits.detach().numpy())
+               for what, removal in case.all_removals.items()}
+    check_names(name, model)
+    return _case_tensors(batch, model, logits, total, valid_tokens), _case_metadata(case, model, name, effects, margins)
+
+
+def make_mtp_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Gradients are of (loss_sum + MTP_FACTOR / depth * all mtp_loss_sums) / valid_tokens."""
+    case = CASES[name]
+    batch = make_batch(name + case.salt, case.packed)
+    model = attach_modules(case, name)
+    with routers_watched(name, model) as margins:
+        total, further, (logits, *_) = sums_and_logits(model, batch, case.mtp_depth)
+    valid_tokens = int((batch["labels"] != IGNORE_INDEX).sum())
+    ((total + MTP_FACTOR / case.mtp_depth * sum(further)) / valid_tokens).backward()
+    tensors = _case_tensors(batch, model, logits, total, valid_tokens)
+    tensors["mtp_loss_sums"] = np.array([float(one.detach()) for one in further], np.float32)
+    metadata = _case_metadata(case, model, name, mtp_effects(model, batch, case), margins)
+    return tensors, metadata | {"mtp_loss_factor": MTP_FACTOR}
+
+
+def _case_tensors(
+    batch: dict[str, np.ndarray], model: torch.nn.Module, logits: torch.Tensor, total: torch.Tensor, valid_tokens: int
+) -> dict[str, np.ndarray]:
+    tensors = {**batch, "logits": logits.detach().numpy(), "loss_sum": total.detach().numpy().reshape(()),
                "valid_tokens": np.array(valid_tokens, dtype=np.int64)}
-    for weight_name, weight in model.named_parameters():
-        tensors[f"weight.{weight_name}"] = weight.detach().numpy()
-        tensors[f"gradient.{weight_name}"] = weight.grad.numpy()
+    tensors |= {f"weight.{key}": array for key, array in state_on_disk(model).items()}
+    return tensors | {f"gradient.{key}": array for key, array in gradients_on_disk(model).items()}
+
+
+def _case_metadata(
+    case: Case, model: torch.nn.Module, name: str, effects: dict[str, float], margins: list[float]
+) -> dict[str, Any]:
+    moved = require_effect(name, effects)
     metadata = {"what": case.what, "config": {"model_type": case.model_type, **BASE, **case.changes},
                 "config_as_saved": json.loads(model.config.to_json_string(use_diff=False)),
                 "effect_on_logits": float(f"{moved:.2g}")}
-    return tensors, metadata
+    if margins or case.mtp_depth:
+        metadata |= {"config_json": json.loads(model.config.to_json_string()),
+                     "smallest_margin": float(f"{min(margins, default=1.0):.2g}"),
+                     "effects_on_logits": {what: float(f"{one:.2g}") for what, one in effects.items()}}
+    return metadata
 
 
 OPTIMIZER_SHAPES = {"matrix": (6, 5), "vector": (7,), "late": (4, 3), "tiny": (3, 2)}
@@ -255,10 +219,12 @@ def make_optimizer_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any
 
 def make_file(name: str) -> bytes:
     """The content of one golden file; it holds no date, so that making it again changes nothing."""
-    if name.startswith("model_"):
-        tensors, metadata = make_model_case(name.removeprefix("model_"))
-    else:
+    if name.startswith("optimizer_"):
         tensors, metadata = make_optimizer_case(name.removeprefix("optimizer_"))
+    elif name.startswith("mtp_"):
+        tensors, metadata = make_mtp_case(name)
+    else:
+        tensors, metadata = make_model_case(name.removeprefix("model_").removeprefix("experts_"))
     metadata["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__,
                             "numpy": np.__version__, "safetensors": safetensors.__version__,
                             "python": ".".join(map(str, sys.version_info[:3]))}
@@ -278,7 +244,7 @@ def differences(content: bytes, path: Path) -> list[str]:
 
 
 def main() -> int:
-    names = [*(f"model_{name}" for name in CASES), *(f"optimizer_{name}" for name in OPTIMIZER_CASES)]
+    names = [*map(file_name, CASES), *(f"optimizer_{name}" for name in OPTIMIZER_CASES)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", action="append",
                         help=f"make this one only (the part before _ may be left out): {', '.join(names)}")

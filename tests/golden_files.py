@@ -22,9 +22,10 @@ class ModelCase(NamedTuple):
     config: dict[str, Any]
     """The Hugging Face configuration, in the keys of config.json before transformers 5 (rope_theta, rope_scaling)."""
     weights: dict[str, np.ndarray]
-    """By Hugging Face name, for example ``model.layers.0.self_attn.q_proj.weight`` [out, in]. Tied: no ``lm_head``."""
+    """By the names of Hugging Face's published files, for example ``model.layers.0.self_attn.q_proj.weight`` [out, in];
+    each expert has its own. Tied: no ``lm_head``."""
     gradients: dict[str, np.ndarray]
-    """Of ``loss_sum / valid_tokens``, by the same names."""
+    """Of ``loss_sum / valid_tokens``, by the same names; the bias of a router's choice has none."""
     input_ids: np.ndarray
     """int32 [B, T]."""
     labels: np.ndarray
@@ -39,6 +40,9 @@ class ModelCase(NamedTuple):
     valid_tokens: int
     metadata: dict[str, Any]
     """The whole header: what the case shows, its sensitivity, the versions that made it."""
+    mtp_loss_sums: np.ndarray | None = None
+    """float32 [modules]: their loss sums; the gradients are of (loss_sum + mtp_loss_factor / modules * all of these) /
+    valid_tokens, with the header's mtp_loss_factor."""
 
 
 class OptimizerCase(NamedTuple):
@@ -72,8 +76,9 @@ def golden_gradient(step: int, index: int, shape: tuple[int, ...]) -> np.ndarray
     return gradient.reshape(shape).astype(np.float32)
 
 
-def model_case_names() -> list[str]:
-    return sorted(path.stem for path in GOLDEN_FOLDER.glob("model_*.safetensors"))
+def model_case_names(kind: str = "model") -> list[str]:
+    """Cases of dense models ("model"), with experts ("experts"), with modules for further tokens ("mtp")."""
+    return sorted(path.stem for path in GOLDEN_FOLDER.glob(f"{kind}_*.safetensors"))
 
 
 def load_model_case(name: str) -> ModelCase:
@@ -82,6 +87,7 @@ def load_model_case(name: str) -> ModelCase:
         name=name, config=metadata["config"], weights=_group(tensors, "weight."),
         gradients=_group(tensors, "gradient."), metadata=metadata,
         loss_sum=float(tensors["loss_sum"]), valid_tokens=int(tensors["valid_tokens"]),
+        mtp_loss_sums=tensors["mtp_loss_sums"] if "mtp_loss_sums" in tensors else None,
         **{key: tensors[key] for key in ("input_ids", "labels", "positions", "segment_ids", "logits")},
     )
 

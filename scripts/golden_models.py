@@ -1,0 +1,295 @@
+"""Tiny Hugging Face models whose weights come from a seed, what they compute, and that it shows what it is there for.
+
+Part of make_golden.py. Shapes: B rows, T tokens, V vocabulary, E experts, F width of an expert, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROWS, TOKENS, VOCABULARY = 2, 24, 64
+IGNORE_INDEX = -100
+TOLERANCE = 1e-4
+REQUIRED_EFFECT = 100 * TOLERANCE
+REQUIRED_MARGIN = 1e-3
+"""Between the scores of the last expert chosen and the first one not: no rounding decides a choice."""
+
+BASE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+}
+"""In the keys of config.json before transformers 5, which converts rope_theta and rope_scaling into rope_parameters."""
+
+# Lengths of the documents that a packed row holds.
+DOCUMENT_LENGTHS = ((7, 1, 16), (15, 9))
+
+CHOICE_BIAS = "e_score_correction_bias"
+NEVER_CHOSEN = 3
+"""The expert that this bias excludes: the gradient of its weights is zero."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What removes a feature: other configuration, and weights (by the end of their name) replaced by a value."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    neutral: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and batch.
+
+    Attributes:
+        what: What the case shows.
+        changes: What its configuration changes in BASE.
+        packed: Several documents in a row: positions restart and no token attends to another document.
+        without: Configuration changes that remove what the case is there for.
+        neutral: Weights (by the end of their name) replaced by a value to remove it instead.
+        removals: In place of these two where a case is there for several things: what removes each of them.
+        salt: Chooses other weights and tokens: such that no router's choice is a close one.
+        mtp_depth: Modules for further tokens; see golden_mtp.py.
+    """
+
+    what: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    model_type: str = "llama"
+    packed: bool = False
+    without: dict[str, Any] = field(default_factory=dict)
+    neutral: dict[str, float] = field(default_factory=dict)
+    removals: dict[str, Removal] = field(default_factory=dict)
+    salt: str = ""
+    mtp_depth: int = 0
+
+    @property
+    def all_removals(self) -> dict[str, Removal]:
+        return self.removals or {self.what: Removal(self.without, self.neutral)}
+
+
+def build_model(case: Case, name: str, changes: dict[str, Any]) -> torch.nn.Module:
+    """The model in evaluation mode and float32, its weights a function of the case's name and their own names."""
+    config = {**BASE, **case.changes, **changes}
+    how = {"attn_implementation": "eager"}
+    if "num_experts_per_tok" in config:
+        how["experts_implementation"] = "eager"
+    hf_config = AutoConfig.for_model(case.model_type, **how, use_cache=False, **_copy(config))
+    check_rotary_keys(hf_config, config)
+    model = AutoModelForCausalLM.from_config(hf_config, **how).float().eval()
+    fill_weights(model, name + case.salt)
+    return model
+
+
+def fill_weights(model: torch.nn.Module, seed_text: str) -> None:
+    """Every weight from a stream of its own. The bias of a router's choice keeps one expert from ever being chosen."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}", tuple(weight.shape))))
+        for name, bias in model.named_buffers():
+            if name.endswith(CHOICE_BIAS):
+                bias.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}.bias", tuple(bias.shape))))
+                bias[NEVER_CHOSEN] = -10.0
+
+
+def _copy(config: dict[str, Any]) -> dict[str, Any]:
+    """Transformers changes the dictionaries that it is given."""
+    return json.loads(json.dumps(config))
+
+
+def check_rotary_keys(hf_config: Any, config: dict[str, Any]) -> None:
+    """Fails unless transformers understood rope_theta and rope_scaling: version 5 keeps both in ``rope_parameters``."""
+    understood = getattr(hf_config, "rope_parameters", None)
+    if understood is None:
+        understood = {"rope_theta": hf_config.rope_theta, **(hf_config.rope_scaling or {"rope_type": "default"})}
+    wanted = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {"rope_type": "default"})}
+    if "partial_rotary_factor" in config:
+        wanted["partial_rotary_factor"] = config["partial_rotary_factor"]
+    if any(understood.get(key) != value for key, value in wanted.items()):
+        raise SystemExit(f"transformers {transformers.__version__} made {understood} of {wanted}")
+
+
+def make_weight(seed_text: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Norms around 1, biases around 0, matrices large enough for attention to be far from uniform."""
+    generator = np.random.RandomState(zlib.crc32(seed_text.encode()))  # a stream that numpy promises never to change
+    normal = generator.standard_normal(shape)
+    if seed_text.endswith("norm.weight"):
+        return (1.0 + 0.2 * normal).astype(np.float32)
+    scale = 0.2 if seed_text.endswith(".bias") else 0.3 if "self_attn" in seed_text or ".gate." in seed_text else 0.15
+    return (scale * normal).astype(np.float32)
+
+
+def make_batch(name: str, packed: bool) -> dict[str, np.ndarray]:
+    """int32 [B, T] arrays as the trainer's data room makes them; some labels are ignored in every row."""
+    generator = np.random.RandomState(zlib.crc32(f"{name}/tokens".encode()))
+    tokens = generator.randint(0, VOCABULARY, size=(ROWS, TOKENS + 1))
+    lengths = DOCUMENT_LENGTHS if packed else ((TOKENS,),) * ROWS
+    labels = tokens[:, 1:].copy()
+    if packed:
+        for row, row_lengths in enumerate(lengths):
+            labels[row, np.cumsum(row_lengths) - 1] = IGNORE_INDEX
+    else:
+        labels[0, :5] = IGNORE_INDEX  # a masked prompt
+        labels[1, -1] = IGNORE_INDEX
+    arrays = {
+        "input_ids": tokens[:, :-1],
+        "labels": labels,
+        "positions": np.stack([np.concatenate([np.arange(n) for n in row]) for row in lengths]),
+        "segment_ids": np.stack([np.repeat(np.arange(len(row)), row) for row in lengths]),
+    }
+    return {key: np.ascontiguousarray(array, dtype=np.int32) for key, array in arrays.items()}
+
+
+def attention_mask(batch: dict[str, np.ndarray]) -> torch.Tensor:
+    """An additive mask [B, 1, T, T]: causal, and no token attends to another document."""
+    segments = torch.from_numpy(batch["segment_ids"])
+    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    may_attend = (segments[:, :, None] == segments[:, None, :]) & causal
+    mask = torch.zeros(may_attend.shape).masked_fill(~may_attend, torch.finfo(torch.float32).min)
+    return mask[:, None]
+
+
+def forward(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tensor:
+    """Logits [B, T, V]."""
+    return model(input_ids=torch.from_numpy(batch["input_ids"]).long(), attention_mask=attention_mask(batch),
+                 position_ids=torch.from_numpy(batch["positions"]).long()).logits
+
+
+def loss_sum(logits: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
+    """Sum of the token losses over the labels that count."""
+    return functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).long().flatten(),
+                                    ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def effect(case: Case, name: str, removal: Removal, batch: dict[str, np.ndarray], logits: np.ndarray) -> float:
+    """How far the logits move when a feature is removed (packed: the borders between documents).
+
+    The restarting positions of a packed row have no effect of their own: rotary embeddings see differences only.
+    """
+    model = build_model(case, name, removal.changes)
+    if case.packed:
+        batch = {**batch, "segment_ids": np.zeros_like(batch["segment_ids"])}
+    with torch.no_grad():
+        for weight_name, weight in (*model.named_parameters(), *model.named_buffers()):
+            for ending, value in removal.neutral.items():
+                if weight_name.endswith(ending):
+                    weight.fill_(value)
+        return float(np.abs(forward(model, batch).numpy() - logits).max())
+
+
+def require_effect(name: str, effects: dict[str, float]) -> float:
+    """The smallest effect.
+
+    Raises:
+        SystemExit: It is too small for a test to feel.
+    """
+    for what, moved in effects.items():
+        if moved < REQUIRED_EFFECT:
+            raise SystemExit(f"{name}: without '{what}' the logits move by {moved:.2g} only, too little to test it")
+    return min(effects.values())
+
+
+@contextmanager
+def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
+    """Collects the margin of every router's choices.
+
+    Raises:
+        SystemExit: One of them is a close one, or no token goes to some expert that no bias excludes.
+    """
+    margins: list[float] = []
+    unused: list[int] = []
+
+    def watch(router: torch.nn.Module, _: Any, out: tuple[torch.Tensor, ...]) -> None:
+        margins.append(margin(router, out[0], out[2]))
+        excluded = {NEVER_CHOSEN} if hasattr(router, CHOICE_BIAS) else set()
+        unused.extend({*range(out[0].shape[1])} - {*out[2].unique().tolist()} - excluded)
+
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    hooks = [router.register_forward_hook(watch) for router in routers]
+    yield margins
+    for hook in hooks:
+        hook.remove()
+    if len(margins) < len(routers) or min(margins, default=1.0) < REQUIRED_MARGIN or unused:
+        found = f"a margin of {min(margins, default=0):.2g}, and {len(unused)} experts no token"
+        raise SystemExit(f"{name}: a router's choice has {found}: change the salt")
+
+
+def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Tensor) -> float:
+    """How far the scores of the last expert or group chosen are above those of the first one that is not."""
+    is_sigmoid = hasattr(router, CHOICE_BIAS)
+    scores_NE = logits_NE.sigmoid() + router.e_score_correction_bias if is_sigmoid else logits_NE.softmax(-1)
+    smallest, others_NE = scores_NE.gather(1, chosen_Nk).amin(1), scores_NE.scatter(1, chosen_Nk, -torch.inf)
+    margins = []
+    if is_sigmoid and router.topk_group < router.num_group:
+        groups_NG = scores_NE.unflatten(1, (router.num_group, -1)).topk(2).values.sum(-1)
+        ordered_NG, order_NG = groups_NG.sort(descending=True)
+        margins.append(ordered_NG[:, router.topk_group - 1] - ordered_NG[:, router.topk_group])
+        group_E = torch.arange(scores_NE.shape[1]) // (scores_NE.shape[1] // router.num_group)
+        open_NE = (order_NG[:, : router.topk_group, None] == group_E).any(1)
+        others_NE = others_NE.masked_fill(~open_NE, -torch.inf)
+    margins.append(smallest - others_NE.amax(1))
+    return min(float(found.detach().min()) for found in margins)
+
+
+def on_disk(model_type: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor of transformers 5, which stacks the experts and joins gate and up, as published files name its parts."""
+    layer, found, part = name.partition(".mlp.")
+    if not found or not part.startswith(("experts.", "gate.")):
+        return {name: array}
+    home, parts = f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+    if model_type == "mixtral":
+        home, parts = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    if part.startswith("gate."):
+        return {f"{home}.{part}": array}
+    names = parts[:2] if part == "experts.gate_up_proj" else parts[2:]
+    return {
+        f"{home}.experts.{expert}.{one}.weight": matrix
+        for expert, joined in enumerate(array)
+        for one, matrix in zip(names, np.split(joined, len(names)), strict=True)
+    }
+
+
+def state_on_disk(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """All weights and the routers' biases under the names of published files."""
+    state = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+    state |= {name: bias.numpy() for name, bias in model.named_buffers() if name.endswith(CHOICE_BIAS)}
+    kind, found = model.config.model_type, {}
+    for name, array in state.items():
+        found |= on_disk(kind, name, array)
+    return found
+
+
+def gradients_on_disk(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Gradients under the same names; a router's bias has none."""
+    found = {}
+    for name, weight in model.named_parameters():
+        found |= on_disk(model.config.model_type, name, weight.grad.numpy())
+    return found
+
+
+def check_names(name: str, model: torch.nn.Module) -> None:
+    """Fails unless `state_on_disk` is what transformers itself writes."""
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = load_file(Path(folder) / "model.safetensors")
+    ours = state_on_disk(model)
+    wrong = {key for key in ours.keys() | saved.keys()
+             if key not in ours or key not in saved or not np.array_equal(ours[key], saved[key])}
+    if wrong:
+        version = transformers.__version__
+        raise SystemExit(f"{name}: transformers {version} saves other names or values: {sorted(wrong)}")
