@@ -79,7 +79,7 @@ def build_bare_step(config: Config) -> Callable[[], None]:
     batch = rows.rows(range(config.runner_config.batch_size))
     inputs, tokens = training.build_inputs(batch), batch.labels.size
     gradients_of = mindspore.value_and_grad(
-        lambda: model(inputs) * (1 / tokens), None, list(optimizer.parameters.values())
+        lambda: model(inputs).total * (1 / tokens), None, list(optimizer.parameters.values())
     )
 
     def step() -> None:

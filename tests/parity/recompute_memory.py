@@ -44,7 +44,8 @@ def main() -> None:
         model, every = trainer.model, trainer.model.layers
         model.layers = every[layers]
         inputs = trainer.build_inputs(batch)
-        _, gradients = mindspore.value_and_grad(model, None, list(model.trained_parameters.values()))(inputs)
+        trained = list(model.trained_parameters.values())
+        _, gradients = mindspore.value_and_grad(lambda: model(inputs).total, None, trained)()
         for gradient in gradients:
             gradient.asnumpy()
         model.layers = every

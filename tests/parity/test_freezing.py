@@ -111,7 +111,7 @@ def test_products_for_frozen_weights_are_not_computed(full: TinyTrainer, window:
         return count(name, TinyTrainer(sections={"freeze": FREEZES[name]}))
 
     inputs = full.build_inputs(window[0])
-    forward = operator_counts(lambda: full.model(inputs).asnumpy(), tmp_path / "forward")["BatchMatMul"]
+    forward = operator_counts(lambda: full.model(inputs).tokens.asnumpy(), tmp_path / "forward")["BatchMatMul"]
     products, attention_products = count("full", full)
     assert frozen("matrices") == (products - 2 * PROJECTIONS, attention_products)
     assert frozen("head") == (products - 2, attention_products)  # its own and the norm's

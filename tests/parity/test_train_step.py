@@ -239,9 +239,9 @@ def test_gradients_of_earlier_micro_batches_are_let_go(tiny: TinyTrainer, window
 
     def backward(batch: Batch, number: int, factor: float):
         alive.append(sum(any(reference() is not None for reference in references) for references in sets))
-        loss, gradients = step.backward(batch, number, factor)
-        sets.append([weakref.ref(gradient) for gradient in gradients])
-        return loss, gradients
+        part = step.backward(batch, number, factor)
+        sets.append([weakref.ref(gradient) for gradient in part.gradients])
+        return part
 
     result = accumulate([window[0]] * 6, backward)
     assert len(result.gradients) == len(tiny.initial)
@@ -255,9 +255,9 @@ def test_adding_never_keeps_three_sets_of_gradients(
     step, first, alive, add = tiny.step(), [], [], ops.add
 
     def backward(batch: Batch, number: int, factor: float):
-        loss, gradients = step.backward(batch, number, factor)
-        first.extend(weakref.ref(gradient) for gradient in gradients if number == 0)
-        return loss, gradients
+        part = step.backward(batch, number, factor)
+        first.extend(weakref.ref(gradient) for gradient in part.gradients if number == 0)
+        return part
 
     def counting(total: Tensor, gradient: Tensor) -> Tensor:
         alive.append(sum(reference() is not None for reference in first))

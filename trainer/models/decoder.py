@@ -9,33 +9,40 @@ Legend: B rows, T tokens, N = B * T, D hidden, V vocabulary, H query heads, K ke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from trainer.config.recompute import HALVES
 from trainer.models.attention import AttentionLayer
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
-from trainer.models.inputs import ModelInputs
+from trainer.models.inputs import FurtherTokens, ModelInputs
 from trainer.models.lora import AdapterMasks
 from trainer.models.mlp import MlpLayer
+from trainer.models.moe import MoeLayer, MoePart, Tally
+from trainer.models.multi_token import NORM, WEIGHTS, MergeTokens
 from trainer.models.recompute import Differentiable, LayerPart
 from trainer.models.shapes import (
+    CHOICE_BIAS,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
     all_shapes,
     block_weights,
     half_of,
+    is_buffer,
     layer_prefix,
+    moe_shapes,
 )
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
+    from trainer.ops.routing import RoutingCounts
 
 _DROPOUT_SITES = 3  # per layer: attention probabilities, attention output, feed-forward output
 
@@ -49,6 +56,23 @@ class DropoutMasks(NamedTuple):
 
 
 _NO_DROPOUT = DropoutMasks(None, None, None)
+
+
+class LossSums(NamedTuple):
+    """What a forward pass adds up, float32 scalars; to be divided by the valid tokens of the whole window.
+
+    `total` is what is minimised: `tokens` and the others times their factors. The others are None where the model has
+    no such part, and in evaluation.
+    """
+
+    total: Tensor
+    tokens: Tensor
+    """Token losses of the next token."""
+    balance: Tensor | None = None
+    """Of the routers, summed over layers; see `trainer.models.moe.RouterLosses`."""
+    z: Tensor | None = None
+    mtp: Tensor | None = None
+    """Token losses of further tokens, summed over the modules."""
 
 
 class Block(nn.Cell):
@@ -124,39 +148,57 @@ class Decoder(nn.Cell):
         super().__init__(auto_prefix=False)
         self.settings, self.kernels = settings, kernels
         self.parameters_by_name = {
-            name: Parameter(Tensor(initial_value(name, shape, settings, seed)), name, requires_grad=name not in frozen)
+            name: Parameter(
+                Tensor(initial_value(name, shape, settings, seed)),
+                name,
+                requires_grad=name not in frozen and not is_buffer(name),
+            )
             for name, shape in all_shapes(settings).items()
         }
-        self.layer_weights = [self._of_layer(layer) for layer in range(settings.num_layers)]
-        self.adapter_masks = AdapterMasks(settings, first_site=settings.num_layers * _DROPOUT_SITES)
+        depth = settings.num_layers + settings.mtp_depth
+        self.layer_weights = [self._of_layer(layer) for layer in range(depth)]
+        self.adapter_masks = AdapterMasks(settings, first_site=depth * _DROPOUT_SITES)
         self.embedding, self.final_norm = self.parameters_by_name[EMBEDDING], self.parameters_by_name[FINAL_NORM]
         self.head_weight = self.embedding if settings.tie_word_embeddings else self.parameters_by_name[HEAD]
         self.block, self.head = Block(settings, kernels), Head(settings, kernels)
-        self.layers = self._layers(recomputed or [""] * settings.num_layers, compiled)
+        self.moe = MoeLayer(settings, kernels, compiled) if settings.moe_layers else None
+        self.layers = self._layers([*recomputed, *[""] * (depth - len(recomputed))], compiled)
         of_head = enumerate((self.final_norm, self.head_weight))
         frozen_places = tuple(place for place, weight in of_head if not weight.requires_grad)
         self.run_head = Differentiable(self.head, compiled).stopped_at(frozen_places)
+        self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
         """What an optimizer updates, by name."""
         return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
 
-    def _layers(self, recomputed: Sequence[str], compiled: bool) -> list[dict[str, LayerPart]]:
-        """For each layer its parts, in order: the block as one, or in halves where one of them is computed again."""
+    def _layers(self, recomputed: Sequence[str], compiled: bool) -> list[dict[str, LayerPart | MoePart]]:
+        """For each layer its parts, in order: the block as one, or in halves where one of them is computed again.
+
+        A layer with experts is its attention half and, in place of the feed-forward half, its experts.
+        """
         functions = {"block": Differentiable(self.block, compiled)}
-        for half in HALVES if set(HALVES) & set(recomputed) else ():
+        for half in HALVES if self.moe is not None or set(HALVES) & set(recomputed) else ():
             functions[half] = Differentiable(Block(self.settings, self.kernels, half), compiled)
         # A gradient flows through a layer when something in it or below it is trained.
         reached, layers = self.embedding.requires_grad, []
-        for again, weights in zip(recomputed, self.layer_weights, strict=True):
-            reached = reached or any(weight is not None and weight.requires_grad for weight in weights)
-            parts = {}
-            for name in HALVES if again in HALVES and reached else ("block",):
-                own = self._of_part(name, weights)
-                parts[name] = LayerPart(functions[name], own, reached=reached, recomputed=name == again)
+        for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
+            experts = self._experts_of_layer(layer) if self.settings.is_moe_layer(layer) else None
+            reached = reached or any(one is not None and one.requires_grad for one in (*weights, *(experts or ())))
+            parts: dict[str, LayerPart | MoePart] = {}
+            halves = ("attention",) if experts else HALVES if again in HALVES and reached else ("block",)
+            for name in halves:
+                own, redone = self._of_part(name, weights), again == name or (experts is not None and again == "block")
+                parts[name] = LayerPart(functions[name], own, reached=reached, recomputed=redone)
+            if experts:
+                redone = again in ("block", "mlp")
+                parts["experts"] = MoePart(self.moe, layer, experts, reached=reached, recomputed=redone)
             layers.append(parts)
         return layers
+
+    def _experts_of_layer(self, layer: int) -> list[Parameter]:
+        return [self.parameters_by_name[layer_prefix(layer) + name] for name in moe_shapes(self.settings)]
 
     def _of_part(self, part: str, weights: list[Parameter | None]) -> list[Parameter | None]:
         """The weights that a part takes; None in the places of the others."""
@@ -168,23 +210,71 @@ class Decoder(nn.Cell):
         names = [layer_prefix(layer) + name for name in block_weights(self.settings)]
         return [self.parameters_by_name[name] if name in self.parameters_by_name else None for name in names]
 
-    def construct(self, inputs: ModelInputs, dropout: DropoutKey | None = None) -> Tensor:
-        """Sum of the token losses over the valid labels (not divided by anything), a float32 scalar.
+    def construct(self, inputs: ModelInputs, dropout: DropoutKey | None = None, tally: Tally | None = None) -> LossSums:
+        """Sums of losses over the valid labels, not divided by anything.
 
         Args:
             inputs: One micro-batch, see `trainer.models.inputs`.
             dropout: Names the masks; None (evaluation) or rates of 0 drop nothing.
+            tally: A training's: takes what routers say, and has tokens beyond the experts' capacity dropped and the
+                modules for further tokens run. None: evaluation.
         """
-        x_ND = self.hidden_states(inputs, dropout)
-        return self.run_head(x_ND, _view(self.final_norm), _view(self.head_weight), inputs.labels_N, inputs.valid_N1)
+        x_ND = self.hidden_states(inputs, dropout, tally)
+        head_weight = _view(self.head_weight)
+        tokens = self.run_head(x_ND, _view(self.final_norm), head_weight, inputs.labels_N, inputs.valid_N1)
+        if tally is None or not (self.settings.experts or self.settings.mtp_depth):
+            return LossSums(tokens, tokens)
+        mtp = self._further_losses(x_ND, inputs, dropout, tally) if self.settings.mtp_depth else None
+        total = tokens
+        if mtp is not None:
+            total = total + mtp * (self.settings.mtp_loss_factor / self.settings.mtp_depth)
+        moe = self.settings.experts
+        if moe is not None and moe.aux_loss_factor:
+            total = total + tally.balance * moe.aux_loss_factor
+        if moe is not None and moe.z_loss_factor:
+            total = total + tally.z * moe.z_loss_factor
+        return LossSums(total, tokens, tally.balance, tally.z, mtp)
 
-    def hidden_states(self, inputs: ModelInputs, dropout: DropoutKey | None = None) -> Tensor:
+    def hidden_states(
+        self, inputs: ModelInputs, dropout: DropoutKey | None = None, tally: Tally | None = None
+    ) -> Tensor:
         """The residual stream after the last block, before the final norm: [N, D]."""
         x_ND = ops.gather(_view(self.embedding), inputs.ids_N, 0)
-        for layer, parts in enumerate(self.layers):
-            for name, part in parts.items():
+        for layer, parts in enumerate(self.layers[: self.settings.num_layers]):
+            x_ND = self._run_layer(layer, parts, x_ND, inputs, dropout, tally)
+        return x_ND
+
+    def _run_layer(
+        self,
+        layer: int,
+        parts: Mapping[str, LayerPart | MoePart],
+        x_ND: Tensor,
+        inputs: ModelInputs,
+        dropout: DropoutKey | None,
+        tally: Tally | None,
+    ) -> Tensor:
+        for name, part in parts.items():
+            if name == "experts":
+                x_ND = part(x_ND, lambda: self._dropout_masks(dropout, layer, inputs, "mlp").mlp_out, tally)
+            else:
                 x_ND = part(x_ND, partial(self._constants, name, layer, inputs, dropout))
         return x_ND
+
+    def _further_losses(self, x_ND: Tensor, inputs: ModelInputs, dropout: DropoutKey | None, tally: Tally) -> Tensor:
+        """Sum of the token losses of all modules for further tokens, see `trainer.models.multi_token`."""
+        total = None
+        for layer, further in enumerate(inputs.further, self.settings.num_layers):
+            x_ND = self._merged(x_ND, further, layer)
+            x_ND = self._run_layer(layer, self.layers[layer], x_ND, inputs, dropout, tally)
+            norm_D = _view(self.parameters_by_name[layer_prefix(layer) + NORM])
+            loss = self.run_head(x_ND, norm_D, _view(self.head_weight), further.labels_N, further.valid_N1)
+            total = loss if total is None else total + loss
+        return total
+
+    def _merged(self, x_ND: Tensor, further: FurtherTokens, layer: int) -> Tensor:
+        embedded_ND = ops.gather(_view(self.embedding), further.ids_N, 0)
+        weights = (_view(self.parameters_by_name[layer_prefix(layer) + name]) for name in WEIGHTS)
+        return self.merge(embedded_ND, x_ND, *weights)
 
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
         """What a part of a layer takes before and after its weights; a function of its arguments, masks included."""
@@ -192,6 +282,22 @@ class Decoder(nn.Cell):
         adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs.ids_N.shape[0]), strict=True)
         own = [adapter_mask if part in ("block", half_of(name)) else None for name, adapter_mask in adapters]
         return (*inputs.tables, *inputs.mask, *masks), own
+
+    def balance_choices(self, counts: RoutingCounts | None) -> None:
+        """Moves the bias of each router's choice against the load of its experts, after an optimizer step.
+
+        DeepSeek-V3, section 2.1.2: up by a fixed amount for an expert with less than the mean load, down with more.
+
+        Args:
+            counts: Of the whole window, over all ranks.
+        """
+        moe = self.settings.experts
+        if counts is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
+            return
+        for layer, requested_E in zip(counts.layers, counts.requested, strict=True):
+            bias_E = self.parameters_by_name[layer_prefix(layer) + CHOICE_BIAS]
+            step_E = np.sign(requested_E.mean() - requested_E) * moe.topk_bias_update_rate
+            bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Logits of every token, [N, V]; for evaluation and tests, not for training."""

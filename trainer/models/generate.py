@@ -143,7 +143,7 @@ class Generator:
         cache.place(positions_BQ, seen)
         x_ND = ops.gather(model.embedding, Tensor(ids_BQ.reshape(-1)), 0)
         attention = model.block.attention
-        for layer, parameters in enumerate(model.layer_weights):
+        for layer, parameters in enumerate(model.layer_weights[: settings.num_layers]):
             weights = [*parameters, *model.adapter_masks(None, layer, rows * width)]
             q_NC, k_NK, v_NK = attention.project(x_ND, tables[0:2], tables[2:4], weights)
             keys, values = cache.update(layer, k_NK, v_NK)
@@ -151,7 +151,8 @@ class Generator:
                 q_NC.reshape(rows, width, -1), keys, values, mask, settings.num_heads, settings.kv_heads
             )
             x_ND = x_ND + attention.out(out.reshape(rows * width, -1), weights)
-            x_ND = x_ND + model.block.mlp(x_ND, weights)
+            experts = model.layers[layer].get("experts")
+            x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
         x_BD = model.head.norm(ops.gather(x_ND, ends, 0), model.final_norm)
         logits_BV = model.kernels.logits(x_BD, model.head_weight).asnumpy()

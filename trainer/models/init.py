@@ -8,7 +8,7 @@ biases                                           0
 o_proj and down_proj                             normal, initializer_range / sqrt(2 * layers)
 lora_A of adapters                               uniform in +-1 / sqrt(columns)
 lora_B of adapters                               0
-every other matrix                               normal, initializer_range
+every other matrix, each expert's too             normal, initializer_range
 ===============================================  =============================================
 
 The two projections that write to the residual stream are scaled down with depth (Radford et al. 2019, section 2.3),
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def initial_value(name: str, shape: tuple[int, ...], settings: ModelConfig, seed: int) -> np.ndarray:
     """Float32 initial value of one parameter; each name has its own random stream, so adding one changes no other."""
-    if name.endswith((".bias", ".lora_B.weight")):
+    if name.endswith(("bias", ".lora_B.weight")):
         return np.zeros(shape, np.float32)
     if len(shape) == 1:
         return np.ones(shape, np.float32)

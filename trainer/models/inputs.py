@@ -15,6 +15,29 @@ if TYPE_CHECKING:
     from trainer.ops.kernel_set import KernelSet
 
 
+class RowShares(NamedTuple):
+    """Which row of the batch each token belongs to, for losses that are means over rows. k: experts of a token."""
+
+    mean_BN: Tensor
+    """float32, 1 / T where the token belongs to the row, else 0."""
+    mean_BR: Tensor
+    """The same for each of the k assignments of a token, R = N * k."""
+    tokens_B1: Tensor
+    """float32, valid labels of the row."""
+    valid_N1: Tensor
+    """As in `ModelInputs`."""
+
+
+class FurtherTokens(NamedTuple):
+    """What a module for the token after next sees and is asked, in the manner of `ModelInputs`."""
+
+    ids_N: Tensor
+    """The token that stands so many places further; at the end of a row 0."""
+    labels_N: Tensor
+    valid_N1: Tensor
+    """1 where that token and its label belong to the same document as the place, and the label counts."""
+
+
 class ModelInputs(NamedTuple):
     """One micro-batch on the device. N = B * T."""
 
@@ -27,6 +50,10 @@ class ModelInputs(NamedTuple):
     """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
     mask: tuple[Tensor, Tensor | None]
     """Causal and within a document, in the kernels' layout; the second half of the queries may have one of its own."""
+    shares: RowShares | None
+    """None for a dense model."""
+    further: tuple[FurtherTokens, ...]
+    """One for each module for further tokens (mtp_depth)."""
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -47,18 +74,31 @@ class InputBuilder:
         self.settings, self.kernels = settings, kernels
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self._plain: tuple[tuple[int, int], tuple, tuple] | None = None
+        self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
         tables, mask = self._tables_and_mask(batch)
         labels = batch.labels.reshape(-1)
         valid = labels != IGNORE_INDEX
+        valid_N1 = Tensor(valid.astype(np.float32)[:, None])
         return ModelInputs(
             Tensor(batch.input_ids.reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
-            Tensor(valid.astype(np.float32)[:, None]),
+            valid_N1,
             tables,
             mask,
+            self._shares(batch, valid_N1) if self.settings.experts is not None else None,
+            tuple(_further(batch, places) for places in range(1, self.settings.mtp_depth + 1)),
         )
+
+    def _shares(self, batch: Batch, valid_N1: Tensor) -> RowShares:
+        rows, length = batch.input_ids.shape
+        if self._means is None or self._means[0] != (rows, length):
+            mean_BN = np.repeat(np.eye(rows, dtype=np.float32) / np.float32(length), length, axis=1)
+            mean_BR = np.repeat(mean_BN, self.settings.experts.num_experts_chosen, axis=1)
+            self._means = (rows, length), Tensor(mean_BN), Tensor(mean_BR)
+        tokens_B1 = (batch.labels != IGNORE_INDEX).sum(axis=1, keepdims=True).astype(np.float32)
+        return RowShares(*self._means[1:], Tensor(tokens_B1), valid_N1)
 
     def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
         """Position tables of tokens at these positions."""
@@ -80,3 +120,19 @@ class InputBuilder:
         if single:
             self._plain = (batch.input_ids.shape, tables, mask)
         return tables, mask
+
+
+def _further(batch: Batch, places: int) -> FurtherTokens:
+    """Tokens and labels so many places further in the same document."""
+    rows, length = batch.input_ids.shape
+    ids_BT, labels_BT = np.zeros((rows, length), np.int32), np.full((rows, length), IGNORE_INDEX, np.int32)
+    if places < length:
+        ids_BT[:, :-places], labels_BT[:, :-places] = batch.input_ids[:, places:], batch.labels[:, places:]
+        same_BT = batch.segment_ids[:, places:] == batch.segment_ids[:, :-places]
+        labels_BT[:, :-places][~same_BT] = IGNORE_INDEX
+    valid_BT = labels_BT != IGNORE_INDEX
+    return FurtherTokens(
+        Tensor(ids_BT.reshape(-1)),
+        Tensor(np.where(valid_BT, labels_BT, 0).reshape(-1)),
+        Tensor(valid_BT.reshape(-1, 1).astype(np.float32)),
+    )

@@ -22,6 +22,7 @@ from trainer.models.shapes import (
     attention_shapes,
     block_names,
     dropped_projections,
+    layer_targets,
     mask_name,
     mlp_shapes,
 )
@@ -81,7 +82,7 @@ class AdapterMasks:
         """The masks [N, I] of a layer, as `block_names` ends; None where nothing is dropped."""
         if key is None or not self.names:
             return [None] * len(self.names)
-        targets, rate = self.settings.pet_config.targets(layer), self.settings.pet_config.lora_dropout
+        targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
         sites = {name: self.first_site + layer * len(PROJECTIONS) + place for place, name in enumerate(PROJECTIONS)}
         widths = {name: self.shapes[f"{name}.weight"][1] for name in targets}
         return [

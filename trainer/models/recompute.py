@@ -36,7 +36,7 @@ class Differentiable:
 
     def __init__(self, cell: nn.Cell, compiled: bool) -> None:
         self.cell, self.compiled = cell, compiled
-        self.plain = _compile(cell) if compiled else cell
+        self.plain = compile_cell(cell) if compiled else cell
         self._forms: dict[tuple[str, tuple[int, ...]], Callable] = {}
 
     def stopped_at(self, places: tuple[int, ...]) -> Callable:
@@ -59,11 +59,11 @@ class Differentiable:
     def _form(self, name: str, places: tuple[int, ...], kind: type[nn.Cell]) -> Callable:
         if (name, places) not in self._forms:
             cell = kind(self.cell, places)
-            self._forms[name, places] = _compile(cell) if self.compiled else cell
+            self._forms[name, places] = compile_cell(cell) if self.compiled else cell
         return self._forms[name, places]
 
 
-def _compile(cell: nn.Cell) -> Callable:
+def compile_cell(cell: nn.Cell) -> Callable:
     """`mindspore.jit` of a cell that leaves no garbage behind.
 
     It marks each argument that carries a gradient with a reference to itself. With that, the activations of a

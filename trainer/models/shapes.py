@@ -1,6 +1,8 @@
 """Names and shapes of the parameters of a decoder and its adapters. Pure Python: `plan` counts weights with it.
 
-The names are Hugging Face's for Llama, Qwen2 and Qwen3, one to one, and so is the layout [out, in] of every matrix.
+The names are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE and Glm4Moe, and so is the layout [out, in] of every
+matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by; on
+disk each has its own name. Modules for further tokens follow the last layer, as in DeepSeek-V3's files.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+"""A buffer: it moves against the load of the experts, not by a gradient."""
 
 
 def attention_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -39,6 +43,41 @@ def mlp_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | _linear("mlp.down_proj", hidden, width, bias)
 
 
+def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Parameters of one layer's mixture of experts, norm first: router, stacked experts, shared experts."""
+    moe, hidden = settings.experts, settings.hidden_size
+    width, shared = settings.expert_size, settings.shared_expert_size
+    shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
+    shapes["mlp.gate.weight"] = (moe.expert_num, hidden)
+    if moe.has_choice_bias:
+        shapes[CHOICE_BIAS] = (moe.expert_num,)
+    sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    shapes |= {f"mlp.experts.{name}.weight": (moe.expert_num, *size) for name, size in sizes.items()}
+    if shared:
+        sizes = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
+        shapes |= {f"mlp.shared_experts.{name}.weight": size for name, size in sizes.items()}
+    return shapes
+
+
+def multi_token_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What a module for further tokens has beside its block."""
+    hidden = settings.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
+    return shapes | {"eh_proj.weight": (hidden, 2 * hidden), "shared_head.norm.weight": (hidden,)}
+
+
+def layer_shapes(settings: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Parameters of one layer, without its adapters."""
+    feed_forward = moe_shapes(settings) if settings.is_moe_layer(layer) else mlp_shapes(settings)
+    own = multi_token_shapes(settings) if layer >= settings.num_layers else {}
+    return own | attention_shapes(settings) | feed_forward
+
+
+def is_buffer(name: str) -> bool:
+    """Whether no gradient moves this parameter and no optimizer knows it."""
+    return name.endswith(CHOICE_BIAS)
+
+
 def all_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter: the decoder's, then the adapters'."""
     return parameter_shapes(settings) | adapter_shapes(settings)
@@ -54,11 +93,17 @@ def adapter_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     matrices, rank = attention_shapes(settings) | mlp_shapes(settings), settings.pet_config.lora_rank
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(settings.num_layers):
-        for name in settings.pet_config.targets(layer):
+        for name in layer_targets(settings, layer):
             out, inp = matrices[f"{name}.weight"]
             down, up = (layer_prefix(layer) + part for part in adapter_names(name))
             shapes |= {down: (rank, inp), up: (out, rank)}
     return shapes
+
+
+def layer_targets(settings: ModelConfig, layer: int) -> list[str]:
+    """The projections of a layer that have an adapter: experts have none."""
+    targets = settings.pet_config.targets(layer)
+    return [name for name in targets if half_of(name) == "attention" or not settings.is_moe_layer(layer)]
 
 
 def adapter_names(projection: str) -> tuple[str, str]:
@@ -70,7 +115,7 @@ def adapted_projections(settings: ModelConfig) -> tuple[str, ...]:
     """The projections that have an adapter in some layer, in forward order."""
     if settings.pet_config is None:
         return ()
-    found = {name for layer in range(settings.num_layers) for name in settings.pet_config.targets(layer)}
+    found = {name for layer in range(settings.num_layers) for name in layer_targets(settings, layer)}
     return tuple(name for name in PROJECTIONS if name in found)
 
 
@@ -108,12 +153,13 @@ def layer_prefix(layer: int) -> str:
 def parameter_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the decoder by its full name, in forward order; without those of adapters."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (settings.vocab_size, settings.hidden_size)}
-    block = attention_shapes(settings) | mlp_shapes(settings)
     for layer in range(settings.num_layers):
-        shapes |= {layer_prefix(layer) + name: shape for name, shape in block.items()}
+        shapes |= {layer_prefix(layer) + name: shape for name, shape in layer_shapes(settings, layer).items()}
     shapes[FINAL_NORM] = (settings.hidden_size,)
     if not settings.tie_word_embeddings:
         shapes[HEAD] = (settings.vocab_size, settings.hidden_size)
+    for layer in range(settings.num_layers, settings.num_layers + settings.mtp_depth):
+        shapes |= {layer_prefix(layer) + name: shape for name, shape in layer_shapes(settings, layer).items()}
     return shapes
 
 

@@ -8,13 +8,16 @@ in the host's memory as arrays without copying them, and so does MindSpore with 
 So these cells run operator by operator only. MindSpore runs `construct` and `bprop` of a cell with a `bprop` without
 recording them. Arithmetic is float32; what leaves has the dtype of what came in.
 
+Results stand in memory of MindSpore's pool, which is used again and again: fresh memory from the operating system costs
+a product another tenth of its time.
+
 Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each token, D hidden, I/O in/out features.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
 from mindspore import dtype as mstype
 
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
@@ -49,33 +52,28 @@ class GroupedMatmul(nn.Cell):
 
     def construct(self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
-        y = _rows_like(x, weight.shape[1], counts)
+        result, y = _empty(len(x), weight.shape[1])
+        y[counts.sum() :] = 0
         for expert, rows in _groups(counts):
             np.matmul(x[rows], weight[expert].T, out=y[rows])
-        return _from_host(y, x_RI.dtype)
+        return _cast(result, x_RI.dtype)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
         x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
-        grad = _on_host(grad_RO)
-        grad_x, grad_weight = _rows_like(x, x.shape[1], counts), np.empty_like(weight)
+        grad, (x_result, grad_x) = _on_host(grad_RO), _empty(*x.shape)
+        weight_result, grad_weight = _empty(*weight.shape)
+        grad_x[counts.sum() :] = 0
         grad_weight[counts == 0] = 0
         for expert, rows in _groups(counts):
             np.matmul(grad[rows], weight[expert], out=grad_x[rows])
             np.matmul(grad[rows].T, x[rows], out=grad_weight[expert])
-        return _from_host(grad_x, x_RI.dtype), _from_host(grad_weight, weight_EOI.dtype), None
+        return _cast(x_result, x_RI.dtype), _cast(weight_result, weight_EOI.dtype), None
 
 
 def _groups(counts_E: np.ndarray) -> list[tuple[int, slice]]:
     """Experts that have rows, and these."""
     ends = np.cumsum(counts_E)
     return [(expert, slice(ends[expert] - counts_E[expert], ends[expert])) for expert in np.flatnonzero(counts_E)]
-
-
-def _rows_like(x: np.ndarray, width: int, counts_E: np.ndarray) -> np.ndarray:
-    """Rows to be written group by group; those in no group are zeros already."""
-    rows = np.empty((len(x), width), np.float32)
-    rows[counts_E.sum() :] = 0
-    return rows
 
 
 class Permute(nn.Cell):
@@ -91,11 +89,15 @@ class Permute(nn.Cell):
 
 class _PermuteCore(nn.Cell):
     def construct(self, x_ND, token_R, row_Nk):
-        return _from_host(_rows_of_tokens(_on_host(x_ND), token_R.asnumpy(), row_Nk.size), x_ND.dtype)
+        return _cast(_rows_of_tokens(_on_host(x_ND), token_R.asnumpy(), row_Nk.size)[0], x_ND.dtype)
 
     def bprop(self, x_ND, token_R, row_Nk, out, grad_RD):
-        grad_x = _on_host(grad_RD)[row_Nk.asnumpy()].sum(1)
-        return _from_host(grad_x, x_ND.dtype), None, None
+        rows, row = _on_host(grad_RD), row_Nk.asnumpy()
+        result, grad_x = _empty(*x_ND.shape)
+        np.take(rows, row[:, 0], axis=0, out=grad_x, mode="clip")
+        for choice in range(1, row.shape[1]):
+            grad_x += rows[row[:, choice]]
+        return _cast(result, x_ND.dtype), None, None
 
 
 class Unpermute(nn.Cell):
@@ -111,34 +113,39 @@ class Unpermute(nn.Cell):
 
 class _UnpermuteCore(nn.Cell):
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
-        rows_NkD = _on_host(y_RD)[row_Nk.asnumpy()]
-        return _from_host(np.einsum("nk,nkd->nd", _on_host(gates_Nk), rows_NkD), y_RD.dtype)
+        result, sum_ND = _empty(row_Nk.shape[0], y_RD.shape[1])
+        np.einsum("nk,nkd->nd", _on_host(gates_Nk), _on_host(y_RD)[row_Nk.asnumpy()], out=sum_ND)
+        return _cast(result, y_RD.dtype)
 
     def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
         row = row_Nk.asnumpy()
-        grad_y = _rows_of_tokens(_on_host(grad_ND), token_R.asnumpy(), row.size)
-        grad_gates = np.einsum("rd,rd->r", _on_host(y_RD), grad_y)[row]
+        result, grad_y = _rows_of_tokens(_on_host(grad_ND), token_R.asnumpy(), row.size)
+        grad_gates = Tensor.from_numpy(np.einsum("rd,rd->r", _on_host(y_RD), grad_y)[row])
         gate_R = np.zeros(len(grad_y), np.float32)
         gate_R[row] = _on_host(gates_Nk)
         grad_y *= gate_R[:, None]
-        return _from_host(grad_y, y_RD.dtype), _from_host(grad_gates, gates_Nk.dtype), None, None
+        return _cast(result, y_RD.dtype), _cast(grad_gates, gates_Nk.dtype), None, None
 
 
-def _rows_of_tokens(x: np.ndarray, token_R: np.ndarray, assignments: int) -> np.ndarray:
+def _rows_of_tokens(x: np.ndarray, token_R: np.ndarray, assignments: int) -> tuple[Tensor, np.ndarray]:
     """x[token_R], and zeros where there is no such token."""
-    rows = np.empty((len(token_R), x.shape[1]), np.float32)
+    result, rows = _empty(len(token_R), x.shape[1])
     np.take(x, token_R, axis=0, out=rows, mode="clip")  # other modes copy `out`
     if len(token_R) > assignments:
         rows[token_R == len(x)] = 0
-    return rows
+    return result, rows
+
+
+def _empty(*shape: int) -> tuple[Tensor, np.ndarray]:
+    """A tensor in the host's memory, and the array that writes to it."""
+    tensor = mint.empty(shape, dtype=mstype.float32, device="CPU")
+    return tensor, tensor.asnumpy()
 
 
 def _on_host(tensor: Tensor, rounded_to=mstype.float32) -> np.ndarray:
-    """The numbers of a tensor, which are only to be read, in float32."""
-    if rounded_to != mstype.float32:
-        tensor = tensor.astype(rounded_to)
-    return tensor.astype(mstype.float32).asnumpy()
+    """The numbers of a tensor in float32, only to be read."""
+    return _cast(_cast(tensor, rounded_to), mstype.float32).asnumpy()
 
 
-def _from_host(array: np.ndarray, dtype) -> Tensor:
-    return Tensor.from_numpy(array).astype(dtype)
+def _cast(tensor: Tensor, dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)

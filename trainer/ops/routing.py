@@ -172,6 +172,12 @@ class RoutingCounts:
     requested: np.ndarray
     entropy: np.ndarray
 
+    def __add__(self, other: RoutingCounts) -> RoutingCounts:
+        """Both together; the entropy is the mean, weighted by the assignments of each layer."""
+        weight, more = self.requested.sum(1), other.requested.sum(1)
+        entropy = (self.entropy * weight + other.entropy * more) / np.maximum(weight + more, 1)
+        return RoutingCounts(self.layers, self.kept + other.kept, self.requested + other.requested, entropy)
+
     @property
     def drop_rate(self) -> np.ndarray:
         """Part of the assignments that no expert computed, [L]; 0 where there were none."""

@@ -40,7 +40,7 @@ def evaluate(
             break
         count = valid_tokens(batch)
         if count:
-            loss_sum += float(model(build_inputs(batch)).asnumpy())
+            loss_sum += float(model(build_inputs(batch)).tokens.asnumpy())
             tokens += count
     if tokens == 0 and not stop():
         raise RunError(

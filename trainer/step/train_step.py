@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import mindspore
@@ -19,9 +19,12 @@ from mindspore import Tensor
 
 from trainer.data.batch import Batch
 from trainer.errors import RunError
+from trainer.models.decoder import LossSums
 from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder
-from trainer.step.accumulate import WindowGradients, accumulate
+from trainer.models.moe import Tally
+from trainer.ops.routing import RoutingCounts
+from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate
 from trainer.step.clip import clip, global_norm
 from trainer.step.loss_scale import build_loss_scale
 
@@ -50,6 +53,9 @@ class StepResult:
         empty_micro_batches: Micro-batches without a valid token.
         local_norms: Norm of each parameter's gradient by name, unscaled and before clipping; empty unless
             `runner_wrapper.local_norm` asks for them.
+        losses: Further losses by name, before their factors: aux_loss (mean over the layers with experts; 1 is an even
+            load), z_loss (likewise), mtp_loss (mean over the modules for further tokens).
+        routing: What the routers of the window did; None for a dense model.
     """
 
     loss: float
@@ -62,6 +68,8 @@ class StepResult:
     overflow: bool = False
     empty_micro_batches: int = 0
     local_norms: Mapping[str, float] | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
+    routing: RoutingCounts | None = None
 
 
 class TrainStep:
@@ -71,7 +79,7 @@ class TrainStep:
         result = step([batch_1, batch_2])       # one update from two micro-batches
 
     Args:
-        model: Its call gives the sum of token losses of a micro-batch, a float32 scalar.
+        model: Its call gives the sums of the losses of a micro-batch, see `trainer.models.decoder.LossSums`.
         optimizer: Over the parameters to train, with respect to which alone gradients are computed; its count of
             updates drives the schedule and the dropout streams.
         schedule: Learning rate of update number `n`, from 0.
@@ -100,9 +108,9 @@ class TrainStep:
         self.loss_scale = build_loss_scale(wrapper)
         self.spikes, self.spikes_in_a_row = 0, 0
 
-        def scaled_loss(inputs, dropout, factor):
-            loss_sum = model(inputs, dropout)
-            return loss_sum * factor, loss_sum
+        def scaled_loss(inputs, dropout, tally, factor):
+            sums = model(inputs, dropout, tally)
+            return sums.total * factor, *sums[1:]
 
         parameters = list(optimizer.parameters.values())
         self.gradients_of = mindspore.value_and_grad(scaled_loss, None, parameters, has_aux=True)
@@ -123,7 +131,7 @@ class TrainStep:
         def result(norm: float, skipped: str = "", **more) -> StepResult:
             return StepResult(
                 window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
-                empty_micro_batches=window.empty, **more,
+                empty_micro_batches=window.empty, losses=window.others, routing=window.routing, **more,
             )  # fmt: skip
 
         if window.gradients is None:
@@ -139,14 +147,25 @@ class TrainStep:
         names = list(self.optimizer.parameters)
         gradients, factors = clip(window.gradients, squares, names, self.wrapper, self.optimizer.group_of, scale)
         self.optimizer.update(gradients, lr, factors)
+        self.model.balance_choices(window.routing)
         return result(norm, local_norms=self.local_norms(squares, scale))
 
-    def backward(self, batch: Batch, number: int, factor: float) -> tuple[Tensor, Sequence[Tensor]]:
-        """Sum of token losses of one micro-batch, and the gradients of that sum times `factor`."""
+    def backward(self, batch: Batch, number: int, factor: float) -> MicroBatch:
+        """Losses of one micro-batch as sums over tokens, and the gradients of what is minimised times `factor`."""
         dropout = DropoutKey(self.seed, self.rank, self.optimizer.updates, number)
+        inputs = self.build_inputs(batch)
+        tally = Tally(inputs.shares)
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.
-        outputs, gradients = self.gradients_of(self.build_inputs(batch), dropout, Tensor(np.float32(factor)))
-        return outputs[1], gradients
+        outputs, gradients = self.gradients_of(inputs, dropout, tally, Tensor(np.float32(factor)))
+        sums = LossSums(*outputs)
+        settings = self.model.settings
+        others = {"mtp_loss": (sums.mtp, settings.mtp_depth)} if settings.mtp_depth else {}
+        if settings.moe_layers:
+            others |= {"aux_loss": (sums.balance, len(settings.moe_layers))}
+        if settings.moe_layers and settings.experts.z_loss_factor:
+            others |= {"z_loss": (sums.z, len(settings.moe_layers))}
+        other_sums = {name: float(value.asnumpy()) / parts for name, (value, parts) in others.items()}
+        return MicroBatch(float(sums.tokens.asnumpy()), other_sums, tally.counts(), gradients)
 
     def overflow(
         self, window: WindowGradients, norm: float, squares: Sequence[float], result: Callable
