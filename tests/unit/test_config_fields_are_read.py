@@ -22,6 +22,17 @@ DERIVED = {
     "multiple_of": "ffn_size",
     "ffn_dim_multiplier": "ffn_size",
     "max_position_embeddings": "max_positions",
+    "moe_intermediate_size": "expert_size",
+    "shared_expert_num": "shared_expert_size",
+    "moe_shared_expert_intermediate_size": "shared_expert_size",
+    "first_k_dense_replace": "is_moe_layer",
+    "moe_layer_freq": "is_moe_layer",
+    "scoring_func": "score_function",
+    "use_gating_sigmoid": "score_function",
+    "topk_method": "has_choice_bias",
+    "capacity_factor": "capacity",
+    "enable_sdrop": "drop_policy",
+    "moe_token_drop_policy": "drop_policy",
 }
 ELSEWHERE = {
     # The loader turns it into tie_word_embeddings.
@@ -38,6 +49,12 @@ ELSEWHERE = {
     "callbacks.capacity_factor",
     "callbacks.num_layers",
     "callbacks.mtp_depth",
+    # The rules compare them with the balance loss that there is.
+    "model.settings.moe_config.aux_loss_factors",
+    "model.settings.moe_config.aux_loss_types",
+    "model.settings.moe_config.moe_router_load_balancing_type",
+    # trainer.config.moe_rules.watches_drop_rate: it or a callback turns the monitor on.
+    "model.settings.moe_config.callback_moe_droprate",
     # A notice says that one device runs it all.
     "parallel_config.data_parallel",
     "parallel_config.model_parallel",

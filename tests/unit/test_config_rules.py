@@ -202,8 +202,8 @@ def test_what_is_right_at_the_edge_loads(text):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("moe_config: {expert_num: 4}\n", ["moe_config.expert_num = 4: not yet", "train a dense model"]),
-        ("model_config: {mtp_depth: 1}\n", ["mtp_depth = 1: not yet"]),
+        ("moe_config: {expert_num: 4, use_shared_expert_gating: True}\n", ["use_shared_expert_gating = True: not yet"]),
+        ("moe_config: {expert_num: 4, use_random_expert: True}\n", ["use_random_expert = True: not yet"]),
         ("use_parallel: True\n", ["use_parallel = True: not yet", "use_parallel False"]),
         (
             "train_dataset: {data_loader: {type: MindDataset, dataset_dir: a}}\n",

@@ -26,7 +26,7 @@ def adapter_problems(config: Config, report: Callable[..., Problem]) -> Iterator
         return
     key, targets = f"{_KEY}.target_modules", adapters.target_modules
     try:
-        matches = any(adapters.targets(layer) for layer in range(config.decoder.num_layers))
+        matches = [(layer, name) for layer in range(config.decoder.num_layers) for name in adapters.targets(layer)]
     except re.error as error:
         yield report(
             key, targets, f"is not a regular expression: {error}", "write one such as '.*q_proj|.*v_proj', in quotes"
@@ -34,6 +34,20 @@ def adapter_problems(config: Config, report: Callable[..., Problem]) -> Iterator
         return
     if not matches:
         yield report(key, targets, "matches none of the model's matrices", _nearest_targets(targets))
+    elif len(_in_experts(config)) == len(matches):
+        yield report(
+            key,
+            targets,
+            "matches only matrices of experts, which have no adapters",
+            "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'",
+        )
+
+
+def _in_experts(config: Config) -> list[tuple[int, str]]:
+    """Layers and projections that are targets and stand in experts."""
+    decoder = config.decoder
+    layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
+    return [(layer, name) for layer in layers for name in decoder.pet_config.targets(layer) if name.startswith("mlp.")]
 
 
 def _nearest_targets(targets: str) -> str:
@@ -52,5 +66,8 @@ def adapter_notices(config: Config) -> Iterator[str]:
     """What a reader of the file might not expect of adapters."""
     if config.decoder.pet_config is None or not config.trains:
         return
+    if _in_experts(config):
+        names = ", ".join(dict.fromkeys(name.split(".")[-1] for _, name in _in_experts(config)))
+        yield f"{_KEY}.target_modules: {names} of layers with experts get no adapters: experts have none"
     if not config.load_checkpoint:
         yield f"{_KEY}: the adapters train on top of random weights, as load_checkpoint names no base model"

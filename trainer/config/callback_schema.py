@@ -31,7 +31,9 @@ class LossMonitor(Section):
     check_for_nan_in_loss_and_grad: bool = ignored(
         False, "Stop at a loss that is not a number.", "a run always stops there"
     )
-    print_separate_loss: bool = ignored(True, "Print extra losses on their own.", "a dense model has none")
+    print_separate_loss: bool = ignored(
+        True, "Print extra losses on their own.", "aux_loss, z_loss and mtp_loss always stand on their own"
+    )
 
 
 class CheckpointMonitor(Section):
@@ -163,18 +165,31 @@ class DeviceMonitor(Section):
 
     type: Literal[
         "ColdHotExpertMonitor",
-        "TopkBiasBalanceCallback",
         "StressDetectCallBack",
         "StressTestModelMonitor",
         "SDCMonitor",
     ] = setting(REQUIRED, "Kind of monitor.")
     detection_interval: int | None = setting(None, "Steps between checks.")
-    balance_via_topk_bias: bool = setting(False, "Balance experts by a bias.")
-    topk_bias_update_rate: float = setting(0.0, "Step of that bias.")
     expert_num: int | None = setting(None, "Experts.")
-    micro_batch_num: int | None = setting(None, "Micro-batches.")
     num_detections: int | None = setting(None, "Checks at a time.")
     save_checkpoint_steps: int | None = setting(None, "Steps between checkpoints.")
+
+
+class TopkBiasBalance(Section):
+    """Moves the bias on the router's choice."""
+
+    support = "ignored"
+    support_reason = "every step moves the bias by itself, as moe_config says"
+
+    type: Literal["TopkBiasBalanceCallback"] = setting(REQUIRED, "Kind of monitor.")
+    balance_via_topk_bias: bool | None = setting(
+        None, "Balance experts by a bias; must agree with the model. Default null: the model's."
+    )
+    topk_bias_update_rate: float | None = setting(
+        None, "Step of that bias; must agree with the model. Default null: the model's.", ge=0
+    )
+    expert_num: int | None = setting(None, "Experts; must agree with the model. Default null: the model's.", ge=1)
+    micro_batch_num: int | None = setting(None, "Micro-batches.")
 
 
 Callback = Annotated[
@@ -186,6 +201,7 @@ Callback = Annotated[
     | EvalMonitor
     | ProfileMonitor
     | EarlyStop
-    | DeviceMonitor,
+    | DeviceMonitor
+    | TopkBiasBalance,
     Field(discriminator="type"),
 ]

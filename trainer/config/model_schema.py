@@ -7,7 +7,7 @@ from pydantic import Field
 
 from trainer.config.adapter_schema import PetConfig
 from trainer.config.fields import Section, ignored, not_yet, section, setting
-from trainer.config.moe_schema import MOE_LATER, MoEConfig
+from trainer.config.moe_schema import MoEConfig
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -157,14 +157,18 @@ class ModelConfig(Section):
         False, "Fused SwiGLU where the device has it. Default False.", aliases=("bias_swiglu_fusion",)
     )
     moe_config: MoEConfig | None = setting(None, "Mixture of experts. Default null: dense.")
-    mtp_depth: int = not_yet(
+    mtp_depth: int = setting(
         0,
-        "Layers that predict further tokens. Default 0.",
-        MOE_LATER,
+        "Modules that each predict one token further (DeepSeek-V3, section 2.2). Default 0.",
         ge=0,
         aliases=("mtp_num_layers", "num_nextn_predict_layers"),
     )
-    mtp_loss_factor: float = ignored(0.3, "Weight of their loss.", MOE_LATER, aliases=("mtp_loss_scaling_factor",))
+    mtp_loss_factor: float = setting(
+        0.3,
+        "Weight of the mean of their losses. Default 0.3.",
+        ge=0,
+        aliases=("mtp_loss_scaling_factor",),
+    )
     eos_token_id: int | list[int] | None = setting(None, "Token that ends a document. Default null: the tokenizer's.")
     bos_token_id: int | None = setting(None, "Token that starts a document. Default null: the tokenizer's.")
     pad_token_id: int | None = ignored(
@@ -209,7 +213,7 @@ class ModelConfig(Section):
     input_sliced_sig: bool = ignored(
         False, "The data set's rows hold one token more than seq_length.", "rows are always cut with their labels"
     )
-    return_extra_loss: bool = ignored(False, "Return extra losses.", "a dense model has none")
+    return_extra_loss: bool = ignored(False, "Return extra losses.", "the step always has them")
     fine_grain_interleave: int = ignored(1, "Interleave parts of a batch.", _ASCEND_ONLY)
     fine_grain_config: dict[str, Any] | None = ignored(None, "Interleave parts of a batch.", _ASCEND_ONLY)
     ffn_concat: bool = ignored(False, "One matrix for gate and up.", _SEPARATE, aliases=("mlp_concat",))
@@ -262,7 +266,6 @@ class ModelConfig(Section):
     residual_dtype: Dtype | None = ignored(
         None, "Dtype of the residual stream.", "the residual stream is always float32", aliases=("res_dtype",)
     )
-    router_dense_type: Dtype | None = ignored(None, "Dtype of the router.", MOE_LATER)
     parallel_optimizer: bool = ignored(False, "Shard the optimizer.", "there is one device")
     use_contiguous_weight_layout: bool = ignored(
         False, "Layout of the query, key and value weights.", "weights keep Hugging Face's layout"

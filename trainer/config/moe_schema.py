@@ -4,16 +4,15 @@
 import math
 from typing import Literal
 
-from trainer.config.fields import Section, setting
+from trainer.config.fields import Section, ignored, not_yet, setting
 
-MOE_LATER = "mixture of experts is not built; train a dense model: expert_num 1, mtp_depth 0"
+_METRICS = "callback_moe_droprate writes load_imbalance of every layer into metrics.jsonl"
+_ONE_DEVICE = "one device has all experts"
+_SAME = "it computes the same"
 
 
 class MoEConfig(Section):
     """Mixture of experts (YAML ``moe_config``, at the top level or inside ``model_config``)."""
-
-    support = "not_yet"
-    support_reason = MOE_LATER
 
     expert_num: int = setting(
         1,
@@ -26,16 +25,21 @@ class MoEConfig(Section):
     )
     capacity_factor: float | None = setting(
         None,
-        "Room of an expert, as a multiple of its fair share; -1: no bound. Default null: no bound, with enable_sdrop 1.1.",
+        "Room of an expert, as a multiple of its fair share of a micro-batch's tokens; what goes beyond is dropped, in"
+        " training only. -1: no bound. Default null: no bound; with enable_sdrop 1.1.",
         aliases=("moe_expert_capacity_factor",),
     )
-    enable_sdrop: bool = setting(False, "Drop tokens over capacity in order of position. Default False.")
+    enable_sdrop: bool = setting(
+        False, "Drop tokens over capacity, by default in order of position. Default False: capacity_factor decides."
+    )
     aux_loss_factor: float = setting(
         0.05, "Weight of the balance loss. Default 0.05.", ge=0, aliases=("moe_aux_loss_coeff", "router_aux_loss_coef")
     )
-    aux_loss_factors: list[float] | None = setting(None, "Weights of several balance losses. Default null.")
+    aux_loss_factors: list[float] | None = setting(
+        None, "Weights of several balance losses; only the one of aux_loss_factor is built. Default null."
+    )
     aux_loss_types: list[Literal["expert", "device", "comm"]] | None = setting(
-        None, "Kinds of balance losses. Default null."
+        None, "Kinds of balance losses; only expert is built. Default null."
     )
     z_loss_factor: float = setting(
         0.0, "Weight of the router's z loss. Default 0.", ge=0, aliases=("moe_z_loss_coeff",)
@@ -47,22 +51,29 @@ class MoEConfig(Section):
         "Router function by its Hugging Face name. Default null: use_gating_sigmoid decides.",
         aliases=("moe_router_score_function",),
     )
-    router_dense_type: Literal["float32", "float16", "bfloat16"] = setting(
-        "float32", "Dtype of the router. Default float32.", aliases=("moe_router_dtype",)
+    router_dense_type: Literal["float32", "float16", "bfloat16"] | None = ignored(
+        "float32", "Dtype of the router.", "the router always computes in float32", aliases=("moe_router_dtype",)
     )
     routed_scaling_factor: float = setting(
         1.0, "Factor on the routed experts' sum. Default 1.", gt=0, aliases=("moe_router_topk_scaling_factor",)
     )
     shared_expert_num: int = setting(0, "Experts every token goes to. Default 0.", ge=0, aliases=("n_shared_experts",))
-    use_shared_expert_gating: bool = setting(False, "Gate the shared expert's output. Default False.")
+    use_shared_expert_gating: bool = not_yet(
+        False, "Gate the shared expert's output.", "the shared expert is added as it is; leave it False"
+    )
     moe_intermediate_size: int | None = setting(
         None, "Width of an expert. Default null: intermediate_size.", ge=1, aliases=("moe_ffn_hidden_size",)
     )
     moe_shared_expert_intermediate_size: int | None = setting(
-        None, "Width of the shared expert. Default null.", ge=1, aliases=("shared_expert_intermediate_size",)
+        None,
+        "Width of the shared experts together. Default null: shared_expert_num times that of an expert.",
+        ge=1,
+        aliases=("shared_expert_intermediate_size",),
     )
     first_k_dense_replace: int | None = setting(None, "Leading layers that stay dense. Default null: none.", ge=0)
-    moe_layer_freq: int | list[int] = setting(1, "Every how many layers experts stand. Default 1.")
+    moe_layer_freq: int | list[int] = setting(
+        1, "Every how many layers experts stand, or a list with 1 for each layer that has them, else 0. Default 1."
+    )
     n_group: int | None = setting(
         None,
         "Groups of experts the router chooses among; 0 or null: none. Default null.",
@@ -72,55 +83,80 @@ class MoEConfig(Section):
     topk_group: int | None = setting(
         None, "Groups a token may go to; 0 or null: any. Default null.", ge=0, aliases=("moe_router_group_topk",)
     )
-    topk_method: str | None = setting(None, "The router's choice by its Hugging Face name. Default null.")
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = setting(
+        None,
+        "The router's choice by its Hugging Face name: greedy has no groups, noaux_tc has a bias on the choice. Default"
+        " null: the other keys say it.",
+    )
     balance_via_topk_bias: bool = setting(
-        False, "Balance by a bias on the router's choice. Default False.", aliases=("moe_router_enable_expert_bias",)
+        False,
+        "Balance by a bias on the router's choice, which falls for experts with more than their share of a step's"
+        " tokens and rises for the others. Default False.",
+        aliases=("moe_router_enable_expert_bias",),
     )
     topk_bias_update_rate: float = setting(
-        0.0, "Step of that bias. Default 0.", ge=0, aliases=("moe_router_bias_update_rate",)
+        0.0, "How far that bias moves in a step. Default 0.", ge=0, aliases=("moe_router_bias_update_rate",)
     )
-    group_wise_a2a: bool = setting(False, "All-to-all in groups. Default False.")
-    comp_comm_parallel: bool = setting(False, "Overlap expert computation and communication. Default False.")
-    comp_comm_parallel_degree: int = setting(2, "Parts of that overlap. Default 2.", ge=1)
-    save_token_distribution: bool = setting(False, "Write the tokens of each expert. Default False.")
-    cur_layer: int = setting(0, "First layer of that record. Default 0.", ge=0)
-    enable_cold_hot_expert: bool = setting(False, "Copy the experts with most tokens. Default False.")
-    update_step: int = setting(10000, "Steps between such copies. Default 10000.", ge=1)
-    hot_expert_num: int = setting(0, "Experts to copy. Default 0.", ge=0)
-    cold_token_percent: float = setting(1.0, "Share of tokens for experts without copies. Default 1.", ge=0, le=1)
-    moe_module_name: str = setting("", "Where those experts stand in the model. Default empty.")
+    group_wise_a2a: bool = ignored(False, "All-to-all in groups.", _ONE_DEVICE)
+    comp_comm_parallel: bool = ignored(False, "Overlap expert computation and communication.", _ONE_DEVICE)
+    comp_comm_parallel_degree: int = ignored(2, "Parts of that overlap.", _ONE_DEVICE, ge=1)
+    save_token_distribution: bool = ignored(False, "Write the tokens of each expert.", _METRICS)
+    cur_layer: int = ignored(0, "First layer of that record.", _METRICS, ge=0)
+    enable_cold_hot_expert: bool = ignored(False, "Copy the experts with most tokens.", _ONE_DEVICE)
+    update_step: int = ignored(10000, "Steps between such copies.", _ONE_DEVICE, ge=1)
+    hot_expert_num: int = ignored(0, "Experts to copy.", _ONE_DEVICE, ge=0)
+    cold_token_percent: float = ignored(1.0, "Share of tokens for experts without copies.", _ONE_DEVICE, ge=0, le=1)
+    moe_module_name: str = ignored("", "Where those experts stand in the model.", _ONE_DEVICE)
     use_gmm: bool = setting(
-        False, "One grouped matrix product for all experts of a device. Default False.", aliases=("moe_grouped_gemm",)
+        False,
+        "One grouped matrix product for all experts of a device; drops nothing. Default False.",
+        aliases=("moe_grouped_gemm",),
     )
     enable_gmm_safe_tokens: bool = setting(
         False,
         "Give every expert at least one token, so that a grouped product never meets an empty group. Default False.",
     )
     use_fused_ops_permute: bool = setting(
-        False, "Fused sorting of tokens by expert. Default False.", aliases=("moe_permute_fusion",)
+        False,
+        "Fused sorting of tokens by expert where the device has it. Default False.",
+        aliases=("moe_permute_fusion",),
     )
-    use_fused_ops_topkrouter: bool = setting(False, "Fused router. Default False.")
-    enable_deredundency: bool = setting(False, "Send a token only once to a device group. Default False.")
-    npu_nums_per_device: int = setting(1, "Devices of such a group. Default 1.", ge=1)
-    dispatch_global_max_bs: int = setting(0, "Largest batch of a fused dispatch. Default 0.", ge=0)
-    expert_group_size: int | None = setting(None, "Experts of a group. Default null.", ge=1)
-    use_random_expert: bool = setting(
-        False, "Random routing, for speed tests. Default False.", aliases=("moe_router_force_expert_balance",)
+    use_fused_ops_topkrouter: bool = ignored(False, "Fused router.", _SAME)
+    enable_deredundency: bool = ignored(False, "Send a token only once to a device group.", _ONE_DEVICE)
+    npu_nums_per_device: int = ignored(1, "Devices of such a group.", _ONE_DEVICE, ge=1)
+    dispatch_global_max_bs: int = ignored(0, "Largest batch of a fused dispatch.", _ONE_DEVICE, ge=0)
+    expert_group_size: int | None = ignored(None, "Experts of a device group.", _ONE_DEVICE, ge=1)
+    use_random_expert: bool = not_yet(
+        False,
+        "Random routing, for speed tests.",
+        "tokens always go where the router sends them; leave it False",
+        aliases=("moe_router_force_expert_balance",),
     )
-    use_allgather_in_group: bool = setting(False, "All-gather in a group instead of all-to-all. Default False.")
+    use_allgather_in_group: bool = ignored(False, "All-gather in a group instead of all-to-all.", _ONE_DEVICE)
     moe_token_dispatcher_type: Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", "allgather"] = (
-        setting("alltoall", "How tokens reach their experts. Default alltoall.")
+        ignored("alltoall", "How tokens reach their experts.", _ONE_DEVICE)
     )
-    moe_router_load_balancing_type: str = setting("aux_loss", "How the load is balanced. Default aux_loss.")
-    moe_router_pre_softmax: bool = setting(False, "Softmax before choosing. Default False.")
-    moe_router_fusion: bool = setting(False, "Fused router. Default False.")
-    routing_policy: str | None = setting(None, "The router by MindSpore Transformers' name. Default null.")
-    ep_extend_tp: bool = setting(False, "Experts across tensor groups. Default False.")
-    max_router_load: int | None = setting(None, "Largest load of an expert. Default null.")
-    moe_token_drop_policy: Literal["probs", "position", False] | None = setting(
-        "probs", "Which tokens over capacity go. Default probs."
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "gbs_aux_loss", "sinkhorn", "none"] = setting(
+        "aux_loss",
+        "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each row (DeepSeek-V3, section"
+        " 2.1.2), which accumulation and ranks do not change. Default aux_loss.",
     )
-    moe_pad_expert_input_to_capacity: bool = setting(False, "Pad experts' inputs to capacity. Default False.")
+    moe_router_pre_softmax: bool = ignored(
+        False, "Softmax before choosing.", "it always stands there, and norm_topk_prob makes the chosen sum to 1"
+    )
+    moe_router_fusion: bool = ignored(False, "Fused router.", _SAME)
+    routing_policy: str | None = ignored(
+        None, "The router by MindSpore Transformers' name.", "num_experts_chosen, n_group and capacity_factor say it"
+    )
+    ep_extend_tp: bool = ignored(False, "Experts across tensor groups.", _ONE_DEVICE)
+    max_router_load: int | None = ignored(None, "Size of the router's tables.", "there are no such tables")
+    moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
+        None,
+        "Which tokens over capacity go: the last of a micro-batch (position), or those with the lowest score"
+        " (probability, or probs). Default null: probability; with enable_sdrop position.",
+        aliases=("drop_policy",),
+    )
+    moe_pad_expert_input_to_capacity: bool = ignored(False, "Pad experts' inputs to capacity.", _SAME)
     callback_moe_droprate: bool = setting(
         False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback). Default False."
     )
@@ -149,8 +185,9 @@ class MoEConfig(Section):
     @property
     def drop_policy(self) -> str:
         """Which tokens over capacity go: those of the lowest probability, or the last by position."""
-        by_position = self.enable_sdrop or self.moe_token_drop_policy == "position"
-        return "position" if by_position else "probability"
+        if self.moe_token_drop_policy:
+            return "position" if self.moe_token_drop_policy == "position" else "probability"
+        return "position" if self.enable_sdrop else "probability"
 
     def capacity(self, tokens: int) -> int | None:
         """Most tokens of an expert among so many; None for no bound.

@@ -42,8 +42,10 @@ def _neutral(value: Any, default: Any) -> bool:
 
 
 def _of_section(section: Section, key: str) -> Iterator[Finding]:
-    # A mixture of experts with one expert is a dense model: rules.py looks at it.
-    if section.support != "honoured" and not isinstance(section, MoEConfig):
+    # A mixture of experts with one expert is a dense model, and a notice says that nothing of it acts.
+    if isinstance(section, MoEConfig) and section.expert_num == 1:
+        return
+    if section.support != "honoured":
         yield Finding(key, getattr(section, "type", _shown(section)), section.support, section.support_reason)
     else:
         yield from findings(section, f"{key}.")

@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.config.freeze_schema import FreezeConfig
 from trainer.config.layer_ranges import LayerError, layer_numbers
 from trainer.errors import UserError
-from trainer.models.shapes import EMBEDDING, HEAD, all_shapes, layer_prefix, parameter_shapes
+from trainer.models.shapes import EMBEDDING, HEAD, all_shapes, is_buffer, layer_prefix, parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 _SHORT_FORM = re.compile(r"\s*layers\s*(?::\s*|=\s*|\s)(.+)")
+_ONE_EXPERT = re.compile(r"(.*\bexperts)\.(?:\d+|\*|\[[^]]*\])(\..*|\*?)")
 _PLAIN_LAYERS = re.compile(r"[\d\s,-]+")
+
+
+# What MindSpore Transformers calls the words of a name that are others here, in Hugging Face's names.
+_OTHER_WORDS = {
+    "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "linear_proj": "o_proj", "linear_q": "q_proj",
+    "linear_k": "k_proj", "linear_v": "v_proj", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
+    "linear_fc2": "down_proj", "attention": "self_attn", "feed_forward": "mlp", "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm", "norm_out": "norm", "tok_embeddings": "embed_tokens",
+    "word_embeddings": "embed_tokens", "embedding_weight": "weight", "output": "lm_head", "output_layer": "lm_head",
+}  # fmt: skip
 
 
 class _Item(NamedTuple):
@@ -61,9 +72,9 @@ def frozen_names(config: Config) -> frozenset[str]:
 
 
 def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights that a training changes, in forward order."""
-    frozen = frozen_names(config)
-    return {name: shape for name, shape in all_shapes(config.decoder).items() if name not in frozen}
+    """Shapes of the weights that an optimizer changes, in forward order."""
+    frozen, shapes = frozen_names(config), all_shapes(config.decoder)
+    return {name: shape for name, shape in shapes.items() if name not in frozen and not is_buffer(name)}
 
 
 def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
@@ -148,6 +159,13 @@ def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
     """What was probably meant by a pattern that matches nothing."""
     if pattern == HEAD:
         return f"the head is the embedding here (tie_word_embeddings): write {EMBEDDING}"
+    stacked = _ONE_EXPERT.fullmatch(pattern)
+    if stacked and (together := stacked[1] + (stacked[2] or ".*")) and any(fnmatchcase(n, together) for n in shapes):
+        return f"the experts of a layer are one stacked weight, all trained or all frozen: write '{together}'"
+    ours = re.sub(r"\w+", lambda word: _OTHER_WORDS[word[0]] if word[0] in _OTHER_WORDS else word[0], pattern)
+    if ours != pattern:
+        found = any(fnmatchcase(name, ours) for name in shapes)
+        return f"the names are Hugging Face's: write '{ours}'" if found else _nearest(ours, shapes)
     if _PLAIN_LAYERS.fullmatch(pattern):
         return f"write layers: {pattern.strip()}"
     for wider in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
