@@ -21,13 +21,15 @@ from trainer.checkpoint.adapters import base_record, starting_weights
 from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, plan_resumed, read_resumed, save
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import check_runnable, config_notices, dump_config
+from trainer.config.moe_rules import watches_drop_rate
 from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
 from trainer.device import resolve_device
 from trainer.errors import EXIT_OK, RunError
-from trainer.monitors.console import console_monitor, log_file_monitor
+from trainer.monitors.console import console_monitor, log_file_monitor, no_details
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics, peak_rss_bytes
+from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
 from trainer.monitors.report import ReportMonitor
 from trainer.monitors.summary import Totals
 from trainer.optim.freeze import freeze_notices
@@ -118,6 +120,7 @@ class _Training:
                 # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
                 self.load_engine()
                 if stop:
+                    self.tell("on_notice", f"stopped by {stop.received.name} before the first step")
                     return stop.exit_code
                 self.tell("on_start", self.info)
                 self.fit(stop)
@@ -238,12 +241,19 @@ class _Training:
             loss_scale=result.loss_scale,
             overflow=result.overflow,
             skipped=result.skipped,
-            details={"local_norm": result.local_norms} if result.local_norms else {},
+            extra=result.losses,
+            details=self.details(result),
             tokens=result.tokens,
             tokens_per_second=result.tokens / seconds,
             step_seconds=seconds,
             peak_rss_bytes=peak_rss_bytes(),
         )
+
+    def details(self, result: StepResult) -> dict[str, object]:
+        """What only metrics.jsonl keeps of a step: norms of parameters, numbers of layers with experts."""
+        norms: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
+        watched = result.routing is not None and watches_drop_rate(self.config)
+        return norms | (routing_details(result.routing) if watched else {})
 
     def tell_what_was_skipped(self, result: StepResult) -> None:
         """Overflow has a line of its own on the console, other reasons get a notice."""
@@ -297,12 +307,15 @@ class _Training:
 
 def _monitors(config: Config, folder: Path) -> list[Monitor]:
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
-    console = console_monitor(config.log_format, every)
-    log = log_file_monitor(folder / "logs" / "rank-0.log", every)
+    layers = config.decoder.moe_layers
+    details = drop_rate_lines(layers) if watches_drop_rate(config) else no_details
+    console = console_monitor(config.log_format, every, details=details)
+    log = log_file_monitor(folder / "logs" / "rank-0.log", every, details)
     monitors = [console, log, JsonlMonitor(folder / "metrics.jsonl")]
     if config.report:
         # After the metrics file, which it reads, is closed.
-        monitors.append(ReportMonitor(folder / "metrics.jsonl", folder / "report.png", console.on_notice))
+        report = ReportMonitor(folder / "metrics.jsonl", folder / "report.png", console.on_notice, layers)
+        monitors.append(report)
     return monitors
 
 
@@ -371,6 +384,7 @@ def _eval_run(config: Config) -> int:
         session = open_session(config, weights)
         metrics = None if stop else _evaluate(session, data, stop, step=0, epoch=1)
     if metrics is None:
+        console.on_notice(f"stopped by {stop.received.name}: the evaluation has no result")
         return stop.exit_code
     console.on_eval(metrics)
     found = {name: getattr(metrics, name) for name in ("loss", "perplexity", "tokens", "seconds")}

@@ -45,7 +45,7 @@ def test_curves_and_panels(tmp_path: Path) -> None:
     assert [(panel.title, panel.fields) for panel in curves.panels()] == [
         ("learning rate", ["lr"]),
         ("tokens/s", ["tokens_per_second"]),
-        ("drop_rate", ["drop_rate.layer_0", "drop_rate.layer_1"]),
+        ("drop rate", ["drop_rate.layer_0", "drop_rate.layer_1"]),
         ("balance", ["balance"]),
     ]
 

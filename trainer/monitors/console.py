@@ -24,6 +24,27 @@ if TYPE_CHECKING:
 REFRESHES_PER_SECOND = 4
 _WIDTH_WITH_BAR = 105  # columns; a narrower terminal has room for the figures only
 
+DetailLines = Callable[[StepMetrics], list[str]]
+"""Makes the lines that follow that of a step."""
+
+
+def no_details(metrics: StepMetrics) -> list[str]:
+    """Nothing follows."""
+    return []
+
+
+class Interval:
+    """Which steps have their line: every so many, and the first and the last of a run."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._first_step, self._last_step = every, 1, 0
+
+    def start(self, info: RunInfo) -> None:
+        self._first_step, self._last_step = info.start_step + 1, info.last_step
+
+    def __contains__(self, step: int) -> bool:
+        return step % self._every == 0 or step in (self._first_step, self._last_step)
+
 
 class Eta:
     """Seconds until the last step, from a mean of step times that forgets after about twenty steps."""
@@ -60,6 +81,7 @@ class LineMonitor(Monitor):
         write: Takes one line without its newline.
         step_line: Makes the line of a step from its metrics and the seconds left, None when unknown or done.
         every: Steps from one line to the next; the first and the last step of a run always have theirs.
+        details: Makes the lines that follow that of a step.
         release: Called once at the end, for example to close a file.
     """
 
@@ -69,21 +91,23 @@ class LineMonitor(Monitor):
         step_line: wording.StepLine = wording.plain_step,
         every: int = 1,
         release: Callable[[], None] | None = None,
+        details: DetailLines = no_details,
     ) -> None:
-        self._write, self._step_line, self._every, self._release = write, step_line, every, release
-        self._eta = Eta()
-        self._first_step = 1
-        self._last_step = 0
+        self._write, self._step_line, self._details, self._release = write, step_line, details, release
+        self._eta, self._interval = Eta(), Interval(every)
 
     def on_start(self, info: RunInfo) -> None:
         self._eta.start(info)
-        self._first_step, self._last_step = info.start_step + 1, info.last_step
+        self._interval.start(info)
         self._write(wording.start_line(info))
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._eta.add(metrics)
-        if metrics.step % self._every == 0 or metrics.step in (self._first_step, self._last_step) or metrics.overflow:
+        if metrics.step in self._interval or metrics.overflow:
             self._write(self._step_line(metrics, self._eta.seconds(metrics)))
+        if metrics.step in self._interval:
+            for line in self._details(metrics):
+                self._write(line)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._write(wording.eval_line(metrics))
@@ -110,10 +134,12 @@ class ProgressMonitor(Monitor):
 
     Args:
         console: A Rich console on a terminal.
+        every: Steps from one step's details to the next.
+        details: Makes them, lines that scroll past above the live line.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, every: int = 1, details: DetailLines = no_details) -> None:
+        self._console, self._details, self._interval = console, details, Interval(every)
         self._progress: Progress | None = None
         self._bar_task: Task | None = None
         self._eta = Eta()
@@ -131,6 +157,7 @@ class ProgressMonitor(Monitor):
                 return monitor.figures()
 
         self._eta.start(info)
+        self._interval.start(info)
         self._print(wording.start_line(info))
         self._last_step = info.last_step
         bar = [BarColumn(bar_width=20)] if self._console.width >= _WIDTH_WITH_BAR else []
@@ -148,6 +175,9 @@ class ProgressMonitor(Monitor):
             self._bar_task.completed = metrics.step
         if metrics.overflow:
             self._print(f"step {metrics.step}: overflow, update skipped (loss scale {metrics.loss_scale:g})")
+        if metrics.step in self._interval:
+            for line in self._details(metrics):
+                self._print(line)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._print(wording.eval_line(metrics))
@@ -177,7 +207,8 @@ class ProgressMonitor(Monitor):
         rate = f"{wording.count(metrics.tokens_per_second)} tokens/s"
         left = self._eta.seconds(metrics)
         eta = f"  eta {wording.duration(left)}" if left is not None else ""
-        rest = f"  lr {metrics.lr:.2e}  {norm}{rate}{eta}"
+        more = "".join(f"{name} {value:.4g}  " for name, value in metrics.extra.items())
+        rest = f"  lr {metrics.lr:.2e}  {norm}{more}{rate}{eta}"
         return Text.assemble(step, ("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), (rest, "dim"))
 
     def _print(self, line: str) -> None:
@@ -196,13 +227,16 @@ class ProgressMonitor(Monitor):
         self._console.print(table)
 
 
-def console_monitor(log_format: str, per_print_times: int = 1, stream: TextIO | None = None) -> Monitor:
+def console_monitor(
+    log_format: str, per_print_times: int = 1, stream: TextIO | None = None, details: DetailLines = no_details
+) -> Monitor:
     """The monitor that talks to the user.
 
     Args:
         log_format: ``rich`` (a live line on a terminal, plain lines elsewhere), ``plain`` or ``mindformers``.
         per_print_times: Steps from one line to the next; the live line shows every step.
         stream: Where to; standard output when None.
+        details: Makes the lines that follow that of a step.
     """
     stream = sys.stdout if stream is None else stream
     if log_format == "rich" and stream.isatty():
@@ -210,7 +244,7 @@ def console_monitor(log_format: str, per_print_times: int = 1, stream: TextIO | 
 
         console = Console(file=stream)
         if not console.is_dumb_terminal:
-            return ProgressMonitor(console)
+            return ProgressMonitor(console, per_print_times, details)
 
     def write(line: str) -> None:
         # Whoever read the lines may be gone, as in `| head`. The training goes on, and the log file has them all.
@@ -218,10 +252,10 @@ def console_monitor(log_format: str, per_print_times: int = 1, stream: TextIO | 
             print(line, file=stream, flush=True)
 
     step_line = wording.mindformers_step if log_format == "mindformers" else wording.plain_step
-    return LineMonitor(write, step_line, per_print_times)
+    return LineMonitor(write, step_line, per_print_times, details=details)
 
 
-def log_file_monitor(path: Path, every: int = 1) -> Monitor:
+def log_file_monitor(path: Path, every: int = 1, details: DetailLines = no_details) -> Monitor:
     """Plain lines with date and time, added to the end of the file at ``path``.
 
     Raises:
@@ -249,4 +283,4 @@ def log_file_monitor(path: Path, every: int = 1) -> Monitor:
         with contextlib.suppress(OSError):
             log.close()
 
-    return LineMonitor(write, every=every, release=release)
+    return LineMonitor(write, every=every, release=release, details=details)

@@ -51,10 +51,11 @@ class StepMetrics:
         tokens_per_second: ``tokens / step_seconds``.
         step_seconds: Wall-clock time of the step, waiting for data included.
         peak_rss_bytes: Highest resident memory of this process so far.
-        extra: What monitors and models add, for example ``{"drop_rate.layer_0": 0.01}``. The part before the first
+        extra: What models add, for example ``{"aux_loss": 1.02}``; the console shows it too. The part before the first
             dot names the panel of report.png that shows it.
         skipped: Why the step updated nothing; empty when it did.
-        details: What only metrics.jsonl keeps, for example the norm of each parameter's gradient.
+        details: What metrics.jsonl keeps beside, for example the norm of each parameter's gradient, or lists with a
+            number for each layer with experts.
     """
 
     step: int

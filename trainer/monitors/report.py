@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _NAN = math.nan
 _USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 _NOT_DRAWN = frozenset({"step", "epoch", "loss", "loss_scale", "overflow", "tokens", "step_seconds", "peak_rss_bytes"})
+# Lists with a number for each layer with experts, a panel each.
+_LAYER_PANELS = {"drop_rate": "drop rate", "load_imbalance": "busiest expert / mean"}
 _MAX_POINTS = 4000  # more than a picture has columns
 _MAX_LINES_A_PANEL = 16
 
@@ -51,7 +53,8 @@ class Curves:
         for name in self.fields:
             if name not in _USUAL_PANELS and name not in _NOT_DRAWN and self.has_values(name):
                 groups[name.partition(".")[0]].append(name)
-        return usual + [Panel(title, names) for title, names in groups.items()]
+        titles = {name: _LAYER_PANELS[name] if name in _LAYER_PANELS else name for name in groups}
+        return usual + [Panel(titles[name], names) for name, names in groups.items()]
 
 
 class ReportMonitor(Monitor):
@@ -61,20 +64,26 @@ class ReportMonitor(Monitor):
         metrics_path: The metrics.jsonl to draw from.
         report_path: The picture, replaced if it exists.
         notice: Told why there is no picture.
+        layers: Numbers of the layers with experts.
     """
 
-    def __init__(self, metrics_path: Path, report_path: Path, notice: Callable[[str], None]) -> None:
-        self._metrics_path, self._report_path, self._notice = metrics_path, report_path, notice
+    def __init__(
+        self, metrics_path: Path, report_path: Path, notice: Callable[[str], None], layers: Sequence[int] = ()
+    ) -> None:
+        self._metrics_path, self._report_path, self._notice, self._layers = metrics_path, report_path, notice, layers
 
     def close(self, summary: RunSummary | None) -> None:
         try:
-            draw_report(self._metrics_path, self._report_path)
+            draw_report(self._metrics_path, self._report_path, self._layers)
         except Exception as error:  # whatever a drawing library runs into must not fail a training that is done
             self._notice(f"report {self._report_path} was not drawn: {type(error).__name__}: {error}")
 
 
-def read_curves(path: Path) -> Curves:
-    """Reads a metrics file, keeping at most some thousand steps, evenly spaced, and every evaluation."""
+def read_curves(path: Path, layers: Sequence[int] = ()) -> Curves:
+    """Reads a metrics file, keeping at most some thousand steps, evenly spaced, and every evaluation.
+
+    Lists of numbers by layer become a field each layer; `layers` are their numbers.
+    """
     with path.open("rb") as lines:
         line_count = sum(1 for _ in lines)
     stride = -(-line_count // _MAX_POINTS) or 1
@@ -87,8 +96,20 @@ def read_curves(path: Path) -> Curves:
             continue
         steps_seen += 1
         if (steps_seen - 1) % stride == 0:
-            _add_step(curves, record)
+            _add_step(curves, _by_layer(record, layers))
     return curves
+
+
+def _by_layer(record: dict[str, object], layers: Sequence[int]) -> dict[str, object]:
+    """A step's fields, with ``drop_rate.layer 3`` and its like for the lists."""
+    fields: dict[str, object] = {}
+    for name, value in record.items():
+        if name in _LAYER_PANELS and isinstance(value, list):
+            numbers = layers if len(layers) == len(value) else range(len(value))
+            fields |= {f"{name}.layer {layer}": number for layer, number in zip(numbers, value, strict=True)}
+        else:
+            fields[name] = value
+    return fields
 
 
 def _add_step(curves: Curves, record: dict[str, object]) -> None:
@@ -104,8 +125,13 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else _NAN
 
 
-def draw_report(metrics_path: Path, report_path: Path) -> bool:
+def draw_report(metrics_path: Path, report_path: Path, layers: Sequence[int] = ()) -> bool:
     """Draws ``report_path`` from ``metrics_path``; the picture is replaced in one move.
+
+    Args:
+        metrics_path: Of a run.
+        report_path: The picture.
+        layers: Numbers of the layers with experts.
 
     Returns:
         Whether there was anything to draw.
@@ -115,7 +141,7 @@ def draw_report(metrics_path: Path, report_path: Path) -> bool:
     """
     if not metrics_path.exists():
         return False
-    curves = read_curves(metrics_path)
+    curves = read_curves(metrics_path, layers)
     if not curves.steps and not curves.eval_steps:
         return False
     # The classes rather than pyplot: no global figure, and no window system is looked for.

@@ -72,10 +72,11 @@ def mindformers_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
     epochs = f"Epoch:[{metrics.epoch:>3}/{metrics.epochs:>3}]"
     steps = f"step:[{metrics.step_in_epoch:>5}/{metrics.steps_per_epoch:>5}]"
     norm = "" if metrics.global_norm is None else f", global_norm: {metrics.global_norm:.3f}"
+    more = "".join(f", {name}: {value:.6f}" for name, value in metrics.extra.items())
     scale = f"overflow cond: {metrics.overflow}, loss_scale: {float(metrics.loss_scale)}"
     return (
         f"{{ {epochs}, {steps}, loss: {metrics.loss:.6f}, per_step_time: {metrics.step_seconds * 1000:.0f}ms, "
-        f"lr: {_scientific(metrics.lr)}, {scale}{norm} }}"
+        f"lr: {_scientific(metrics.lr)}, {scale}{norm}{more} }}"
     )
 
 
