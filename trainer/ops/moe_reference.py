@@ -17,7 +17,7 @@ Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each t
 from __future__ import annotations
 
 import numpy as np
-from mindspore import Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 from mindspore import dtype as mstype
 
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
@@ -47,10 +47,25 @@ class GroupedMatmul(nn.Cell):
     An expert without rows costs nothing, and its gradient is zero. Rows after the last expert's are not read; they give
     zeros, and zero gradients. The weight is rounded to the dtype of x; its gradient is not.
 
-    Give it the parameter itself: to see a view of it, MindSpore copies it.
+    Give it the parameter itself: MindSpore copies a view before NumPy sees it, and a view does not tell whether the
+    parameter is trained. The gradient of one that is not is not computed.
     """
 
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.trained, self.frozen = _GroupedMatmulCore(True), _GroupedMatmulCore(False)
+
     def construct(self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+        frozen = isinstance(weight_EOI, Parameter) and not weight_EOI.requires_grad
+        return (self.frozen if frozen else self.trained)(x_RI, weight_EOI, counts_E)
+
+
+class _GroupedMatmulCore(nn.Cell):
+    def __init__(self, trained: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.trained = trained
+
+    def construct(self, x_RI, weight_EOI, counts_E):
         x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
         result, y = _empty(len(x), weight.shape[1])
         y[counts.sum() :] = 0
@@ -60,14 +75,20 @@ class GroupedMatmul(nn.Cell):
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
         x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
-        grad, (x_result, grad_x) = _on_host(grad_RO), _empty(*x.shape)
-        weight_result, grad_weight = _empty(*weight.shape)
+        grad, (result, grad_x) = _on_host(grad_RO), _empty(*x.shape)
         grad_x[counts.sum() :] = 0
-        grad_weight[counts == 0] = 0
         for expert, rows in _groups(counts):
             np.matmul(grad[rows], weight[expert], out=grad_x[rows])
-            np.matmul(grad[rows].T, x[rows], out=grad_weight[expert])
-        return _cast(x_result, x_RI.dtype), _cast(weight_result, weight_EOI.dtype), None
+        grad_weight_EOI = _cast(_weight_gradient(x, grad, counts), weight_EOI.dtype) if self.trained else None
+        return _cast(result, x_RI.dtype), grad_weight_EOI, None
+
+
+def _weight_gradient(x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Tensor:
+    result, grad_weight = _empty(len(counts_E), grad.shape[1], x.shape[1])
+    grad_weight[counts_E == 0] = 0
+    for expert, rows in _groups(counts_E):
+        np.matmul(grad[rows].T, x[rows], out=grad_weight[expert])
+    return result
 
 
 def _groups(counts_E: np.ndarray) -> list[tuple[int, slice]]:
