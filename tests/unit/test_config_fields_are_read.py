@@ -37,6 +37,12 @@ DERIVED = {
 ELSEWHERE = {
     # The loader turns it into tie_word_embeddings.
     "model.settings.untie_embeddings_and_output_weights",
+    # The loader turns these into model.arch.type and moe_layer_freq; a rule and a notice look at the last.
+    "model.settings.architectures",
+    "model.settings.model_type",
+    "model.settings.moe_config.decoder_sparse_step",
+    "model.settings.moe_config.mlp_only_layers",
+    "model.settings.moe_config.output_router_logits",
     # All its values mean the same.
     "model.settings.hidden_act",
     # The tokenizers read eos and bos by a name that they put together.

@@ -318,7 +318,7 @@ def test_unknown_keys_name_the_nearest(text, key, fix):
         ("train_dataset: {data_loader: {type: TextDatset}}\n", ["TextDatset", "you probably mean TextDataset"]),
         ("callbacks: [{type: 3}]\n", ["callbacks.0.type = 3"]),
         ("optimizer: {type: AdamWeightDecay}\n", ["optimizer.type = 'AdamWeightDecay': must be AdamW, SGD or Muon"]),
-        ("model: {arch: {type: GPT}}\n", ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM or"]),
+        ("model: {arch: {type: GPT}}\n", ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM, "]),
     ],
 )
 def test_unknown_types_list_the_known_ones(text, parts):

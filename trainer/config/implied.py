@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.config.families import FAMILIES, layers_with_experts, named_family
 from trainer.config.problems import Place
 from trainer.config.resolve import Resolved
 
 _MODEL = ("model", "model_config")
+_EXPERTS = (*_MODEL, "moe_config")
+# Keys that say the same in other words.
+_SAME_MEANING = {"scoring_func": ("use_gating_sigmoid",)}
 
 
 def fill_in(found: Resolved) -> None:
     """Completes resolved values in place; values of a wrong type are left for validation to report."""
-    _from_architecture(found)
+    _from_family(found)
+    _from_sparse_layers(found)
     _from_untied_embeddings(found)
     _from_muon(found)
     _from_optimizer(found)
@@ -26,14 +31,40 @@ def _section(data: dict[str, Any], *keys: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _from_architecture(found: Resolved) -> None:
-    """Qwen2 has biases on query, key and value, Qwen3 norms on query and key: their names alone say so."""
-    architecture = _section(found.data, "model", "arch")
+def _from_family(found: Resolved) -> None:
+    """Qwen2 has biases on query, key and value, Qwen3 norms on query and key, and so on: their names alone say so."""
+    settings, architecture = _section(found.data, *_MODEL), _section(found.data, "model", "arch")
+    because = "model.arch.type"
     kind = architecture["type"] if "type" in architecture else None
-    implied = {"Qwen2ForCausalLM": "qkv_has_bias", "Qwen3ForCausalLM": "use_qk_norm"}
-    if not isinstance(kind, str) or kind not in implied or implied[kind] in _section(found.data, *_MODEL):
+    if kind is None:
+        kind, key = named_family(settings)
+        because = f"model.model_config.{key}"
+        if not kind:
+            return
+        _set(found, ("model", "arch", "type"), kind, because)
+    if not isinstance(kind, str) or kind not in FAMILIES:
         return
-    _set(found, (*_MODEL, implied[kind]), True, "model.arch.type")
+    for name, value in FAMILIES[kind].model.items():
+        if name not in settings:
+            _set(found, (*_MODEL, name), value, because)
+    experts = _section(found.data, *_EXPERTS)
+    for name, value in FAMILIES[kind].experts.items() if experts else ():
+        if not {name, *_SAME_MEANING.get(name, ())} & experts.keys():
+            _set(found, (*_EXPERTS, name), value, because)
+
+
+def _from_sparse_layers(found: Resolved) -> None:
+    """Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts."""
+    experts, settings = _section(found.data, *_EXPERTS), _section(found.data, *_MODEL)
+    every = experts["decoder_sparse_step"] if "decoder_sparse_step" in experts else 1
+    dense = experts["mlp_only_layers"] if "mlp_only_layers" in experts else None
+    layers = settings["num_layers"] if "num_layers" in settings else None
+    valid = isinstance(every, int) and every > 0 and isinstance(layers, int) and isinstance(dense, list | None)
+    if not valid or "moe_layer_freq" in experts or (every == 1 and not dense):
+        return
+    key = "mlp_only_layers" if dense else "decoder_sparse_step"
+    frequency = layers_with_experts(layers, every, dense or [])
+    _set(found, (*_EXPERTS, "moe_layer_freq"), frequency, ".".join((*_EXPERTS, key)))
 
 
 def _from_untied_embeddings(found: Resolved) -> None:

@@ -46,11 +46,11 @@ class ModelConfig(Section):
     type: str = ignored(
         "LlamaConfig", "MindSpore Transformers' class of this section.", "model.arch.type says which model it is"
     )
-    model_type: str | None = ignored(
-        None, "Hugging Face's name of the family.", "model.arch.type says which model it is"
+    model_type: str | None = setting(
+        None, "Hugging Face's name of the family: says model.arch.type where that is left out. Default null."
     )
-    architectures: list[str] | str | None = ignored(
-        None, "Hugging Face's class.", "model.arch.type says which model it is"
+    architectures: list[str] | str | None = setting(
+        None, "Hugging Face's class: says model.arch.type where that is left out. Default null."
     )
     batch_size: int = setting(1, "predict: prompts generated at once. Default 1.", ge=1)
     seq_length: int = setting(2048, "Tokens in a row. Default 2048.", ge=1, aliases=("max_seq_len",))
@@ -161,7 +161,7 @@ class ModelConfig(Section):
         0,
         "Modules that each predict one token further (DeepSeek-V3, section 2.2). Default 0.",
         ge=0,
-        aliases=("mtp_num_layers", "num_nextn_predict_layers"),
+        aliases=("mtp_num_layers", "num_nextn_predict_layers", "num_mtp_layers"),
     )
     mtp_loss_factor: float = setting(
         0.3,
@@ -373,10 +373,14 @@ class ModelConfig(Section):
 class ArchConfig(Section):
     """Which model (YAML ``model.arch``)."""
 
-    type: Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"] = setting(
+    type: Literal[
+        "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+        "Glm4MoeForCausalLM",
+    ] = setting(
         "LlamaForCausalLM",
-        "Model class; Qwen2 implies qkv_has_bias, Qwen3 use_qk_norm. Default LlamaForCausalLM.",
-    )
+        "Model class; Qwen2 implies qkv_has_bias, Qwen3 and Qwen3-MoE use_qk_norm, Glm4Moe rotary_pct 0.5 and a sigmoid"
+        " router with a bias on the choice. Default: model_config.architectures, else LlamaForCausalLM.",
+    )  # fmt: skip
     auto_register: str | None = not_yet(
         None, "Own Python class.", "only the built-in models can be trained; leave it out"
     )

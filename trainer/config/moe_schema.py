@@ -18,7 +18,7 @@ class MoEConfig(Section):
         1,
         "Experts a layer; 1 is a dense model. Default 1.",
         ge=1,
-        aliases=("n_routed_experts", "num_experts", "num_moe_experts"),
+        aliases=("n_routed_experts", "num_experts", "num_local_experts", "num_moe_experts"),
     )
     num_experts_chosen: int = setting(
         1, "Experts each token goes to. Default 1.", ge=1, aliases=("num_experts_per_tok", "moe_router_topk")
@@ -33,7 +33,10 @@ class MoEConfig(Section):
         False, "Drop tokens over capacity, by default in order of position. Default False: capacity_factor decides."
     )
     aux_loss_factor: float = setting(
-        0.05, "Weight of the balance loss. Default 0.05.", ge=0, aliases=("moe_aux_loss_coeff", "router_aux_loss_coef")
+        0.05,
+        "Weight of the balance loss. Default 0.05.",
+        ge=0,
+        aliases=("moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_alpha"),
     )
     aux_loss_factors: list[float] | None = setting(
         None, "Weights of several balance losses; only the one of aux_loss_factor is built. Default null."
@@ -73,6 +76,12 @@ class MoEConfig(Section):
     first_k_dense_replace: int | None = setting(None, "Leading layers that stay dense. Default null: none.", ge=0)
     moe_layer_freq: int | list[int] = setting(
         1, "Every how many layers experts stand, or a list with 1 for each layer that has them, else 0. Default 1."
+    )
+    decoder_sparse_step: int = setting(
+        1, "Qwen3-MoE: the last of each so many layers has experts. Default 1: moe_layer_freq says it.", ge=1
+    )
+    mlp_only_layers: list[int] | None = setting(
+        None, "Qwen3-MoE: layers that stay dense, counted from 0. Default null: moe_layer_freq says it."
     )
     n_group: int | None = setting(
         None,
@@ -157,6 +166,12 @@ class MoEConfig(Section):
         aliases=("drop_policy",),
     )
     moe_pad_expert_input_to_capacity: bool = ignored(False, "Pad experts' inputs to capacity.", _SAME)
+    output_router_logits: bool | None = setting(
+        None, "Hugging Face: False leaves the balance loss out there; here aux_loss_factor alone decides. Default null."
+    )
+    router_jitter_noise: float = not_yet(0.0, "Mixtral: noise on what the router sees.", "it is not built; leave it 0")
+    seq_aux: bool = ignored(True, "DeepSeek: a balance loss for each row.", "the balance loss is that of each row")
+    ep_size: int = ignored(1, "DeepSeek: devices with experts.", _ONE_DEVICE)
     callback_moe_droprate: bool = setting(
         False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback). Default False."
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.config.adapter_rules import adapter_notices
+from trainer.config.families import family_notices, family_problems
 from trainer.config.freeze_schema import FreezeConfig
 from trainer.config.model_rules import model_problems
 from trainer.config.moe_rules import callback_problems, moe_notices, moe_problems
@@ -39,8 +40,8 @@ def rule_problems(config: Config) -> list[Problem]:
     """Everything that the sections say against each other."""
     report = reporter(config)
     rules = (
-        model_problems, moe_problems, callback_problems, _vocabulary, _schedule, _learning_rate, _data, _pipeline,
-        _loss_scale, precision_problems, recompute_problems,
+        model_problems, family_problems, moe_problems, callback_problems, _vocabulary, _schedule, _learning_rate, _data,
+        _pipeline, _loss_scale, precision_problems, recompute_problems,
     )  # fmt: skip
     return [problem for rule in rules for problem in rule(config, report)]
 
@@ -161,7 +162,7 @@ def rule_notices(config: Config) -> list[str]:
     """What works, but other than a reader of the file might expect."""
     rules = (
         precision_notices, _position_notices, _optimizer_notices, _parallel_notices, _data_notices, _mode_notices,
-        _wrapper_notices, moe_notices, adapter_notices, recompute_notices,
+        _wrapper_notices, family_notices, moe_notices, adapter_notices, recompute_notices,
     )  # fmt: skip
     return [notice for rule in rules for notice in rule(config)]
 

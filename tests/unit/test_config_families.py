@@ -1,0 +1,143 @@
+"""Hugging Face's model families: what their names imply, and their config.json as a model_config."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from config_helpers import error_of, load, notices
+from golden_files import load_model_case, model_case_names
+
+from trainer.config import dump_config, parse_config
+from trainer.config.families import FAMILIES
+
+SIZES = "num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32"
+
+
+def family(kind: str, keys: str = "", more: str = "") -> str:
+    """A file with a model of a family, further keys of its model_config, and further sections."""
+    return f"model:\n  arch: {{type: {kind}}}\n  model_config: {{{SIZES}{keys and ', '}{keys}}}\n{more}"
+
+
+def qwen3_moe(keys: str = "") -> str:
+    return family("Qwen3MoeForCausalLM", f"num_experts: 8, num_experts_per_tok: 2{keys and ', '}{keys}")
+
+
+def test_mixtral_is_a_softmax_mixture_of_wide_experts() -> None:
+    keys = "num_local_experts: 8, num_experts_per_tok: 2, intermediate_size: 96"
+    decoder = load(family("MixtralForCausalLM", keys)).decoder
+    moe = decoder.experts
+    assert (moe.expert_num, moe.num_experts_chosen, decoder.expert_size, decoder.shared_expert_size) == (8, 2, 96, 0)
+    assert (moe.score_function, moe.norm_topk_prob, moe.has_choice_bias) == ("softmax", True, False)
+    assert decoder.moe_layers == (0, 1, 2, 3) and not decoder.use_qk_norm and decoder.rotary_pct == 1
+
+
+def test_qwen3_moe_has_norms_on_query_and_key() -> None:
+    assert load(qwen3_moe()).decoder.use_qk_norm
+    assert not load(qwen3_moe("use_qk_norm: False")).decoder.use_qk_norm
+
+
+def test_glm4_moe_has_a_sigmoid_router_with_a_bias_on_the_choice_and_half_of_a_head_rotated() -> None:
+    text = family("Glm4MoeForCausalLM", "n_routed_experts: 8, num_experts_per_tok: 2, n_shared_experts: 1")
+    decoder = load(text).decoder
+    moe = decoder.experts
+    assert (moe.score_function, moe.has_choice_bias, moe.group_score, moe.aux_loss_factor) == (
+        "sigmoid", True, "two_best", 0,
+    )  # fmt: skip
+    assert (decoder.rotary_pct, decoder.qkv_has_bias, decoder.use_qk_norm) == (0.5, False, False)
+    own = "n_routed_experts: 8, aux_loss_alpha: 1e-4, partial_rotary_factor: 1.0, use_gating_sigmoid: True"
+    decoder = load(family("Glm4MoeForCausalLM", own)).decoder
+    assert (decoder.rotary_pct, decoder.experts.aux_loss_factor, decoder.experts.scoring_func) == (1, 1e-4, None)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_config_json_names_the_family_where_arch_does_not(kind: str) -> None:
+    experts = ", num_experts: 4" if FAMILIES[kind].is_mixture else ""
+    for named in (f"architectures: [{kind}]", f"model_type: {FAMILIES[kind].model_type}"):
+        config = load(f"model_config: {{{SIZES}{experts}, {named}}}\n")
+        assert config.model.arch.type == kind
+        for key, value in FAMILIES[kind].model.items():
+            assert getattr(config.decoder, key) == value
+    again = parse_config("again", dump_config(config))
+    assert again == config
+
+
+def test_a_family_that_is_not_known_is_told() -> None:
+    told = notices(f"model_config: {{{SIZES}, architectures: [GPTForCausalLM], model_type: gpt}}\n")
+    assert "architectures ['GPTForCausalLM']: not a family that is known here; taken as LlamaForCausalLM" in told
+    assert "model_type gpt: not a family" in told
+
+
+@pytest.mark.parametrize(
+    ("keys", "frequency"),
+    [
+        ("decoder_sparse_step: 1, mlp_only_layers: []", 1),
+        ("decoder_sparse_step: 2", [0, 1, 0, 1]),
+        ("mlp_only_layers: [0, 3]", [0, 1, 1, 0]),
+        ("decoder_sparse_step: 2, mlp_only_layers: [3]", [0, 1, 0, 0]),
+        ("decoder_sparse_step: 2, moe_layer_freq: [0, 1, 0, 1]", [0, 1, 0, 1]),
+    ],
+)
+def test_which_layers_of_qwen3_moe_are_dense(keys: str, frequency: int | list[int]) -> None:
+    config = load(qwen3_moe(keys))
+    assert config.decoder.experts.moe_layer_freq == frequency
+    assert parse_config("again", dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (family("MixtralForCausalLM"), ["model.arch.type", "has experts, and this model none", "write moe_config"]),
+        (family("MixtralForCausalLM", "num_local_experts: 1"), ["expert_num = 1", "has experts, and this model none"]),
+        (
+            family("LlamaForCausalLM", "architectures: [MixtralForCausalLM]"),
+            ["architectures", "contradicts model.arch.type = LlamaForCausalLM", "write model.arch.type: Mixtral"],
+        ),
+        (family("LlamaForCausalLM", "model_type: qwen3"), ["model_type = 'qwen3': contradicts", "Qwen3ForCausalLM"]),
+        (qwen3_moe("mlp_only_layers: [4]"), ["mlp_only_layers = 4: there is no such layer: they are 0 to 3"]),
+        (
+            qwen3_moe("decoder_sparse_step: 2, moe_layer_freq: 2"),
+            ["decoder_sparse_step = 2: disagrees with moe_layer_freq = 2: it means [0, 1, 0, 1]"],
+        ),
+        (qwen3_moe("decoder_sparse_step: 5"), ["leaves no layer with experts"]),
+        (qwen3_moe("decoder_sparse_step: 0"), ["decoder_sparse_step = 0: must be at least 1"]),
+        (qwen3_moe("mlp_only_layers: 3"), ["mlp_only_layers = 3", "list"]),
+        (
+            family("MixtralForCausalLM", "num_local_experts: 4, router_jitter_noise: 0.1"),
+            ["router_jitter_noise = 0.1: not yet supported", "leave it 0"],
+        ),
+    ],
+)
+def test_what_a_config_json_says_against_itself(text: str, parts: list[str]) -> None:
+    message = error_of(text)
+    for part in parts:
+        assert part in message
+
+
+def test_where_hugging_face_would_train_without_the_balance_loss_is_told() -> None:
+    text = qwen3_moe("output_router_logits: False, router_aux_loss_coef: 0.001")
+    assert "output_router_logits False: Hugging Face then leaves the balance loss out" in notices(text)
+    assert "aux_loss_factor 0.001 adds it" in notices(text)
+    for quiet in ("output_router_logits: True", "output_router_logits: False, router_aux_loss_coef: 0.0"):
+        assert "output_router_logits" not in notices(qwen3_moe(quiet))
+
+
+@pytest.mark.parametrize("name", [*model_case_names("experts"), *model_case_names("mtp")])
+def test_a_config_json_of_transformers_5_loads_as_it_is(name: str) -> None:
+    case = load_model_case(name)
+    text = json.dumps({"model_config": {"seq_length": 24, **case.metadata["config_json"]}})
+    decoder = parse_config(name, text).decoder
+    theirs = case.config
+    assert (decoder.num_layers, decoder.expert_size if decoder.experts else decoder.ffn_size) == (
+        theirs["num_hidden_layers"],
+        theirs["moe_intermediate_size"] if "moe_intermediate_size" in theirs else theirs["intermediate_size"],
+    )
+    if name == "experts_qwen3_moe":
+        assert decoder.moe_layers == (0, 2) and not decoder.experts.norm_topk_prob
+    if name == "experts_glm4_moe":
+        moe = decoder.experts
+        assert (moe.n_group, moe.topk_group, moe.routed_scaling_factor, decoder.rotary_size) == (2, 1, 1.7, 8)
+        assert decoder.moe_layers == (1,) and decoder.shared_expert_size == 16
+        assert decoder.qkv_has_bias and not decoder.attn_proj_has_bias and decoder.use_qk_norm
+    if name == "mtp_2":
+        assert decoder.mtp_depth == 2 and decoder.moe_layers == (1, 2)
