@@ -64,7 +64,8 @@ def _choose(
         why = f"{operator} exists only on Ascend" if wanted else f"{switch} is off"
         return KernelChoice(kernel, asked, REFERENCE, f"{why}; device is {device}")
     if not wanted:
-        return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
+        instead = ": experts compute on the host" if kernel == "grouped_matmul" else ""
+        return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off{instead}")
     obstacle = _obstacle(kernel, settings, precision)
     if obstacle:
         return KernelChoice(kernel, asked, REFERENCE, obstacle)
@@ -79,6 +80,8 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     if kernel == "rotary_embedding" and settings.rotary_size != settings.head_size:
         part = f"{settings.rotary_size} of it turn (rotary_pct {settings.rotary_pct:g})"
         return f"rotary_position_embedding turns a whole head of {settings.head_size}, here {part}"
+    if kernel == "token_permute":
+        return _token_permute_obstacle(settings)
     return ""
 
 

@@ -1,0 +1,399 @@
+"""The reference kernels of experts against literal float64 loops, central differences, and what they must not do.
+
+Operator by operator (context.mode 1 or a call outside of compiled code): they compute on the host. Tolerances: as in
+test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn
+from numpy_kernels import central_differences, distance, swiglu
+
+from trainer.config import parse_config
+from trainer.config.model_schema import ModelConfig
+from trainer.ops import moe_reference, reference
+from trainer.ops.kernel_set import load_kernels
+from trainer.ops.routing import Routing, RoutingRule, route
+from trainer.ops.select import select_kernels
+
+TOLERANCE = 3e-6
+TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 4, 2, 5, 3
+DROPLESS = (None, None, "position")  # no bias, no capacity
+RANDOM = np.random.default_rng(5)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def gradients(function: Callable[..., Tensor], arrays: list[np.ndarray], upstream: np.ndarray) -> list[np.ndarray]:
+    weighted = mindspore.grad(lambda *args: (function(*args) * Tensor(upstream)).sum(), tuple(range(len(arrays))))
+    found = weighted(*map(Tensor, arrays))
+    return [value.asnumpy() for value in (found if isinstance(found, tuple) else (found,))]
+
+
+def check(
+    ours: Callable[..., Tensor], right: Callable[..., np.ndarray], arrays: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Forward and gradients of `ours` are those of `right`; returns the gradients."""
+    expected = right(*(array.astype(np.float64) for array in arrays))
+    upstream = normal(*expected.shape)
+    assert distance(ours(*map(Tensor, arrays)).asnumpy(), expected) < TOLERANCE
+    found = gradients(ours, arrays, upstream)
+    for mine, exact in zip(found, central_differences(right, arrays, upstream), strict=True):
+        assert distance(mine, exact) < TOLERANCE
+    return found
+
+
+# How many rows each expert has, of 7.
+COUNTS = {
+    "even": [2, 2, 2, 1],
+    "some_empty": [0, 3, 0, 4],
+    "one_gets_all": [0, 0, 7, 0],
+    "first_gets_all": [7, 0, 0, 0],
+    "rows_of_nobody": [1, 0, 3, 0],
+    "all_empty": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_grouped_matmul(name: str) -> None:
+    counts = np.array(COUNTS[name])
+    owners = np.repeat(np.arange(EXPERTS), counts)
+
+    def right(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        y = np.zeros((7, WIDTH))
+        for row, expert in enumerate(owners):
+            y[row] = weight[expert] @ x[row]
+        return y
+
+    kernel = moe_reference.GroupedMatmul()
+    arrays = [normal(7, HIDDEN), normal(EXPERTS, WIDTH, HIDDEN)]
+    grad_x, grad_weight = check(lambda x, weight: kernel(x, weight, Tensor(counts)), right, arrays)
+    assert not grad_x[len(owners) :].any() and not grad_weight[counts == 0].any()
+    assert not kernel(Tensor(arrays[0]), Tensor(arrays[1]), Tensor(counts)).asnumpy()[len(owners) :].any()
+
+
+class Sorted(NamedTuple):
+    """A routing of few tokens, with experts that have none and with dropped assignments."""
+
+    rule: RoutingRule
+    routing: Routing
+    scores: np.ndarray
+
+
+def sorted_tokens(safe_tokens: bool, capacity: int | None, policy: str = "position") -> Sorted:
+    scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
+    scores[:, 1] = -1  # nobody's choice
+    rule = RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    cell = moe_reference.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    return Sorted(rule, cell(Tensor(scores), None, capacity, policy), scores)
+
+
+ROUTINGS = pytest.mark.parametrize("safe_tokens", [False, True], ids=["plain", "safe"])
+CAPACITIES = pytest.mark.parametrize("capacity", [None, 2], ids=["all", "dropping"])
+
+
+@pytest.mark.parametrize("policy", ["position", "probability"])
+@ROUTINGS
+@CAPACITIES
+def test_route_gives_tensors_of_the_routing(safe_tokens: bool, capacity: int | None, policy: str) -> None:
+    bias = RANDOM.random(EXPERTS).astype(np.float32)
+    scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
+    cell = moe_reference.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    ours = cell(Tensor(scores), Tensor(bias), capacity, policy)
+    right = route(RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens), scores, bias, capacity, policy)
+    for mine, expected in zip(ours, right, strict=True):
+        np.testing.assert_array_equal(mine.asnumpy(), expected)
+        assert mine.asnumpy().dtype == expected.dtype
+
+
+@ROUTINGS
+@CAPACITIES
+def test_permute(safe_tokens: bool, capacity: int | None) -> None:
+    routing = sorted_tokens(safe_tokens, capacity).routing
+    token_R = routing.token_R.asnumpy()
+
+    def right(x: np.ndarray) -> np.ndarray:
+        return np.stack([x[token] if token < TOKENS else np.zeros(HIDDEN) for token in token_R])
+
+    kernel = moe_reference.Permute()
+    check(lambda x: kernel(x, routing), right, [normal(TOKENS, HIDDEN)])
+
+
+@ROUTINGS
+@CAPACITIES
+def test_unpermute(safe_tokens: bool, capacity: int | None) -> None:
+    routing = sorted_tokens(safe_tokens, capacity).routing
+    row_Nk = routing.row_Nk.asnumpy()
+
+    def right(y: np.ndarray, gates: np.ndarray) -> np.ndarray:
+        return np.stack([sum(gates[token, i] * y[row_Nk[token, i]] for i in range(CHOSEN)) for token in range(TOKENS)])
+
+    kernel = moe_reference.Unpermute()
+    rows = len(routing.token_R)
+    check(lambda y, gates: kernel(y, gates, routing), right, [normal(rows, HIDDEN), normal(TOKENS, CHOSEN)])
+
+
+class Experts(nn.Cell):
+    """All of a layer's kernels of experts, as a model calls them: SwiGLU experts, weighted and added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permute, self.unpermute = moe_reference.Permute(), moe_reference.Unpermute()
+        self.gate, self.up, self.down = (moe_reference.GroupedMatmul() for _ in range(3))
+        self.swiglu = reference.SwiGLU()
+
+    def construct(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing):
+        rows_RD, counts_E = self.permute(x_ND, routing), routing.counts_E
+        inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
+        return self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
+
+
+def experts_literally(routing: Routing) -> Callable[..., np.ndarray]:
+    """One assignment after the other; those without a row in their expert's group add nothing."""
+    experts_Nk, row_Nk, computed = routing.experts_Nk.asnumpy(), routing.row_Nk.asnumpy(), routing.counts_E.asnumpy()
+
+    def compute(x, gates, gate, up, down) -> np.ndarray:
+        out = np.zeros_like(x)
+        for (token, choice), expert in np.ndenumerate(experts_Nk):
+            if row_Nk[token, choice] < computed.sum():
+                inner = swiglu(gate[expert] @ x[token], up[expert] @ x[token])
+                out[token] += gates[token, choice] * (down[expert] @ inner)
+        return out
+
+    return compute
+
+
+def layer_arrays(tokens: int, experts: int, hidden: int, width: int) -> list[np.ndarray]:
+    weights = [normal(experts, width, hidden), normal(experts, width, hidden), normal(experts, hidden, width)]
+    return [normal(tokens, hidden), RANDOM.random((tokens, CHOSEN)).astype(np.float32), *weights]
+
+
+@pytest.mark.parametrize("policy", ["position", "probability"])
+@ROUTINGS
+@CAPACITIES
+def test_experts_of_a_layer(safe_tokens: bool, capacity: int | None, policy: str) -> None:
+    routing = sorted_tokens(safe_tokens, capacity, policy).routing
+    layer = Experts()
+    found = check(
+        lambda *arrays: layer(*arrays, routing),
+        experts_literally(routing),
+        layer_arrays(TOKENS, EXPERTS, HIDDEN, WIDTH),
+    )
+    dropped_Nk = routing.row_Nk.asnumpy() >= routing.counts_E.asnumpy().sum()
+    assert dropped_Nk.any() == (capacity is not None)
+    assert not found[1][dropped_Nk].any(), "the gates of dropped assignments"
+    assert not any(gradient[1].any() for gradient in found[2:]), "the weights of an expert without tokens"
+
+
+def outputs_and_gradients(layer: Experts, arrays: list[np.ndarray], routing: Routing) -> list[np.ndarray]:
+    """As a run computes them: weights are parameters, and the gradient is that of a number."""
+    inputs = [Tensor(array) for array in arrays[:2]]
+    weights = [Parameter(Tensor(array), name=f"weight_{place}") for place, array in enumerate(arrays[2:])]
+    kept: list[Tensor] = []
+
+    def loss(x_ND: Tensor, gates_Nk: Tensor) -> Tensor:
+        kept.append(layer(x_ND * 1.0, gates_Nk * 1.0, *weights, routing))
+        return (kept[-1] * kept[-1]).sum()
+
+    found = mindspore.grad(loss, (0, 1), weights)(*inputs)
+    return [kept[0].asnumpy(), *(gradient.asnumpy() for gradient in (*found[0], *found[1]))]
+
+
+def uneven_scores(tokens: int, experts: int) -> np.ndarray:
+    """Every third expert gets nothing."""
+    scores = RANDOM.random((tokens, experts)).astype(np.float32)
+    scores[:, ::3] = 0
+    return scores
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_an_expert_without_tokens_works_with_and_without_safe_tokens(capacity: int | None) -> None:
+    """The case for which enable_gmm_safe_tokens was made. Here both settings work, and compute the same bits."""
+    tokens, experts, hidden, width = 300, 16, 48, 72
+    scores, arrays = uneven_scores(tokens, experts), layer_arrays(tokens, experts, hidden, width)
+    results = []
+    for safe_tokens in (False, True):
+        routing = moe_reference.Route(experts, CHOSEN, safe_tokens=safe_tokens)(
+            Tensor(scores), None, capacity, "position"
+        )
+        assert (routing.counts_E.asnumpy() == 0).sum() == (0 if safe_tokens else 6)
+        results.append(outputs_and_gradients(Experts(), arrays, routing))
+    for plain, safe in zip(*results, strict=True):
+        assert plain.tobytes() == safe.tobytes()
+
+
+def leave_dirty_memory(*shapes: tuple[int, ...]) -> None:
+    """Memory of these sizes, given back to where the next tensors come from, is full of what is no number."""
+    tensors = [moe_reference._empty(*shape) for shape in shapes for _ in range(12)]
+    for _, array in tensors:
+        array[:] = np.nan
+
+
+def test_experts_without_tokens_get_zero_gradients_after_a_full_batch() -> None:
+    """Never None, and never what the memory held before."""
+    tokens, experts, hidden, width = 256, 8, 32, 40
+    rows, arrays, layer = tokens * CHOSEN, layer_arrays(tokens, experts, hidden, width), Experts()
+    shapes = [(rows, hidden), (rows, width), (tokens, hidden), (experts, width, hidden), (experts, hidden, width)]
+    scores = RANDOM.random((tokens, experts)).astype(np.float32)
+    everybody = moe_reference.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
+    assert all(everybody.counts_E.asnumpy())
+    outputs_and_gradients(layer, arrays, everybody)
+
+    nobody = Routing(
+        *everybody[:3], Tensor(np.zeros(experts, np.int64)), everybody.requested_E, Tensor(np.zeros(experts, np.int64))
+    )
+    leave_dirty_memory(*shapes)
+    for result in outputs_and_gradients(layer, arrays, nobody):
+        assert not result.any(), "all experts empty: zeros everywhere"
+
+    one = np.full((tokens, experts), 0.1, np.float32)
+    one[:, :2] = 0.5
+    two_experts = moe_reference.Route(experts, CHOSEN)(Tensor(one), None, tokens // 2, "position")
+    leave_dirty_memory(*shapes)
+    out, grad_x, grad_gates, *grad_weights = outputs_and_gradients(layer, arrays, two_experts)
+    for gradient in grad_weights:
+        assert np.isfinite(gradient).all() and gradient[:2].any() and not gradient[2:].any()
+    for kept in (out, grad_x, grad_gates):
+        assert np.isfinite(kept).all()
+        assert kept[: tokens // 2].any() and not kept[tokens // 2 :].any(), "whatever is dropped adds nothing"
+
+
+def test_the_same_bits_every_time() -> None:
+    tokens, experts = 512, 8
+    arrays, scores = layer_arrays(tokens, experts, 64, 88), uneven_scores(tokens, experts)
+    routing = moe_reference.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
+    first = [array.tobytes() for array in outputs_and_gradients(Experts(), arrays, routing)]
+    for _ in range(5):
+        assert [array.tobytes() for array in outputs_and_gradients(Experts(), arrays, routing)] == first
+
+
+@pytest.fixture
+def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many each product of NumPy makes, one entry for each."""
+    counted: list[int] = []
+
+    def counting(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+        counted.append(a.shape[0] * a.shape[1] * b.shape[1])
+        return matmul(a, b, out=out)
+
+    matmul = np.matmul
+    monkeypatch.setattr(moe_reference.np, "matmul", counting)
+    return counted
+
+
+@pytest.mark.parametrize("experts", [2, 8, 64])
+@pytest.mark.parametrize("capacity", [None, 10])
+def test_the_cost_is_that_of_the_rows(experts: int, capacity: int | None, multiplications: list[int]) -> None:
+    """Not of experts times tokens: three products of each kept row forwards, six backwards; none for empty experts."""
+    tokens, hidden, width = 60, 8, 12
+    arrays, scores = layer_arrays(tokens, experts, hidden, width), uneven_scores(tokens, experts)
+    routing = moe_reference.Route(experts, CHOSEN)(Tensor(scores), None, capacity, "position")
+    kept_E = routing.kept_E.asnumpy()
+    layer = Experts()
+    layer(*map(Tensor, arrays), routing)
+    assert sum(multiplications) == 3 * kept_E.sum() * hidden * width
+    assert len(multiplications) == 3 * np.count_nonzero(kept_E)
+    multiplications.clear()
+    outputs_and_gradients(layer, arrays, routing)
+    assert sum(multiplications) == 9 * kept_E.sum() * hidden * width
+
+
+def test_frozen_experts_cost_no_gradient(multiplications: list[int]) -> None:
+    kernel, counts = moe_reference.GroupedMatmul(), Tensor(np.array([3, 4]))
+    x, weight = normal(7, HIDDEN), Parameter(Tensor(normal(2, WIDTH, HIDDEN)), name="weight")
+    products, found = [], []
+    for weight.requires_grad in (True, False):
+        multiplications.clear()
+        found.append(gradients(lambda x: kernel(x, weight, counts), [x], np.ones((7, WIDTH), np.float32))[0])
+        products.append(sum(multiplications) // (7 * HIDDEN * WIDTH))
+    assert products == [3, 2]
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+def test_half_precision_rounds_what_leaves_but_not_the_gradient_of_the_weight() -> None:
+    kernel, counts = moe_reference.GroupedMatmul(), np.array([3, 0, 4])
+    x, weight = normal(7, 32).astype(np.float16), normal(3, 24, 32)
+    owners, rounded = np.repeat(np.arange(3), counts), weight.astype(np.float16).astype(np.float64)
+    y = kernel(Tensor(x), Tensor(weight), Tensor(counts))
+    exact = np.stack([rounded[expert] @ row for expert, row in zip(owners, x.astype(np.float64), strict=True)])
+    assert y.dtype == mindspore.float16
+    assert distance(y.asnumpy(), exact) < 1e-3  # half of the last of 11 bits, twice
+
+    upstream = normal(7, 24).astype(np.float16)
+    loss = mindspore.grad(lambda *args: (kernel(*args, Tensor(counts)) * Tensor(upstream)).sum(), (0, 1))
+    grad_x, grad_weight = loss(Tensor(x), Tensor(weight))
+    assert (grad_x.dtype, grad_weight.dtype) == (mindspore.float16, mindspore.float32)
+    right = np.zeros(weight.shape)
+    for row, expert in enumerate(owners):
+        right[expert] += np.outer(upstream[row].astype(np.float64), x[row].astype(np.float64))
+    assert distance(grad_weight.asnumpy(), right) < TOLERANCE
+    assert not grad_weight.asnumpy()[1].any()
+
+
+def test_half_precision_of_sorting() -> None:
+    routing = sorted_tokens(safe_tokens=True, capacity=2).routing
+    permute, unpermute = moe_reference.Permute(), moe_reference.Unpermute()
+    gates = Tensor(normal(TOKENS, CHOSEN))
+
+    def there_and_back(x: Tensor, gates: Tensor) -> Tensor:
+        return unpermute(permute(x, routing), gates, routing)
+
+    x = normal(TOKENS, HIDDEN).astype(np.float16)
+    out = there_and_back(Tensor(x), gates)
+    assert out.dtype == mindspore.float16
+    assert distance(out.asnumpy(), x * gates.asnumpy().sum(1, keepdims=True)) < 1e-3
+    found = mindspore.grad(lambda *args: there_and_back(*args).sum(), (0, 1))(Tensor(x), gates)
+    assert [gradient.dtype for gradient in found] == [mindspore.float16, mindspore.float32]
+
+
+def settings_of(moe: dict | None) -> ModelConfig:
+    sizes = {"hidden_size": 32, "num_heads": 2, "seq_length": 8, **({"moe_config": moe} if moe else {})}
+    return parse_config("experts", json.dumps({"model": {"model_config": sizes}})).decoder
+
+
+def choices(device: str, moe: dict | None) -> dict[str, tuple[str, str, str]]:
+    found = {choice.kernel: choice for choice in select_kernels(settings_of(moe), device)}
+    names = ("grouped_matmul", "token_permute")
+    return {name: (found[name].asked, found[name].chosen, found[name].why) for name in names if name in found}
+
+
+def test_only_models_with_experts_have_rows_of_their_kernels() -> None:
+    assert choices("CPU", None) == {}
+    assert load_kernels(select_kernels(settings_of(None), "CPU")).grouped_matmul is moe_reference.GroupedMatmul
+
+
+MOE = {"expert_num": 4, "num_experts_chosen": 2, "use_gmm": True}
+ON_CPU, FUSED = "exists only on Ascend; device is CPU", "fused operator of Ascend"
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "product", "permute"),
+    [
+        ("CPU", {}, ("reference", ON_CPU), ("reference", "use_fused_ops_permute is off; device is CPU")),
+        ("CPU", {"use_fused_ops_permute": True}, ("reference", ON_CPU), ("reference", ON_CPU)),
+        ("Ascend", {}, ("GroupedMatmul", FUSED), ("reference", "use_fused_ops_permute is off")),
+        ("Ascend", {"use_fused_ops_permute": True}, ("GroupedMatmul", FUSED), ("moe_token_permute", FUSED)),
+        (
+            "Ascend", {"use_fused_ops_permute": True, "enable_gmm_safe_tokens": True},
+            ("GroupedMatmul", FUSED), ("reference", "enable_gmm_safe_tokens adds rows"),
+        ),
+        (
+            "Ascend", {"use_fused_ops_permute": True, "use_gmm": False},
+            ("reference", "use_gmm is off: experts compute on the host"), ("reference", "use_gmm is off"),
+        ),
+    ],
+)
+def test_why_a_kernel_is_chosen(device: str, changes: dict, product: tuple[str, str], permute: tuple[str, str]) -> None:
+    found = choices(device, MOE | changes)
+    for name, (chosen, reason) in {"grouped_matmul": product, "token_permute": permute}.items():
+        assert found[name][1] == chosen and reason in found[name][2]
+    assert found["grouped_matmul"][0] == f"use_gmm: {(MOE | changes)['use_gmm']}"
