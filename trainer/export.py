@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.arrays import save_arrays
+from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.weights import requested_weights
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
@@ -69,6 +70,7 @@ def export(config: Config, output: Path, *, merge: bool, force: bool = False) ->
         found, contents = requested_weights(config), f"the weights of {config.load_checkpoint}"
         weights = {name: found[name] for name in parameter_shapes(config.decoder)}
     make_folder(path.parent)
+    weights = to_disk(weights)
     _write(path, weights)
     count = sum(array.size for array in weights.values())
     return Exported(path, len(weights), count, path.stat().st_size, contents)

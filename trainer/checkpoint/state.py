@@ -25,10 +25,11 @@ from trainer.checkpoint.adapters import (
     fitting_adapters,
 )
 from trainer.checkpoint.changes import changed_settings, settings_record
+from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, write_checkpoint
-from trainer.checkpoint.weights import check_weights
+from trainer.checkpoint.weights import fitting_weights
 from trainer.errors import UserError
-from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.models.shapes import adapter_shapes
 from trainer.optim.freeze import trained_shapes
 
 if TYPE_CHECKING:
@@ -130,7 +131,9 @@ def save(
     """
     arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
     part, documents = "model", {}
-    if base is not None:
+    if base is None:
+        arrays = to_disk(arrays)
+    else:
         arrays = {PREFIX + name: arrays[name] for name in adapter_shapes(model.settings)}
         part, documents = PART, {CONFIG_FILE: description(model.settings, base["load_checkpoint"])}
     tensors = {part: arrays, "optimizer": optimizer.state_arrays()}
@@ -271,8 +274,7 @@ def _weights_of(found: Checkpoint, config: Config, where: str) -> dict[str, np.n
             fix=f"{'write' if part == 'model' else 'remove'} model.model_config.pet_config, or name another checkpoint",
         )
     if part == "model":
-        check_weights(found.tensors[part], parameter_shapes(config.decoder), found.path, where, key=_KEY)
-        return found.tensors[part]
+        return fitting_weights(found.tensors[part], config.decoder, found.path, where, key=_KEY)
     base = base_weights(config)
     check_base(found.state, config, base)
     return base | fitting_adapters(found.tensors[part], config, found.path, where, key=_KEY)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import safetensors
 
+from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
 from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
 from trainer.errors import UserError
-from trainer.models.shapes import HEAD, parameter_shapes
+from trainer.models.shapes import EMBEDDING, HEAD, parameter_shapes
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.config import Config, ModelConfig
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 # Where one of them lies, there is a checkpoint of this trainer, or half of one.
@@ -32,9 +33,34 @@ def requested_weights(config: Config) -> dict[str, np.ndarray] | None:
     if not config.load_checkpoint:
         return None
     path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
-    weights = read_weights(path, where)
-    check_weights(weights, parameter_shapes(config.decoder), path, where)
-    return weights
+    return fitting_weights(read_weights(path, where), config.decoder, path, where)
+
+
+def fitting_weights(
+    weights: Mapping[str, np.ndarray],
+    settings: ModelConfig,
+    path: Path,
+    where: str = "",
+    key: str = "load_checkpoint",
+) -> dict[str, np.ndarray]:
+    """Weights as `read_weights` gives them by the names of parameters: the experts of a layer are stacked.
+
+    Raises:
+        UserError: They are those of another model.
+    """
+    shapes = parameter_shapes(settings)
+    own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings)}
+    check_weights(own, disk_shapes(shapes, form_of(own)), path, where, key)
+    return from_disk(own, shapes)
+
+
+def _is_copy(name: str, weights: Mapping[str, np.ndarray], settings: ModelConfig) -> bool:
+    """Whether it is the embedding or head that published modules for further tokens repeat from the main model."""
+    for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
+        if name.endswith(ending) and name != main and settings.mtp_depth:
+            whole = EMBEDDING if settings.tie_word_embeddings else main
+            return whole in weights and np.array_equal(weights[name], weights[whole])
+    return False
 
 
 def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:

@@ -1,0 +1,130 @@
+"""Experts stacked in memory and one by one on disk: every form of a file gives the same parameters, or says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from config_helpers import failure
+from golden_files import load_model_case
+
+from trainer.checkpoint.expert_names import FUSED, MIXTRAL, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
+from trainer.checkpoint.weights import fitting_weights
+from trainer.config import parse_config
+from trainer.config.model_schema import ModelConfig
+from trainer.models.shapes import parameter_shapes
+
+GATE, UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+EXPERT = "model.layers.1.mlp.experts.2"
+
+
+def golden(name: str) -> tuple[dict[str, np.ndarray], ModelConfig]:
+    """Weights as on disk, and the model that they are of."""
+    case = load_model_case(name)
+    text = json.dumps({"model_config": {"seq_length": 24, **case.metadata["config_json"]}})
+    return dict(case.weights), parse_config(name, text).decoder
+
+
+def fused(weights: dict[str, np.ndarray], settings: ModelConfig) -> dict[str, np.ndarray]:
+    """The same as transformers 5 has it in memory: gate above up in one matrix, all experts in one tensor."""
+    stacked = fitting_weights(weights, settings, Path("golden"))
+    for name in [name for name in stacked if name.endswith(".mlp.experts.gate_proj.weight")]:
+        layer = name.removesuffix("gate_proj.weight")
+        gate_EFD, up_EFD = stacked.pop(name), stacked.pop(f"{layer}up_proj.weight")
+        stacked[f"{layer}gate_up_proj"] = np.concatenate([gate_EFD, up_EFD], 1)
+        stacked[f"{layer}down_proj"] = stacked.pop(f"{layer}down_proj.weight")
+    return stacked
+
+
+@pytest.mark.parametrize("name", ["experts_mixtral", "experts_qwen3_moe", "experts_glm4_moe", "mtp_2"])
+def test_all_forms_give_the_same_parameters(name: str) -> None:
+    weights, settings = golden(name)
+    stacked = fitting_weights(weights, settings, Path("golden"))
+    assert {key: value.shape for key, value in stacked.items()} == parameter_shapes(settings)
+    assert all(value.dtype == np.float32 and value.flags.c_contiguous for value in stacked.values())
+    expected = MIXTRAL if name == "experts_mixtral" else ONE_BY_ONE
+    assert form_of(weights) == expected
+    for file, form in ((to_disk(stacked), ONE_BY_ONE), (fused(weights, settings), FUSED)):
+        assert form_of(file) == form
+        assert {key: value.shape for key, value in file.items()} == disk_shapes(parameter_shapes(settings), form)
+        again = fitting_weights(file, settings, Path("file"))
+        assert again.keys() == stacked.keys()
+        for key, value in again.items():
+            np.testing.assert_array_equal(value, stacked[key], key)
+
+
+def test_what_is_saved_are_the_names_of_published_files_and_views() -> None:
+    weights, settings = golden("experts_qwen3_moe")
+    stacked = fitting_weights(weights, settings, Path("golden"))
+    saved = to_disk(stacked)
+    assert saved.keys() == weights.keys()
+    for key, value in saved.items():
+        np.testing.assert_array_equal(value, weights[key], key)
+        assert value.flags.c_contiguous  # safetensors writes it as it lies
+    layer = "model.layers.2.mlp.experts"
+    assert np.shares_memory(saved[f"{layer}.5.up_proj.weight"], stacked[f"{layer}.up_proj.weight"])
+
+
+def test_mixtrals_names_mean_gate_up_and_down() -> None:
+    weights, settings = golden("experts_mixtral")
+    stacked, file = fitting_weights(weights, settings, Path("golden")), "model.layers.1.block_sparse_moe"
+    for name, part in ((GATE, "w1"), (UP, "w3"), (DOWN, "w2")):
+        np.testing.assert_array_equal(stacked[name][2], weights[f"{file}.experts.2.{part}.weight"])
+    np.testing.assert_array_equal(stacked["model.layers.1.mlp.gate.weight"], weights[f"{file}.gate.weight"])
+
+
+def changed(form: str, name: str, value: np.ndarray | None) -> tuple[dict[str, np.ndarray], ModelConfig]:
+    """Golden weights in a form, with one tensor left out or replaced."""
+    weights, settings = golden("experts_mixtral" if form == MIXTRAL else "experts_glm4_moe")
+    weights = fused(weights, settings) if form == FUSED else weights
+    weights.pop(name, None)
+    return weights | ({} if value is None else {name: value}), settings
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "value", "part"),
+    [
+        (ONE_BY_ONE, f"{EXPERT}.up_proj.weight", None, "it lacks {name}"),
+        (ONE_BY_ONE, "model.layers.1.mlp.experts.8.up_proj.weight", np.ones((8, 32)), "it holds {name} unknown here"),
+        (ONE_BY_ONE, f"{EXPERT}.up_proj.weight", np.ones((9, 32)), "{name} of shape [9, 32] where this model has [8,"),
+        (MIXTRAL, "model.layers.1.block_sparse_moe.experts.3.w2.weight", None, "it lacks {name}"),
+        (MIXTRAL, "model.layers.1.block_sparse_moe.experts.4.w2.weight", np.ones((32, 24)), "it holds {name} unknown"),
+        (MIXTRAL, "model.layers.1.block_sparse_moe.gate.weight", np.ones((8, 32)), "{name} of shape [8, 32] where"),
+        (FUSED, "model.layers.1.mlp.experts.gate_up_proj", None, "it lacks {name}"),
+        (FUSED, "model.layers.1.mlp.experts.gate_up_proj", np.ones((8, 8, 32)), "has [8, 16, 32]"),
+        (FUSED, "model.layers.1.mlp.experts.down_proj", np.ones((7, 32, 8)), "{name} of shape [7, 32, 8] where this"),
+        (ONE_BY_ONE, "model.layers.1.mlp.gate.e_score_correction_bias", None, "it lacks {name}"),
+    ],
+)
+def test_an_expert_that_does_not_fit_is_named_as_in_the_file(
+    form: str, name: str, value: np.ndarray | None, part: str
+) -> None:
+    weights, settings = changed(form, name, value)
+    message = failure(lambda: fitting_weights(weights, settings, Path("file"), "a.yaml:3"))
+    assert part.format(name=name) in message and "a.yaml:3: load_checkpoint" in message
+
+
+def test_published_modules_for_further_tokens_may_repeat_embedding_and_head() -> None:
+    weights, settings = golden("mtp_2")
+    copies = {
+        "model.layers.1.embed_tokens.weight": weights["model.embed_tokens.weight"].copy(),
+        "model.layers.2.shared_head.head.weight": weights["lm_head.weight"].copy(),
+    }
+    found = fitting_weights(weights | copies, settings, Path("file"))
+    assert found.keys() == parameter_shapes(settings).keys()
+    for name, copy in copies.items():
+        other = weights | {name: copy + 1}
+        message = failure(lambda other=other: fitting_weights(other, settings, Path("file")))
+        assert f"it holds {name} unknown here" in message
+
+
+def test_what_is_no_parameter_is_handed_on() -> None:
+    weights, settings = golden("experts_mixtral")
+    tied = settings.model_copy(update={"tie_word_embeddings": True})
+    found = fitting_weights(weights, tied, Path("file"))  # the head of a tied model lies in some files as well
+    assert set(found) - set(parameter_shapes(tied)) == {"lm_head.weight"}
+    assert "model.rotary_emb.inv_freq" in from_disk(
+        weights | {"model.rotary_emb.inv_freq": np.ones(4)}, parameter_shapes(settings)
+    )

@@ -1,0 +1,113 @@
+"""Experts on disk: each has its own tensors there, as in Hugging Face's files; in memory those of a layer are stacked.
+
+===========  ===========================================================  ==========================
+form         tensors                                                      shapes
+===========  ===========================================================  ==========================
+memory       mlp.experts.{gate,up,down}_proj.weight                       [E, F, D], ..., [E, D, F]
+one by one   mlp.experts.{e}.{gate,up,down}_proj.weight                   [F, D], [F, D], [D, F]
+Mixtral      block_sparse_moe.experts.{e}.{w1,w3,w2}.weight,              the same
+             block_sparse_moe.gate.weight
+fused        mlp.experts.gate_up_proj, mlp.experts.down_proj              [E, 2F, D], [E, D, F]
+===========  ===========================================================  ==========================
+
+Saved is "one by one". All are read: "Mixtral" is what its published files have, "fused" what transformers 5 has in
+memory and writes when asked to. Needs numpy only. E experts, F width of an expert, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+Shapes = Mapping[str, tuple[int, ...]]
+Weights = dict[str, np.ndarray]
+
+ONE_BY_ONE, MIXTRAL, FUSED = "one by one", "Mixtral", "fused"
+_EXPERTS, _ROUTER = "mlp.experts.", "mlp.gate.weight"
+_GATE, _UP, _DOWN = (f"{name}_proj.weight" for name in ("gate", "up", "down"))
+_OF_MIXTRAL = {_GATE: "w1.weight", _UP: "w3.weight", _DOWN: "w2.weight"}
+_HOME = "block_sparse_moe."
+_JOINED, _DOWN_JOINED = f"{_EXPERTS}gate_up_proj", f"{_EXPERTS}down_proj"
+
+
+def form_of(names: Iterable[str]) -> str:
+    """The form in which a file with tensors of these names holds its experts."""
+    for name in names:
+        if f".{_HOME}" in name:
+            return MIXTRAL
+        if name.endswith((f".{_JOINED}", f".{_DOWN_JOINED}")):
+            return FUSED
+    return ONE_BY_ONE
+
+
+def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, ...]]:
+    """Names and shapes on disk of parameters with these names and shapes in memory."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if not _is_stack(name):
+            found[_single_name(name, form)] = shape
+        elif form == FUSED:
+            joined, parts = _joined_name(name)
+            found[joined] = (shape[0], parts * shape[1], shape[2])
+        else:
+            found |= dict.fromkeys(_expert_names(name, shape[0], form), shape[1:])
+    return found
+
+
+def to_disk(arrays: Mapping[str, np.ndarray]) -> Weights:
+    """Parameters as they are saved: one expert a tensor, a view each."""
+    found: Weights = {}
+    for name, array in arrays.items():
+        if _is_stack(name):
+            found |= dict(zip(_expert_names(name, len(array), ONE_BY_ONE), array, strict=True))
+        else:
+            found[name] = array
+    return found
+
+
+def from_disk(weights: Mapping[str, np.ndarray], shapes: Shapes) -> Weights:
+    """Parameters by their names in memory.
+
+    Args:
+        weights: Of a file in any form, with every tensor of `disk_shapes`. Other ones are handed on.
+        shapes: In memory.
+    """
+    form, left, found = form_of(weights), dict(weights), {}
+    for name, shape in shapes.items():
+        if not _is_stack(name):
+            found[name] = left.pop(_single_name(name, form))
+        elif form == FUSED:
+            joined, parts = _joined_name(name)
+            both = left[joined]
+            start = shape[1] if parts == 2 and name.endswith(_UP) else 0
+            found[name] = np.ascontiguousarray(both[:, start : start + shape[1]])
+        else:
+            found[name] = np.stack([left.pop(one) for one in _expert_names(name, shape[0], form)])
+    joined = {_joined_name(name)[0] for name in shapes if _is_stack(name)} if form == FUSED else set()
+    return found | {name: array for name, array in left.items() if name not in joined}
+
+
+def _is_stack(name: str) -> bool:
+    return f".{_EXPERTS}" in name
+
+
+def _single_name(name: str, form: str) -> str:
+    """Of a parameter that is no stack: the router's differs from form to form."""
+    return name.replace("mlp.", _HOME) if form == MIXTRAL and name.endswith(_ROUTER) else name
+
+
+def _expert_names(name: str, experts: int, form: str) -> Iterator[str]:
+    """Of the experts' tensors that a stack consists of, in order."""
+    layer, _, projection = name.partition(_EXPERTS)
+    if form == MIXTRAL:
+        layer, projection = f"{layer}{_HOME}experts.", _OF_MIXTRAL[projection]
+    else:
+        layer = layer + _EXPERTS
+    return (f"{layer}{expert}.{projection}" for expert in range(experts))
+
+
+def _joined_name(name: str) -> tuple[str, int]:
+    """The fused tensor with a stack in it, and how many stacks that holds."""
+    layer = name.partition(_EXPERTS)[0]
+    return (layer + _DOWN_JOINED, 1) if name.endswith(_DOWN) else (layer + _JOINED, 2)
