@@ -1,0 +1,255 @@
+"""The Ascend kernels of experts without an Ascend, as in test_ascend_kernels.py: exported graphs hold the fused
+operators and their gradients, and with these operators as documented the kernels compute what the reference does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mindspore
+import numpy as np
+import pytest
+from exported_graphs import FLOAT, Graph, export
+from mindspore import Tensor, mint, nn, ops
+from numpy_kernels import distance
+
+from trainer.ops import moe_ascend, moe_reference
+from trainer.ops.kernel_set import load_kernels
+from trainer.ops.routing import Routing, RoutingRule, route
+from trainer.ops.select import KernelChoice
+
+TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 12, 8, 2, 6, 5
+ROWS, TOLERANCE = TOKENS * CHOSEN, 3e-6
+RANDOM = np.random.default_rng(3)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+class Backward(nn.Cell):
+    """Gradients with respect to every argument but the last, which is the gradient from above."""
+
+    def __init__(self, kernel: nn.Cell) -> None:
+        super().__init__()
+        self.kernel, self.grad = kernel, ops.GradOperation(get_all=True, sens_param=True)
+
+    def construct(self, *args):
+        return self.grad(self.kernel)(*args)
+
+
+class RouteWith(nn.Cell):
+    """A capacity and a policy are constants of a graph."""
+
+    def __init__(self, capacity: int | None, policy: str, rule: RoutingRule) -> None:
+        super().__init__()
+        self.core, self.capacity, self.policy = moe_ascend.RouteCore(rule), capacity, policy
+
+    def construct(self, scores_NE, bias_E):
+        return self.core(scores_NE, bias_E, self.capacity, self.policy)
+
+
+class ThereAndBack(nn.Cell):
+    """Permute, one grouped product, un-permute."""
+
+    def __init__(self, permute: nn.Cell, unpermute: nn.Cell) -> None:
+        super().__init__()
+        self.permute, self.product, self.unpermute = permute, moe_ascend.GroupedMatmul(), unpermute
+
+    def construct(self, x_ND, weight_EDD, gates_Nk, token_R, row_Nk, counts_E):
+        y_RD = self.product(self.permute(x_ND, token_R, row_Nk), weight_EDD, counts_E)
+        return self.unpermute(y_RD, gates_Nk, token_R, row_Nk)
+
+
+RULES = {
+    "plain": RoutingRule(EXPERTS, CHOSEN),
+    "safe": RoutingRule(EXPERTS, CHOSEN, safe_tokens=True),
+    "grouped": RoutingRule(EXPERTS, 3, groups=4, chosen_groups=2, group_score="two_best"),
+    "grouped_safe": RoutingRule(EXPERTS, 3, groups=4, chosen_groups=2, group_score="best", safe_tokens=True),
+}
+
+
+@pytest.mark.parametrize(("name", "policy"), [("plain", "position"), ("grouped_safe", "probability")])
+def test_front_end_builds_the_routing(
+    name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rule = RULES[name]
+    cell = RouteWith(3, policy, rule)
+    graph = export(cell, [Tensor(normal(TOKENS, EXPERTS)), Tensor(normal(EXPERTS))], tmp_path / "route")
+    assignments = (TOKENS, rule.chosen)
+    rows = TOKENS * rule.chosen + EXPERTS * rule.safe_tokens
+    assert graph.shapes == [assignments, assignments, (rows,), (EXPERTS,), (EXPERTS,), (EXPERTS,)]
+
+
+def built(fused: bool, dtype: mindspore.Type, folder: Path) -> tuple[Graph, Graph]:
+    """The forward and the backward graph of permute, product and un-permute."""
+    cores = moe_ascend.PermuteCore(), moe_ascend.UnpermuteCore()
+    if fused:
+        cores = moe_ascend.FusedPermuteCore(), moe_ascend.FusedUnpermuteCore()
+    tensors = [Tensor(normal(TOKENS, HIDDEN), dtype), Tensor(normal(EXPERTS, HIDDEN, HIDDEN))]
+    tensors += [Tensor(normal(TOKENS, CHOSEN)), Tensor(np.zeros(ROWS, np.int32))]
+    tensors += [Tensor(np.zeros((TOKENS, CHOSEN), np.int32)), Tensor(np.zeros(EXPERTS, np.int64))]
+    forward = export(ThereAndBack(*cores), tensors, folder / "forward")
+    upstream = Tensor(normal(TOKENS, HIDDEN), dtype)
+    return forward, export(Backward(ThereAndBack(*cores)), [*tensors, upstream], folder / "backward")
+
+
+@pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.bfloat16], ids=str)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "gathers"])
+def test_front_end_builds_the_fused_operators_and_their_gradients(
+    fused: bool, dtype: mindspore.Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    forward, backward = built(fused, dtype, tmp_path)
+    assert forward.shapes == [(TOKENS, HIDDEN)]
+    assert backward.shapes[:3] == [(TOKENS, HIDDEN), (EXPERTS, HIDDEN, HIDDEN), (TOKENS, CHOSEN)]
+    assert backward.dtypes[1:3] == [FLOAT, FLOAT], "gradients of weights and gates leave in float32"
+    # The gradient of a grouped product is two more of them: of the rows, and of the weight.
+    assert (forward.operators["GroupedMatmul"], backward.operators["GroupedMatmul"]) == (1, 3)
+    permutes = {name for name in forward.operators if "MoeToken" in name}
+    assert permutes == ({"MoeTokenPermute", "InnerMoeTokenUnpermute"} if fused else set())
+    gradients = {name for name in backward.operators if "MoeToken" in name and name.endswith("Grad")}
+    assert gradients == ({"MoeTokenPermuteGrad", "MoeTokenUnpermuteGrad"} if fused else set())
+    scatters = ("SegmentSum", "GatherGrad", "GatherDGrad", "IndexAdd")
+    assert not any(name for name in backward.operators if any(part in name for part in scatters))
+
+
+def argsort_as_documented(input: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
+    """Stable: the relative order of equivalent elements is kept."""
+    assert stable and dim == -1
+    values = input.asnumpy()
+    return Tensor(np.argsort(-values if descending else values, -1, kind="stable"))
+
+
+@pytest.mark.parametrize("policy", ["position", "probability"])
+@pytest.mark.parametrize("capacity", [None, 1, 3])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_routing_is_that_of_the_reference(
+    name: str, ties: bool, capacity: int | None, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mint, "argsort", argsort_as_documented)
+    rule = RULES[name]
+    scores = RANDOM.integers(1, 4, (TOKENS, EXPERTS)) / 4 if ties else RANDOM.random((TOKENS, EXPERTS))
+    scores = scores.astype(np.float32)
+    scores[:, 3] = 0
+    bias = np.where(np.arange(EXPERTS) == 3, -2, RANDOM.integers(0, 3, EXPERTS) / 4).astype(np.float32)
+    kernel = moe_ascend.Route(
+        rule.experts, rule.chosen, groups=rule.groups, chosen_groups=rule.chosen_groups,
+        group_score=rule.group_score, safe_tokens=rule.safe_tokens,
+    )
+    for added in (None, bias):
+        ours = kernel(Tensor(scores), None if added is None else Tensor(added), capacity, policy)
+        right = route(rule, scores, added, capacity, policy)
+        for field, mine, expected in zip(Routing._fields, ours, right, strict=True):
+            np.testing.assert_array_equal(mine.asnumpy(), expected, err_msg=field)
+            assert mine.asnumpy().dtype == expected.dtype, field
+
+
+class GroupedMatmulAsDocumented(nn.Cell):
+    """y of group e is x of group e times weight e, [I, O]; groups end where `group_list` says, the last with x.
+
+    What the gradient of an expert's weight is when it has no rows, the documentation does not say.
+    """
+
+    def __call__(self, x: list, weight: list, *others) -> list[Tensor]:
+        *nothing, group_list = others
+        assert len(x) == len(weight) == 1 and nothing == [None] * 5
+        assert group_list.dtype == mindspore.int64 and group_list.asnumpy()[-1] == len(x[0])
+        return [super().__call__(x[0], weight[0], group_list)]
+
+    def construct(self, x, weight, ends):
+        return Tensor(np.concatenate([part @ weight.asnumpy()[expert] for expert, part in groups(x, ends)]))
+
+    def bprop(self, x, weight, ends, out, grad):
+        grad_x = [part @ weight.asnumpy()[expert].T for expert, part in groups(grad, ends)]
+        grad_weight = np.full(weight.shape, np.nan, np.float32)
+        for (expert, part), (_, above) in zip(groups(x, ends), groups(grad, ends), strict=True):
+            if len(part):
+                grad_weight[expert] = part.T @ above
+        return Tensor(np.concatenate(grad_x)), Tensor(grad_weight), None
+
+
+def groups(x: Tensor, ends: Tensor) -> list[tuple[int, np.ndarray]]:
+    return list(enumerate(np.split(x.asnumpy(), ends.asnumpy()[:-1])))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 7, 0], [2, 0, 1, 0], [1, 0, 2, 1], [0, 0, 0, 0]], ids=str)
+def test_grouped_matmul_is_that_of_the_reference(counts: list[int]) -> None:
+    ours, right = moe_ascend.GroupedMatmul(), moe_reference.GroupedMatmul()
+    ours.product = GroupedMatmulAsDocumented()
+    x, weight, upstream = (Tensor(normal(*shape)) for shape in ((7, HIDDEN), (4, WIDTH, HIDDEN), (7, WIDTH)))
+    results = []
+    for kernel in (ours, right):
+        def weighted(x: Tensor, weight: Tensor) -> Tensor:
+            return kernel(x, weight, Tensor(np.array(counts))) * upstream  # noqa: B023
+        gradients = mindspore.grad(weighted, (0, 1))(x, weight)
+        results.append([array.asnumpy() for array in (weighted(x, weight), *gradients)])
+    for mine, expected in zip(*results, strict=True):
+        assert distance(mine, expected) < TOLERANCE
+        np.testing.assert_array_equal(mine[expected == 0], 0)
+
+
+@pytest.mark.parametrize("safe_tokens", [False, True])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_gathers_are_those_of_the_reference(safe_tokens: bool, capacity: int | None) -> None:
+    """These have CPU kernels, and gradients written by hand."""
+    scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
+    scores[:, 3] = 0
+    routing = moe_reference.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)(Tensor(scores), None, capacity, "position")
+    rows = len(routing.token_R)
+    x, y, gates = (Tensor(normal(*shape)) for shape in ((TOKENS, HIDDEN), (rows, HIDDEN), (TOKENS, CHOSEN)))
+    above_R, above_N = Tensor(normal(rows, HIDDEN)), Tensor(normal(TOKENS, HIDDEN))
+    results = []
+    for room in (moe_ascend, moe_reference):
+        permute, unpermute = room.Permute(), room.Unpermute()
+        result = [permute(x, routing), unpermute(y, gates, routing)]
+        result.append(mindspore.grad(lambda x: permute(x, routing) * above_R)(x))  # noqa: B023
+        result += mindspore.grad(lambda *args: unpermute(*args, routing) * above_N, (0, 1))(y, gates)  # noqa: B023
+        results.append([array.asnumpy() for array in result])
+    for mine, expected in zip(*results, strict=True):
+        assert distance(mine, expected) < TOLERANCE
+
+
+def permute_as_documented(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens with the same index together, in the order of the indices; and where each assignment went."""
+    order = np.argsort(indices.asnumpy().ravel())
+    return Tensor(tokens.asnumpy()[order // indices.shape[1]]), Tensor(np.argsort(order).astype(np.int32))
+
+
+def unpermute_as_documented(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor) -> Tensor:
+    assert sorted_indices.dtype == mindspore.int32 and sorted_indices.ndim == 1
+    rows = permuted_tokens.asnumpy()[sorted_indices.asnumpy()].reshape(*probs.shape, -1)
+    return Tensor((rows * probs.asnumpy()[..., None]).sum(1))
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_fused_sorting_is_that_of_the_reference(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_ascend.ops, "moe_token_permute", permute_as_documented)
+    monkeypatch.setattr(moe_ascend.ops, "moe_token_unpermute", unpermute_as_documented)
+    scores = Tensor(RANDOM.random((TOKENS, EXPERTS)).astype(np.float32))
+    routing = moe_reference.Route(EXPERTS, CHOSEN)(scores, None, capacity, "probability")
+    x, y, gates = (Tensor(normal(*shape)) for shape in ((TOKENS, HIDDEN), (ROWS, HIDDEN), (TOKENS, CHOSEN)))
+    ours = moe_ascend.FusedPermute()(x, routing), moe_ascend.FusedUnpermute()(y, gates, routing)
+    right = moe_reference.Permute()(x, routing), moe_reference.Unpermute()(y, gates, routing)
+    for mine, expected in zip(ours, right, strict=True):
+        assert distance(mine.asnumpy(), expected.asnumpy()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("product", "permute", "kernels"),
+    [
+        ("reference", "reference", (moe_reference.GroupedMatmul, moe_reference.Permute, moe_reference.Unpermute)),
+        ("GroupedMatmul", "reference", (moe_ascend.GroupedMatmul, moe_ascend.Permute, moe_ascend.Unpermute)),
+        (
+            "GroupedMatmul", "moe_token_permute",
+            (moe_ascend.GroupedMatmul, moe_ascend.FusedPermute, moe_ascend.FusedUnpermute),
+        ),
+    ],
+)
+def test_choices_become_kernels(product: str, permute: str, kernels: tuple[type, type, type]) -> None:
+    chosen = dict.fromkeys(("rotary_embedding", "swiglu", "attention", "rms_norm"), "reference")
+    chosen |= {"grouped_matmul": product, "token_permute": permute}
+    found = load_kernels([KernelChoice(kernel, "", name, "") for kernel, name in chosen.items()])
+    assert (found.grouped_matmul, found.permute, found.unpermute) == kernels
+    assert found.route is (moe_reference.Route if product == "reference" else moe_ascend.Route)
