@@ -50,8 +50,10 @@ _EXPORT_HELP = "\n\n".join(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: runs a command and exits with its code. An error is one message on standard error, no traceback."""
-    # While a run trains it has a handler of its own; around that SIGTERM ends the process as Ctrl-C does, cleaning up.
+    # While a run trains it has handlers of its own; around that SIGTERM ends the process as Ctrl-C does, cleaning up.
     signal.signal(signal.SIGTERM, _terminate)
+    # A script's shell starts its background jobs with SIGINT ignored: whoever sends it to this process means it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = dispatch(list(sys.argv[1:] if argv is None else argv))
     except TrainerError as error:
@@ -70,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
+    print("stopped by SIGTERM", file=sys.stderr)
     raise SystemExit(EXIT_SIGTERM)
 
 
@@ -257,7 +260,11 @@ def _with_flags(command: Callable, **own: inspect.Parameter) -> Callable:
     """
 
     def wrapper(context: typer.Context, **values: Any) -> int:
-        return command(context, **{name: values[name] for name in own})
+        try:
+            return command(context, **{name: values[name] for name in own})
+        except KeyboardInterrupt:  # Typer would end without a word
+            print("stopped by SIGINT", file=sys.stderr)
+            return EXIT_SIGINT
 
     def option(name: str, text: str, metavar: str, kind: Any = str | None) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(f"--{name}", help=text, metavar=metavar, show_default=False)]

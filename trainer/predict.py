@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +14,16 @@ from trainer.checkpoint.adapters import starting_weights
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
 from trainer.monitors.files import make_folder, write_failure
+from trainer.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.data import Tokenizer
     from trainer.models.generate import Generator
+
+
+class _Stopped(Exception):
+    """Someone asked to stop before all was predicted."""
 
 
 def read_prompts(config: Config) -> list[str]:
@@ -69,17 +75,31 @@ def _prompt_of_record(line: str, where: str) -> str:
     )  # fmt: skip
 
 
-def predict(config: Config, write: Callable[[str], None]) -> None:
+def predict(config: Config, write: Callable[[str], None]) -> int:
     """Continues every prompt; text appears as it is made, and all of it lands in `output_dir`/predictions.jsonl.
+
+    A signal ends it after the next token; predictions.jsonl of an earlier run stays then.
 
     Args:
         config: Run mode predict.
         write: Takes text to show, with its own newlines.
 
+    Returns:
+        The exit code.
+
     Raises:
         UserError: A prompt is empty or too long, or the weights do not fit.
         RunError: The predictions cannot be written.
     """
+    with StopSignals() as stop:
+        try:
+            _predict(config, write, lambda: bool(stop))
+        except _Stopped:
+            print(f"stopped by {stop.received.name}", file=sys.stderr)
+    return stop.exit_code
+
+
+def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bool]) -> None:
     settings = config.decoder
     prompts, tokenizer = read_prompts(config), load_tokenizer(config)
     encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
@@ -104,11 +124,18 @@ def predict(config: Config, write: Callable[[str], None]) -> None:
     with write_records(folder / "predictions.jsonl") as record:
         for first in range(0, len(prompts), size):
             part = slice(first, first + size)
-            steps = generator.stream(encoded[part], limits[part], sampling, first)
+            steps = _until(stop, generator.stream(encoded[part], limits[part], sampling, first))
             numbers = [f"[{number + 1}/{len(prompts)}]" for number in range(len(prompts))[part]]
             texts = _show(prompts[part], numbers, steps, tokenizer, generator, write)
             for prompt, text in zip(prompts[part], texts, strict=True):
                 record({"prompt": prompt, "text": text})
+
+
+def _until(stop: Callable[[], bool], steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:
+    for tokens in steps:
+        if stop():
+            raise _Stopped
+        yield tokens
 
 
 @contextlib.contextmanager

@@ -64,8 +64,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
 
         for notice in config_notices(config):
             print(f"note: {notice}", file=sys.stderr)
-        predict(config, _print_text)
-        return EXIT_OK
+        return predict(config, _print_text)
     if config.run_mode == "eval":
         return _eval_run(config)
     return _Training(config).run(extra_monitors)

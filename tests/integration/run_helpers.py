@@ -155,8 +155,11 @@ def files_below(folder: Path) -> set[str]:
 # Processes
 
 
-def start(*arguments: object, cwd: Path) -> subprocess.Popen:
-    """Starts the program as a user does: with Ctrl-C working, even where the tests run in a shell's background."""
+def start(*arguments: object, cwd: Path, sigint: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
+    """Starts the program as a user does: with Ctrl-C working, even where the tests run in a shell's background.
+
+    With `sigint` SIG_IGN it starts as a background job of a script does.
+    """
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), *map(str, arguments)],
         cwd=cwd,
@@ -164,7 +167,7 @@ def start(*arguments: object, cwd: Path) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": ""},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
     )
 
 
