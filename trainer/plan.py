@@ -18,7 +18,7 @@ from trainer.ops.precision import PartDtype, resolve_precision
 from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.optim.schedules import build_schedule
+from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.plan_memory import memory_estimate, memory_notices
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Plan:
         skipping: Which steps update nothing, in words; empty for none.
         schedule: Type of the learning rate schedule.
         kernels: For each kernel: asked for, chosen, why.
-        groups: Parameter groups with their decay and sizes.
+        groups: Parameter groups with their decay and sizes; none where nothing is trained.
         weights: Number of trained weights.
         frozen: The weights that are not trained, of which nothing is updated.
         adapters: Rank, factor and targets of low-rank adapters, in words; empty without.
@@ -124,7 +124,7 @@ def build_plan(config: Config) -> Plan:
     steps = -(-batches // runner.gradient_accumulation_steps)
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
     memory_bytes = memory_estimate(config, trains)
     return Plan(
         run_mode=config.run_mode,
@@ -216,8 +216,10 @@ def _eval_rows(config: Config, estimate: RowEstimate) -> int | None:
 
 
 def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:
-    schedule = build_schedule(config.lr_schedule, total, where=config.source.where)
-    parts = (total // 10, total // 4, total // 2, 3 * total // 4)
+    section = config.lr_schedule
+    schedule = build_schedule(section, total, where=config.source.where)
+    # A short warm-up reaches the highest rate long before a tenth of the run.
+    parts = (min(1 + first_full_step(section, total), total), total // 10, total // 4, total // 2, 3 * total // 4)
     steps = sorted({1, last, total, *(max(1, step) for step in parts)})
     return tuple((step, schedule(step - 1)) for step in steps)
 
@@ -235,7 +237,8 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
     groups += [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
     if plan.frozen.tensors:
         groups.append((plan.frozen.name, "-", str(plan.frozen.tensors), f"{plan.frozen.weights:,}"))
-    sections.append(("parameters", groups))
+    if plan.groups:
+        sections.append(("parameters", groups))
     sections.append(("dtypes", [("part", "dtype", "why"), *((part, *dtype) for part, dtype in plan.dtypes.items())]))
     if plan.learning_rates:
         rates = [("step", "learning rate"), *((str(step), f"{rate:.3e}") for step, rate in plan.learning_rates)]

@@ -219,7 +219,7 @@ def test_other_weights_below_are_refused(home: Path, path: Path, whole: Path, ba
     for flags in ({"run_mode": "eval", "adapter_id": whole}, {"resume_training": True}):
         message = refusal(path, whole, load_checkpoint=other, **flags)
         assert "trained on top of other weights" in message and "SHA-256" in message
-        assert "flag --load_checkpoint" in message and f"which was {base}" in message
+        assert "flag --load_checkpoint" in message and f"again with --load_checkpoint {base}" in message
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,29 @@ def test_plan_says_what_scales_the_loss_and_skips_steps() -> None:
     assert fixed.skipping == "steps whose norm is above 1; 10 in a row end the run"
 
 
+def test_the_schedule_shows_the_end_of_a_short_warm_up() -> None:
+    rates = dict(plan_of("qwen3_tiny", lr_schedule__warmup_steps=3).learning_rates)
+    assert list(rates) == [1, 4, 10, 25, 50, 75, 100] and rates[4] == 0.003 > rates[1]
+
+    def steps_of(schedule: str) -> list[int]:
+        rates = dict(plan_of("quickstart", lr_schedule=schedule, runner_config__stop_step=5).learning_rates)
+        assert max(rates.values()) == pytest.approx(0.1)
+        return list(rates)
+
+    without = steps_of("{type: ConstantWarmUpLR, learning_rate: 0.1}")
+    ratio = steps_of("{type: CosineWithWarmUpLR, learning_rate: 0.1, warmup_ratio: 0.02}")
+    assert steps_of("{type: CosineAnnealingLR, base_lr: 0.1, t_max: 50}") == without
+    assert without[:2] == [1, 5] and set(ratio) - set(without) == {1 + without[-1] // 50}
+
+
+def test_a_plan_without_training_shows_no_weight_decay(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    plan = plan_of("qwen3_tiny", run_mode="eval", load_checkpoint=tmp_path)
+    assert plan.groups == () and plan.weights == plan_of("qwen3_tiny").weights
+    text = plan_text(plan)
+    assert f"{plan.weights:,}" in text and "decay" not in text
+
+
 def test_muon_names_the_groups_that_each_rule_updates() -> None:
     plan = plan_of("qwen3_tiny", optimizer="{type: Muon, weight_decay: 0.2}")
     assert [(group.name, group.weight_decay, group.tensors) for group in plan.groups] == [

@@ -113,6 +113,12 @@ def test_every_yaml_block_is_a_valid_configuration() -> None:
         parse_config("README.md", text)
 
 
+def test_the_freezing_block_is_a_whole_file() -> None:
+    (text,) = (text for text in blocks("yaml") if "freeze:" in text)
+    plan = build_plan(parse_config("README.md", text))
+    assert plan.frozen.tensors and plan.weights and plan.recompute
+
+
 def test_every_json_line_is_a_document() -> None:
     lines = [line for text in blocks("json") for line in text.splitlines()]
     assert len(lines) >= 3

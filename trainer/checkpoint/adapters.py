@@ -137,14 +137,16 @@ def check_base(state: Mapping[str, Any], config: Config, base: Mapping[str, np.n
     before, now = state["base"], digest(base, config.decoder)
     if before["digest"] == now:
         return
-    theirs = before["load_checkpoint"] or f"random weights: no load_checkpoint, and seed {before['seed']}"
+    again = f"give the base weights again with --load_checkpoint {before['load_checkpoint']}"
+    if not before["load_checkpoint"]:
+        again = f"their base was random weights: leave load_checkpoint out and use --seed {before['seed']}"
     raise UserError(
         f"the adapters were trained on top of other weights than these (their SHA-256 is {before['digest'][:12]}...,"
         f" these have {now[:12]}...)",
         where=config.source.where("load_checkpoint"),
         key="load_checkpoint",
         value=config.load_checkpoint,
-        fix=f"give the base model of the adapters, which was {theirs}",
+        fix=again,
     )
 
 

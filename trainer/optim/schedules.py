@@ -78,6 +78,13 @@ def warmup_steps(section: Any, total_steps: int) -> int:
     return section.warmup_steps or 0
 
 
+def first_full_step(section: Any, total_steps: int) -> int:
+    """The step, from 0, whose learning rate no warm-up lowers; 0 for a schedule without one."""
+    if "warmup_steps" not in type(section).model_fields:
+        return 0
+    return warmup_steps(section, schedule_total_steps(section, total_steps))
+
+
 def _warm_up(inputs: _Inputs, after: Schedule) -> Schedule:
     """warmup_lr_init + (lr - warmup_lr_init) * t / w before step w, the first full one; ``after(t)`` from there on."""
     section = inputs.section
