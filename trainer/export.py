@@ -70,7 +70,7 @@ def export(config: Config, output: Path, *, merge: bool, force: bool = False) ->
         found, contents = requested_weights(config), f"the weights of {config.load_checkpoint}"
         weights = {name: found[name] for name in parameter_shapes(config.decoder)}
     make_folder(path.parent)
-    weights = to_disk(weights)
+    weights = to_disk(weights, config.model.arch.type)
     _write(path, weights)
     count = sum(array.size for array in weights.values())
     return Exported(path, len(weights), count, path.stat().st_size, contents)

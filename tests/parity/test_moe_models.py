@@ -39,6 +39,7 @@ class Built(NamedTuple):
     case: ModelCase
     model: Decoder
     build_inputs: InputBuilder
+    family: str
 
     @property
     def batch(self) -> Batch:
@@ -51,12 +52,13 @@ def build(name: str, compiled: bool, **changes) -> Built:
     section = {"seq_length": 24, **case.metadata["config_json"], "router_aux_loss_coef": 0.0, **changes}
     if "mtp_loss_factor" in case.metadata:
         section["mtp_loss_factor"] = case.metadata["mtp_loss_factor"]
-    settings = parse_config(name, json.dumps({"model_config": section})).decoder
+    config = parse_config(name, json.dumps({"model_config": section}))
+    settings = config.decoder
     kernels = load_kernels(select_kernels(settings, "CPU"))
     model = Decoder(settings, kernels, seed=1, compiled=compiled)
     for parameter, value in fitting_weights(case.weights, settings, Path(name)).items():
         model.parameters_by_name[parameter].set_data(Tensor(value))
-    return Built(case, model, InputBuilder(settings, kernels))
+    return Built(case, model, InputBuilder(settings, kernels), config.model.arch.type)
 
 
 def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -76,22 +78,11 @@ def with_gradients(built: Built) -> tuple[list[float], dict[str, np.ndarray]]:
     run = mindspore.value_and_grad(losses, None, [model.parameters_by_name[name] for name in names], has_aux=True)
     sums, gradients = run()
     by_name = {name: value.asnumpy() for name, value in zip(names, gradients, strict=True)}
-    return [float(loss.asnumpy()) for loss in sums], to_disk(by_name)
-
-
-def golden_gradients(case: ModelCase) -> dict[str, np.ndarray]:
-    """By the names that we save: Mixtral's files have others."""
-    renamed = (("block_sparse_moe", "mlp"), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
-    found = {}
-    for name, value in case.gradients.items():
-        for theirs, ours in renamed if "block_sparse_moe" in name else ():
-            name = name.replace(theirs, ours)
-        found[name] = value
-    return found
+    return [float(loss.asnumpy()) for loss in sums], to_disk(by_name, built.family)
 
 
 def check_gradients(found: dict[str, np.ndarray], case: ModelCase) -> None:
-    right = golden_gradients(case)
+    right = case.gradients
     assert found.keys() == right.keys()
     for name, value in found.items():
         if right[name].any():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from config_helpers import failure
 from golden_files import load_model_case
+from safetensors.numpy import save_file
 
 from trainer.checkpoint.expert_names import FUSED, MIXTRAL, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
-from trainer.checkpoint.weights import fitting_weights
+from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
 from trainer.config.model_schema import ModelConfig
 from trainer.models.shapes import parameter_shapes
@@ -46,7 +47,9 @@ def test_all_forms_give_the_same_parameters(name: str) -> None:
     assert all(value.dtype == np.float32 and value.flags.c_contiguous for value in stacked.values())
     expected = MIXTRAL if name == "experts_mixtral" else ONE_BY_ONE
     assert form_of(weights) == expected
-    for file, form in ((to_disk(stacked), ONE_BY_ONE), (fused(weights, settings), FUSED)):
+    saved = ((kind, to_disk(stacked, kind)) for kind in ("Qwen3MoeForCausalLM", "MixtralForCausalLM"))
+    files = {MIXTRAL if kind.startswith("Mixtral") else ONE_BY_ONE: file for kind, file in saved}
+    for form, file in (files | {FUSED: fused(weights, settings)}).items():
         assert form_of(file) == form
         assert {key: value.shape for key, value in file.items()} == disk_shapes(parameter_shapes(settings), form)
         again = fitting_weights(file, settings, Path("file"))
@@ -55,16 +58,21 @@ def test_all_forms_give_the_same_parameters(name: str) -> None:
             np.testing.assert_array_equal(value, stacked[key], key)
 
 
-def test_what_is_saved_are_the_names_of_published_files_and_views() -> None:
-    weights, settings = golden("experts_qwen3_moe")
-    stacked = fitting_weights(weights, settings, Path("golden"))
-    saved = to_disk(stacked)
+@pytest.mark.parametrize("name", ["experts_mixtral", "experts_qwen3_moe", "experts_glm4_moe"])
+def test_what_is_saved_are_the_names_of_published_files(name: str) -> None:
+    weights, settings = golden(name)
+    saved = to_disk(fitting_weights(weights, settings, Path("golden")), settings.architectures[0])
     assert saved.keys() == weights.keys()
     for key, value in saved.items():
         np.testing.assert_array_equal(value, weights[key], key)
         assert value.flags.c_contiguous  # safetensors writes it as it lies
-    layer = "model.layers.2.mlp.experts"
-    assert np.shares_memory(saved[f"{layer}.5.up_proj.weight"], stacked[f"{layer}.up_proj.weight"])
+
+
+def test_saving_copies_nothing() -> None:
+    stack = {UP: np.ones((4, 8, 32), np.float32)}
+    saved = to_disk(stack, "Qwen3MoeForCausalLM")
+    assert list(saved) == [UP.replace("experts.", f"experts.{expert}.") for expert in range(4)]
+    assert all(np.shares_memory(value, stack[UP]) for value in saved.values())
 
 
 def test_mixtrals_names_mean_gate_up_and_down() -> None:
@@ -128,3 +136,16 @@ def test_what_is_no_parameter_is_handed_on() -> None:
     assert "model.rotary_emb.inv_freq" in from_disk(
         weights | {"model.rotary_emb.inv_freq": np.ones(4)}, parameter_shapes(settings)
     )
+
+
+def test_a_published_folder_of_several_files_loads(tmp_path: Path) -> None:
+    weights, settings = golden("experts_qwen3_moe")
+    names = sorted(weights)
+    for number, part in enumerate((names[::2], names[1::2])):  # the experts of a layer lie in both
+        save_file({name: weights[name] for name in part}, tmp_path / f"model-0000{number + 1}-of-00002.safetensors")
+    config_json = load_model_case("experts_qwen3_moe").metadata["config_json"]
+    config = parse_config("a.yaml", json.dumps({"load_checkpoint": str(tmp_path), "model_config": config_json}))
+    found = requested_weights(config)
+    assert {key: value.shape for key, value in found.items()} == parameter_shapes(settings)
+    layer = "model.layers.2.mlp.experts"
+    np.testing.assert_array_equal(found[f"{layer}.gate_proj.weight"][5], weights[f"{layer}.5.gate_proj.weight"])

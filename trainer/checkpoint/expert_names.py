@@ -10,8 +10,9 @@ Mixtral      block_sparse_moe.experts.{e}.{w1,w3,w2}.weight,              the sa
 fused        mlp.experts.gate_up_proj, mlp.experts.down_proj              [E, 2F, D], [E, D, F]
 ===========  ===========================================================  ==========================
 
-Saved is "one by one". All are read: "Mixtral" is what its published files have, "fused" what transformers 5 has in
-memory and writes when asked to. Needs numpy only. E experts, F width of an expert, D hidden.
+Saved is "one by one", which every family's published files have but Mixtral's: transformers finds a Mixtral's experts
+under their own names only. All are read; "fused" is what transformers 5 has in memory and writes when asked to. Needs
+numpy only. E experts, F width of an expert, D hidden.
 """
 
 from __future__ import annotations
@@ -55,14 +56,19 @@ def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, 
     return found
 
 
-def to_disk(arrays: Mapping[str, np.ndarray]) -> Weights:
-    """Parameters as they are saved: one expert a tensor, a view each."""
-    found: Weights = {}
+def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
+    """Parameters as they are saved: one expert a tensor, a view each.
+
+    Args:
+        arrays: By their names in memory.
+        family: `model.arch.type`.
+    """
+    form, found = MIXTRAL if family == "MixtralForCausalLM" else ONE_BY_ONE, {}
     for name, array in arrays.items():
         if _is_stack(name):
-            found |= dict(zip(_expert_names(name, len(array), ONE_BY_ONE), array, strict=True))
+            found |= dict(zip(_expert_names(name, len(array), form), array, strict=True))
         else:
-            found[name] = array
+            found[_single_name(name, form)] = array
     return found
 
 

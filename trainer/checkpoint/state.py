@@ -132,7 +132,7 @@ def save(
     arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
     part, documents = "model", {}
     if base is None:
-        arrays = to_disk(arrays)
+        arrays = to_disk(arrays, config.model.arch.type)
     else:
         arrays = {PREFIX + name: arrays[name] for name in adapter_shapes(model.settings)}
         part, documents = PART, {CONFIG_FILE: description(model.settings, base["load_checkpoint"])}

@@ -1,0 +1,95 @@
+"""Checkpoints of a model with experts: resumed bit for bit, in the names of published files, exported, loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from run_helpers import arrays_of, assert_same_bits, config_of, figures, step_records, train, write_config
+
+from trainer.checkpoint.store import newest_complete
+from trainer.checkpoint.weights import requested_weights
+from trainer.errors import UserError
+from trainer.export import export
+from trainer.models.shapes import parameter_shapes
+
+pytestmark = pytest.mark.slow
+
+HALF = 3
+EXPERTS = 4
+# DeepSeek's and Glm4Moe's parts: a dense first layer, a bias that moves, groups, a shared expert, a further token.
+CHANGES = {
+    "model.arch.type": "Glm4MoeForCausalLM",
+    "model.model_config.mtp_depth": 1,
+    "model.model_config.moe_config": {
+        "expert_num": EXPERTS,
+        "num_experts_chosen": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_num": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "balance_via_topk_bias": True,
+        "topk_bias_update_rate": 0.01,
+        "capacity_factor": 1.1,
+    },
+    "runner_config": {"batch_size": 4, "gradient_accumulation_steps": 2, "stop_step": 2 * HALF},
+    "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF, "keep_checkpoint_max": 3}],
+}
+
+
+@pytest.fixture(scope="module")
+def path(home: Path) -> Path:
+    return write_config(home / "experts", home / "data", CHANGES)
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path, path: Path) -> Path:
+    return train(path, output_dir=home / "experts_whole")
+
+
+def test_stopped_and_resumed_equals_never_stopped(path: Path, whole: Path, home: Path) -> None:
+    output = train(path, output_dir=home / "experts_halves", runner_config__stop_step=HALF)
+    assert len(step_records(output)) == HALF
+    train(path, output_dir=output, resume_training=True)
+    assert figures(output) == figures(whole)
+    assert_same_bits(arrays_of(output), arrays_of(whole))
+
+
+def test_experts_lie_one_by_one_and_the_optimizers_state_stacked(whole: Path) -> None:
+    arrays, later = arrays_of(whole, HALF), arrays_of(whole)
+    layers = (1, 2)  # layer 2 is the module for a further token
+    for layer in layers:
+        home = f"model.layers.{layer}.mlp"
+        for expert in range(EXPERTS):
+            assert arrays[f"model/{home}.experts.{expert}.down_proj.weight"].shape == (16, 8)
+        assert f"model/{home}.experts.down_proj.weight" not in arrays
+        assert arrays[f"optimizer/exp_avg.{home}.experts.down_proj.weight"].shape == (EXPERTS, 16, 8)
+        bias = f"{home}.gate.e_score_correction_bias"
+        assert (arrays[f"model/{bias}"] != later[f"model/{bias}"]).any()
+        assert not any(bias in name for name in arrays if name.startswith("optimizer/"))
+
+
+def test_an_export_is_the_checkpoint_and_loads_again(path: Path, whole: Path, home: Path) -> None:
+    checkpoint = newest_complete(whole / "checkpoints")
+    config = config_of(path, load_checkpoint=checkpoint)
+    found = export(config, home / "exported", merge=False)
+    saved = safetensors.numpy.load_file(checkpoint / "model.safetensors")
+    exported = safetensors.numpy.load_file(found.path)
+    assert_same_bits(exported, saved)
+    assert found.tensors == len(saved) > len(parameter_shapes(config.decoder))
+    loaded = requested_weights(config_of(path, load_checkpoint=found.path))
+    assert {name: value.shape for name, value in loaded.items()} == parameter_shapes(config.decoder)
+    name = "model.layers.1.mlp.experts.up_proj.weight"
+    np.testing.assert_array_equal(loaded[name][3], saved[name.replace("experts.", "experts.3.")])
+
+
+def test_another_number_of_experts_is_refused(path: Path, whole: Path, home: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        train(
+            path, output_dir=home / "experts_more", load_checkpoint=whole, model__model_config__moe_config__expert_num=6
+        )
+    message = str(caught.value)
+    assert "lacks model.layers.1.mlp.experts.4.gate_proj.weight" in message and "load_checkpoint" in message
