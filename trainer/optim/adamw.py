@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import mindspore
 import numpy as np
@@ -51,11 +51,13 @@ class AdamW(Optimizer):
         return np.zeros(parameter.shape, np.float32)
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
-        if self.host is None:
-            super().update(gradients, lr, scale)
-            return
         self.updates += 1
-        rate, eps = self.corrected(lr)
+        # lr' and eps' of this update, in float64.
+        root2 = (1 - self.beta2**self.updates) ** 0.5
+        rate, eps = lr * root2 / (1 - self.beta1**self.updates), self.eps * root2
+        if self.host is None:
+            self.update_by_operators(self.scaled(gradients, scale), lr, scalar(rate), scalar(eps))
+            return
         scales = one_for_each(scale, len(gradients))
         work = []
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
@@ -65,20 +67,13 @@ class AdamW(Optimizer):
             work.append(Work(*flat, scale=factor, keep=1 - lr * self.decay[name]))
         self.host.update(work, rate=rate, eps=eps, betas=(self.beta1, self.beta2))
 
-    def corrected(self, lr: float) -> tuple[float, float]:
-        """lr' and eps' of this update, in float64."""
-        root2 = (1 - self.beta2**self.updates) ** 0.5
-        return lr * root2 / (1 - self.beta1**self.updates), self.eps * root2
-
-    def rates(self, lr: float) -> tuple[Tensor, Tensor, dict[float, Tensor]]:
-        """lr', eps', and lr * decay for each weight decay that there is."""
-        rate, eps = self.corrected(lr)
+    def update_by_operators(
+        self, scaled: Iterable[tuple[str, Parameter, Tensor]], lr: float, rate: Tensor, eps: Tensor
+    ) -> None:
+        """The update with the device's kernels: `rate` and `eps` are lr' and eps'."""
         decays = {decay: scalar(lr * decay) for decay in set(self.decay.values()) if lr * decay}
-        return scalar(rate), scalar(eps), decays
-
-    def update_one(self, name: str, parameter: Parameter, gradient: Tensor, rates: Any) -> None:
-        rate, eps, decays = rates
-        if self.decay[name] in decays:
-            self.descend(parameter, decays[self.decay[name]], parameter)
-        first, second = self.state["exp_avg"][name], self.state["exp_avg_sq"][name]
-        self.adam(parameter, first, second, *self.powers, rate, *self.betas, eps, gradient)
+        for name, parameter, gradient in scaled:
+            if self.decay[name] in decays:
+                self.descend(parameter, decays[self.decay[name]], parameter)
+            first, second = self.state["exp_avg"][name], self.state["exp_avg_sq"][name]
+            self.adam(parameter, first, second, *self.powers, rate, *self.betas, eps, gradient)

@@ -5,8 +5,8 @@ An optimizer knows nothing about schedules, clipping or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from mindspore import Parameter, Tensor
@@ -15,7 +15,7 @@ from mindspore import dtype as mstype
 from trainer.optim.groups import ParameterGroup
 
 
-class Optimizer:
+class Optimizer(ABC):
     """The parameters with their decay, named state of each, the number of updates.
 
     Args:
@@ -40,6 +40,7 @@ class Optimizer:
         """Zeros of a parameter's shape in float32, for its state."""
         return Parameter(Tensor(np.zeros(parameter.shape, np.float32)), name=name, requires_grad=False)
 
+    @abstractmethod
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         """One update in place.
 
@@ -48,19 +49,15 @@ class Optimizer:
             lr: Learning rate.
             scale: Factor on every gradient (of clipping and loss scaling), or one for each; 1.0 costs nothing.
         """
-        self.updates += 1
+
+    def scaled(
+        self, gradients: Sequence[Tensor], scale: float | Sequence[float]
+    ) -> Iterator[tuple[str, Parameter, Tensor]]:
+        """For an update by operators: each name, its parameter, and its gradient times its factor."""
         scales = one_for_each(scale, len(gradients))
-        rates, factors = self.rates(lr), {scale: scalar(scale) for scale in set(scales)}
+        factors = {scale: scalar(scale) for scale in set(scales)}
         for (name, parameter), gradient, scale in zip(self.parameters.items(), gradients, scales, strict=True):
-            self.update_one(name, parameter, gradient if scale == 1.0 else gradient * factors[scale], rates)
-
-    def rates(self, lr: float) -> Any:
-        """What an update shares between parameters, for `update_one`."""
-        raise NotImplementedError  # each kind says what
-
-    def update_one(self, name: str, parameter: Parameter, gradient: Tensor, rates: Any) -> None:
-        """Updates one parameter in place."""
-        raise NotImplementedError  # each kind says how
+            yield name, parameter, gradient if scale == 1.0 else gradient * factors[scale]
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Copies of the state, by `kind.parameter`."""

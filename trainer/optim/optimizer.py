@@ -32,20 +32,19 @@ class SGD(Optimizer):
         self.momentum, self.apply = scalar(settings.momentum), P.ApplyMomentum()
         self.nesterov = settings.nesterov
 
-    def rates(self, lr: float) -> Tensor:
-        """The learning rate."""
-        return scalar(lr)
-
-    def update_one(self, name: str, parameter: Parameter, gradient: Tensor, rates: Tensor) -> None:
-        if self.decay[name]:
-            gradient = gradient + parameter * self.decay[name]
-        buffer = self.state["momentum_buffer"][name]
-        if not self.nesterov:
-            self.apply(parameter, buffer, rates, gradient, self.momentum)
-            return
-        # ApplyMomentum(use_nesterov=True) of MindSpore 2.10 computes something else on a CPU.
-        ops.assign(buffer, buffer * self.momentum + gradient)
-        ops.assign(parameter, parameter - (gradient + buffer * self.momentum) * rates)
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
+        self.updates += 1
+        rate = scalar(lr)
+        for name, parameter, gradient in self.scaled(gradients, scale):
+            if self.decay[name]:
+                gradient = gradient + parameter * self.decay[name]
+            buffer = self.state["momentum_buffer"][name]
+            if not self.nesterov:
+                self.apply(parameter, buffer, rate, gradient, self.momentum)
+                continue
+            # ApplyMomentum(use_nesterov=True) of MindSpore 2.10 computes something else on a CPU.
+            ops.assign(buffer, buffer * self.momentum + gradient)
+            ops.assign(parameter, parameter - (gradient + buffer * self.momentum) * rate)
 
 
 def build_optimizer(

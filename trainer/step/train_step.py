@@ -215,10 +215,12 @@ class TrainStep:
         }
 
     def not_finite(self, window: WindowGradients, norm: float, squares: Sequence[float]) -> RunError:
+        ways = ["lower the learning rate", "lengthen the warm-up"]
+        ways += [] if self.wrapper.use_clip_grad else ["turn on runner_wrapper.use_clip_grad"]
         return RunError(
             f"the loss is {window.loss} and the gradient's norm {norm} in optimizer step {self.optimizer.updates + 1}"
             f"{self.first_bad(squares)}; the weights were not updated",
-            fix="lower the learning rate, lengthen the warm-up, or turn on runner_wrapper.use_clip_grad",
+            fix=f"{', '.join(ways[:-1])} or {ways[-1]}",
         )
 
     def first_bad(self, squares: Sequence[float]) -> str:
