@@ -3,11 +3,12 @@
 Part of make_golden.py. Module k (from 1) of a model of L layers has the names `model.layers.{L+k-1}.*` of the released
 weights, and computes
 
-    h_i^k = block_k(eh_proj [enorm(Emb(t_{i+k})); hnorm(h_i^{k-1})]),    logits = head(shared_head.norm(h_i^k))
+    h_i^k = shared_head.norm(block_k(eh_proj [enorm(Emb(t_{i+k})); hnorm(h_i^{k-1})])),    logits = head(h_i^k)
 
-to predict t_{i+k+1}. Embedding and head are the main model's, and h^0 is its residual stream before the final norm. The
-paper writes the two halves of the product in the other order; this one is that of the released weights, as
-transformers (`MtpLayer`), vLLM (`deepseek_mtp`) and Megatron load them.
+to predict t_{i+k+1}. Embedding and head are the main model's. What a module hands on is the state after its norm, and
+h^0 is the main model's after its final norm: the paper does not say, and so do transformers (`MtpLayer`) and vLLM
+(`deepseek_mtp`) with the released weights, whose order of the two halves of the product this is too; the paper writes
+them the other way round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from golden_models import BASE, IGNORE_INDEX, TOKENS, Case, attention_mask, buil
 VARIANTS = {
     "embedding first": "hidden first",
     "the token k places further": "same token",
-    "h^0 before the final norm": "after the final norm",
+    "h^0 after the final norm": "before the final norm",
     "a norm of its own before the head": "final norm",
     "modules in a chain": "all from h^0",
     "no loss across documents": "across documents",
@@ -67,17 +68,18 @@ def sums_and_logits(
             "position_ids": positions}
     for layer in base.layers[:-depth]:
         x = layer(x, **rest)
-    first, all_logits = x, [model.lm_head(base.norm(x))]
-    if variant == "after the final norm":
+    all_logits = [model.lm_head(base.norm(x))]
+    if variant != "before the final norm":
         x = base.norm(x)
-    losses = []
+    first, losses = x, []
     for places, layer in enumerate(base.layers[-depth:], 1):
         ids = further(batch["input_ids"], 0 if variant == "same token" else places, 0)
         embedded, known = base.embed_tokens(torch.from_numpy(ids).long()), first if variant == "all from h^0" else x
         halves = [layer.enorm(embedded), layer.hnorm(known)]
         x = layer(layer.eh_proj(torch.cat(halves[::-1] if variant == "hidden first" else halves, -1)), **rest)
         norm = base.norm if variant == "final norm" else layer.shared_head.norm
-        all_logits.append(model.lm_head(norm(x)))
+        x = norm(x)
+        all_logits.append(model.lm_head(x))
         losses.append(loss_sum(all_logits[-1], further_labels(batch, places, variant)))
     return loss_sum(all_logits[0], batch["labels"]), losses, all_logits
 

@@ -29,10 +29,10 @@ ROOMS = (
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
         "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device", "trainer.flags",
-        "trainer.doctor", "trainer.launch", "trainer.stop_signals",
+        "trainer.doctor", "trainer.launch", "trainer.stop_signals", "trainer.host_threads",
     ),
     ("trainer.optim.freeze",),
-    ("trainer.plan_memory",),
+    ("trainer.plan_memory", "trainer.plan_experts"),
     ("trainer.plan",),
     ("trainer.parallel",),
     ("trainer.ops",),

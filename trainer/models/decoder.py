@@ -162,7 +162,9 @@ class Decoder(nn.Cell):
         self.head_weight = self.embedding if settings.tie_word_embeddings else self.parameters_by_name[HEAD]
         self.block, self.head = Block(settings, kernels), Head(settings, kernels)
         self.moe = MoeLayer(settings, kernels, compiled) if settings.moe_layers else None
-        self.layers = self._layers([*recomputed, *[""] * (depth - len(recomputed))], compiled)
+        # Modules for further tokens do as the last layer does.
+        again = list(recomputed) or [""] * settings.num_layers
+        self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled)
         of_head = enumerate((self.final_norm, self.head_weight))
         frozen_places = tuple(place for place, weight in of_head if not weight.requires_grad)
         self.run_head = Differentiable(self.head, compiled).stopped_at(frozen_places)
@@ -262,19 +264,19 @@ class Decoder(nn.Cell):
 
     def _further_losses(self, x_ND: Tensor, inputs: ModelInputs, dropout: DropoutKey | None, tally: Tally) -> Tensor:
         """Sum of the token losses of all modules for further tokens, see `trainer.models.multi_token`."""
-        total = None
+        total, final_norm = None, _view(self.final_norm)
         for layer, further in enumerate(inputs.further, self.settings.num_layers):
-            x_ND = self._merged(x_ND, further, layer)
+            x_ND = self._merged(x_ND, final_norm, further, layer)
             x_ND = self._run_layer(layer, self.layers[layer], x_ND, inputs, dropout, tally)
-            norm_D = _view(self.parameters_by_name[layer_prefix(layer) + NORM])
-            loss = self.run_head(x_ND, norm_D, _view(self.head_weight), further.labels_N, further.valid_N1)
+            final_norm = _view(self.parameters_by_name[layer_prefix(layer) + NORM])
+            loss = self.run_head(x_ND, final_norm, _view(self.head_weight), further.labels_N, further.valid_N1)
             total = loss if total is None else total + loss
         return total
 
-    def _merged(self, x_ND: Tensor, further: FurtherTokens, layer: int) -> Tensor:
+    def _merged(self, x_ND: Tensor, final_norm: Tensor, further: FurtherTokens, layer: int) -> Tensor:
         embedded_ND = ops.gather(_view(self.embedding), further.ids_N, 0)
         weights = (_view(self.parameters_by_name[layer_prefix(layer) + name]) for name in WEIGHTS)
-        return self.merge(embedded_ND, x_ND, *weights)
+        return self.merge(embedded_ND, x_ND, final_norm, *weights)
 
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
         """What a part of a layer takes before and after its weights; a function of its arguments, masks included."""

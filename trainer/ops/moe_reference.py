@@ -2,8 +2,8 @@
 
 How many rows an expert has changes from call to call. To MindSpore every number of rows is a new shape, which costs two
 to four times as much the first time, and a slice of the stacked weights is a slow operator. NumPy knows no such costs:
-a product for each expert that has rows, written where it belongs, takes the time of one dense product. It sees tensors
-in the host's memory as arrays without copying them, and so does MindSpore with its results.
+products of some hundred rows, shared among threads and written where they belong, take the time of one dense product.
+It sees tensors in the host's memory as arrays without copying them, and so does MindSpore with its results.
 
 So these cells run operator by operator only. MindSpore runs `construct` and `bprop` of a cell with a `bprop` without
 recording them. Arithmetic is float32; what leaves has the dtype of what came in.
@@ -16,11 +16,17 @@ Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 from mindspore import dtype as mstype
 
+from trainer.host_threads import HostThreads
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
+
+_MOST_ROWS = 512  # of one product
 
 
 class Route(nn.Cell):
@@ -63,38 +69,65 @@ class GroupedMatmul(nn.Cell):
 class _GroupedMatmulCore(nn.Cell):
     def __init__(self, trained: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.trained = trained
+        self.trained, self.threads = trained, _threads()
 
     def construct(self, x_RI, weight_EOI, counts_E):
         x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
         result, y = _empty(len(x), weight.shape[1])
         y[counts.sum() :] = 0
-        for expert, rows in _groups(counts):
+
+        def multiply(part: tuple[int, slice], thread: int) -> None:
+            expert, rows = part
             np.matmul(x[rows], weight[expert].T, out=y[rows])
+
+        self.threads.run(_parts(counts), multiply)
         return _cast(result, x_RI.dtype)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
         x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
         grad, (result, grad_x) = _on_host(grad_RO), _empty(*x.shape)
         grad_x[counts.sum() :] = 0
-        for expert, rows in _groups(counts):
+
+        def multiply(part: tuple[int, slice], thread: int) -> None:
+            expert, rows = part
             np.matmul(grad[rows], weight[expert], out=grad_x[rows])
-        grad_weight_EOI = _cast(_weight_gradient(x, grad, counts), weight_EOI.dtype) if self.trained else None
+
+        self.threads.run(_parts(counts), multiply)
+        grad_weight_EOI = _cast(self.weight_gradient(x, grad, counts), weight_EOI.dtype) if self.trained else None
         return _cast(result, x_RI.dtype), grad_weight_EOI, None
 
+    def weight_gradient(self, x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Tensor:
+        result, grad_weight = _empty(len(counts_E), grad.shape[1], x.shape[1])
+        grad_weight[counts_E == 0] = 0
 
-def _weight_gradient(x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Tensor:
-    result, grad_weight = _empty(len(counts_E), grad.shape[1], x.shape[1])
-    grad_weight[counts_E == 0] = 0
-    for expert, rows in _groups(counts_E):
-        np.matmul(grad[rows].T, x[rows], out=grad_weight[expert])
-    return result
+        def multiply(part: tuple[int, slice, slice], thread: int) -> None:
+            expert, rows, columns = part
+            np.matmul(grad[rows, columns].T, x[rows], out=grad_weight[expert, columns])
+
+        # An expert that has most of the rows would keep one thread busy: its matrix is cut instead.
+        half = -(-grad.shape[1] // 2)
+        halves = (slice(0, half), slice(half, None))
+        self.threads.run(((*group, columns) for group in _groups(counts_E) for columns in halves), multiply)
+        return result
+
+
+@functools.cache
+def _threads() -> HostThreads:
+    """One pool for all products of the process."""
+    return HostThreads()
 
 
 def _groups(counts_E: np.ndarray) -> list[tuple[int, slice]]:
     """Experts that have rows, and these."""
     ends = np.cumsum(counts_E)
     return [(expert, slice(ends[expert] - counts_E[expert], ends[expert])) for expert in np.flatnonzero(counts_E)]
+
+
+def _parts(counts_E: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Experts and at most so many of their rows that all threads have work until the end."""
+    for expert, rows in _groups(counts_E):
+        for start in range(rows.start, rows.stop, _MOST_ROWS):
+            yield expert, slice(start, min(start + _MOST_ROWS, rows.stop))
 
 
 class Permute(nn.Cell):

@@ -9,15 +9,14 @@ on the blocks or the threads.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.host_threads import HostThreads
+
 _BLOCK = 1 << 17  # numbers; shorter ones spend their time in NumPy's calls, longer ones leave the cache
-_MOST_THREADS = 8  # memory is busy then
 
 
 @dataclass(frozen=True)
@@ -47,23 +46,18 @@ class HostAdamW:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS) if threads is None else threads
-        self.pool = ThreadPoolExecutor(self.threads - 1, "adamw") if self.threads > 1 else None
-        self.scratch = [(np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)) for _ in range(self.threads)]
+        self.threads = HostThreads(threads)
+        count = self.threads.threads
+        self.scratch = [(np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)) for _ in range(count)]
 
     def update(self, work: Sequence[Work], rate: float, eps: float, betas: tuple[float, float]) -> None:
         """m and v take the gradient in; then w = keep w - rate m / (sqrt(v) + eps)."""
-        # Every thread takes the next block from this; a step of a list's iterator cannot be interrupted.
-        blocks = iter(list(_blocks(work)))
 
-        def run(scratch: tuple[np.ndarray, np.ndarray]) -> None:
-            for item, start in blocks:
-                _update_block(item, slice(start, start + _BLOCK), scratch, rate, eps, betas)
+        def run(block: tuple[Work, int], thread: int) -> None:
+            item, start = block
+            _update_block(item, slice(start, start + _BLOCK), self.scratch[thread], rate, eps, betas)
 
-        others = [self.pool.submit(run, scratch) for scratch in self.scratch[1:]] if self.pool else []
-        run(self.scratch[0])
-        for other in others:
-            other.result()
+        self.threads.run(_blocks(work), run)
 
 
 def _blocks(work: Sequence[Work]) -> Iterator[tuple[Work, int]]:
