@@ -1,0 +1,179 @@
+"""The rank grid: degrees of parallelism -> which ranks belong together. Pure Python.
+
+The axes of the grid, outermost first: **pipeline, data, context, tensor**. Neighbouring ranks, which usually share a
+host, thus form tensor groups, which communicate most; pipeline stages, which communicate least, are farthest apart.
+That is the order of Megatron-LM (`megatron/core/parallel_state.py`, ``order="tp-cp-ep-dp-pp"``, innermost first).
+
+    rank = ((pipeline * DP + data) * CP + context) * TP + tensor
+
+Expert parallelism cuts no axis of its own: layers with experts see the data and context axes as one of DP * CP places
+and cut that into runs of EP neighbours, each of which holds all experts once. This, too, is what Megatron-LM does
+where experts keep the tensor degree of the other layers. So EP must divide DP * CP.
+
+With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
+
+    tp [0 1] [2 3] ... [14 15]      dp [0 2 4 6] [1 3 5 7] [8 10 12 14] [9 11 13 15]
+    pp [0 8] [1 9] ... [7 15]       ep [0 2] [1 3] [4 6] [5 7] [8 10] ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from trainer.errors import UserError
+
+GroupKind = Literal["dp", "tp", "pp", "cp", "ep"]
+GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
+
+_CHOICES = 3  # valid settings that a message names
+
+
+class Degrees(NamedTuple):
+    """How often each axis is cut, under the names of ``parallel_config``."""
+
+    pipeline_stage: int = 1
+    data_parallel: int = 1
+    context_parallel: int = 1
+    model_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that these degrees need."""
+        return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
+
+
+class Place(NamedTuple):
+    """Coordinates of a rank."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+
+
+class _Axis(NamedTuple):
+    """Ranks that belong together stand `stride` apart, `size` of them."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A grid of ranks; made by `build_mesh`.
+
+    Attributes:
+        degrees: Of each axis; their product is the number of ranks.
+    """
+
+    degrees: Degrees
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.degrees.ranks
+
+    def _axis(self, kind: GroupKind) -> _Axis:
+        degrees = self.degrees
+        tensor = degrees.model_parallel
+        stage = degrees.data_parallel * degrees.context_parallel * tensor  # ranks of a pipeline stage
+        axes = {
+            "tp": _Axis(tensor, 1),
+            "cp": _Axis(degrees.context_parallel, tensor),
+            "ep": _Axis(degrees.expert_parallel, tensor),
+            "dp": _Axis(degrees.data_parallel, degrees.context_parallel * tensor),
+            "pp": _Axis(degrees.pipeline_stage, stage),
+        }
+        return axes[kind]
+
+    def groups(self, kind: GroupKind) -> list[range]:
+        """All groups of a kind: each rank is in exactly one, ranks ascend within it."""
+        size, stride = self._axis(kind)
+        blocks = range(0, self.size, size * stride)
+        return [
+            range(first, first + size * stride, stride) for block in blocks for first in range(block, block + stride)
+        ]
+
+    def group_of(self, kind: GroupKind, rank: int) -> range:
+        """The group of a kind that a rank is in."""
+        size, stride = self._axis(kind)
+        first = rank - rank // stride % size * stride
+        return range(first, first + size * stride, stride)
+
+    def place_of(self, rank: int) -> Place:
+        """The coordinates of a rank."""
+        rest, tensor = divmod(rank, self.degrees.model_parallel)
+        rest, context = divmod(rest, self.degrees.context_parallel)
+        pipeline, data = divmod(rest, self.degrees.data_parallel)
+        return Place(pipeline, data, context, tensor)
+
+
+def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
+    """The grid of `ranks` ranks.
+
+    Raises:
+        UserError: The degrees do not fit the number of ranks; the message names the nearest that do.
+    """
+    misfit = misfit_of(degrees, ranks)
+    if misfit is not None:
+        raise UserError(misfit.rule, key=misfit.key, value=getattr(degrees, misfit.key), fix=misfit.fix)
+    return Mesh(degrees)
+
+
+class Misfit(NamedTuple):
+    """Why degrees and ranks do not go together, in words; `key` is the degree to blame."""
+
+    key: str
+    rule: str
+    fix: str
+
+
+def misfit_of(degrees: Degrees, ranks: int) -> Misfit | None:
+    """What is wrong with these degrees for so many ranks; None when they fit."""
+    cuts = {name: size for name, size in degrees._asdict().items() if name != "expert_parallel"}
+    if degrees.ranks != ranks:
+        used = {name: size for name, size in cuts.items() if size > 1} or {"data_parallel": 1}
+        product = " x ".join(f"{name} {size}" for name, size in used.items())
+        rule = f"{product} {'are' if len(used) > 1 else 'is'} for {degrees.ranks} rank{'s' * (degrees.ranks > 1)}"
+        choices = "; or ".join(_changes(degrees, choice) for choice in nearest_degrees(degrees, ranks))
+        key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
+        return Misfit(key, f"{rule}, and this job has {ranks}", f"start {degrees.ranks}, or set {choices}")
+    places = degrees.data_parallel * degrees.context_parallel
+    if places % degrees.expert_parallel:
+        near = sorted(_divisors(places), key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
+        rule = f"must divide data_parallel x context_parallel = {places}: that many ranks share a layer's experts"
+        return Misfit("expert_parallel", rule, f"set it to {' or '.join(str(size) for size in sorted(near))}")
+    return None
+
+
+def nearest_degrees(degrees: Degrees, ranks: int) -> list[Degrees]:
+    """The few settings for `ranks` ranks that change least: few degrees first, then small factors, then data."""
+
+    def distance(choice: Degrees) -> tuple[int, float, bool]:
+        pairs = list(zip(choice, degrees, strict=True))
+        changed = sum(new != old for new, old in pairs)
+        return changed, round(sum(abs(math.log(new / old)) for new, old in pairs), 9), pairs[1][0] == pairs[1][1]
+
+    return sorted(_all_degrees(ranks, degrees.expert_parallel), key=distance)[:_CHOICES]
+
+
+def _all_degrees(ranks: int, expert: int) -> Iterator[Degrees]:
+    for pipeline in _divisors(ranks):
+        for data in _divisors(ranks // pipeline):
+            rest = ranks // pipeline // data
+            for context in _divisors(rest):
+                yield Degrees(pipeline, data, context, rest // context, expert)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
+
+
+def _changes(old: Degrees, new: Degrees) -> str:
+    pairs = zip(Degrees._fields, old, new, strict=True)
+    return " and ".join(f"{name} {after}" for name, before, after in pairs if before != after)

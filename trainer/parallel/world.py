@@ -1,0 +1,77 @@
+"""Who runs beside this process: its rank among how many. Pure Python; only the environment says it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainer.errors import UserError
+
+LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
+"""How many workers this host has: msrun tells its workers everything but that."""
+
+
+class World(NamedTuple):
+    """The ranks of a job, as one of them sees it."""
+
+    rank: int = 0
+    """Of this process, from 0 over all hosts."""
+    size: int = 1
+    """Number of ranks on all hosts together."""
+    local_rank: int = 0
+    """Of this process among those of its host."""
+    local_size: int = 1
+    """Number of ranks of this host."""
+
+
+ALONE = World()
+
+
+def world_of(ranks: int, local_ranks: int | None = None) -> World:
+    """Rank 0 of a job of so many ranks, which are all on one host unless said otherwise: for plans and tests."""
+    return World(0, ranks, 0, local_ranks or ranks)
+
+
+def world_from_environment(environment: Mapping[str, str] | None = None) -> World:
+    """Reads what msrun gives its workers: MS_WORKER_NUM, RANK_ID and DEVICE_ID.
+
+    Args:
+        environment: Of the process; None for that of this one.
+
+    Returns:
+        `ALONE` where no job is around this process.
+
+    Raises:
+        UserError: The variables do not fit together: a job that was started by hand, or in another way.
+    """
+    variables = os.environ if environment is None else environment
+    if "MS_WORKER_NUM" not in variables:
+        return ALONE
+    size = _number(variables, "MS_WORKER_NUM", 1)
+    if "RANK_ID" not in variables:
+        raise UserError(
+            f"is not set, though MS_WORKER_NUM says that {size} workers run",
+            where="environment",
+            key="RANK_ID",
+            fix="start the job with `run_trainer.py launch`, or unset MS_WORKER_NUM to run alone",
+        )
+    rank = _number(variables, "RANK_ID", 0, size)
+    local_size = _number(variables, LOCAL_SIZE_VARIABLE, 1, size + 1) if LOCAL_SIZE_VARIABLE in variables else size
+    local_rank = _number(variables, "DEVICE_ID", 0) if "DEVICE_ID" in variables else rank % local_size
+    return World(rank, size, local_rank, local_size)
+
+
+def _number(variables: Mapping[str, str], name: str, least: int, end: int | None = None) -> int:
+    """A variable that must be an integer from `least` to below `end`."""
+    text = variables[name]
+    bounds = f"at least {least}" if end is None else f"from {least} to {end - 1}"
+    if not text.isdecimal() or not least <= int(text) or (end is not None and int(text) >= end):
+        raise UserError(
+            f"must be an integer, {bounds}",
+            where="environment",
+            key=name,
+            value=text,
+            fix="start the job with `run_trainer.py launch`, which sets it",
+        )
+    return int(text)
