@@ -15,11 +15,12 @@ from trainer.models.generate import Generator, Sampling, choose_token
 
 pytestmark = pytest.mark.slow
 
-# Grouped heads, q/k norm, biases and scaled positions: each has its place in the cached path.
+# Grouped heads, q/k norm, biases, experts and scaled positions: each has its place in the cached path.
 MODELS = {
     "llama": {"n_kv_heads": 1},
     "qwen3": {"n_kv_heads": 2, "use_qk_norm": True, "head_dim": 12, "tie_word_embeddings": True},
     "qwen2": {"n_kv_heads": 2, "num_heads": 4, "qkv_has_bias": True, "mlp_has_bias": True, "attn_proj_has_bias": True},
+    "experts": {"moe_config": {"expert_num": 4, "num_experts_chosen": 2, "capacity_factor": 0.5}},
     "scaled": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
 }
 

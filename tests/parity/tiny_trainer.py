@@ -19,6 +19,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
+from trainer.parallel.peers import Alone
 from trainer.step.train_step import TrainStep
 
 TOKENS, VOCABULARY = 12, 19
@@ -71,8 +72,10 @@ class TinyTrainer:
         groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
         trained = {name: self.model.parameters_by_name[name] for name in shapes}
         optimizer = build_optimizer(trained, groups, config.optimizer, compiled=False)
+        peers = Alone()
+        peers.rank = rank
         return TrainStep(
-            self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, rank=rank,
+            self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, peers=peers,
             stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from mindspore import Tensor, ops
 
 from trainer.data.batch import IGNORE_INDEX, Batch
 from trainer.ops.routing import RoutingCounts
+from trainer.parallel.peers import Alone, Peers
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class WindowGradients:
     Attributes:
         loss: Sum of token losses / valid tokens, in nats.
         tokens: Valid tokens of the window.
-        empty: Micro-batches of the window without a valid token.
+        empty: Micro-batches of the window without a valid token, on all ranks.
         gradients: Of what is minimised times the loss scale, one for each parameter; None when the window has no valid
             token.
         others: Further losses by name, as sums / valid tokens, before their factors.
@@ -60,26 +61,30 @@ def accumulate(
     micro_batches: Sequence[Batch],
     backward: Callable[[Batch, int, float], MicroBatch],
     loss_scale: float = 1.0,
+    peers: Peers | None = None,
 ) -> WindowGradients:
-    """Forward and backward over a window, summing gradients.
+    """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
-    The number of valid tokens is known before the first backward pass, so every micro-batch's loss is divided by the
-    window's total and the sum of the gradients is that of one large batch, however the tokens are spread.
+    The number of valid tokens of all ranks is known before the first backward pass, so every micro-batch's loss is
+    divided by the whole window's total and the sum of the gradients is that of one large batch, however the tokens are
+    spread.
 
     Args:
-        micro_batches: The window; a last, partial one of an epoch is simply shorter.
+        micro_batches: The window of this rank; as many on every rank. The last one of an epoch may be shorter.
         backward: (batch, its number in the window, loss scale / tokens of the window) -> losses as sums over tokens and
             gradients of these times the factor. Not called for a micro-batch without a valid token, whose gradient is
-            zero.
+            zero, unless this rank has no other: it takes part in the sums then.
         loss_scale: Factor on the gradients, see `trainer.step.loss_scale`.
+        peers: The other ranks; None: there are none.
     """
+    peers = Alone() if peers is None else peers
     counts = [valid_tokens(batch) for batch in micro_batches]
-    tokens, empty = sum(counts), counts.count(0)
+    tokens, empty = (int(number) for number in peers.all_sum([sum(counts), counts.count(0)]))
     if tokens == 0:
         return WindowGradients(0.0, 0, empty, None)
     loss_sum, others, routing, total = 0.0, {}, None, None
     for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
-        if count == 0:
+        if count == 0 and (any(counts) or number > 0):
             continue
         part = backward(batch, number, loss_scale / tokens)
         loss_sum += part.loss_sum
@@ -88,8 +93,20 @@ def accumulate(
         # Summed one by one and dropped at once: memory does not grow with the number of micro-batches.
         total = list(part.gradients) if total is None else _add(total, part.gradients)
         del part
-    means = {name: value / tokens for name, value in others.items()}
-    return WindowGradients(loss_sum / tokens, tokens, empty, total, means, routing)
+    loss_sum, *sums = peers.all_sum([loss_sum, *others.values()])
+    means = {name: value / tokens for name, value in zip(others, sums, strict=True)}
+    routing = None if routing is None else _over_ranks(routing, peers)
+    return WindowGradients(loss_sum / tokens, tokens, empty, peers.sum_gradients(total), means, routing)
+
+
+def _over_ranks(routing: RoutingCounts, peers: Peers) -> RoutingCounts:
+    if peers.size == 1:
+        return routing
+    assigned_L = routing.requested.sum(1)
+    numbers = [*routing.kept.ravel(), *routing.requested.ravel(), *(routing.entropy * assigned_L)]
+    sums, size = np.array(peers.all_sum([float(number) for number in numbers])), routing.kept.size
+    kept, requested = sums[: 2 * size].reshape(2, *routing.kept.shape).astype(np.int64)
+    return RoutingCounts(routing.layers, kept, requested, sums[2 * size :] / np.maximum(requested.sum(1), 1))
 
 
 def _add(total: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:

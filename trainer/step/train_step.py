@@ -1,9 +1,7 @@
 """One optimizer step, in this order:
 
-    forward and backward of each micro-batch -> sum -> unscale -> finite check -> loss-scale update -> norm -> clip
-    -> update
-
-The reduction over data-parallel ranks will stand between sum and unscale.
+    forward and backward of each micro-batch -> sum over micro-batches and ranks -> unscale -> finite check
+    -> loss-scale update -> norm -> clip -> update
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder
 from trainer.models.moe import Tally
 from trainer.ops.routing import RoutingCounts
+from trainer.parallel.peers import Alone, Peers
 from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate
 from trainer.step.clip import clip, global_norm
 from trainer.step.loss_scale import build_loss_scale
@@ -86,7 +85,7 @@ class TrainStep:
         build_inputs: Turns a `Batch` into the model's inputs.
         wrapper: The section `runner_wrapper`: clipping, loss scale, skipping.
         seed: Of dropout.
-        rank: Data-parallel rank; ranks draw different dropout masks.
+        peers: The other data-parallel ranks; None: there are none. Ranks draw different dropout masks.
         stop_at_bad_loss: A loss that is not finite raises, even where loss scaling would skip the step.
     """
 
@@ -99,11 +98,12 @@ class TrainStep:
         wrapper: RunnerWrapper,
         *,
         seed: int = 1,
-        rank: int = 0,
+        peers: Peers | None = None,
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
-        self.wrapper, self.seed, self.rank, self.stop_at_bad_loss = wrapper, seed, rank, stop_at_bad_loss
+        self.wrapper, self.seed, self.stop_at_bad_loss = wrapper, seed, stop_at_bad_loss
+        self.peers = Alone() if peers is None else peers
         self.sum_of_squares = model.kernels.sum_of_squares
         self.loss_scale = build_loss_scale(wrapper)
         self.spikes, self.spikes_in_a_row = 0, 0
@@ -126,7 +126,7 @@ class TrainStep:
                 too many norms in a row were spikes. Nothing has been updated.
         """
         lr, scale = self.schedule(self.optimizer.updates), self.loss_scale.value
-        window = accumulate(micro_batches, self.backward, scale)
+        window = accumulate(micro_batches, self.backward, scale, self.peers)
 
         def result(norm: float, skipped: str = "", **more) -> StepResult:
             return StepResult(
@@ -152,7 +152,7 @@ class TrainStep:
 
     def backward(self, batch: Batch, number: int, factor: float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of what is minimised times `factor`."""
-        dropout = DropoutKey(self.seed, self.rank, self.optimizer.updates, number)
+        dropout = DropoutKey(self.seed, self.peers.rank, self.optimizer.updates, number)
         inputs = self.build_inputs(batch)
         tally = Tally(inputs.shares)
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.

@@ -1,0 +1,88 @@
+"""What a training asks of the other ranks: sums, a vote, bytes, a barrier.
+
+Whatever decides about the course of a run (tokens, norms, overflow, signals, the end of the data) is computed from what
+these functions return, which is the same on every rank: so all ranks always decide alike, and none waits for one that
+has left. Without other ranks the same questions have immediate answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
+
+
+class Peers(Protocol):
+    """The data-parallel ranks of a job, this one among them."""
+
+    rank: int
+    size: int
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, rounded once from the exact sum: the same bits whatever the order of ranks."""
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Each gradient summed over all ranks; the same bits on every rank."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in the order of ranks."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on some rank."""
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+
+
+class Alone:
+    """One process, no other ranks."""
+
+    rank, size = 0, 1
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return list(gradients)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self) -> None:
+        return None
+
+
+class DataParallel:
+    """The ranks of a job, through `trainer.parallel.collectives`.
+
+    Args:
+        rank: Of this process.
+        size: How many there are.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        from trainer.parallel import collectives
+
+        self.rank, self.size, self.collectives = rank, size, collectives
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        every = zip(*self.collectives.gather_float64(values), strict=True)
+        return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in every]
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return self.collectives.all_reduce_in_buckets(gradients)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.collectives.gather_bytes(data)
+
+    def any(self, flag: bool) -> bool:
+        return self.all_sum([float(flag)])[0] > 0
+
+    def barrier(self) -> None:
+        self.collectives.barrier()
