@@ -13,12 +13,13 @@ from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.runner_schema import LossScaleSection
 from trainer.data import batch_size, estimate_rows
 from trainer.device import resolve_device
-from trainer.models.shapes import adapted_projections, all_shapes
+from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision
 from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
+from trainer.plan_experts import active_weights, experts_plan
 from trainer.plan_memory import memory_estimate, memory_notices
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Plan:
         kernels: For each kernel: asked for, chosen, why.
         groups: Parameter groups with their decay and sizes; none where nothing is trained.
         weights: Number of trained weights.
+        active_weights: Of all weights those that compute one token; fewer than there are only with experts.
+        experts: Router, experts, what is dropped, modules for further tokens, in words; empty without.
         frozen: The weights that are not trained, of which nothing is updated.
         adapters: Rank, factor and targets of low-rank adapters, in words; empty without.
         recompute: What the backward pass computes again, in words; empty for nothing.
@@ -85,6 +88,8 @@ class Plan:
     kernels: tuple[KernelChoice, ...]
     groups: tuple[Group, ...]
     weights: int
+    active_weights: int
+    experts: dict[str, str]
     frozen: Group
     adapters: str
     recompute: str
@@ -139,7 +144,9 @@ def build_plan(config: Config) -> Plan:
         kernels=kernels,
         groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
         weights=sum(math.prod(shape) for shape in shapes.values()),
-        frozen=_group("frozen", 0.0, {name: shape for name, shape in every.items() if name not in shapes}),
+        active_weights=active_weights(settings, every),
+        experts=experts_plan(config),
+        frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
         adapters=_adapters(settings),
         recompute=_recompute(config) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
@@ -168,7 +175,7 @@ def _adapters(settings: ModelConfig) -> str:
     if section is None:
         return ""
     names = [name.split(".")[-1] for name in adapted_projections(settings)]
-    layers = sum(bool(section.targets(layer)) for layer in range(settings.num_layers))
+    layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
     where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
     dropout = f", dropout {section.lora_dropout:g}" if section.lora_dropout else ""
     return f"rank {section.lora_rank}, times {section.scale:g}{dropout}, on {' '.join(names)}{where}"
@@ -231,8 +238,11 @@ def plan_dict(plan: Plan) -> dict:
 
 def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
     """The plan as titled tables of text rows, the first row of each being its header."""
-    sections = [("run", _run_rows(plan)), ("kernels", [("kernel", "asked for", "chosen", "why")])]
-    sections[1][1].extend((c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels)
+    sections = [("run", _run_rows(plan))]
+    if plan.experts:
+        sections.append(("experts", [("", ""), *plan.experts.items()]))
+    kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels]
+    sections.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
     groups = [("group", "weight decay", "tensors", "weights")]
     groups += [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
     if plan.frozen.tensors:
@@ -278,9 +288,11 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _weights(plan: Plan) -> str:
+    every = plan.weights + plan.frozen.weights
+    active = f"; {plan.active_weights:,} compute a token" if plan.active_weights < every else ""
     if not plan.frozen.tensors:
-        return f"{plan.weights:,}"
-    return f"{plan.weights + plan.frozen.weights:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen"
+        return f"{every:,}{active}"
+    return f"{every:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen{active}"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.recompute import recomputed_parts
 from trainer.doctor import memory_left_bytes
-from trainer.models.shapes import adapted_projections, all_shapes, attention_shapes, half_of, mlp_shapes
+from trainer.models.shapes import all_shapes, attention_shapes, half_of, layer_targets, mlp_shapes
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _FLOAT32_BYTES = 4
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
+_SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
 _FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full
 _OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's size, by update rule
 
@@ -40,6 +41,8 @@ def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
         parts["optimizer state"] = _optimizer_state_bytes(config)
         parts["activations"] = tokens * activations_of_token(config) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
+        if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
+            parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
     return parts | {"total": sum(parts.values())}
 
 
@@ -54,20 +57,22 @@ def _optimizer_state_bytes(config: Config) -> int:
 def activations_of_token(config: Config) -> int:
     """Numbers that are kept for each token between forward and backward, at the peak."""
     settings = config.decoder
-    halves = _activations_of_halves(settings)
-    halves["block"] = sum(halves.values())
     kept, working = 0, 0
     first = first_trained_layer(config, frozen_names(config))
-    for part in recomputed_parts(config)[first:]:
+    again = recomputed_parts(config) + ("",) * settings.mtp_depth
+    for layer in range(first, len(again)):
+        part, halves = again[layer], _activations_of_halves(settings, layer)
         # What is computed again keeps its input, and is there as a whole while its own backward pass runs.
         kept += halves["block"] - halves[part] + settings.hidden_size if part else halves["block"]
         working = max(working, halves[part] if part else 0)
+    # Modules for further tokens: what enters their block, and logits and probabilities of their own.
+    kept += settings.mtp_depth * (7 * settings.hidden_size + 2 * settings.vocab_size)
     # Once: the head's logits, probabilities and their gradient, and what the attention's backward pass works on.
     return kept + working + 3 * settings.vocab_size + 4 * _scores(settings)
 
 
-def _activations_of_halves(settings: ModelConfig) -> dict[str, int]:
-    """Numbers that each half of a layer keeps for a token."""
+def _activations_of_halves(settings: ModelConfig, layer: int) -> dict[str, int]:
+    """Numbers that each half of a layer, and both together, keep for a token."""
     hidden, size = settings.hidden_size, settings.head_size
     heads, keys = settings.num_heads * size, settings.kv_heads * size
     scores = _scores(settings)
@@ -77,11 +82,19 @@ def _activations_of_halves(settings: ModelConfig) -> dict[str, int]:
     masks = settings.num_heads * settings.seq_length + scores  # the whole mask, and its part in each half
     attention += hidden * bool(settings.hidden_dropout) + masks * bool(settings.attention_dropout)
     # Residuals and norms again; gate, up and their product.
-    mlp = (4 + bool(settings.hidden_dropout)) * hidden + 3 * settings.ffn_size
-    found = {"attention": attention, "mlp": mlp}
-    for name in adapted_projections(settings):
+    experts = settings.is_moe_layer(layer)
+    width = 3 * settings.ffn_size if not experts else _activations_of_experts(settings)
+    found = {"attention": attention, "mlp": (4 + bool(settings.hidden_dropout)) * hidden + width}
+    for name in layer_targets(settings, layer) if settings.pet_config and layer < settings.num_layers else ():
         found[half_of(name)] += _activations_of_adapter(settings, name)
-    return found
+    return found | {"block": sum(found.values())}
+
+
+def _activations_of_experts(settings: ModelConfig) -> int:
+    """Scores of the router; of each chosen expert its rows, before and after, gate, up and product; shared ones."""
+    moe, hidden = settings.experts, settings.hidden_size
+    rows = moe.num_experts_chosen * (2 * hidden + 3 * settings.expert_size)
+    return 6 * moe.expert_num + rows + 3 * settings.shared_expert_size + hidden * bool(settings.shared_expert_size)
 
 
 def _scores(settings: ModelConfig) -> int:

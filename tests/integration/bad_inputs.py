@@ -135,7 +135,6 @@ MODEL = (
     line("odd head size", "num_heads: 2", "num_heads: 2\n    head_dim: 7", "head_dim", "7"),
     line("zero layers", "num_layers: 2", "num_layers: 0", "num_layers = 0", "at least 1"),
     line("vocabulary below bytes", "vocab_size: 257", "vocab_size: 200", "vocab_size = 200", "257"),
-    line("experts", "num_layers: 2", "num_layers: 2\n    moe_config: {expert_num: 4}", "expert_num = 4", "not yet"),
     line("unknown amp_level", "seed: 1", "amp_level: O4", "amp_level = 'O4'", "O3 or auto"),
     line(
         "amp_level in the model",
@@ -166,6 +165,31 @@ ADAPTERS = (
     flag("an empty folder", f"{_WITH} --adapter_id {{home}}/bare", "flag --adapter_id", "no complete checkpoint"),
     flag("evaluation without them", f"{_WITH} --run_mode eval --load_checkpoint {{home}}/good", "needs adapters"),
     flag("resume a whole model", f"{_WITH} --resume_training --output_dir {{home}}/good", "holds a whole model"),
+)
+_MOE = "seq_length: 16\n    moe_config: {expert_num: 4, num_experts_chosen: 2, "
+_EXPERTS = "--moe_config.expert_num 4 --moe_config.num_experts_chosen"
+_TARGETS = "--model.model_config.pet_config.target_modules"
+EXPERTS = (
+    line("more chosen", "seq_length: 16", _MOE.replace("2, ", "5}"), "chosen = 5", "than there are (4)"),
+    line("groups", "seq_length: 16", _MOE + "n_group: 3}", "n_group = 3", "must divide the experts (4)"),
+    line("too many groups", "seq_length: 16", _MOE + "n_group: 2, topk_group: 3}", "topk_group = 3", "(2)"),
+    line("no capacity", "seq_length: 16", _MOE + "capacity_factor: 0}", "capacity_factor = 0", "or -1 for no bound"),
+    line("negative capacity", "seq_length: 16", _MOE + "capacity_factor: -2}", "capacity_factor = -2", "use 1.1 or -1"),
+    line("gmm and dropping", "seq_length: 16", _MOE + "use_gmm: True, enable_sdrop: True}", "enable_sdrop", "use_gmm"),
+    line("gmm and policy", "seq_length: 16", _MOE + "use_gmm: True, drop_policy: position}", "'position'", "use_gmm"),
+    line("dense layers", "seq_length: 16", _MOE + "first_k_dense_replace: 3}", "must be at most num_layers (2)"),
+    line("negative further tokens", "seq_length: 16", "seq_length: 16\n    mtp_depth: -1", "mtp_depth = -1", "least 0"),
+    line("far further tokens", "seq_length: 16", "seq_length: 16\n    mtp_depth: 16", "mtp_depth = 16", "seq_length"),
+    flag("chosen by flag", f"{_EXPERTS} 9", "flag --moe_config.num_experts_chosen", "more experts than there are (4)"),
+    line(
+        "another model's drop rate",
+        "save_checkpoint_steps: 10",
+        "save_checkpoint_steps: 10\n  - {type: MoEDropRateCallback, expert_num: 8}",
+        "callbacks.2.expert_num = 8",
+        "disagrees with model.model_config.moe_config.expert_num = 1",
+    ),
+    flag("one expert frozen", f"{_EXPERTS} 2 --freeze.include *.experts.1.*", "stacked weight", "write '*.experts.*'"),
+    flag("adapters of experts", f"{_EXPERTS} 2 {_WITH} {_TARGETS} .*w1", "matches only matrices of experts"),
 )
 _FREEZE = "seed: 1\nfreeze: "
 FREEZE = (
@@ -286,6 +310,7 @@ GROUPS = {
     "yaml": YAML,
     "model": MODEL,
     "adapters": ADAPTERS,
+    "experts": EXPERTS,
     "freeze": FREEZE,
     "recompute": RECOMPUTE,
     "number": NUMBERS,

@@ -1,0 +1,131 @@
+"""Experts and modules for further tokens from the command line: drop rates, metrics, resuming, evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_helpers import arrays_of, assert_same_bits, call, column, figures, step_records, write_config
+
+MOE = "model.model_config.moe_config."
+EXPERTS = {
+    f"{MOE}expert_num": 4,
+    f"{MOE}num_experts_chosen": 2,
+    f"{MOE}moe_intermediate_size": 8,
+    "runner_config.gradient_accumulation_steps": 2,
+}
+CAPACITY = {f"{MOE}capacity_factor": 1.1, f"{MOE}callback_moe_droprate": True}
+# Sigmoid scores, groups, a bias on the choice, a shared expert, a dense first layer and a module for further tokens.
+DEEPSEEK = {
+    f"{MOE}use_gating_sigmoid": True,
+    f"{MOE}n_group": 2,
+    f"{MOE}topk_group": 1,
+    f"{MOE}balance_via_topk_bias": True,
+    f"{MOE}topk_bias_update_rate": 0.01,
+    f"{MOE}shared_expert_num": 1,
+    f"{MOE}first_k_dense_replace": 1,
+    f"{MOE}use_gmm": True,
+    "model.model_config.mtp_depth": 1,
+    "model.model_config.hidden_dropout": 0.1,
+    "callbacks": [{"type": "MoEDropRateCallback", "expert_num": 4, "num_layers": 2, "mtp_depth": 1}],
+}
+_LINE = re.compile(r"^layer: (\d+), drop_rate: (\d\.\d{5})$", re.MULTILINE)
+
+
+def run(folder: Path, data: Path, changes: dict, *flags: object) -> str:
+    """Trains `folder`/run.yaml; returns what was printed."""
+    path = write_config(folder, data, EXPERTS | changes)
+    code, printed, errors = call("--config", path, *flags, cwd=folder)
+    assert code == 0, errors
+    return printed
+
+
+@pytest.fixture(scope="module")
+def capacity(home: Path) -> tuple[Path, str]:
+    """A run with capacity: its output folder and what it printed."""
+    folder = home / "capacity"
+    return folder / "output", run(folder, home / "data", CAPACITY, "--stop_step", 6)
+
+
+def test_every_step_prints_a_drop_rate_for_each_layer(capacity: tuple[Path, str]) -> None:
+    output, printed = capacity
+    records, lines = step_records(output), _LINE.findall(printed)
+    assert [int(layer) for layer, _ in lines] == [0, 1] * 6
+    rates = [rate for record in records for rate in record["drop_rate"]]
+    assert [text for _, text in lines] == [f"{rate:.5f}" for rate in rates]
+    assert max(rates) > 0, "a factor of 1.1 drops something of a fresh router"
+    # Each log line is the console's.
+    assert _LINE.findall(re.sub(r"^\S+ \S+ ", "", (output / "logs" / "rank-0.log").read_text(), flags=re.M)) == lines
+    assert "assumed the model's expert_num 4, capacity_factor 1.1, num_layers 2, mtp_depth 0" in printed
+
+
+def test_the_drop_rate_counts_whole_assignments_of_the_window(capacity: tuple[Path, str]) -> None:
+    """Correctness 14. 2 micro-batches of 4 rows of 16 tokens, 2 experts a token: 256 assignments a step."""
+    for record in step_records(capacity[0]):
+        assert record["tokens"] <= 128
+        for rate, imbalance in zip(record["drop_rate"], record["load_imbalance"], strict=True):
+            dropped = rate * 256
+            assert abs(dropped - round(dropped)) < 1e-9
+            assert 1 <= imbalance <= 2 and abs(imbalance * 64 - round(imbalance * 64)) < 1e-9
+        assert all(0 < entropy <= math.log(4) + 1e-6 for entropy in record["router_entropy"])
+        assert record["aux_loss"] > 0.9 and "mtp_loss" not in record and "z_loss" not in record
+        assert math.isfinite(record["loss"])
+
+
+def test_capacity_resumes_bit_for_bit(home: Path, capacity: tuple[Path, str]) -> None:
+    folder = home / "parts"
+    run(folder, home / "data", CAPACITY, "--stop_step", 3)
+    run(folder, home / "data", CAPACITY, "--stop_step", 6, "--resume_training")
+    assert figures(folder / "output") == figures(capacity[0])
+    names = ("drop_rate", "load_imbalance", "router_entropy", "aux_loss")
+    for name in names:
+        assert column(step_records(folder / "output"), name) == column(step_records(capacity[0]), name)
+    assert_same_bits(arrays_of(folder / "output"), arrays_of(capacity[0]))
+
+
+def test_recomputing_counts_every_token_once(home: Path, capacity: tuple[Path, str]) -> None:
+    """Correctness 12."""
+    folder = home / "again"
+    run(folder, home / "data", CAPACITY | {"recompute_config.recompute": True}, "--stop_step", 6)
+    assert column(step_records(folder / "output"), "drop_rate") == column(step_records(capacity[0]), "drop_rate")
+    assert figures(folder / "output") == figures(capacity[0])
+
+
+def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) -> None:
+    whole, parts = home / "deepseek", home / "deepseek_parts"
+    printed = run(whole, home / "data", DEEPSEEK, "--stop_step", 6)
+    assert "the drop rate will be 0.00000 in every layer: use_gmm computes every token" in printed
+    # Layer 0 is dense; the module for further tokens counts on after layer 1.
+    assert _LINE.findall(printed) == [("1", "0.00000"), ("2", "0.00000")] * 6
+    assert "| mtp_loss " in printed and "| aux_loss " in printed
+    for record in step_records(whole / "output"):
+        assert record["drop_rate"] == [0.0, 0.0] and len(record["load_imbalance"]) == 2
+        assert 0 < record["mtp_loss"] < 10
+    for flags in (("--stop_step", 3), ("--stop_step", 6, "--resume_training")):
+        run(parts, home / "data", DEEPSEEK, *flags)
+    assert figures(parts / "output") == figures(whole / "output")
+    assert_same_bits(arrays_of(parts / "output"), arrays_of(whole / "output"))
+    biases = [array for name, array in arrays_of(whole / "output").items() if "e_score_correction_bias" in name]
+    assert len(biases) == 2 and all(np.any(bias) and np.all(np.abs(bias) <= 0.0601) for bias in biases)
+
+
+def test_a_trained_mixture_is_evaluated_and_continues_a_text(home: Path, capacity: tuple[Path, str]) -> None:
+    path, output = home / "capacity" / "run.yaml", home / "evaluated"
+    flags = ("--load_checkpoint", capacity[0], "--output_dir", output)
+    code, printed, errors = call("--config", path, "--run_mode", "eval", *flags, cwd=home)
+    assert code == 0, errors
+    assert "capacity_factor 1.1 drops tokens in training only" in printed
+    assert 0 < json.loads((output / "eval.json").read_text())["loss"] < 6
+    predict = ("--run_mode", "predict", "--predict_data", "the cat", "--model.model_config.max_new_tokens", 4)
+    code, printed, errors = call("--config", path, *predict, *flags, cwd=home)
+    assert code == 0 and printed, errors
+
+
+def test_the_report_is_drawn(home: Path) -> None:
+    folder = home / "drawn"
+    run(folder, home / "data", CAPACITY | {"report": True}, "--stop_step", 2)
+    assert (folder / "output" / "report.png").stat().st_size > 10_000
