@@ -26,6 +26,7 @@ SHAPES = {
     "model.layers.0.self_attn.q_proj.weight": (8, 8),
     "model.layers.0.mlp.gate_proj.weight": (20, 8),
     "model.layers.0.mlp.down_proj.weight": (8, 20),
+    "model.layers.0.mlp.experts.up_proj.weight": (3, 10, 8),
     "model.layers.0.self_attn.q_proj.bias": (8,),
     "model.norm.weight": (8,),
     "lm_head.weight": (13, 8),
@@ -99,11 +100,12 @@ def reference(settings) -> dict[str, np.ndarray]:
             if name in MATRICES:
                 buffer = first[name] = settings.momentum * first[name] + g
                 direction = g + settings.momentum * buffer if settings.nesterov else buffer
-                rows, columns = weight.shape
+                rows, columns = weight.shape[-2:]
                 length = math.sqrt(max(1, rows / columns))
                 if settings.matched_adamw_rms is not None:
                     length = settings.matched_adamw_rms * math.sqrt(max(rows, columns))
-                moved = length * newton_schulz(direction, settings.ns_steps)
+                each = [newton_schulz(one, settings.ns_steps) for one in direction.reshape(-1, rows, columns)]
+                moved = length * np.reshape(each, weight.shape)
             else:
                 first[name] = beta1 * first[name] + (1 - beta1) * g
                 second[name] = beta2 * second[name] + (1 - beta2) * g * g

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trainer.config import parse_config
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import is_buffer, parameter_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.step.clip import clip, clip_coefficient, global_norm
 
@@ -39,6 +39,15 @@ def test_muon_updates_the_matrices_inside_the_blocks_only() -> None:
     assert set(others.parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
     assert len(muon.parameters) == 2 * 7 and all(name.endswith("_proj.weight") for name in muon.parameters)
     assert sorted(muon.parameters + others.parameters + vectors.parameters) == sorted(shapes)
+
+
+def test_muon_updates_the_matrices_of_experts_too() -> None:
+    experts = {"expert_num": 4, "balance_via_topk_bias": True}
+    settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | {"moe_config": experts}}})).decoder
+    shapes = {name: shape for name, shape in parameter_shapes(settings).items() if not is_buffer(name)}
+    muon, others, _ = parameter_groups(shapes, 0.1, "Muon")
+    assert "model.layers.0.mlp.experts.up_proj.weight" in muon.parameters
+    assert set(others.parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_groups_keep_the_order_of_the_model() -> None:

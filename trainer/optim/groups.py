@@ -47,4 +47,5 @@ def parameter_groups(
 
 
 def _is_for_muon(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and not any(part in _NOT_FOR_MUON for part in name.split("."))
+    # With three axes: the matrices of all experts of a layer.
+    return len(shape) in (2, 3) and not any(part in _NOT_FOR_MUON for part in name.split("."))

@@ -69,14 +69,18 @@ class Muon(Optimizer):
             self.update_matrix(name, matrix, *given[name], lr)
 
     def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: float, lr: float) -> None:
-        """One matrix in place."""
+        """One matrix, or the matrices of a layer's experts [E, rows, columns], in place."""
         if scale != 1.0:
             gradient = gradient * scalar(scale)
         buffer = self.state["momentum_buffer"][name]
         ops.assign(buffer, buffer * self.momentum + gradient)
-        direction = self.orthogonal(gradient + buffer * self.momentum if self.nesterov else buffer)
+        direction = gradient + buffer * self.momentum if self.nesterov else buffer
+        if len(matrix.shape) == 3:  # each expert's matrix by itself
+            direction = ops.stack([self.orthogonal(one) for one in ops.unbind(direction)])
+        else:
+            direction = self.orthogonal(direction)
         kept = matrix * scalar(1 - lr * self.decay[name]) if self.decay[name] else matrix
-        ops.assign(matrix, kept - direction * scalar(lr * self.step_length(*matrix.shape)))
+        ops.assign(matrix, kept - direction * scalar(lr * self.step_length(*matrix.shape[-2:])))
 
     def step_length(self, rows: int, columns: int) -> float:
         """r above."""
