@@ -3,6 +3,7 @@
 
     python scripts/benchmark.py dense --torch_python /path/to/torch-env/bin/python > result.json
     python scripts/benchmark.py step > result.json
+    python scripts/benchmark.py moe --torch_python /path/to/torch-env/bin/python > result.json
 
 `dense` trains the model of configs/bench_dense.yaml in both (the sizes are read from that file), each run in a
 process of its own, in turns (A B A B), several rounds. Prints a table on stderr and JSON on stdout. Exit code 0 when
@@ -10,6 +11,9 @@ every target is met, 1 when one is missed, 2 when a run failed. It takes some te
 machine alone meanwhile.
 
 `step` measures what the parts of the training step cost: accumulation, clipping, loss scaling, freezing, recomputation.
+
+`moe` trains the model of configs/bench_moe.yaml: against a dense model of equal active weights and against PyTorch, by
+the number of experts, and with a capacity.
 
 PyTorch needs an environment of its own: `python -m venv torch-env && torch-env/bin/pip install torch "numpy<2"`.
 """
@@ -20,7 +24,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +32,7 @@ from typing import Any
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import benchmark_moe  # noqa: E402
 import benchmark_step  # noqa: E402
 from benchmark_tools import (  # noqa: E402
     ROOT,
@@ -39,16 +43,17 @@ from benchmark_tools import (  # noqa: E402
     describe_machine,
     last_json,
     mb,
-    measure,
     median_of,
     paired_ratio,
     render,
     run_process,
+    run_torch,
     run_trainer,
+    torch_sizes,
     usable_cores,
 )
 
-from trainer.config import Config, load_config  # noqa: E402
+from trainer.config import load_config  # noqa: E402
 from trainer.errors import TrainerError  # noqa: E402
 
 DEEP_LAYERS = 32
@@ -105,29 +110,6 @@ def dense_lines(ours: Sequence[Measurement], eager: Sequence[Measurement], compi
     trainer_step, bare_step = statistics.median(bare["trainer_seconds"]), statistics.median(bare["bare_seconds"])
     return [*lines, Line("step, trainer / bare loop", trainer_step / bare_step, 1.03, False,
                          f"{1000 * trainer_step:.1f} / {1000 * bare_step:.1f} ms")]
-
-
-def run_torch(python: str, sizes: dict[str, int], mode: str, steps: int,
-              threads: int) -> tuple[Measurement, dict[str, Any]]:
-    """One run of the peer; also returns what it says about itself."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
-        said = last_json(run_process(
-            [python, ROOT / "scripts" / "benchmark_torch.py", "--mode", mode, "--steps", str(steps),
-             "--threads", str(threads), *(f"--{name}={size}" for name, size in sizes.items())],
-            {"TORCHINDUCTOR_CACHE_DIR": cache}))
-    return measure(said["step_seconds"], said["tokens_per_step"], said["peak_rss_bytes"]), said
-
-
-def torch_sizes(config: Config) -> dict[str, int]:
-    """The sizes of the config's model and batch, by the peer's flags; refuses what the peer does not model."""
-    decoder, runner = config.decoder, config.runner_config
-    odd_heads = decoder.head_size * decoder.num_heads != decoder.hidden_size
-    if decoder.tie_word_embeddings or decoder.use_qk_norm or decoder.qkv_has_bias or odd_heads:
-        raise RunFailed("the PyTorch peer has an untied head, no q/k norm, no bias and heads that fill the hidden size")
-    return {"layers": decoder.num_layers, "hidden": decoder.hidden_size, "heads": decoder.num_heads,
-            "kv_heads": decoder.kv_heads, "intermediate": decoder.ffn_size, "tokens": decoder.seq_length,
-            "vocabulary": decoder.vocab_size, "batch": runner.batch_size,
-            "accumulate": runner.gradient_accumulation_steps}
 
 
 def dense(options: argparse.Namespace, console: Console) -> int:
@@ -187,12 +169,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                          help="leave torch.compile out, which compiles for half a minute every round")
     command.add_argument("--no_bare", action="store_true", help="leave the comparison with a bare loop out")
     benchmark_step.add_command(commands)
+    benchmark_moe.add_command(commands)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
         parser.error(f"--rounds must be at least 1 and --steps at least {SETTLING_STEPS + 2}")
     console = Console(stderr=True)
     try:
-        return {"dense": dense, "step": benchmark_step.step}[options.command](options, console)
+        measured = {"dense": dense, "step": benchmark_step.step, "moe": benchmark_moe.moe}[options.command]
+        return measured(options, console)
     except (RunFailed, TrainerError) as failure:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
         return 2

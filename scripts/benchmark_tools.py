@@ -21,6 +21,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from trainer.config import Config  # noqa: E402
 from trainer.monitors.jsonl import read_records  # noqa: E402
 
 # Steps after the first that are not counted: caches and allocators settle.
@@ -140,6 +141,37 @@ def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Me
         run_process([sys.executable, program, "--config", config, "--output_dir", folder,
                      "--runner_config.stop_step", str(steps), "--report", "False", "--log_format", "plain", *flags])
         return measure_metrics_file(Path(folder) / "metrics.jsonl")
+
+
+def run_torch(python: str, sizes: dict[str, int], mode: str, steps: int,
+              threads: int) -> tuple[Measurement, dict[str, Any]]:
+    """One run of the peer; also returns what it says about itself."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
+        said = last_json(run_process(
+            [python, ROOT / "scripts" / "benchmark_torch.py", "--mode", mode, "--steps", str(steps),
+             "--threads", str(threads), *(f"--{name}={size}" for name, size in sizes.items())],
+            {"TORCHINDUCTOR_CACHE_DIR": cache}))
+    return measure(said["step_seconds"], said["tokens_per_step"], said["peak_rss_bytes"]), said
+
+
+def torch_sizes(config: Config) -> dict[str, int]:
+    """The sizes of the config's model and batch, by the peer's flags; refuses what the peer does not model."""
+    decoder, runner = config.decoder, config.runner_config
+    odd_heads = decoder.head_size * decoder.num_heads != decoder.hidden_size
+    if decoder.tie_word_embeddings or decoder.use_qk_norm or decoder.qkv_has_bias or odd_heads:
+        raise RunFailed("the PyTorch peer has an untied head, no q/k norm, no bias and heads that fill the hidden size")
+    sizes = {"layers": decoder.num_layers, "hidden": decoder.hidden_size, "heads": decoder.num_heads,
+            "kv_heads": decoder.kv_heads, "intermediate": decoder.ffn_size, "tokens": decoder.seq_length,
+            "vocabulary": decoder.vocab_size, "batch": runner.batch_size,
+            "accumulate": runner.gradient_accumulation_steps}
+    moe = decoder.experts
+    if moe is None:
+        return sizes
+    if not all(decoder.is_moe_layer(layer) for layer in range(decoder.num_layers)) or decoder.shared_expert_size:
+        raise RunFailed("the PyTorch peer has experts in every layer, and no shared ones")
+    if moe.score_function != "softmax" or moe.has_choice_bias or moe.n_group or not moe.norm_topk_prob:
+        raise RunFailed("the PyTorch peer's router has a softmax, and no groups, no bias, weights that sum to 1")
+    return {**sizes, "intermediate": decoder.expert_size, "experts": moe.expert_num, "chosen": moe.num_experts_chosen}
 
 
 def describe_machine() -> dict[str, Any]:

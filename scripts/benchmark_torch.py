@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The peer of `benchmark.py dense`: the same decoder in PyTorch, as its user would write it, timed the same way.
+"""The peer of `benchmark.py dense` and `moe`: the same decoder in PyTorch, as its user would write it, timed the same
+way. With `--experts` its feed-forward layers are mixtures of experts as Hugging Face has them.
 
 Runs in an environment of its own that holds torch (the trainer's must not); `benchmark.py` starts it with
 `--torch_python`. Prints one JSON line: the seconds of every step, the first with compilation, and the peak of
 resident memory before anything else is measured.
 
-Legend: B batch, T tokens, D hidden, H heads, E head size.
+Legend: B batch, T tokens, D hidden, H heads, E head size; with experts N tokens of the batch, K chosen by each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,42 @@ from torch import nn
 from torch.nn import functional
 
 SIZES = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 688, "tokens": 256, "vocabulary": 4096,
-         "batch": 8}
+         "batch": 8, "experts": 0, "chosen": 2}
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, intermediate, bias=False)
+        self.up = nn.Linear(hidden, intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """A mixture of experts as in Hugging Face's Mixtral: each expert takes its tokens and adds its part to them."""
+
+    def __init__(self, sizes: argparse.Namespace) -> None:
+        super().__init__()
+        self.chosen = sizes.chosen
+        self.router = nn.Linear(sizes.hidden, sizes.experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(sizes.hidden, sizes.intermediate) for _ in range(sizes.experts))
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        probabilities_NK, experts_NK = self.router(x_ND).softmax(-1).topk(self.chosen)
+        probabilities_NK = probabilities_NK / probabilities_NK.sum(-1, keepdim=True)
+        mixed_ND = torch.zeros_like(x_ND)
+        for number, expert in enumerate(self.experts):
+            tokens, choices = torch.where(experts_NK == number)
+            if len(tokens):
+                part = expert(x_ND.index_select(0, tokens)) * probabilities_NK[tokens, choices, None]
+                mixed_ND.index_add_(0, tokens, part)
+        return mixed_ND.view_as(x_BTD)
 
 
 class Block(nn.Module):
@@ -37,9 +73,7 @@ class Block(nn.Module):
         self.key = nn.Linear(hidden, sizes.kv_heads * head_size, bias=False)
         self.value = nn.Linear(hidden, sizes.kv_heads * head_size, bias=False)
         self.output = nn.Linear(hidden, hidden, bias=False)
-        self.gate = nn.Linear(hidden, sizes.intermediate, bias=False)
-        self.up = nn.Linear(hidden, sizes.intermediate, bias=False)
-        self.down = nn.Linear(sizes.intermediate, hidden, bias=False)
+        self.mlp = Experts(sizes) if sizes.experts else FeedForward(hidden, sizes.intermediate)
 
     def forward(self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
         y_BTD = self.attention_norm(x_BTD)
@@ -50,8 +84,7 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             rotate(query, cos_TE, sin_TE), rotate(key, cos_TE, sin_TE), value, is_causal=True, enable_gqa=self.grouped)
         x_BTD = x_BTD + self.output(mixed.transpose(1, 2).flatten(2))
-        y_BTD = self.mlp_norm(x_BTD)
-        return x_BTD + self.down(functional.silu(self.gate(y_BTD)) * self.up(y_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
 def rotate(x: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:

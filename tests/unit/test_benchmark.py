@@ -8,15 +8,19 @@ import stat
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import benchmark  # noqa: E402
 import benchmark_bare  # noqa: E402
+import benchmark_moe  # noqa: E402
 import benchmark_step  # noqa: E402
 import benchmark_tools  # noqa: E402
 
+from trainer.config import Override, load_config  # noqa: E402
+from trainer.models.shapes import parameter_shapes  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
 
 CONFIG = """
@@ -70,14 +74,14 @@ def verdicts(**changes) -> dict[str, str]:
 
 
 def test_measure_leaves_out_the_first_steps_and_takes_the_median():
-    result = benchmark.measure([4.0, 9.0, 9.0, 0.5, 0.25, 0.5], 1000, 77)
+    result = benchmark_tools.measure([4.0, 9.0, 9.0, 0.5, 0.25, 0.5], 1000, 77)
     assert result == benchmark.Measurement(4.0, 0.5, 2000.0, 77)
     assert result.first_extra_seconds == 3.5
 
 
 def test_measure_refuses_a_run_too_short():
     with pytest.raises(benchmark.RunFailed, match="a run of 3 steps, 4 are needed"):
-        benchmark.measure([1.0, 1.0, 1.0], 1000, 1)
+        benchmark_tools.measure([1.0, 1.0, 1.0], 1000, 1)
 
 
 def test_metrics_file_of_the_trainer_is_understood(tmp_path):
@@ -175,6 +179,57 @@ def test_activations_are_what_grows_with_the_rows():
     assert benchmark_step.activation_bytes(many, few) == pytest.approx(8 * row)
 
 
+def moe_runs(**steady: float) -> dict[str, list[benchmark.Measurement]]:
+    seconds = {**{f"experts {number}": 0.5 for number in benchmark_moe.EXPERTS}, "dense": 0.3, "capacity": 0.5,
+               "torch": 0.5, **{name.replace("_", " "): value for name, value in steady.items()}}
+    return {name: [run(steady=value)] * 2 for name, value in seconds.items()}
+
+
+@pytest.mark.parametrize(("steady", "deep", "failing"), [
+    ({}, 1.4, []),
+    ({"dense": 0.29}, 1.4, ["tokens/s, 8 experts / dense of equal active weights"]),
+    ({"torch": 0.49}, 1.4, ["tokens/s, 8 experts, trainer / PyTorch's loop over experts"]),
+    ({"experts_64": 1.01}, 1.4, ["step, 64 / 4 experts"]),
+    ({"experts_32": 1.01, "capacity": 0.6}, 1.4, []),  # goals
+    ({}, 1.6, ["compilation, 16 / 4 layers"]),
+])
+def test_each_target_of_a_model_with_experts_can_fail_alone(steady, deep, failing):
+    compilation = {4: run(1.5, 0.5), 16: run(0.5 + deep, 0.5)}
+    lines = benchmark_moe.moe_lines(moe_runs(**steady), compilation, 8)
+    assert [line.name for line in lines if line.verdict == "FAIL"] == failing
+    assert len(lines) == 8 and all(line.value is not None for line in lines)
+
+
+def test_all_variants_with_experts_have_the_active_weights_of_the_dense_one():
+    path = str(Path(benchmark_tools.ROOT, "configs", "bench_moe.yaml"))
+    flags = benchmark_moe.variant_flags(load_config(path, []))
+    active = {}
+    for name, words in flags.items():
+        pairs = zip(words[::2], words[1::2], strict=True)
+        decoder = load_config(path, [Override(key.removeprefix("--"), text, "") for key, text in pairs]).decoder
+        assert (decoder.experts is None) == (name == "dense")
+        share = 1 if decoder.experts is None else decoder.experts.num_experts_chosen / decoder.experts.expert_num
+        shapes = {key: shape for key, shape in parameter_shapes(decoder).items() if not key.endswith("mlp.gate.weight")}
+        sizes = {key: np.prod(shape) for key, shape in shapes.items()}
+        active[name] = sum(size * share if ".experts." in key else size for key, size in sizes.items())
+        assert decoder.experts is None or (decoder.experts.room is not None) == (name == "capacity")
+    assert len(set(active.values())) == 1 and list(flags) == [*(f"experts {n}" for n in (4, 8, 16, 32, 64)), "dense",
+                                                              "capacity"]
+
+
+def test_the_peer_has_the_sizes_of_the_model_with_experts():
+    config = load_config(str(Path(benchmark_tools.ROOT, "configs", "bench_moe.yaml")), [])
+    sizes = benchmark_tools.torch_sizes(config)
+    assert (sizes["experts"], sizes["chosen"], sizes["intermediate"]) == (8, 2, 344)
+    others = {"shared_expert_num": "1", "first_k_dense_replace": "1", "use_gating_sigmoid": "True",
+              "norm_topk_prob": "False"}
+    for key, text in others.items():
+        changed = load_config(str(Path(benchmark_tools.ROOT, "configs", "bench_moe.yaml")),
+                              [Override(f"model.model_config.moe_config.{key}", text, "")])
+        with pytest.raises(benchmark.RunFailed, match="the PyTorch peer"):
+            benchmark_tools.torch_sizes(changed)
+
+
 # --- whole runs ---------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +252,20 @@ def test_whole_benchmark_passes(tmp_path, capsys):
     assert result["sizes"] == {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 688,
                                "tokens": 256, "vocabulary": 4096, "batch": 8, "accumulate": 1}
     assert {"date", "commit", "cpu", "cores", "python", "mindspore", "torch"} <= result["machine"].keys()
+
+
+def test_whole_benchmark_of_experts(tmp_path, capsys):
+    flags = programs(tmp_path)
+    experts = "moe_config: {expert_num: 8, num_experts_chosen: 2, use_gmm: True}"
+    (tmp_path / "config.yaml").write_text(CONFIG + experts)
+    assert benchmark.main(["moe", *flags[1:-1]]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [line["verdict"] for line in result["lines"]] == ["pass"] * 8
+    assert {len(group) for group in result["runs"].values()} == {2} and len(result["runs"]) == 8
+    assert (result["sizes"]["experts"], result["sizes"]["chosen"]) == (8, 2)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert benchmark.main(["moe", *flags[1:-1]]) == 2
+    assert "needs a model with experts that drops nothing" in capsys.readouterr().err
 
 
 def test_whole_benchmark_fails_when_a_target_is_missed(tmp_path, capsys):
