@@ -74,7 +74,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("mode", "context.mode", "value", "0: compiled blocks; 1: no compilation.", "0|1"),
     Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
     Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
-    Flag("use_parallel", "use_parallel", "bool", "Run on several devices; not yet."),
+    Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; as the job is when left out."),
     Flag("use_fused_rope", f"{_MODEL}.use_fused_rope", "bool", "Fused rotary embedding where there is one."),
     Flag("use_fused_swiglu", f"{_MODEL}.use_fused_swiglu", "bool", "Fused SwiGLU where there is one."),
     Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),

@@ -61,7 +61,11 @@ ELSEWHERE = {
     "model.settings.moe_config.moe_router_load_balancing_type",
     # trainer.config.moe_rules.watches_drop_rate: it or a callback turns the monitor on.
     "model.settings.moe_config.callback_moe_droprate",
-    # A notice says that one device runs it all.
+    # trainer.config.parallel_rules: degrees_of, shards_optimizer, shard_threshold_bytes; what is not built is told.
+    "use_parallel",
+    "parallel.parallel_mode",
+    "parallel.enable_parallel_optimizer",
+    "parallel.parallel_optimizer_config.parallel_optimizer_threshold",
     "parallel_config.data_parallel",
     "parallel_config.model_parallel",
     "parallel_config.context_parallel",

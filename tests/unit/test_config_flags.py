@@ -201,7 +201,6 @@ def test_a_wrong_command_line_is_one_message(argv, parts):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--use_parallel", "True"], ["flag --use_parallel: use_parallel = True: not yet supported"]),
         (["--register_path", "x"], ["flag --register_path: register_path = 'x': not yet supported"]),
         (["--adapter_id", "x"], ["flag --adapter_id: adapter_id = 'x'", "pet_config, which is absent"]),
         (["--modal_type", "image", "text"], ["modal_type = ['image', 'text']: not yet supported"]),

@@ -116,6 +116,11 @@ def test_degrees_that_do_not_fit_name_the_nearest_that_do(degrees: Degrees, rank
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
+def test_choices_change_no_more_than_they_may() -> None:
+    assert nearest_degrees(Degrees(data_parallel=4), 8, may_change=("data_parallel",)) == [Degrees(data_parallel=8)]
+    assert len(nearest_degrees(Degrees(data_parallel=4), 8)) == 3
+
+
 @pytest.mark.parametrize("ranks", [1, 7, 12, 64, 1000])
 def test_every_choice_that_is_named_fits(ranks: int) -> None:
     for wrong in (Degrees(2, 3, 1, 5), Degrees(1, 9, 2, 1), Degrees(3, 1, 1, 4)):

@@ -50,7 +50,7 @@ class CheckpointMonitor(Section):
     async_save: bool = ignored(False, "Save in the background.", "a save is finished before the next step")
     save_checkpoint_seconds: int = not_yet(0, "Seconds between checkpoints.", "use save_checkpoint_steps", ge=0)
     keep_checkpoint_per_n_minutes: int = not_yet(0, "Keep one in so many minutes.", "use keep_checkpoint_max", ge=0)
-    integrated_save: bool = ignored(True, "Gather the shards of parameters.", "there is one rank")
+    integrated_save: bool = ignored(True, "Gather the shards of parameters.", "every rank has whole weights")
     save_network_params: bool = ignored(False, "Also save weights alone.", "model.safetensors of a checkpoint is that")
     save_trainable_params: bool = ignored(
         False, "Also save trained weights.", "model.safetensors of a checkpoint has them"
@@ -59,7 +59,7 @@ class CheckpointMonitor(Section):
     exception_save: bool = ignored(
         False, "Save when the run fails.", "a failed step is never saved; use save_checkpoint_steps"
     )
-    remove_redundancy: bool = ignored(False, "Write shared parameters once.", "there is one rank")
+    remove_redundancy: bool = ignored(False, "Write shared parameters once.", "rank 0 writes the weights, once")
     append_info: list[Any] | None = ignored(None, "Further contents.", "a checkpoint has all that a resumed run needs")
     enc_key: str | None = not_yet(None, "Key of encryption.", "checkpoints are not encrypted; leave it null")
     enc_mode: str | None = ignored(None, "Mode of encryption.", "checkpoints are not encrypted")

@@ -159,7 +159,7 @@ class DatasetConfig(Section):
     divisor: int | None = ignored(None, "Rows of changing length.", "rows always have seq_length tokens")
     remainder: int | None = ignored(None, "Rows of changing length.", "rows always have seq_length tokens")
     broadcast_data: bool = ignored(
-        False, "One rank reads for all.", "there is one rank", aliases=("use_broadcast_data",)
+        False, "One rank reads for all.", "every rank reads rows of its own", aliases=("use_broadcast_data",)
     )
     token_monitor: bool = ignored(False, "Record tokens.", "metrics.jsonl counts tokens")
     token_monitor_config: dict[str, Any] | None = ignored(None, "Record tokens.", "metrics.jsonl counts tokens")

@@ -80,6 +80,9 @@ def _add_places(schema: dict[str, Any]) -> None:
     top["callback"] = _renamed(top["callbacks"], "callbacks")
     top["model_config"] = _renamed(definitions["ModelSection"]["properties"]["model_config"], "model.model_config")
     top["moe_config"] = _renamed(model["moe_config"], "model.model_config.moe_config")
+    cut = definitions["ParallelOptimizerConfig"]["properties"]["parallel_optimizer_threshold"]
+    place = "parallel_optimizer_config.parallel_optimizer_threshold"
+    definitions["ParallelSection"]["properties"]["parallel_optimizer_threshold"] = _renamed(cut, place)
     dataset = {"anyOf": [{"$ref": "#/$defs/DatasetConfig"}, {"type": "null"}], "description": "The data set itself."}
     definitions["DatasetTask"]["properties"]["dataset_config"] = dataset
 

@@ -24,6 +24,10 @@ MOVED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("moe_config",), ("model", "model_config", "moe_config")),
     (("train_dataset_task", "dataset_config"), ("train_dataset",)),
     (("eval_dataset_task", "dataset_config"), ("eval_dataset",)),
+    (
+        ("parallel", "parallel_optimizer_threshold"),
+        ("parallel", "parallel_optimizer_config", "parallel_optimizer_threshold"),
+    ),
     # What transformers 5 writes in a config.json.
     ((*_MODEL, "rope_parameters", "rope_theta"), (*_MODEL, "rope_theta")),
     ((*_MODEL, "rope_parameters", "partial_rotary_factor"), (*_MODEL, "rotary_pct")),

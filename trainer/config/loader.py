@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from trainer.config.implied import fill_in
 from trainer.config.layout import arrange
 from trainer.config.overrides import Override, apply_overrides
+from trainer.config.parallel_rules import parallel_notices
 from trainer.config.problems import raise_problems
 from trainer.config.resolve import resolve
 from trainer.config.rules import rule_notices, rule_problems
@@ -14,6 +15,7 @@ from trainer.config.schema import Config, Source
 from trainer.config.support import ignored_notices, not_yet_problems
 from trainer.config.validation import validate
 from trainer.config.yaml_reader import parse_document, read_text
+from trainer.parallel.world import ALONE, World
 
 
 def load_config(path: str, overrides: Sequence[Override] = ()) -> Config:
@@ -45,6 +47,12 @@ def parse_config(name: str, text: str, overrides: Sequence[Override] = ()) -> Co
     return config
 
 
-def config_notices(config: Config) -> list[str]:
-    """What the user should know before the run: keys that change nothing, guesses, and what works differently here."""
-    return [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
+def config_notices(config: Config, world: World = ALONE) -> list[str]:
+    """What the user should know before the run: keys that change nothing, guesses, and what works differently here.
+
+    Args:
+        config: Of the run.
+        world: The job it runs in.
+    """
+    own = [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
+    return [*own, *parallel_notices(config, world)]

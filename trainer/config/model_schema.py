@@ -200,7 +200,7 @@ class ModelConfig(Section):
     repetition_penalty: float = setting(
         1.0, "predict: divides the scores of tokens already there. Default 1: off.", gt=0
     )
-    use_past_shard: bool = ignored(False, "Cut the key/value cache.", "there is one device")
+    use_past_shard: bool = ignored(False, "Cut the key/value cache.", "every rank keeps its own, whole")
     use_past: bool = ignored(False, "predict: keep keys and values.", "generation always keeps them")
     is_dynamic: bool = ignored(False, "Shapes that change.", _PAGED)
     block_size: int | None = ignored(None, "Tokens of a block of the key/value cache.", _PAGED)
@@ -266,7 +266,9 @@ class ModelConfig(Section):
     residual_dtype: Dtype | None = ignored(
         None, "Dtype of the residual stream.", "the residual stream is always float32", aliases=("res_dtype",)
     )
-    parallel_optimizer: bool = ignored(False, "Shard the optimizer.", "there is one device")
+    parallel_optimizer: bool = ignored(
+        False, "Shard the optimizer.", "parallel.enable_parallel_optimizer says whether it is"
+    )
     use_contiguous_weight_layout: bool = ignored(
         False, "Layout of the query, key and value weights.", "weights keep Hugging Face's layout"
     )

@@ -7,7 +7,7 @@ from typing import Literal
 from trainer.config.fields import Section, ignored, not_yet, setting
 
 _METRICS = "callback_moe_droprate writes load_imbalance of every layer into metrics.jsonl"
-_ONE_DEVICE = "one device has all experts"
+_ALL_EXPERTS = "every device has all experts"
 _SAME = "it computes the same"
 
 
@@ -106,16 +106,16 @@ class MoEConfig(Section):
     topk_bias_update_rate: float = setting(
         0.0, "How far that bias moves in a step. Default 0.", ge=0, aliases=("moe_router_bias_update_rate",)
     )
-    group_wise_a2a: bool = ignored(False, "All-to-all in groups.", _ONE_DEVICE)
-    comp_comm_parallel: bool = ignored(False, "Overlap expert computation and communication.", _ONE_DEVICE)
-    comp_comm_parallel_degree: int = ignored(2, "Parts of that overlap.", _ONE_DEVICE, ge=1)
+    group_wise_a2a: bool = ignored(False, "All-to-all in groups.", _ALL_EXPERTS)
+    comp_comm_parallel: bool = ignored(False, "Overlap expert computation and communication.", _ALL_EXPERTS)
+    comp_comm_parallel_degree: int = ignored(2, "Parts of that overlap.", _ALL_EXPERTS, ge=1)
     save_token_distribution: bool = ignored(False, "Write the tokens of each expert.", _METRICS)
     cur_layer: int = ignored(0, "First layer of that record.", _METRICS, ge=0)
-    enable_cold_hot_expert: bool = ignored(False, "Copy the experts with most tokens.", _ONE_DEVICE)
-    update_step: int = ignored(10000, "Steps between such copies.", _ONE_DEVICE, ge=1)
-    hot_expert_num: int = ignored(0, "Experts to copy.", _ONE_DEVICE, ge=0)
-    cold_token_percent: float = ignored(1.0, "Share of tokens for experts without copies.", _ONE_DEVICE, ge=0, le=1)
-    moe_module_name: str = ignored("", "Where those experts stand in the model.", _ONE_DEVICE)
+    enable_cold_hot_expert: bool = ignored(False, "Copy the experts with most tokens.", _ALL_EXPERTS)
+    update_step: int = ignored(10000, "Steps between such copies.", _ALL_EXPERTS, ge=1)
+    hot_expert_num: int = ignored(0, "Experts to copy.", _ALL_EXPERTS, ge=0)
+    cold_token_percent: float = ignored(1.0, "Share of tokens for experts without copies.", _ALL_EXPERTS, ge=0, le=1)
+    moe_module_name: str = ignored("", "Where those experts stand in the model.", _ALL_EXPERTS)
     use_gmm: bool = setting(
         False,
         "One grouped matrix product for all experts of a device; drops nothing. Default False.",
@@ -131,19 +131,19 @@ class MoEConfig(Section):
         aliases=("moe_permute_fusion",),
     )
     use_fused_ops_topkrouter: bool = ignored(False, "Fused router.", _SAME)
-    enable_deredundency: bool = ignored(False, "Send a token only once to a device group.", _ONE_DEVICE)
-    npu_nums_per_device: int = ignored(1, "Devices of such a group.", _ONE_DEVICE, ge=1)
-    dispatch_global_max_bs: int = ignored(0, "Largest batch of a fused dispatch.", _ONE_DEVICE, ge=0)
-    expert_group_size: int | None = ignored(None, "Experts of a device group.", _ONE_DEVICE, ge=1)
+    enable_deredundency: bool = ignored(False, "Send a token only once to a device group.", _ALL_EXPERTS)
+    npu_nums_per_device: int = ignored(1, "Devices of such a group.", _ALL_EXPERTS, ge=1)
+    dispatch_global_max_bs: int = ignored(0, "Largest batch of a fused dispatch.", _ALL_EXPERTS, ge=0)
+    expert_group_size: int | None = ignored(None, "Experts of a device group.", _ALL_EXPERTS, ge=1)
     use_random_expert: bool = not_yet(
         False,
         "Random routing, for speed tests.",
         "tokens always go where the router sends them; leave it False",
         aliases=("moe_router_force_expert_balance",),
     )
-    use_allgather_in_group: bool = ignored(False, "All-gather in a group instead of all-to-all.", _ONE_DEVICE)
+    use_allgather_in_group: bool = ignored(False, "All-gather in a group instead of all-to-all.", _ALL_EXPERTS)
     moe_token_dispatcher_type: Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", "allgather"] = (
-        ignored("alltoall", "How tokens reach their experts.", _ONE_DEVICE)
+        ignored("alltoall", "How tokens reach their experts.", _ALL_EXPERTS)
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "gbs_aux_loss", "sinkhorn", "none"] = setting(
         "aux_loss",
@@ -157,7 +157,7 @@ class MoEConfig(Section):
     routing_policy: str | None = ignored(
         None, "The router by MindSpore Transformers' name.", "num_experts_chosen, n_group and capacity_factor say it"
     )
-    ep_extend_tp: bool = ignored(False, "Experts across tensor groups.", _ONE_DEVICE)
+    ep_extend_tp: bool = ignored(False, "Experts across tensor groups.", _ALL_EXPERTS)
     max_router_load: int | None = ignored(None, "Size of the router's tables.", "there are no such tables")
     moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
         None,
@@ -171,7 +171,7 @@ class MoEConfig(Section):
     )
     router_jitter_noise: float = not_yet(0.0, "Mixtral: noise on what the router sees.", "it is not built; leave it 0")
     seq_aux: bool = ignored(True, "DeepSeek: a balance loss for each row.", "the balance loss is that of each row")
-    ep_size: int = ignored(1, "DeepSeek: devices with experts.", _ONE_DEVICE)
+    ep_size: int = ignored(1, "DeepSeek: devices with experts.", _ALL_EXPERTS)
     callback_moe_droprate: bool = setting(
         False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback). Default False."
     )

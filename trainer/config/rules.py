@@ -161,7 +161,7 @@ def _loss_scale(config: Config, report: Report) -> Iterator[Problem]:
 def rule_notices(config: Config) -> list[str]:
     """What works, but other than a reader of the file might expect."""
     rules = (
-        precision_notices, _position_notices, _optimizer_notices, _parallel_notices, _data_notices, _mode_notices,
+        precision_notices, _position_notices, _optimizer_notices, _data_notices, _mode_notices,
         _wrapper_notices, family_notices, moe_notices, adapter_notices, recompute_notices,
     )  # fmt: skip
     return [notice for rule in rules for notice in rule(config)]
@@ -214,23 +214,6 @@ def _optimizer_notices(config: Config) -> Iterator[str]:
     keys = _set_keys(config, "optimizer", unused[config.optimizer.type])
     if keys:
         yield f"{', '.join(keys)}: not used by {config.optimizer.type}"
-
-
-def _parallel_notices(config: Config) -> Iterator[str]:
-    if config.use_parallel:
-        return
-    degrees = config.parallel_config
-    names = (
-        "data_parallel",
-        "model_parallel",
-        "context_parallel",
-        "expert_parallel",
-        "pipeline_stage",
-        "micro_batch_num",
-    )
-    used = [f"{name} {getattr(degrees, name)}" for name in names if getattr(degrees, name) > 1]
-    if used:
-        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: use_parallel is False"
 
 
 def _data_notices(config: Config) -> Iterator[str]:

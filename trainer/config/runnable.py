@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.config.parallel_rules import parallel_problems
 from trainer.config.problems import NOWHERE, Place, Problem, raise_problems
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.parallel.world import ALONE, World
 
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
-def check_runnable(config: Config) -> None:
+def check_runnable(config: Config, world: World = ALONE) -> None:
     """Checks what ``run_mode`` needs; looks at the disk for ``output_dir`` and ``load_checkpoint`` only.
 
+    Args:
+        config: Of the run.
+        world: The job it runs in.
+
     Raises:
-        UserError: Sizes of the model are missing, there are no weights or prompts, nothing to evaluate on, or
-            ``output_dir`` is a file.
+        UserError: Sizes of the model are missing, there are no weights or prompts, nothing to evaluate on,
+            ``output_dir`` is a file, or the file asks for other ranks than the job has.
     """
     checks = (_model, _weights, _adapters, _evaluation, _prompts, _output)
-    raise_problems([problem for check in checks for problem in check(config)])
+    raise_problems([problem for check in checks for problem in check(config)] + parallel_problems(config, world))
 
 
 def _problem(config: Config, key: str, rule: str, fix: str, *, because: str = "", value: object = None) -> Problem:

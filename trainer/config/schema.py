@@ -25,7 +25,7 @@ from trainer.config.system_schema import (
 )
 
 _PROFILE = "profiling is not built; metrics.jsonl has the seconds of each step"
-_ONE_RANK = "a checkpoint is whole, there are no shards to put together"
+_ANY_RANKS = "a checkpoint loads on any number of ranks"
 _NO_HEALTH = (
     "a run stops at a loss that is not a number, and checkpoints are never replaced before the next is complete"
 )
@@ -67,10 +67,9 @@ class Config(Section):
         "./output", "Folder for all a run leaves; made when missing. Default ./output.", min_length=1
     )
     run_mode: Literal["train", "finetune", "eval", "predict"] = setting("train", "What to do. Default train.")
-    use_parallel: bool = not_yet(
-        False,
-        "Run on several devices. Default False.",
-        "runs on several devices are not built; use one: use_parallel False",
+    use_parallel: bool | None = setting(
+        None,
+        "Whether parallel_config counts. Default null: True in a job of several ranks, False in a run of one.",
     )
     resume_training: bool | str = setting(
         False, "True: go on from the newest complete checkpoint; or the name of a step folder. Default False."
@@ -81,14 +80,14 @@ class Config(Section):
     load_ckpt_format: Literal["ckpt", "safetensors"] = ignored(
         "safetensors", "Format of load_checkpoint.", "it is seen from the file"
     )
-    auto_trans_ckpt: bool = ignored(False, "Cut or join checkpoints for another layout.", _ONE_RANK)
-    src_strategy_path_or_dir: str = ignored("", "Layout of such a checkpoint.", _ONE_RANK)
+    auto_trans_ckpt: bool = ignored(False, "Cut or join checkpoints for another layout.", _ANY_RANKS)
+    src_strategy_path_or_dir: str = ignored("", "Layout of such a checkpoint.", _ANY_RANKS)
     only_save_strategy: bool = not_yet(
-        False, "Write the layout and end.", "there is no layout on one device; leave it False"
+        False, "Write the layout and end.", "a checkpoint needs no file of its layout; leave it False"
     )
-    strategy_load_checkpoint: str = ignored("", "Layout of a checkpoint.", _ONE_RANK)
+    strategy_load_checkpoint: str = ignored("", "Layout of a checkpoint.", _ANY_RANKS)
     load_ckpt_async: bool = ignored(False, "Load while compiling.", "weights load in a moment")
-    remove_redundancy: bool = ignored(False, "Checkpoints hold shared parameters once.", _ONE_RANK)
+    remove_redundancy: bool = ignored(False, "Checkpoints hold shared parameters once.", _ANY_RANKS)
     use_graceful_exit: bool = ignored(
         False, "Finish and save on a signal.", "SIGINT and SIGTERM always finish the step and save"
     )
@@ -204,15 +203,15 @@ class Config(Section):
     modal_type: str | list[str] | None = not_yet(
         None, "Kinds of the inputs of predict_data.", f"{_TEXT_ONLY}; leave it out"
     )
-    transform_process_num: int = ignored(1, "Processes that cut a checkpoint.", _ONE_RANK)
+    transform_process_num: int = ignored(1, "Processes that cut a checkpoint.", _ANY_RANKS)
     micro_batch_interleave_num: int = ignored(1, "Interleaved parts of a batch.", "only Ascend devices gain by it")
     enable_mindio_ttp_save_ckpt: bool = ignored(False, "Save with MindIO.", _NO_HEALTH)
     use_legacy: bool | None = ignored(None, "MindSpore Transformers' older or newer models.", "there is one kind")
     use_legacy_format: bool | None = ignored(
         None, "MindSpore Transformers' older checkpoints.", "checkpoints are safetensors"
     )
-    balanced_load: bool = ignored(False, "Ranks share the reading of a checkpoint.", _ONE_RANK)
-    reshard_worker_num: int = ignored(1, "Processes that cut a checkpoint.", _ONE_RANK)
+    balanced_load: bool = ignored(False, "Ranks share the reading of a checkpoint.", _ANY_RANKS)
+    reshard_worker_num: int = ignored(1, "Processes that cut a checkpoint.", _ANY_RANKS)
     layer_scale: bool = not_yet(False, "Learning rates by layer.", _LAYER_LR)
     layer_decay: float = not_yet(0.65, "Their decay.", _LAYER_LR)
     grouped_lr_schedule: dict[str, Any] | None = not_yet(None, "Schedules by parameter.", _LAYER_LR)

@@ -6,8 +6,13 @@ from typing import Any, Literal, TypeAlias
 from trainer.config.fields import Section, ignored, section, setting
 
 _ASCEND = "only Ascend devices have it"
-_ONE_DEVICE = "a run uses one device"
-_PARALLEL = "runs on several devices are not built; use one device: use_parallel False"
+_WHOLE_WEIGHTS = "every rank has whole weights and gradients; optimizer state alone is cut"
+_OWN_ROWS = "every rank reads rows of its own"
+_NO_STRATEGY = "parallel_config alone says how a run is spread; checkpoints load on any number of ranks"
+_NO_PIPELINE = "no pipeline is built"
+_NO_TENSOR = "no tensor parallelism is built"
+_NO_CONTEXT = "no context parallelism is built"
+_BUCKETS = "gradients are reduced in buckets of a fixed size"
 # A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
 _Layers: TypeAlias = bool | int | str | list[int | str | list[Any]]
 _METRICS = "metrics.jsonl and report.png hold what a run shows"
@@ -69,57 +74,75 @@ class ContextConfig(Section):
 class ParallelOptimizerConfig(Section):
     """How optimizer state is cut (YAML ``parallel.parallel_optimizer_config``)."""
 
-    gradient_accumulation_shard: bool = ignored(False, "Cut accumulated gradients.", _ONE_DEVICE)
-    parallel_optimizer_threshold: int = ignored(64, "Kilobytes from which a parameter is cut.", _ONE_DEVICE)
-    optimizer_weight_shard_size: int = ignored(-1, "Devices that share a parameter.", _ONE_DEVICE)
-    optimizer_level: Literal["level1", "level2", "level3"] | None = ignored(None, "What is cut.", _ONE_DEVICE)
+    gradient_accumulation_shard: bool = ignored(False, "Cut accumulated gradients.", _WHOLE_WEIGHTS)
+    parallel_optimizer_threshold: int = setting(
+        64, "Kilobytes (1024 bytes) of a parameter from which its optimizer state is cut. Default 64.", ge=0
+    )
+    optimizer_weight_shard_size: int = ignored(
+        -1, "Devices that share a parameter.", "all data-parallel ranks share optimizer state"
+    )
+    optimizer_level: Literal["level1", "level2", "level3"] | None = ignored(None, "What is cut.", _WHOLE_WEIGHTS)
 
 
 class ParallelSection(Section):
     """How a run is spread (YAML ``parallel``)."""
 
-    parallel_mode: int | str = ignored(0, "0 data, 1 semi-automatic, 2 automatic, 3 hybrid.", _ONE_DEVICE)
-    full_batch: bool = ignored(True, "Every rank reads the whole batch.", _ONE_DEVICE)
+    parallel_mode: (
+        Literal[0, 1, 2, 3]
+        | Literal["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"]
+    ) = setting(
+        0,
+        "0 or data_parallel; with several ranks 1 semi-automatic, 2 automatic and 3 hybrid are not yet supported."
+        " Default 0.",
+    )
+    full_batch: bool = ignored(True, "Every rank reads the whole batch.", _OWN_ROWS)
     gradients_mean: bool = ignored(
         False, "Average gradients over ranks.", "the loss is always divided by the valid tokens of all ranks"
     )
-    enable_parallel_optimizer: bool = ignored(False, "Cut optimizer state.", _ONE_DEVICE)
-    enable_alltoall: bool = ignored(False, "All-to-all communication.", _ONE_DEVICE)
-    loss_repeated_mean: bool = ignored(True, "Average repeated losses.", _ONE_DEVICE)
-    search_mode: str = ignored("sharding_propagation", "How a strategy is found.", _ONE_DEVICE)
-    strategy_ckpt_save_file: str | None = ignored(None, "Strategy file.", _ONE_DEVICE)
-    strategy_ckpt_config: dict[str, Any] | None = ignored(None, "Strategy file and its contents.", _ONE_DEVICE)
-    dataset_strategy: str | list[Any] | None = ignored(None, "How a batch is cut.", _ONE_DEVICE)
+    enable_parallel_optimizer: bool = setting(
+        False, "The data-parallel ranks share the optimizer state instead of having a copy each. Default False."
+    )
+    enable_alltoall: bool = ignored(False, "All-to-all communication.", "every rank has all experts")
+    loss_repeated_mean: bool = ignored(
+        True, "Average repeated losses.", "the loss is always divided by the valid tokens of all ranks"
+    )
+    search_mode: str = ignored("sharding_propagation", "How a strategy is found.", _NO_STRATEGY)
+    strategy_ckpt_save_file: str | None = ignored(None, "Strategy file.", _NO_STRATEGY)
+    strategy_ckpt_config: dict[str, Any] | None = ignored(None, "Strategy file and its contents.", _NO_STRATEGY)
+    dataset_strategy: str | list[Any] | None = ignored(None, "How a batch is cut.", _OWN_ROWS)
     parallel_optimizer_config: ParallelOptimizerConfig = section(ParallelOptimizerConfig, "How optimizer state is cut.")
-    parallel_optimizer_threshold: int = ignored(64, "Kilobytes from which a parameter is cut.", _ONE_DEVICE)
-    device_num: int | None = ignored(None, "Devices.", _ONE_DEVICE)
-    group_ckpt_save_file: str | None = ignored(None, "File of groups.", _ONE_DEVICE)
-    pipeline_config: dict[str, Any] | None = ignored(None, "Pipeline schedule.", _ONE_DEVICE)
-    comm_fusion: dict[str, Any] | None = ignored(None, "Fused communication.", _ONE_DEVICE)
-    auto_parallel_search_mode: str | None = ignored(None, "How a strategy is found.", _ONE_DEVICE)
-    force_fp32_communication: bool = ignored(False, "Communicate in float32.", _ONE_DEVICE)
+    device_num: int | None = ignored(None, "Devices.", "`launch --nproc` says how many ranks there are")
+    group_ckpt_save_file: str | None = ignored(None, "File of groups.", _NO_STRATEGY)
+    pipeline_config: dict[str, Any] | None = ignored(None, "Pipeline schedule.", _NO_PIPELINE)
+    comm_fusion: dict[str, Any] | None = ignored(None, "Fused communication.", _BUCKETS)
+    auto_parallel_search_mode: str | None = ignored(None, "How a strategy is found.", _NO_STRATEGY)
+    force_fp32_communication: bool = ignored(False, "Communicate in float32.", "gradients are float32, and stay so")
 
 
 class ParallelConfig(Section):
     """Degrees of the rank grid (YAML ``parallel_config``); with use_parallel False they are not used."""
 
-    data_parallel: int = setting(1, "Copies of the model on different data. Default 1.", ge=1)
+    data_parallel: int | None = setting(
+        None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.", ge=1
+    )
     model_parallel: int = setting(1, "Devices that share each matrix. Default 1.", ge=1)
     context_parallel: int = setting(1, "Devices that share each row's tokens. Default 1.", ge=1)
     expert_parallel: int = setting(1, "Devices that share the experts. Default 1.", ge=1)
     pipeline_stage: int = setting(1, "Devices that share the layers. Default 1.", ge=1)
     micro_batch_num: int = setting(1, "Micro-batches of a pipeline. Default 1.", ge=1)
-    use_seq_parallel: bool = ignored(False, "Cut activations along the sequence.", _ONE_DEVICE)
-    vocab_emb_dp: bool = ignored(True, "Every device has the whole embedding.", _ONE_DEVICE)
-    gradient_aggregation_group: int = ignored(4, "Gradients communicated at once.", _ONE_DEVICE, ge=1)
-    seq_split_num: int = ignored(1, "Parts of a sequence in a pipeline.", _ONE_DEVICE, ge=1)
-    expert_model_parallel: int | None = ignored(None, "Devices that share an expert.", _ONE_DEVICE)
-    context_parallel_algo: str = ignored("colossalai_cp", "How tokens are shared.", _ONE_DEVICE)
-    ulysses_degree_in_cp: int = ignored(1, "Ulysses' part of context_parallel.", _ONE_DEVICE, ge=1)
-    mem_coeff: float = ignored(0.1, "Weight of memory in a search.", _ONE_DEVICE)
-    optimizer_shard: bool | None = ignored(None, "Cut optimizer state.", _ONE_DEVICE)
-    sp_ds: int | None = ignored(None, "Older cut of the sequence.", _ONE_DEVICE)
-    virtual_pipeline_model_parallel_size: int | None = ignored(None, "Interleaved pipeline parts.", _ONE_DEVICE)
+    use_seq_parallel: bool = ignored(False, "Cut activations along the sequence.", _NO_TENSOR)
+    vocab_emb_dp: bool = ignored(True, "Every device has the whole embedding.", "every rank has the whole embedding")
+    gradient_aggregation_group: int = ignored(4, "Gradients communicated at once.", _BUCKETS, ge=1)
+    seq_split_num: int = ignored(1, "Parts of a sequence in a pipeline.", _NO_PIPELINE, ge=1)
+    expert_model_parallel: int | None = ignored(None, "Devices that share an expert.", _NO_TENSOR)
+    context_parallel_algo: str = ignored("colossalai_cp", "How tokens are shared.", _NO_CONTEXT)
+    ulysses_degree_in_cp: int = ignored(1, "Ulysses' part of context_parallel.", _NO_CONTEXT, ge=1)
+    mem_coeff: float = ignored(0.1, "Weight of memory in a search.", _NO_STRATEGY)
+    optimizer_shard: bool | None = ignored(
+        None, "Cut optimizer state.", "parallel.enable_parallel_optimizer says whether it is cut"
+    )
+    sp_ds: int | None = ignored(None, "Older cut of the sequence.", _NO_CONTEXT)
+    virtual_pipeline_model_parallel_size: int | None = ignored(None, "Interleaved pipeline parts.", _NO_PIPELINE)
 
 
 class RecomputeConfig(Section):
@@ -135,15 +158,15 @@ class RecomputeConfig(Section):
         "Halves of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular expressions,"
         " or each with its layers; True for mlp. Default False.",
     )
-    parallel_optimizer_comm_recompute: bool = ignored(False, "Communicate parameters again.", _ONE_DEVICE)
-    mp_comm_recompute: bool = ignored(True, "Communicate activations again.", _ONE_DEVICE)
-    recompute_slice_activation: bool = ignored(False, "Cut what is kept.", _ONE_DEVICE)
+    parallel_optimizer_comm_recompute: bool = ignored(False, "Communicate parameters again.", _WHOLE_WEIGHTS)
+    mp_comm_recompute: bool = ignored(True, "Communicate activations again.", _NO_TENSOR)
+    recompute_slice_activation: bool = ignored(False, "Cut what is kept.", _NO_TENSOR)
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
         False, "Halves to keep after all: written like select_recompute; True for both. Default False."
     )
-    select_comm_recompute: bool | int | list[Any] | dict[str, Any] = ignored(False, "Communicate again.", _ONE_DEVICE)
+    select_comm_recompute: bool | int | list[Any] | dict[str, Any] = ignored(False, "Communicate again.", _NO_TENSOR)
     select_comm_recompute_exclude: bool | int | list[Any] | dict[str, Any] = ignored(
-        False, "Blocks left out.", _ONE_DEVICE
+        False, "Blocks left out.", _NO_TENSOR
     )
 
 

@@ -19,7 +19,7 @@ With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -120,45 +120,64 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
     """
     misfit = misfit_of(degrees, ranks)
     if misfit is not None:
-        raise UserError(misfit.rule, key=misfit.key, value=getattr(degrees, misfit.key), fix=misfit.fix)
+        fix = f"start {misfit.ranks}, or {misfit.change}" if misfit.ranks else misfit.change
+        raise UserError(misfit.rule, key=misfit.key, value=getattr(degrees, misfit.key), fix=fix)
     return Mesh(degrees)
 
 
 class Misfit(NamedTuple):
-    """Why degrees and ranks do not go together, in words; `key` is the degree to blame."""
+    """Why degrees and ranks do not go together, in words.
+
+    Attributes:
+        key: The degree to blame.
+        rule: What is wrong.
+        change: Which degrees would fit.
+        ranks: How many ranks would; 0 where no number of them does.
+    """
 
     key: str
     rule: str
-    fix: str
+    change: str
+    ranks: int
 
 
-def misfit_of(degrees: Degrees, ranks: int) -> Misfit | None:
-    """What is wrong with these degrees for so many ranks; None when they fit."""
+def misfit_of(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> Misfit | None:
+    """What is wrong with these degrees for so many ranks; None when they fit.
+
+    Args:
+        degrees: Asked for.
+        ranks: That there are.
+        may_change: The degrees that the advice may be about.
+    """
     cuts = {name: size for name, size in degrees._asdict().items() if name != "expert_parallel"}
     if degrees.ranks != ranks:
         used = {name: size for name, size in cuts.items() if size > 1} or {"data_parallel": 1}
         product = " x ".join(f"{name} {size}" for name, size in used.items())
         rule = f"{product} {'are' if len(used) > 1 else 'is'} for {degrees.ranks} rank{'s' * (degrees.ranks > 1)}"
-        choices = "; or ".join(_changes(degrees, choice) for choice in nearest_degrees(degrees, ranks))
+        near = nearest_degrees(degrees, ranks, may_change)
+        choices = "; or ".join(_changes(degrees, choice) for choice in near)
         key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
-        return Misfit(key, f"{rule}, and this job has {ranks}", f"start {degrees.ranks}, or set {choices}")
+        return Misfit(key, f"{rule}, and this job has {ranks}", f"set {choices}", degrees.ranks)
     places = degrees.data_parallel * degrees.context_parallel
     if places % degrees.expert_parallel:
         near = sorted(_divisors(places), key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
         rule = f"must divide data_parallel x context_parallel = {places}: that many ranks share a layer's experts"
-        return Misfit("expert_parallel", rule, f"set it to {' or '.join(str(size) for size in sorted(near))}")
+        return Misfit("expert_parallel", rule, f"set it to {' or '.join(str(size) for size in sorted(near))}", 0)
     return None
 
 
-def nearest_degrees(degrees: Degrees, ranks: int) -> list[Degrees]:
+def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> list[Degrees]:
     """The few settings for `ranks` ranks that change least: few degrees first, then small factors, then data."""
+    fixed = {name: size for name, size in degrees._asdict().items() if name not in may_change}
 
     def distance(choice: Degrees) -> tuple[int, float, bool]:
         pairs = list(zip(choice, degrees, strict=True))
         changed = sum(new != old for new, old in pairs)
         return changed, round(sum(abs(math.log(new / old)) for new, old in pairs), 9), pairs[1][0] == pairs[1][1]
 
-    return sorted(_all_degrees(ranks, degrees.expert_parallel), key=distance)[:_CHOICES]
+    every = _all_degrees(ranks, degrees.expert_parallel)
+    allowed = (choice for choice in every if all(getattr(choice, name) == size for name, size in fixed.items()))
+    return sorted(allowed, key=distance)[:_CHOICES]
 
 
 def _all_degrees(ranks: int, expert: int) -> Iterator[Degrees]:

@@ -1,0 +1,144 @@
+"""What a file asks for in a job of one or several ranks: degrees, what is not yet built, what does not count."""
+
+from __future__ import annotations
+
+import pytest
+from config_helpers import BASE, error_of, failure, load
+
+from trainer.config import check_runnable, config_notices, dump_config, parse_config
+from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.world import ALONE, world_of
+
+EIGHT = world_of(8)
+
+
+def run_error(text: str, world=EIGHT) -> str:
+    """The message that a job ends in before it starts."""
+    return failure(lambda: check_runnable(load(BASE + text), world))
+
+
+def told(text: str, world=EIGHT) -> str:
+    return "\n".join(config_notices(load(BASE + text), world))
+
+
+def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
+    config = load(BASE)
+    for world in (ALONE, world_of(2), EIGHT):
+        check_runnable(config, world)
+        assert degrees_of(config, world) == Degrees(data_parallel=world.size)
+    assert config_notices(config) == []
+    assert config_notices(config, EIGHT) == ["use_parallel: not set, taken as True: this job has 8 ranks"]
+    assert "data_parallel" not in dump_config(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "use_parallel: True\n",
+        "use_parallel: True\nparallel_config: {data_parallel: 8}\n",
+        "use_parallel: True\nparallel_config: {data_parallel: null}\nparallel: {parallel_mode: data_parallel}\n",
+        "use_parallel: True\nparallel: {parallel_mode: 0, enable_parallel_optimizer: True}\n",
+    ],
+)
+def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
+    config = load(BASE + text)
+    check_runnable(config, EIGHT)
+    assert degrees_of(config, EIGHT) == Degrees(data_parallel=8)
+    assert config_notices(config, EIGHT) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("use_parallel: False\n", ["a.yaml:16: use_parallel = False: this job has 8 ranks", "leave `launch` out"]),
+        (
+            "parallel_config: {data_parallel: 4}\n",
+            ["a.yaml:16: parallel_config.data_parallel = 4: data_parallel 4 is for 4 ranks, and this job has 8",
+             "launch --nproc 4`, or set data_parallel 8; an unset data_parallel takes"],
+        ),
+        ("parallel_config: {model_parallel: 2}\n", ["a.yaml:16: parallel_config.model_parallel = 2: not yet", "to 1"]),
+        ("parallel_config: {context_parallel: 3}\n", ["context_parallel = 3: not yet supported", "seq_length"]),
+        ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: not yet", "all experts"]),
+        (
+            "parallel_config: {pipeline_stage: 2, model_parallel: 2}\n",
+            ["2 problems", "pipeline_stage = 2: not yet supported", "model_parallel = 2: not yet supported"],
+        ),
+        ("parallel: {parallel_mode: 1}\n", ["a.yaml:16: parallel.parallel_mode = 1: not yet supported", "set it to 0"]),
+        ("parallel: {parallel_mode: semi_auto_parallel}\n", ["= 'semi_auto_parallel': not yet", "set it to 0"]),
+        ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
+        ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
+        ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank alone, and this job has 8"]),
+        (
+            "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n",
+            ["a.yaml:16: parallel.enable_parallel_optimizer = True: not yet supported with optimizer.type M", "AdamW"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) -> None:
+    message = run_error(text)
+    assert all(part in message for part in parts), message
+    assert "\n  Fix: " in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("use_parallel: True\nparallel_config: {data_parallel: 8}\n", ["is for 8 ranks, and this job has 1",
+         "launch --nproc 8`, or set data_parallel 1; to run alone, add --use_parallel False"]),
+        ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n", ["pipeline_stage = 2: not"]),
+    ],
+)  # fmt: skip
+def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[str]) -> None:
+    message = run_error(text, ALONE)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("text", "notice"),
+    [
+        ("parallel_config: {data_parallel: 8, model_parallel: 2}\n", "(data_parallel 8, model_parallel 2): not used"),
+        ("parallel_config: {data_parallel: 8}\n", "one device runs it all: start several with `launch --nproc`"),
+        ("use_parallel: False\nparallel_config: {data_parallel: 8}\n", "one device runs it all: use_parallel is False"),
+        ("use_parallel: True\n", "this job has one rank; `run_trainer.py launch --nproc 8` starts eight"),
+        ("parallel: {parallel_mode: 1, enable_parallel_optimizer: True}\n",
+         "parallel (parallel_mode 1, enable_parallel_optimizer): not used, one device"),
+    ],
+)  # fmt: skip
+def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
+    check_runnable(load(BASE + text))
+    assert notice in told(text, ALONE)
+    assert degrees_of(load(BASE + text), ALONE) == Degrees()
+
+
+def test_sharing_optimizer_state_needs_several_ranks() -> None:
+    config = load(BASE + "parallel: {enable_parallel_optimizer: True}\n")
+    assert shards_optimizer(config, EIGHT) and not shards_optimizer(config, ALONE)
+    assert not shards_optimizer(load(BASE), EIGHT)
+    check_runnable(load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n"), ALONE)
+
+
+def test_the_threshold_may_stand_in_either_place() -> None:
+    assert shard_threshold_bytes(load(BASE)) == 64 * 1024
+    for text in ("parallel_optimizer_config: {parallel_optimizer_threshold: 0}", "parallel_optimizer_threshold: 0"):
+        assert shard_threshold_bytes(load(f"{BASE}parallel: {{{text}}}\n")) == 0
+    assert shard_threshold_bytes(load(BASE, "parallel.parallel_optimizer_threshold=2")) == 2048
+    both = "parallel: {parallel_optimizer_threshold: 1, parallel_optimizer_config: {parallel_optimizer_threshold: 2}}\n"
+    assert "disagrees with" in error_of(both)
+    again = parse_config("again.yaml", dump_config(load(BASE, "parallel.parallel_optimizer_threshold=2")))
+    assert shard_threshold_bytes(again) == 2048
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("parallel: {parallel_mode: 4}\n", ["parallel_mode = 4: must be 0, 1, 2, 3"]),
+        ("parallel: {parallel_mode: semi_auto}\n", ["parallel_mode = 'semi_auto'", "write semi_auto_parallel"]),
+        ("parallel: {parallel_optimizer_threshold: -1}\n", ["threshold = -1: must be at least 0"]),
+        ("parallel_config: {data_parallel: 0}\n", ["data_parallel = 0: must be at least 1"]),
+        ("use_parallel: 1\n", ["use_parallel = 1: must be True or False"]),
+    ],
+)
+def test_values_of_another_kind_are_errors(text: str, parts: list[str]) -> None:
+    message = error_of(text)
+    assert all(part in message for part in parts), message
