@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,28 +21,28 @@ from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import check_runnable, config_notices, dump_config
 from trainer.config.moe_rules import watches_drop_rate
-from trainer.data import BatchLoader, batch_size, build_datasets, build_eval_dataset
+from trainer.data.loaders import training_batches
 from trainer.device import resolve_device
 from trainer.errors import EXIT_OK, RunError
+from trainer.evaluation import eval_run, evaluate_now, show_build
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details
-from trainer.monitors.files import make_folder, write_text
+from trainer.monitors.files import write_text
 from trainer.monitors.jsonl import JsonlMonitor
-from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics, peak_rss_bytes
+from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes
 from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
 from trainer.monitors.report import ReportMonitor
 from trainer.monitors.summary import Totals
 from trainer.optim.freeze import freeze_notices
 from trainer.optim.schedules import build_schedule
+from trainer.parallel.world import World, world_from_environment
 from trainer.plan import build_plan, plan_text
-from trainer.stop_signals import StopSignals
+from trainer.stop_signals import EXIT_CODES, StopSignals
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.data import Batch, RowDataset
-    from trainer.session import Session
+    from trainer.data import Batch
+    from trainer.plan import Plan
     from trainer.step.train_step import StepResult
-
-_PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast for a progress line
 
 
 def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
@@ -57,6 +56,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         UserError: Bad input (exit code 2).
         RunError: The run failed (exit code 1).
     """
+    world = world_from_environment()
     check_runnable(config)
     resolve_device(config)
     if config.run_mode == "predict":
@@ -66,8 +66,8 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
             print(f"note: {notice}", file=sys.stderr)
         return predict(config, _print_text)
     if config.run_mode == "eval":
-        return _eval_run(config)
-    return _Training(config).run(extra_monitors)
+        return eval_run(config, world)
+    return _Training(config, world).run(extra_monitors)
 
 
 def _print_text(text: str) -> None:
@@ -76,38 +76,26 @@ def _print_text(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
 
 
-@dataclass(frozen=True)
-class _EvalData:
-    """What an evaluation reads: all batches of an epoch, or the first `max_batches`."""
-
-    loader: BatchLoader
-    max_batches: int | None
-
-
-@dataclass(frozen=True)
-class _Data:
-    """The batches of a training run."""
-
-    rows: RowDataset
-    loader: BatchLoader
-    evaluation: _EvalData | None
-
-
 class _Training:
-    """One training run: run modes train and finetune."""
+    """One training run: run modes train and finetune.
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    Several ranks train one model: each does all that is here, with its own part of the data. Rank 0 alone writes what
+    there is one of; what ends a run is agreed on before anyone acts on it.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
         self.folder = Path(config.output_dir).expanduser()
         self.checkpoints = self.folder / "checkpoints"
         self.save_every, self.keep_max = _checkpoint_settings(config)
         self.totals = Totals()
         self.monitors: list[Monitor] = []
         self.position = Position()
+        self.stopped: signal.Signals | None = None
 
     def run(self, extra_monitors: Sequence[Monitor]) -> int:
         summary, notices = None, self.prepare()
-        self.monitors = [self.totals, *_monitors(self.config, self.folder), *extra_monitors]
+        self.monitors = [self.totals, *_monitors(self.config, self.folder, self.world.rank), *extra_monitors]
         try:
             for notice in notices:
                 self.tell("on_notice", notice)
@@ -118,14 +106,15 @@ class _Training:
             with StopSignals() as stop:
                 # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
                 self.load_engine()
-                if stop:
-                    self.tell("on_notice", f"stopped by {stop.received.name} before the first step")
-                    return stop.exit_code
+                self.agree(stop)
+                if self.stopped:
+                    self.tell("on_notice", f"stopped by {self.stopped.name} before the first step")
+                    return EXIT_CODES[self.stopped]
                 self.tell("on_start", self.info)
                 self.fit(stop)
-            outcome = f"stopped by {stop.received.name}" if stop.received else "finished"
+            outcome = f"stopped by {self.stopped.name}" if self.stopped else "finished"
             summary = self.totals.summary(outcome, self.places())
-            return stop.exit_code
+            return EXIT_CODES[self.stopped] if self.stopped else EXIT_OK
         finally:
             for monitor in self.monitors:
                 monitor.close(summary)
@@ -135,7 +124,7 @@ class _Training:
         config, notices = self.config, [*config_notices(self.config), *freeze_notices(self.config)]
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config)
-        self.data = _build_data(config, notices.append)
+        self.data = training_batches(config, (self.world.rank, self.world.size), show_build, notices.append)
         self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content)
         # A run that resumes takes its weights from the checkpoint it resumes from.
         self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
@@ -157,42 +146,53 @@ class _Training:
             steps_per_epoch=self.steps_per_epoch,
             resumed_from=resume_from,
         )
-        aside = put_aside(self.checkpoints) if resume_from is None else None
-        if aside:
-            notices.append(f"the checkpoints of an earlier training are now in {aside}")
-        prepare_folder(self.checkpoints)
-        write_text(self.folder / "config.yaml", dump_config(config))
-        write_text(self.folder / "plan.txt", plan_text(plan))
+        if self.world.rank == 0:
+            notices += self.prepare_output(plan, fresh=resume_from is None)
         return notices
+
+    def prepare_output(self, plan: Plan, *, fresh: bool) -> list[str]:
+        """Makes room for what the run leaves; says what was moved out of the way."""
+        aside = put_aside(self.checkpoints) if fresh else None
+        prepare_folder(self.checkpoints)
+        write_text(self.folder / "config.yaml", dump_config(self.config))
+        write_text(self.folder / "plan.txt", plan_text(plan))
+        return [f"the checkpoints of an earlier training are now in {aside}"] if aside else []
 
     def load_engine(self) -> None:
         """Builds what computes; here MindSpore loads."""
         from trainer.session import Session, open_training
 
-        self.step = open_training(self.config, self.schedule, self.weights)
+        self.step = open_training(self.config, self.schedule, self.weights, self.world)
         self.optimizer = self.step.optimizer
-        self.session = Session(self.step.model, self.step.build_inputs)
+        self.session = Session(self.step.model, self.step.build_inputs, self.step.peers)
         if self.resumed:
             self.optimizer.load_state(self.resumed.optimizer, self.resumed.updates)
         if self.resumed and self.resumed.step:
             self.step.load_state(self.resumed.step)
         self.weights = self.resumed = None  # the model has them now
 
+    def agree(self, stop: StopSignals) -> None:
+        """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting."""
+        counts = self.session.peers.all_sum([float(stop.received == number) for number in EXIT_CODES])
+        self.stopped = next((number for number, count in zip(EXIT_CODES, counts, strict=True) if count), None)
+
     def fit(self, stop: StopSignals) -> None:
         """Trains to the last step or the first signal; always leaves a checkpoint of where it stopped."""
         saved_at = self.position.step
-        while self.position.step < self.info.last_step and not stop:
+        while self.position.step < self.info.last_step and not self.stopped:
             batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
             with contextlib.closing(batches):
                 for metrics in self.epoch_steps(batches):
                     self.tell("on_step", metrics)
+                    self.agree(stop)
                     ended = self.position.step >= self.info.last_step
-                    if not stop and self.evaluates(metrics, ended):
+                    if not self.stopped and self.evaluates(metrics, ended):
                         self.evaluate(metrics.epoch, stop)
+                        self.agree(stop)
                     if self.save_every and self.position.step % self.save_every == 0:
                         self.save()
                         saved_at = self.position.step
-                    if stop or ended:
+                    if self.stopped or ended:
                         break
         if saved_at != self.position.step:
             self.save()
@@ -275,11 +275,13 @@ class _Training:
 
     def evaluate(self, epoch: int, stop: StopSignals) -> None:
         assert self.data.evaluation is not None, "do_eval without data is an error of the configuration"
-        metrics = _evaluate(self.session, self.data.evaluation, stop, self.position.step, epoch)
+        metrics = evaluate_now(self.session, self.data.evaluation, stop, self.position.step, epoch)
         if metrics is not None:
             self.tell("on_eval", metrics)
 
     def save(self) -> None:
+        if self.world.rank > 0:
+            return
         path = save(
             self.checkpoints,
             self.position,
@@ -304,12 +306,15 @@ class _Training:
         return {name: self.folder / place for name, place in names.items()}
 
 
-def _monitors(config: Config, folder: Path) -> list[Monitor]:
+def _monitors(config: Config, folder: Path, rank: int) -> list[Monitor]:
+    """Every rank has a log file; rank 0 has the console, the metrics and the report."""
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
     layers = config.decoder.moe_layers
     details = drop_rate_lines(layers) if watches_drop_rate(config) else no_details
+    log = log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, details)
+    if rank > 0:
+        return [log]
     console = console_monitor(config.log_format, every, details=details)
-    log = log_file_monitor(folder / "logs" / "rank-0.log", every, details)
     monitors = [console, log, JsonlMonitor(folder / "metrics.jsonl")]
     if config.report:
         # After the metrics file, which it reads, is closed.
@@ -324,72 +329,3 @@ def _checkpoint_settings(config: Config) -> tuple[int, int]:
         if entry.type == "CheckpointMonitor":
             return entry.save_checkpoint_steps, entry.keep_checkpoint_max
     return 0, 5
-
-
-def _build_data(config: Config, notice: Callable[[str], None]) -> _Data:
-    train, held_out = build_datasets(config, _show_build, notice)
-    loader = _loader(config, "train_dataset", train, shuffle=config.train_dataset.data_loader.shuffle)
-    return _Data(train, loader, _eval_data(config, held_out) if config.do_eval else None)
-
-
-def _eval_data(config: Config, rows: RowDataset | None) -> _EvalData:
-    assert rows is not None, "check_runnable has seen that there is something to evaluate on"
-    section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
-    loader = _loader(config, section, rows, shuffle=False, whole=True)
-    return _EvalData(loader, getattr(config, section).max_batches or None)
-
-
-def _loader(config: Config, section: str, rows: RowDataset, shuffle: bool, whole: bool = False) -> BatchLoader:
-    settings = getattr(config, section)
-    return BatchLoader(
-        rows,
-        batch_size=batch_size(config, section),
-        shuffle=shuffle,
-        seed=config.seed,
-        drop_remainder=settings.drop_remainder and not whole,
-        prefetch_size=settings.prefetch_size,
-    )
-
-
-def _show_build(done_bytes: int, total_bytes: int) -> None:
-    """A line on a terminal while a large token file is built."""
-    if total_bytes >= _PROGRESS_BYTES and sys.stderr.isatty():
-        end = "\n" if done_bytes >= total_bytes else ""
-        print(f"\rtokenizing: {100 * done_bytes // total_bytes} % of {total_bytes >> 20} MiB", end=end, file=sys.stderr)
-
-
-def _evaluate(session: Session, data: _EvalData, stop: StopSignals, step: int, epoch: int) -> EvalMetrics | None:
-    """Evaluates; None when a signal cut it short, which then says nothing."""
-    from trainer.step.evaluate import evaluate, perplexity
-
-    batches = data.loader.epoch(0)
-    with contextlib.closing(batches):
-        some = itertools.islice(batches, data.max_batches)
-        loss, tokens, seconds = evaluate(session.model, session.build_inputs, some, lambda: bool(stop))
-    return None if stop else EvalMetrics(step, epoch, loss, perplexity(loss), tokens, seconds)
-
-
-def _eval_run(config: Config) -> int:
-    """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
-    console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
-    for notice in config_notices(config):
-        console.on_notice(notice)
-    data = _eval_data(config, build_eval_dataset(config, _show_build, console.on_notice))
-    weights, folder = starting_weights(config), Path(config.output_dir).expanduser()
-    make_folder(folder, config.source.where("output_dir"))
-    from trainer.session import open_session
-
-    with StopSignals() as stop:
-        session = open_session(config, weights)
-        metrics = None if stop else _evaluate(session, data, stop, step=0, epoch=1)
-    if metrics is None:
-        console.on_notice(f"stopped by {stop.received.name}: the evaluation has no result")
-        return stop.exit_code
-    console.on_eval(metrics)
-    found = {name: getattr(metrics, name) for name in ("loss", "perplexity", "tokens", "seconds")}
-    # JSON has no infinity and no NaN.
-    found = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    adapters = {"adapter_id": config.adapter_id} if config.adapter_id else {}
-    text = json.dumps({"load_checkpoint": config.load_checkpoint, **adapters, **found}, indent=1)
-    write_text(folder / "eval.json", text + "\n")
-    return EXIT_OK

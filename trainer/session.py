@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mindspore
+import numpy as np
 
 from trainer.checkpoint.state import load_weights
 from trainer.config.recompute import recomputed_parts
 from trainer.cpu_threads import set_up_cpu_threads
 from trainer.device import resolve_device
+from trainer.errors import RunError
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
@@ -21,11 +23,11 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.peers import Alone, DataParallel, Peers
+from trainer.parallel.world import ALONE, World
 from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from trainer.config import Config
 
 
@@ -35,20 +37,24 @@ class Session:
 
     model: Decoder
     build_inputs: InputBuilder
+    peers: Peers
 
 
-def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Session:
-    """Sets up the device and builds the model.
+def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None, world: World = ALONE) -> Session:
+    """Sets up the device, finds the other ranks and builds the model.
 
     Args:
         config: Of the run.
         weights: For the model, checked to fit; None for those of `seed`.
+        world: This rank among how many.
 
     Raises:
         UserError: The device is not there.
+        RunError: The ranks do not start with the same weights.
     """
     device = resolve_device(config)
-    set_up_device(config, device)
+    set_up_device(config, device, world)
+    peers = DataParallel(world) if world.size > 1 else Alone()
     precision = resolve_precision(config.decoder, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.decoder, device, precision), precision)
     model = Decoder(
@@ -61,23 +67,48 @@ def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None
     )
     if weights is not None:
         load_weights(model, weights)
-    return Session(model, InputBuilder(config.decoder, kernels))
+    check_same_weights(model, peers)
+    return Session(model, InputBuilder(config.decoder, kernels), peers)
+
+
+def check_same_weights(model: Decoder, peers: Peers) -> None:
+    """Compares a checksum of all weights over the ranks.
+
+    Raises:
+        RunError: They differ; names the ranks whose weights are not those of rank 0.
+    """
+    if peers.size == 1:
+        return
+    checksum = 0
+    for parameter in model.parameters_by_name.values():
+        checksum = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), checksum)
+    every = peers.gather_bytes(checksum.to_bytes(4, "little"))
+    others = [str(rank) for rank, found in enumerate(every) if found != every[0]]
+    if others:
+        raise RunError(
+            f"the weights of rank {', '.join(others)} differ from those of rank 0 before the first step",
+            fix="give every host the same configuration, checkpoint and versions of MindSpore and NumPy",
+        )
 
 
 def open_training(
-    config: Config, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None = None
+    config: Config,
+    schedule: Callable[[int], float],
+    weights: Mapping[str, np.ndarray] | None = None,
+    world: World = ALONE,
 ) -> TrainStep:
     """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
 
     Args:
         config: Of the run.
         schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
-        weights: As in `open_session`.
+        weights, world: As in `open_session`.
 
     Raises:
         UserError: The device is not there, or `freeze` names no weight.
+        RunError: As in `open_session`.
     """
-    session, shapes = open_session(config, weights), trained_shapes(config)
+    session, shapes = open_session(config, weights, world), trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: session.model.parameters_by_name[name] for name in shapes}
     return TrainStep(
@@ -87,11 +118,12 @@ def open_training(
         session.build_inputs,
         config.runner_wrapper,
         seed=config.seed,
+        peers=session.peers,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
     )
 
 
-def set_up_device(config: Config, device: str) -> None:
+def set_up_device(config: Config, device: str, world: World = ALONE) -> None:
     """Chooses device and execution mode.
 
     The outer loop always runs in PyNative mode; `context.mode: 0` compiles the blocks inside it.
@@ -103,4 +135,4 @@ def set_up_device(config: Config, device: str) -> None:
             mindspore.set_device("CPU")
         set_up_cpu_threads()
     else:
-        mindspore.set_device(device, int(os.environ.get("DEVICE_ID", config.context.device_id)))
+        mindspore.set_device(device, world.local_rank if world.size > 1 else config.context.device_id)

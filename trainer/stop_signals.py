@@ -7,10 +7,13 @@ import signal
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
 
 
+EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
+
+
 class StopSignals:
     """Remembers SIGINT and SIGTERM instead of dying of them; a second one of the same kind acts at once."""
 
-    _CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
+    _CODES = EXIT_CODES
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from mindspore import Tensor
 
+    from trainer.parallel.world import World
+
 
 class Peers(Protocol):
     """The data-parallel ranks of a job, this one among them."""
@@ -59,17 +61,17 @@ class Alone:
 
 
 class DataParallel:
-    """The ranks of a job, through `trainer.parallel.collectives`.
+    """The ranks of a job, through `trainer.parallel.collectives`. Making it waits until all of them are there.
 
     Args:
-        rank: Of this process.
-        size: How many there are.
+        world: This rank among how many.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, world: World) -> None:
         from trainer.parallel import collectives
 
-        self.rank, self.size, self.collectives = rank, size, collectives
+        self.rank, self.size, self.collectives = world.rank, world.size, collectives
+        collectives.start(world)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         every = zip(*self.collectives.gather_float64(values), strict=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.data.batch import Batch
 from trainer.errors import RunError
+from trainer.parallel.peers import Alone, Peers
 from trainer.step.accumulate import valid_tokens
 
 if TYPE_CHECKING:
@@ -16,39 +17,57 @@ if TYPE_CHECKING:
     from trainer.models.inputs import InputBuilder
 
 
+class Evaluation(NamedTuple):
+    """Mean loss in nats per valid token, valid tokens, seconds."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+
 def evaluate(
-    model: Decoder, build_inputs: InputBuilder, batches: Iterable[Batch], stop: Callable[[], bool]
-) -> tuple[float, int, float]:
-    """Mean loss over all valid labels.
+    model: Decoder,
+    build_inputs: InputBuilder,
+    batches: Iterable[Batch],
+    stop: Callable[[], bool],
+    peers: Peers | None = None,
+) -> Evaluation | None:
+    """Mean loss over all valid labels of all ranks.
 
     Args:
         model: The decoder.
         build_inputs: Makes its inputs.
-        batches: What to read.
+        batches: What this rank reads.
         stop: Asked before every batch; True ends the evaluation early (a signal came).
+        peers: The other ranks; None: there are none.
 
     Returns:
-        Loss in nats per valid token, valid tokens, seconds.
+        The result; None when it ended early on some rank.
 
     Raises:
         RunError: There was no valid token.
     """
+    peers = Alone() if peers is None else peers
     began = time.perf_counter()
-    loss_sum, tokens = 0.0, 0
+    loss_sum, tokens, stopped = 0.0, 0, False
     for batch in batches:
         if stop():
+            stopped = True
             break
         count = valid_tokens(batch)
         if count:
             loss_sum += float(model(build_inputs(batch)).tokens.asnumpy())
             tokens += count
-    if tokens == 0 and not stop():
+    loss_sum, total, stops = peers.all_sum([loss_sum, tokens, stopped])
+    if stops:
+        return None
+    if total == 0:
         raise RunError(
             "the evaluation data holds no token with a loss",
             key="eval_dataset",
             fix="give more data, a larger held_out, or documents whose answers are not masked",
         )
-    return (loss_sum / tokens if tokens else math.nan), tokens, time.perf_counter() - began
+    return Evaluation(loss_sum / total, int(total), time.perf_counter() - began)
 
 
 def perplexity(loss: float) -> float:
