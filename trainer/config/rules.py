@@ -168,6 +168,8 @@ def rule_notices(config: Config) -> list[str]:
 
 
 def _wrapper_notices(config: Config) -> Iterator[str]:
+    if not config.trains:
+        return
     wrapper = config.runner_wrapper
     unused = {"norm": ("clip_value",), "value": ("max_grad_norm", "clip_by_group")}[wrapper.clip_type]
     keys = _set_keys(config, "runner_wrapper", unused)
