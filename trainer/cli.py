@@ -23,6 +23,7 @@ from trainer.flags import FLAGS, Arguments, split_arguments
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.parallel.world import World
     from trainer.plan import Plan
 
 _COMMANDS = ("train", "plan", "export", "doctor", "schema")
@@ -112,7 +113,8 @@ def dispatch(argv: list[str]) -> int:
     if command == "export":
         arguments = split_arguments(rest, ("--help", "--merge", "--force"), own_values=("--output", "--adapter"))
     else:
-        arguments = split_arguments(rest, own_flags=("--help", "--json"))
+        counts = ("--ranks", "--local_ranks") if command == "plan" else ()
+        arguments = split_arguments(rest, own_flags=("--help", "--json"), own_values=counts)
     return _invoke([command, *arguments.rest], arguments)
 
 
@@ -129,7 +131,11 @@ def _app() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command("train", help=_HELP)(_with_flags(_train))
     plan_help = "Says what a run would do, and ends. Never loads MindSpore."
-    app.command("plan", help=plan_help)(_with_flags(_plan, json_=_switch("json", "For machines.")))
+    counts = {
+        "ranks": _count("ranks", "Plan for a job of so many ranks. Default: the job around, or one."),
+        "local_ranks": _count("local_ranks", "So many of them on one host. Default: all."),
+    }
+    app.command("plan", help=plan_help)(_with_flags(_plan, json_=_switch("json", "For machines."), **counts))
     paths = {
         "output": _path("output", "The file, ending in .safetensors, or a folder for model.safetensors."),
         "adapter": _path("adapter", "The adapters: another name of --adapter_id."),
@@ -149,10 +155,10 @@ def _train(context: typer.Context) -> int:
     return run(config)
 
 
-def _plan(context: typer.Context, json_: bool) -> int:
+def _plan(context: typer.Context, json_: bool, ranks: int | None, local_ranks: int | None) -> int:
     from trainer.plan import plan_dict, plan_sections
 
-    plan = _built_plan(_load(context.obj))
+    plan = _built_plan(_load(context.obj), _planned_world(ranks, local_ranks))
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
@@ -160,11 +166,24 @@ def _plan(context: typer.Context, json_: bool) -> int:
     return EXIT_OK
 
 
-def _built_plan(config: Config) -> Plan:
+def _planned_world(ranks: int | None, local_ranks: int | None) -> World:
+    """The job that a plan is for: the one that the flags name, or the one around this process."""
+    from trainer.parallel.world import world_from_environment, world_of
+
+    if ranks is None and local_ranks is None:
+        return world_from_environment()
+    ranks = ranks or local_ranks
+    if local_ranks is not None and local_ranks > ranks:
+        fix = f"write --local_ranks {ranks} or less"
+        raise UserError(f"more than the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
+    return world_of(ranks, local_ranks)
+
+
+def _built_plan(config: Config, world: World) -> Plan:
     """The plan, and with `resume_training` the checkpoint found, read and checked as a run would."""
     from trainer.plan import build_plan
 
-    plan = build_plan(config)
+    plan = build_plan(config, world)
     if not (config.trains and config.resume_training):
         return plan
     from trainer.checkpoint.state import checkpoint_to_resume, data_layout, plan_resumed, read_resumed
@@ -245,6 +264,12 @@ def _switch(name: str, text: str) -> inspect.Parameter:
 def _path(name: str, text: str) -> inspect.Parameter:
     """A flag of one command that names a file or folder."""
     return _parameter(Annotated[str | None, typer.Option(f"--{name}", help=text, metavar="PATH", show_default=False)])
+
+
+def _count(name: str, text: str) -> inspect.Parameter:
+    """A flag of one command that counts something."""
+    option = typer.Option(f"--{name}", help=text, metavar="INT", min=1, show_default=False)
+    return _parameter(Annotated[int | None, option])
 
 
 def _parameter(annotation: Any, default: Any = None) -> inspect.Parameter:

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import check_runnable, config_notices
+from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.runner_schema import LossScaleSection
 from trainer.data import batch_size, estimate_rows
 from trainer.device import resolve_device
+from trainer.errors import UserError
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision
 from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
+from trainer.parallel.world import ALONE, World
 from trainer.plan_experts import active_weights, experts_plan
 from trainer.plan_memory import memory_estimate, memory_notices
 
@@ -50,6 +53,9 @@ class Plan:
 
     Attributes:
         run_mode, device, execution: What runs, where, and whether blocks are compiled.
+        ranks, host_ranks: Processes that run it together, on all hosts and on this one.
+        layout: How they share the work, in words; empty for one rank.
+        optimizer_sharing: How they share the optimizer state, in words; empty where each has all of it.
         output_dir: What a run leaves goes there.
         optimizer: Its type and the numbers that the type uses.
         clipping: What is done to a large gradient, in words.
@@ -66,11 +72,12 @@ class Plan:
         recompute: What the backward pass computes again, in words; empty for nothing.
         dtypes: For each part of the model its dtype on the device, and why.
         rows, rows_exact: Rows of an epoch; False where text must be tokenized first to know.
-        batch_rows, micro_batches, tokens_per_step: Rows of a micro-batch, micro-batches of a step, positions of a
-            full step.
+        batch_rows, micro_batches: Rows of a micro-batch on a rank, micro-batches of a step.
+        rows_per_step, tokens_per_step: Rows and positions of a full step, over all ranks.
         steps_per_epoch, epochs, total_steps, last_step: Optimizer steps; `last_step` is where this run ends.
         learning_rates: (step, rate) at a few telling steps; steps count from 1 as in the log.
-        memory_bytes: Estimated peak by part, and their total.
+        memory_bytes: Estimated peak of a rank by part, and their total.
+        host_memory_bytes: Of all ranks of this host.
         eval_rows: Rows of an evaluation, None without.
         notices: What the user should know.
         resumed: The checkpoint that the run goes on from and where that is, in words; empty for a fresh start.
@@ -78,6 +85,10 @@ class Plan:
 
     run_mode: str
     device: str
+    ranks: int
+    host_ranks: int
+    layout: str
+    optimizer_sharing: str
     execution: str
     output_dir: str
     optimizer: dict[str, Any]
@@ -98,6 +109,7 @@ class Plan:
     rows_exact: bool
     batch_rows: int
     micro_batches: int
+    rows_per_step: int
     tokens_per_step: int
     steps_per_epoch: int
     epochs: int
@@ -105,18 +117,19 @@ class Plan:
     last_step: int
     learning_rates: tuple[tuple[int, float], ...]
     memory_bytes: dict[str, int]
+    host_memory_bytes: int
     eval_rows: int | None
     notices: tuple[str, ...]
     resumed: str = ""
 
 
-def build_plan(config: Config) -> Plan:
-    """Works out what a run of this configuration will do.
+def build_plan(config: Config, world: World = ALONE) -> Plan:
+    """Works out what a run of this configuration will do in a job.
 
     Raises:
         UserError: The run could not start.
     """
-    check_runnable(config)
+    check_runnable(config, world)
     device, settings, runner = resolve_device(config), config.decoder, config.runner_config
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
@@ -125,15 +138,24 @@ def build_plan(config: Config) -> Plan:
     shapes = trained_shapes(config) if trains else every
     estimate = estimate_rows(config) if trains else None
     rows = estimate.rows if estimate else 0
-    batches = rows // runner.batch_size if config.train_dataset.drop_remainder else -(-rows // runner.batch_size)
+    degrees = degrees_of(config, world)
+    batch_rows = runner.batch_size * degrees.data_parallel
+    batches = rows // batch_rows if config.train_dataset.drop_remainder else -(-rows // batch_rows)
+    if estimate and estimate.exact and not batches:
+        raise _no_batch(config, rows, degrees.data_parallel)
     steps = -(-batches // runner.gradient_accumulation_steps)
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    memory_bytes = memory_estimate(config, trains)
+    memory_bytes = memory_estimate(config, trains, world)
+    fits = memory_notices(memory_bytes["total"], ranks=world.local_size)
     return Plan(
         run_mode=config.run_mode,
         device=device,
+        ranks=world.size,
+        host_ranks=world.local_size,
+        layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
+        optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
         execution="blocks compiled once, run layer by layer" if config.context.mode == 0 else "operator by operator",
         output_dir=str(Path(config.output_dir).expanduser()),
         optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
@@ -154,20 +176,41 @@ def build_plan(config: Config) -> Plan:
         rows_exact=estimate.exact if estimate else True,
         batch_rows=runner.batch_size,
         micro_batches=runner.gradient_accumulation_steps,
-        tokens_per_step=runner.batch_size * settings.seq_length * runner.gradient_accumulation_steps,
+        rows_per_step=batch_rows * runner.gradient_accumulation_steps,
+        tokens_per_step=batch_rows * runner.gradient_accumulation_steps * settings.seq_length,
         steps_per_epoch=steps,
         epochs=runner.epochs,
         total_steps=total,
         last_step=last,
         learning_rates=_learning_rates(config, total, last) if trains and total else (),
         memory_bytes=memory_bytes,
-        eval_rows=_eval_rows(config, estimate) if estimate and config.do_eval else None,
-        notices=(*config_notices(config), *freeze_notices(config), *memory_notices(memory_bytes["total"])),
+        host_memory_bytes=memory_bytes["total"] * world.local_size,
+        eval_rows=_eval_rows(config, estimate, degrees.data_parallel) if estimate and config.do_eval else None,
+        notices=(*config_notices(config, world), *freeze_notices(config), *fits),
+    )
+
+
+def _no_batch(config: Config, rows: int, ranks: int) -> UserError:
+    size, key = config.runner_config.batch_size, "runner_config.batch_size"
+    of_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return UserError(
+        f"{rows:,} rows of {config.decoder.seq_length} tokens fill no batch of {size} rows{of_ranks}",
+        where=config.source.where(key),
+        key=key,
+        value=size,
+        fix="set a smaller one, or train_dataset.drop_remainder to False",
     )
 
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
     return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
+
+
+def _optimizer_sharing(config: Config, world: World) -> str:
+    if not shards_optimizer(config, world):
+        return ""
+    parts, least = degrees_of(config, world).data_parallel, shard_threshold_bytes(config)
+    return f"1/{parts} on each rank" + (f"; parameters below {least >> 10} KiB whole on all" if least else "")
 
 
 def _adapters(settings: ModelConfig) -> str:
@@ -215,10 +258,10 @@ def _skipping(config: Config) -> str:
     return f"steps whose norm is above {wrapper.global_norm_spike_threshold:g}; {count} in a row end the run"
 
 
-def _eval_rows(config: Config, estimate: RowEstimate) -> int | None:
-    """Rows that an evaluation reads: all there are, or those of `max_batches`."""
+def _eval_rows(config: Config, estimate: RowEstimate, ranks: int) -> int | None:
+    """Rows that an evaluation reads: all there are, or those of `max_batches` on every rank."""
     section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
-    most = getattr(config, section).max_batches * batch_size(config, section)
+    most = getattr(config, section).max_batches * batch_size(config, section) * ranks
     return min(estimate.eval_rows, most) if estimate.eval_rows is not None and most else estimate.eval_rows
 
 
@@ -253,8 +296,11 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
     if plan.learning_rates:
         rates = [("step", "learning rate"), *((str(step), f"{rate:.3e}") for step, rate in plan.learning_rates)]
         sections.append(("schedule", rates))
-    memory = [("part", "MiB"), *((part, f"{size / (1 << 20):,.0f}") for part, size in plan.memory_bytes.items())]
-    sections.append(("memory, estimated", memory))
+    parts = plan.memory_bytes
+    if plan.ranks > 1:
+        parts = parts | {f"{plan.host_ranks} ranks of this host": plan.host_memory_bytes}
+    memory = [("part", "MiB"), *((part, f"{size / (1 << 20):,.0f}") for part, size in parts.items())]
+    sections.append(("memory of a rank, estimated" if plan.ranks > 1 else "memory, estimated", memory))
     if plan.notices:
         sections.append(("notes", [("",), *((f"- {notice}",) for notice in plan.notices)]))
     return sections
@@ -262,10 +308,14 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
+    if plan.ranks > 1:
+        hosts = "" if plan.host_ranks == plan.ranks else f", {plan.host_ranks} of them on this host"
+        rows.append(("ranks", f"{plan.ranks}{hosts}: {plan.layout}"))
     rows += [("execution", plan.execution), ("output_dir", plan.output_dir), ("weights", _weights(plan))]
     if plan.run_mode in ("train", "finetune"):
         about = "" if plan.rows_exact else "about "
         step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
+        step += f" on each rank: {plan.rows_per_step:,} rows" if plan.ranks > 1 else ""
         ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
         rows += [
             *([("resumes", plan.resumed)] if plan.resumed else []),
@@ -273,6 +323,7 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
             ("optimizer step", f"{step}, {plan.tokens_per_step:,} tokens"),
             ("steps", f"{about}{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {about}{plan.total_steps:,}{ends}"),
             ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
+            *([("optimizer state", plan.optimizer_sharing)] if plan.optimizer_sharing else []),
             ("clipping", plan.clipping),
             ("loss scale", plan.loss_scale),
             *([("skipped", plan.skipping)] if plan.skipping else []),

@@ -11,11 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from trainer.config.parallel_rules import shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
 from trainer.doctor import memory_left_bytes
 from trainer.models.shapes import all_shapes, attention_shapes, half_of, layer_targets, mlp_shapes
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
+from trainer.parallel.world import ALONE, World
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -28,8 +30,8 @@ _FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that
 _OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's size, by update rule
 
 
-def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
-    """Estimated peak of resident memory in bytes, by part and in total."""
+def memory_estimate(config: Config, trains: bool, world: World = ALONE) -> dict[str, int]:
+    """Estimated peak of resident memory of a rank in bytes, by part and in total."""
     settings = config.decoder
     weights = _bytes(all_shapes(settings))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
@@ -38,7 +40,7 @@ def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
         copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
         trained = _bytes(trained_shapes(config))
         parts["gradients"] = trained * copies
-        parts["optimizer state"] = _optimizer_state_bytes(config)
+        parts["optimizer state"] = _optimizer_state_bytes(config, world)
         parts["activations"] = tokens * activations_of_token(config) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
@@ -46,12 +48,18 @@ def memory_estimate(config: Config, trains: bool) -> dict[str, int]:
     return parts | {"total": sum(parts.values())}
 
 
-def _optimizer_state_bytes(config: Config) -> int:
+def _optimizer_state_bytes(config: Config, world: World) -> int:
+    """Of one rank: ranks that share it have equal parts of every parameter that is large enough."""
     shapes = trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    return sum(
-        _bytes({name: shapes[name] for name in group.parameters}) * _OPTIMIZER_STATES[group.rule] for group in groups
-    )
+    parts = world.size if shards_optimizer(config, world) else 1
+    least = shard_threshold_bytes(config)
+
+    def state(name: str, arrays: int) -> int:
+        size = _bytes({name: shapes[name]})
+        return arrays * (size if size < least else -(-size // parts))
+
+    return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
 
 
 def activations_of_token(config: Config) -> int:
@@ -112,18 +120,21 @@ def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * _FLOAT32_BYTES
 
 
-def memory_notices(total_bytes: int, left_bytes: int | None = None) -> Iterator[str]:
+def memory_notices(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:
     """Says when a run will probably not fit.
 
     Args:
-        total_bytes: Of the estimate.
+        rank_bytes: Of the estimate.
         left_bytes: Memory that is left here; None: look.
+        ranks: How many run on this host.
     """
     left_bytes = memory_left_bytes() if left_bytes is None else left_bytes
+    total_bytes = rank_bytes * ranks
     if total_bytes > left_bytes:
         mib = 1 << 20
+        who = "the run needs" if ranks == 1 else f"the {ranks} ranks of this host need"
         yield (
-            f"the run needs about {total_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
+            f"{who} about {total_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
             " a smaller runner_config.batch_size with more gradient_accumulation_steps, or recompute_config.recompute,"
             " needs less"
         )

@@ -1,0 +1,113 @@
+"""What `plan` says about a job of several ranks: layout, the global batch, shared optimizer state, memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import dispatch
+from trainer.config import Config, Override, load_config
+from trainer.errors import UserError
+from trainer.parallel.world import World, world_of
+from trainer.plan import build_plan, plan_text
+from trainer.plan_memory import memory_estimate, memory_notices
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
+MIB = 1 << 20
+
+
+def config_of(name: str = "quickstart", **keys: object) -> Config:
+    overrides = [Override(key.replace("__", "."), str(value)) for key, value in keys.items()]
+    return load_config(str(REPOSITORY / "configs" / f"{name}.yaml"), overrides)
+
+
+def text_of(config: Config, world: World) -> str:
+    return " ".join(plan_text(build_plan(config, world)).split())
+
+
+def test_the_global_batch_is_that_of_all_ranks() -> None:
+    config = config_of(runner_config__batch_size=4, runner_config__gradient_accumulation_steps=2)
+    one, eight = build_plan(config), build_plan(config, world_of(8))
+    assert (one.ranks, one.layout, one.rows_per_step, one.tokens_per_step) == (1, "", 8, 8 * 128)
+    assert (eight.ranks, eight.layout, eight.rows_per_step) == (8, "data_parallel 8", 64)
+    assert eight.tokens_per_step == 64 * 128 and eight.batch_rows == 4
+    assert eight.rows == one.rows
+    assert eight.steps_per_epoch == -(-(one.rows // 32) // 2)
+    same = config_of(runner_config__batch_size=32, runner_config__gradient_accumulation_steps=2)
+    assert build_plan(same).steps_per_epoch == eight.steps_per_epoch
+    kept = config_of(runner_config__batch_size=4, train_dataset__drop_remainder=False)
+    assert build_plan(kept, world_of(8)).steps_per_epoch == -(-one.rows // 32)
+    text = text_of(config, world_of(8))
+    assert "ranks 8: data_parallel 8" in text
+    assert "optimizer step 2 micro-batches of 4 rows on each rank: 64 rows, 8,192 tokens" in text
+    assert "rank" not in text_of(config, world_of(1))
+
+
+def test_an_evaluation_reads_its_batches_on_every_rank() -> None:
+    config = config_of(train_dataset__max_batches=2, runner_config__batch_size=4)
+    assert build_plan(config).eval_rows == 8
+    assert build_plan(config, world_of(4)).eval_rows == 32
+
+
+def test_sharing_cuts_the_optimizer_state() -> None:
+    shared = config_of("bench_dense", parallel__enable_parallel_optimizer=True)
+    whole = memory_estimate(config_of("bench_dense"), True, world_of(8))
+    assert memory_estimate(shared, True) == whole == memory_estimate(config_of("bench_dense"), True)
+    cut = memory_estimate(shared, True, world_of(8))
+    assert cut["optimizer state"] == pytest.approx(whole["optimizer state"] / 8, rel=0.01)
+    assert whole["total"] - cut["total"] == whole["optimizer state"] - cut["optimizer state"]
+    none = config_of(
+        "bench_dense", parallel__enable_parallel_optimizer=True, parallel__parallel_optimizer_threshold=2**30
+    )
+    assert memory_estimate(none, True, world_of(8)) == whole
+    text = text_of(shared, world_of(8))
+    assert "optimizer state 1/8 on each rank; parameters below 64 KiB whole on all" in text
+    assert build_plan(shared).optimizer_sharing == ""
+
+
+def test_memory_counts_the_ranks_of_a_host() -> None:
+    plan = build_plan(config_of(), world_of(16, 4))
+    assert plan.host_memory_bytes == 4 * plan.memory_bytes["total"]
+    text = plan_text(plan)
+    assert "16, 4 of them on this host: data_parallel 16" in text
+    assert (
+        f"4 ranks of this host{plan.host_memory_bytes / MIB:>10,.0f}".split()
+        == text[text.index("4 ranks") :].split()[:6]
+    )
+    assert list(memory_notices(100 * MIB, 400 * MIB, ranks=4)) == []
+    (notice,) = memory_notices(100 * MIB, 399 * MIB, ranks=4)
+    assert "the 4 ranks of this host need about 400 MiB of memory and 399 MiB are left" in notice
+    crowd = build_plan(config_of(), world_of(1024))
+    assert any("the 1024 ranks of this host need" in notice for notice in crowd.notices)
+
+
+def test_the_command_plans_for_a_job_that_is_not_there(capsys: pytest.CaptureFixture) -> None:
+    assert dispatch(["plan", "--config", QUICKSTART, "--ranks", "8", "--local_ranks=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks"], found["host_ranks"], found["rows_per_step"]) == (8, 2, 256)
+
+
+def test_the_command_sees_the_job_around_it(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_WORKER_NUM", "4")
+    monkeypatch.setenv("RANK_ID", "3")
+    assert dispatch(["plan", "--config", QUICKSTART, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == "data_parallel 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--ranks 0", "--ranks"),
+        ("--ranks eight", "--ranks"),
+        ("--ranks 4 --local_ranks 5", "--local_ranks = 5: more than the 4 ranks"),
+        ("--ranks 8 --parallel_config.data_parallel 3", "data_parallel 3 is for 3 ranks, and this job has 8"),
+        ("--ranks 100000", "rows of 128 tokens fill no batch of 32 rows on each of 100000 ranks"),
+    ],
+)
+def test_a_job_that_cannot_be_is_an_error(flags: str, part: str) -> None:
+    with pytest.raises(UserError) as caught:
+        dispatch(["plan", "--config", QUICKSTART, *flags.split()])
+    assert part in str(caught.value)
