@@ -1,0 +1,63 @@
+"""Starts small jobs through the real msrun; also imported by the workers, which it keeps to a core each."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_job(script: Path, *arguments: object, workers: int, folder: Path, limit_seconds: float = 150) -> None:
+    """Runs a script in so many processes and waits for them.
+
+    Args:
+        script: Its processes find the modules beside it and the trainer.
+        arguments: Of the script.
+        workers: Number of processes.
+        folder: For logs.
+        limit_seconds: A job that takes longer is ended.
+
+    Raises:
+        AssertionError: The job failed; the message ends with what the workers wrote.
+    """
+    shims = folder / "bin"
+    shims.mkdir(parents=True, exist_ok=True)
+    # msrun starts its workers with the python that it finds first.
+    shim = shims / "python"
+    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    shim.chmod(0o755)
+    command = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}"]
+    command += [f"--local_worker_num={workers}", f"--master_port={_free_port()}", f"--log_dir={folder}"]
+    command += ["--join=True", "--cluster_time_out=100", str(script), *map(str, arguments)]
+    environment = os.environ | {"PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+        try:
+            output, _ = job.communicate(timeout=limit_seconds)
+        except subprocess.TimeoutExpired:
+            for process in (*psutil.Process(job.pid).children(recursive=True), job):
+                process.kill()
+            output, _ = job.communicate()
+            output += f"\nended after {limit_seconds} s".encode()
+    logs = "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(folder.glob("worker_*.log")))
+    assert job.returncode == 0, f"{output.decode()[-2000:]}\n{logs}"
+
+
+def take_a_core() -> None:
+    """Keeps a worker to a core of its own: MindSpore's threads poll, and those of two workers on the same cores make
+    each other many times slower."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ.get("DEVICE_ID", "0")) % len(cores)]})
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
