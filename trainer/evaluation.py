@@ -14,6 +14,7 @@ from trainer.checkpoint.adapters import starting_weights
 from trainer.config import config_notices
 from trainer.data.loaders import EvalBatches, eval_batches
 from trainer.errors import EXIT_OK, EXIT_SIGTERM
+from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.metrics import EvalMetrics
@@ -38,17 +39,21 @@ def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: i
     """Evaluates on all ranks together; None when a signal cut it short, which then says nothing."""
     from trainer.step.evaluate import evaluate, perplexity
 
+    def asked_to_stop() -> bool:
+        heartbeat.beat(step)  # an evaluation may be long
+        return bool(stop)
+
     batches = data.loader.epoch(0)
     with contextlib.closing(batches):
         some = itertools.islice(batches, data.max_batches)
-        found = evaluate(session.model, session.build_inputs, some, lambda: bool(stop), session.peers)
+        found = evaluate(session.model, session.build_inputs, some, asked_to_stop, session.peers)
     return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds) if found else None
 
 
 def eval_run(config: Config, world: World) -> int:
     """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
     console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
-    for notice in config_notices(config):
+    for notice in config_notices(config, world):
         console.on_notice(notice)
     data = eval_batches(config, (world.rank, world.size), show_build, console.on_notice)
     weights, folder = starting_weights(config), Path(config.output_dir).expanduser()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.adapters import starting_weights
 from trainer.data import load_tokenizer
-from trainer.errors import UserError
+from trainer.errors import EXIT_SIGTERM, UserError
 from trainer.monitors.files import make_folder, write_failure
 from trainer.stop_signals import StopSignals
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.data import Tokenizer
     from trainer.models.generate import Generator
+    from trainer.parallel.peers import Peers
+    from trainer.parallel.world import World
 
 
 class _Stopped(Exception):
@@ -75,14 +78,16 @@ def _prompt_of_record(line: str, where: str) -> str:
     )  # fmt: skip
 
 
-def predict(config: Config, write: Callable[[str], None]) -> int:
+def predict(config: Config, write: Callable[[str], None], world: World) -> int:
     """Continues every prompt; text appears as it is made, and all of it lands in `output_dir`/predictions.jsonl.
 
-    A signal ends it after the next token; predictions.jsonl of an earlier run stays then.
+    Several ranks share the batches of prompts; rank 0 shows and writes them all when all are done. A signal ends it
+    after the next token; predictions.jsonl of an earlier run stays then.
 
     Args:
         config: Run mode predict.
         write: Takes text to show, with its own newlines.
+        world: This rank among how many.
 
     Returns:
         The exit code.
@@ -93,13 +98,15 @@ def predict(config: Config, write: Callable[[str], None]) -> int:
     """
     with StopSignals() as stop:
         try:
-            _predict(config, write, lambda: bool(stop))
+            _predict(config, write, lambda: bool(stop), world)
         except _Stopped:
-            print(f"stopped by {stop.received.name}", file=sys.stderr)
+            name = stop.received.name if stop.received else "a signal to another rank"
+            print(f"stopped by {name}", file=sys.stderr)
+            return stop.exit_code or EXIT_SIGTERM
     return stop.exit_code
 
 
-def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bool]) -> None:
+def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bool], world: World) -> None:
     settings = config.decoder
     prompts, tokenizer = read_prompts(config), load_tokenizer(config)
     encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
@@ -110,7 +117,7 @@ def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bo
     from trainer.models.generate import Generator, Sampling
     from trainer.session import open_session
 
-    session = open_session(config, weights)
+    session = open_session(config, weights, world)
     generator = Generator(session.model, session.build_inputs, _eos_ids(settings, tokenizer))
     sampling = Sampling(
         do_sample=settings.do_sample,
@@ -121,14 +128,51 @@ def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bo
         seed=config.seed,
     )
     size = config.predict_batch_size or settings.batch_size
+
+    def continued(first: int, show: Callable[[str], None]) -> Iterator[dict[str, str]]:
+        """One batch of prompts."""
+        part = slice(first, first + size)
+        steps = _until(stop, generator.stream(encoded[part], limits[part], sampling, first))
+        numbers = [f"[{number + 1}/{len(prompts)}]" for number in range(len(prompts))[part]]
+        texts = _show(prompts[part], numbers, steps, tokenizer, generator, show)
+        yield from ({"prompt": prompt, "text": text} for prompt, text in zip(prompts[part], texts, strict=True))
+
+    batches = range(0, len(prompts), size)
+    if world.size > 1:
+        _predict_together(batches, continued, session.peers, folder, write)
+        return
     with write_records(folder / "predictions.jsonl") as record:
-        for first in range(0, len(prompts), size):
-            part = slice(first, first + size)
-            steps = _until(stop, generator.stream(encoded[part], limits[part], sampling, first))
-            numbers = [f"[{number + 1}/{len(prompts)}]" for number in range(len(prompts))[part]]
-            texts = _show(prompts[part], numbers, steps, tokenizer, generator, write)
-            for prompt, text in zip(prompts[part], texts, strict=True):
-                record({"prompt": prompt, "text": text})
+        for first in batches:
+            for found in continued(first, write):
+                record(found)
+
+
+def _predict_together(
+    batches: Sequence[int],
+    continued: Callable[[int, Callable[[str], None]], Iterator[dict[str, str]]],
+    peers: Peers,
+    folder: Path,
+    write: Callable[[str], None],
+) -> None:
+    """Each rank continues every n-th batch; rank 0 shows and writes them in the order of the prompts."""
+    done: list[tuple[int, str, list[dict[str, str]]]] | None = []
+    try:
+        for first in batches[peers.rank :: peers.size]:
+            shown: list[str] = []
+            found = list(continued(first, shown.append))
+            done.append((first, "".join(shown), found))
+    except _Stopped:
+        done = None  # the others are waiting for what this rank has to say
+    every = [json.loads(part) for part in peers.gather_bytes(json.dumps(done).encode())]
+    if None in every:
+        raise _Stopped
+    if peers.rank > 0:
+        return
+    with write_records(folder / "predictions.jsonl") as record:
+        for _, shown, found in sorted(itertools.chain.from_iterable(every)):
+            write(shown)
+            for one in found:
+                record(one)
 
 
 def _until(stop: Callable[[], bool], steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:

@@ -25,6 +25,7 @@ from trainer.data.loaders import training_batches
 from trainer.device import resolve_device
 from trainer.errors import EXIT_OK, RunError
 from trainer.evaluation import eval_run, evaluate_now, show_build
+from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details
 from trainer.monitors.files import write_text
 from trainer.monitors.jsonl import JsonlMonitor
@@ -57,14 +58,15 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         RunError: The run failed (exit code 1).
     """
     world = world_from_environment()
-    check_runnable(config)
+    heartbeat.start()
+    check_runnable(config, world)
     resolve_device(config)
     if config.run_mode == "predict":
         from trainer.predict import predict
 
-        for notice in config_notices(config):
+        for notice in config_notices(config, world) if world.rank == 0 else ():
             print(f"note: {notice}", file=sys.stderr)
-        return predict(config, _print_text)
+        return predict(config, _print_text, world)
     if config.run_mode == "eval":
         return eval_run(config, world)
     return _Training(config, world).run(extra_monitors)
@@ -121,9 +123,10 @@ class _Training:
 
     def prepare(self) -> list[str]:
         """Finds, reads and checks everything that the run needs; returns what the user should know."""
-        config, notices = self.config, [*config_notices(self.config), *freeze_notices(self.config)]
+        config = self.config
+        notices = [*config_notices(config, self.world), *freeze_notices(config)]
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
-        plan = build_plan(config)
+        plan = build_plan(config, self.world)
         self.data = training_batches(config, (self.world.rank, self.world.size), show_build, notices.append)
         self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content)
         # A run that resumes takes its weights from the checkpoint it resumes from.
@@ -183,6 +186,7 @@ class _Training:
             batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
             with contextlib.closing(batches):
                 for metrics in self.epoch_steps(batches):
+                    heartbeat.beat(self.position.step)
                     self.tell("on_step", metrics)
                     self.agree(stop)
                     ended = self.position.step >= self.info.last_step
@@ -191,6 +195,7 @@ class _Training:
                         self.agree(stop)
                     if self.save_every and self.position.step % self.save_every == 0:
                         self.save()
+                        heartbeat.beat(self.position.step)
                         saved_at = self.position.step
                     if self.stopped or ended:
                         break
