@@ -1,0 +1,79 @@
+"""What a worker tells the launcher of its job: that it has done another step, and that it fails.
+
+Outside a job all of it does nothing. Files are used because they need no thread, and no answer, in the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+JOB_VARIABLE = "RUN_TRAINER_JOB"
+"""Environment variable with the path of the job's folder."""
+
+DUMP_SIGNAL = signal.SIGUSR1
+"""Makes a worker write the Python stacks of its threads to its log."""
+
+
+def beat_file(job: Path, rank: int) -> Path:
+    """Grows by nothing, but changes with every step: it holds the number of the step."""
+    return job / f"rank-{rank}.beat"
+
+
+def failure_file(job: Path, rank: int) -> Path:
+    """Written when a worker knows that it fails, which may be long before its process ends."""
+    return job / f"rank-{rank}.failed"
+
+
+def start() -> None:
+    """To be called when a worker starts: from now on it answers when the launcher asks for its Python stacks."""
+    if _job() is not None:
+        faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
+
+
+def beat(step: int) -> None:
+    """To be called after each step, and within what takes long between two: a job without any for too long hangs.
+
+    Args:
+        step: The number of the optimizer step that was done last.
+    """
+    descriptor = _open_beat_file()
+    if descriptor is not None:
+        os.pwrite(descriptor, f"{step:<20d}\n".encode("ascii"), 0)
+
+
+def failed(exit_code: int) -> None:
+    """To be called when the worker is about to end with an error.
+
+    Ending may take long, and the other workers may notice and end before: so the launcher knows who failed first.
+    """
+    job = _job()
+    if job is not None:
+        with contextlib.suppress(OSError):
+            text = json.dumps({"exit_code": exit_code, "at_seconds": time.monotonic()})
+            failure_file(job, _rank()).write_text(text, encoding="ascii")
+
+
+def _job() -> Path | None:
+    folder = os.environ.get(JOB_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK_ID", "0"))
+
+
+@functools.cache
+def _open_beat_file() -> int | None:
+    job = _job()
+    if job is None:
+        return None
+    with contextlib.suppress(OSError):
+        return os.open(beat_file(job, _rank()), os.O_WRONLY | os.O_CREAT, 0o644)
+    return None
