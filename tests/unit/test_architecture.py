@@ -35,7 +35,7 @@ ROOMS = (
     ),
     ("trainer.optim.freeze",),
     ("trainer.plan_memory", "trainer.plan_experts"),
-    ("trainer.plan",),
+    ("trainer.plan", "trainer.launch.checks"),
     ("trainer.parallel",),
     ("trainer.ops",),
     ("trainer.models",),

@@ -1,0 +1,153 @@
+"""Bad input of the launcher: a mistake is one message with key, value, rule and fix, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.launch.arguments import LaunchOptions
+from trainer.launch.checks import check_launch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> LaunchOptions:
+    """A job that can run."""
+    return LaunchOptions(
+        worker_num=4, local_worker_num=4, log_dir=tmp_path / "logs", arguments=("--config", QUICKSTART)
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A Python file of the user's own, which nobody looks into."""
+    path = tmp_path / "mine.py"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def refusal(options: LaunchOptions, left_bytes: int = 64 * GIB) -> str:
+    with pytest.raises(UserError) as caught:
+        check_launch(options, left_bytes=left_bytes)
+    assert caught.value.exit_code == 2 and "\n  Fix: " in str(caught.value)
+    return str(caught.value)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def test_a_job_that_can_run_is_left_alone(options: LaunchOptions, script: Path) -> None:
+    for good in (
+        options,
+        replace(options, worker_num=1, local_worker_num=1),
+        replace(options, master_addr="localhost", master_port=free_port()),
+        replace(options, worker_num=8, node_rank=1, master_addr="10.255.255.1", master_port=8118),
+        replace(options, script=script, arguments=("anything", "--at-all")),
+        replace(options, arguments=("train", "--config", QUICKSTART, "--seed", "3")),
+    ):
+        check_launch(good, left_bytes=64 * GIB)
+    assert options.log_dir.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"worker_num": 0, "local_worker_num": 0}, ["worker_num = 0: must be at least 1"]),
+        ({"local_worker_num": 5}, ["local_worker_num = 5: must be from 1 to the number of all workers, 4"]),
+        ({"local_worker_num": 0}, ["local_worker_num = 0"]),
+        ({"local_worker_num": 3}, ["equally many workers, and 4 is not a multiple of 3", "set it to 2 or 4"]),
+        ({"node_rank": 1}, ["node_rank = 1: with all workers on one node it is 0"]),
+        ({"worker_num": 8, "node_rank": 2}, ["node_rank = 2: the nodes are 0 to 1"]),
+        ({"node_rank": -1}, ["node_rank = -1"]),
+        ({"cluster_time_out": 0}, ["cluster_time_out = 0: must be at least 1 second"]),
+        ({"script": Path("/nowhere/train.py")}, ["script = '/nowhere/train.py': there is no such file"]),
+        ({"master_port": 0}, ["master_port = 0: must be from 1 to 65535"]),
+        ({"master_port": 70_000}, ["master_port = 70000: must be from 1 to 65535", "8118"]),
+        ({"master_port": -5}, ["master_port = -5"]),
+        ({"master_addr": ""}, ["master_addr = '': is neither an IP address nor the name of a host"]),
+        ({"master_addr": "10.0.0"}, ["master_addr = '10.0.0': is neither"]),
+        ({"master_addr": "10.0.0.300"}, ["'10.0.0.300': is neither"]),
+        ({"master_addr": "10.0.0.1:8118"}, ["is neither", "the port is master_port"]),
+        ({"master_addr": "http://node0"}, ["is neither"]),
+        ({"master_addr": "two words"}, ["is neither"]),
+        ({"master_addr": "-dash"}, ["is neither"]),
+        ({"master_addr": "no-such-host.invalid"}, ["master_addr = 'no-such-host.invalid': no such host is known ("]),
+        ({"master_addr": "203.0.113.7"}, ["'203.0.113.7': is no address of this machine, which is node 0"]),
+    ],
+)
+def test_values_that_cannot_be(options: LaunchOptions, changes: dict, parts: list[str]) -> None:
+    message = refusal(replace(options, **changes))
+    assert all(part in message for part in ("launch: ", *parts)), message
+
+
+def test_a_port_in_use_is_refused_where_the_scheduler_will_listen(options: LaunchOptions, busy_port: int) -> None:
+    assert f"master_port = {busy_port}: is in use on this machine" in refusal(replace(options, master_port=busy_port))
+    check_launch(replace(options, worker_num=8, node_rank=1, master_port=busy_port), left_bytes=64 * GIB)
+
+
+def test_the_folder_of_the_logs_must_be_writable(options: LaunchOptions, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be written to (" in refusal(replace(options, log_dir=tmp_path / "file"))
+    assert "log_dir = " in refusal(replace(options, log_dir=tmp_path / "file" / "below"))
+    assert "cannot be written to (" in refusal(replace(options, log_dir=Path("/proc/logs")))
+
+
+def test_more_workers_than_memory_allows_are_refused(options: LaunchOptions, script: Path) -> None:
+    message = refusal(options, left_bytes=GIB)
+    assert "nproc = 4: 4 workers on this host need about 3,7" in message and "and 1,024 MiB are left" in message
+    assert "start 1, spread them over more nodes" in message and "--force" in message
+    assert "lower runner_config.batch_size" in refusal(options, left_bytes=GIB // 2)
+    check_launch(replace(options, force=True), left_bytes=GIB)
+    check_launch(replace(options, script=script), left_bytes=GIB)
+    halves = replace(options, local_worker_num=2)
+    check_launch(halves, left_bytes=2 * GIB)  # memory is that of a host
+    assert "2 workers on this host" in refusal(halves, left_bytes=GIB)
+
+
+def test_sharing_the_optimizer_state_lets_more_workers_in(options: LaunchOptions) -> None:
+    large = ("--config", str(REPOSITORY / "configs" / "bench_dense.yaml"), "--batch_size", "1")
+    whole = replace(options, arguments=(*large, "--model.model_config.num_layers", "48"))
+    shared = replace(whole, arguments=(*whole.arguments, "--parallel.enable_parallel_optimizer"))
+    message = refusal(whole, left_bytes=6 * GIB)
+    assert "4 workers" in message
+    check_launch(shared, left_bytes=6 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), ["--config: a run needs its YAML file"]),
+        (("--config", "/nowhere.yaml"), ["/nowhere.yaml"]),
+        (("--config", QUICKSTART, "--epoch", "3"), ["--epoch"]),
+        (("--config", QUICKSTART, "--use_parallel", "False"), ["use_parallel = False: this job has 4 ranks"]),
+        (("--config", QUICKSTART, "--parallel_config.model_parallel", "2"), ["model_parallel = 2: not yet supported"]),
+        (("--config", QUICKSTART, "--parallel_config.data_parallel", "3"), ["is for 3 ranks, and this job has 4"]),
+        (("--config", QUICKSTART, "--device_target", "Ascend"), ["no Ascend device"]),
+        (("plan", "--config", QUICKSTART), ["launch: plan: only trainings", "plan --ranks 8"]),
+        (("export", "--config", QUICKSTART), ["launch: export: only trainings", "leave `launch` out"]),
+    ],
+)
+def test_what_would_end_every_worker_at_once_is_found_before(
+    options: LaunchOptions, arguments: tuple[str, ...], parts: list[str]
+) -> None:
+    message = refusal(replace(options, arguments=arguments))
+    assert all(part in message for part in parts), message

@@ -1,0 +1,174 @@
+"""What is wrong with a job is said before any process of it starts: exit code 2 within a second.
+
+A worker that cannot start, a scheduler that cannot listen, or memory that runs out would otherwise show only minutes
+later, in one of many logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import re
+import socket
+import tempfile
+from pathlib import Path
+
+from trainer.config import check_runnable, load_config
+from trainer.device import resolve_device
+from trainer.doctor import memory_left_bytes
+from trainer.errors import UserError
+from trainer.flags import split_arguments
+from trainer.launch.arguments import LaunchOptions
+from trainer.parallel.world import World
+from trainer.plan_memory import memory_estimate
+
+_LAST_PORT = 65_535
+_MIB = 1 << 20
+# RFC 1123: labels of letters, digits and dashes; underscores occur in the names of containers.
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?\Z")
+
+
+def check_launch(options: LaunchOptions, *, left_bytes: int | None = None) -> None:
+    """Checks what `launch` and msrun_launcher.sh are told, on the machine of this node.
+
+    Args:
+        options: The job, as it was read.
+        left_bytes: Memory that is left on this host; None: look.
+
+    Raises:
+        UserError: The job could not run, or would need more memory than there is (`force` starts it even so).
+    """
+    _check_counts(options)
+    if options.script is not None and not options.script.is_file():
+        raise _error("script", str(options.script), "there is no such file", "give the path of a Python file")
+    if options.cluster_time_out < 1:
+        fix = "write 7200 for two hours"
+        raise _error("cluster_time_out", options.cluster_time_out, "must be at least 1 second", fix)
+    addresses = _resolved(options.master_addr)
+    _check_port(options, addresses)
+    _check_folder(options.log_dir)
+    if options.script is None:
+        _check_memory(options, _worker_bytes(options), left_bytes)
+
+
+def _error(key: str, value: object, rule: str, fix: str) -> UserError:
+    return UserError(rule, where="launch", key=key, value=value, fix=fix)
+
+
+def _check_counts(options: LaunchOptions) -> None:
+    workers, local, node = options.worker_num, options.local_worker_num, options.node_rank
+    if workers < 1:
+        raise _error("worker_num", workers, "must be at least 1", "write --nproc 8 for eight workers")
+    if not 1 <= local <= workers:
+        rule = f"must be from 1 to the number of all workers, {workers}"
+        raise _error("local_worker_num", local, rule, "leave it out with one node")
+    if workers % local:
+        rule = f"every node has equally many workers, and {workers} is not a multiple of {local}"
+        near = [each for each in range(1, workers + 1) if workers % each == 0]
+        near = sorted(near, key=lambda each: abs(each - local))[:2]
+        fix = f"set it to {' or '.join(str(each) for each in sorted(near))}, or change worker_num"
+        raise _error("local_worker_num", local, rule, fix)
+    if not 0 <= node < options.nodes:
+        one = (
+            "with all workers on one node it is 0" if options.nodes == 1 else f"the nodes are 0 to {options.nodes - 1}"
+        )
+        raise _error("node_rank", node, one, "number the nodes from 0, or lower local_worker_num")
+
+
+def _resolved(host: str) -> list[str]:
+    """The addresses of a host."""
+    key, bare = "master_addr", host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(bare))]
+    if re.fullmatch(r"[\d.]+", bare) or not _HOST_NAME.match(bare):
+        fix = "write the name or the address of node 0 alone, such as 10.0.0.1; the port is master_port"
+        raise _error(key, host, "is neither an IP address nor the name of a host", fix)
+    try:
+        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        rule = f"no such host is known ({getattr(error, 'strerror', None) or error})"
+        raise _error(key, host, rule, "write its IP address, or make its name known to this machine") from None
+    return [str(entry[4][0]) for entry in found]
+
+
+def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
+    """The scheduler listens on node 0; the other nodes only connect to it."""
+    port = options.master_port
+    if port is not None and not 1 <= port <= _LAST_PORT:
+        fix = "leave it out: a free port is then picked, or 8118 with several nodes"
+        raise _error("master_port", port, f"must be from 1 to {_LAST_PORT}", fix)
+    if options.node_rank != 0:
+        return
+    reason = _why_not_listening(addresses[0], port or 0)
+    if reason == errno.EADDRNOTAVAIL:
+        rule = "is no address of this machine, which is node 0, where the scheduler runs"
+        fix = "give the address of this machine, or the node_rank that it has"
+        raise _error("master_addr", options.master_addr, rule, fix)
+    if port is None or not reason:
+        return
+    rule = "this user may not listen there" if reason == errno.EACCES else "is in use on this machine"
+    fix = "give another one; with one node leave it out, and a free one is picked"
+    raise _error("master_port", port, rule, fix)
+
+
+def _why_not_listening(address: str, port: int) -> int:
+    """The error that a server would meet there; 0 for none."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do no harm
+            probe.bind((address, port))
+            probe.listen()
+    except OSError as error:
+        return error.errno or errno.EADDRINUSE
+    return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Makes it and writes into it: what permissions, file systems and quotas say is only known then."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        rule = f"cannot be written to ({error.strerror})"
+        raise _error("log_dir", str(folder), rule, "give another --log_dir, or make room there") from None
+
+
+def _worker_bytes(options: LaunchOptions) -> int | None:
+    """The memory of a worker as `plan` estimates it; None on devices that have memory of their own.
+
+    Raises:
+        UserError: The workers would all end at once: mistakes in flags and file, or another number of ranks.
+    """
+    arguments = split_arguments(options.arguments)
+    command = [word for word in arguments.rest if word != "train"]
+    if command:
+        rule = "only trainings, evaluations and predictions run on several ranks"
+        fix = "write `plan --ranks 8` to plan a job" if command[0] == "plan" else "leave `launch` out"
+        raise UserError(rule, where="launch", key=command[0], fix=fix)
+    if arguments.config is None:
+        raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
+    config = load_config(arguments.config, arguments.overrides)
+    world = World(options.ranks.start, options.worker_num, 0, options.local_worker_num)
+    check_runnable(config, world)
+    return memory_estimate(config, config.trains, world)["total"] if resolve_device(config) == "CPU" else None
+
+
+def _check_memory(options: LaunchOptions, worker_bytes: int | None, left_bytes: int | None) -> None:
+    if worker_bytes is None or options.force:
+        return
+    left = memory_left_bytes() if left_bytes is None else left_bytes
+    workers = options.local_worker_num
+    if worker_bytes * workers <= left:
+        return
+    rule = (
+        f"{workers} workers on this host need about {workers * worker_bytes / _MIB:,.0f} MiB of memory"
+        f" ({worker_bytes / _MIB:,.0f} MiB each, as `plan --ranks {options.worker_num}` shows),"
+        f" and {left / _MIB:,.0f} MiB are left"
+    )
+    fitting = left // worker_bytes
+    fewer = f"start {fitting}" if 0 < fitting < workers else "lower runner_config.batch_size"
+    fix = f"{fewer}, spread them over more nodes, lower batch_size or use recompute_config, or try it with --force"
+    raise _error("nproc", options.worker_num, rule, fix)
