@@ -23,10 +23,11 @@ from trainer.flags import FLAGS, Arguments, split_arguments
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.launch.arguments import LaunchOptions
     from trainer.parallel.world import World
     from trainer.plan import Plan
 
-_COMMANDS = ("train", "plan", "export", "doctor", "schema")
+_COMMANDS = ("train", "plan", "launch", "status", "stop", "export", "doctor", "schema")
 # A paragraph is one line: the terminal's width breaks it.
 _HELP = "\n\n".join(
     (
@@ -34,7 +35,8 @@ _HELP = "\n\n".join(
         "Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], "
         "[bold]--callbacks.0.save_checkpoint_steps 50[/bold], or [bold]--options optimizer.betas=[0.9,0.95][/bold]. "
         "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad.",
-        "Other commands: [bold]plan[/bold] says what a run would do; [bold]export[/bold] writes a checkpoint as one "
+        "Other commands: [bold]plan[/bold] says what a run would do; [bold]launch[/bold] runs on several devices, "
+        "[bold]status[/bold] and [bold]stop[/bold] look after that; [bold]export[/bold] writes a checkpoint as one "
         "Hugging Face file; [bold]doctor[/bold] checks this machine; "
         "[bold]schema[/bold] prints the JSON Schema of the YAML files. Each has its own --help.",
     )
@@ -45,6 +47,15 @@ _EXPORT_HELP = "\n\n".join(
         "Writes the weights of --load_checkpoint as one safetensors file with Hugging Face's names. Never loads "
         "MindSpore.",
         "With [bold]--adapter DIR --merge[/bold] the adapters of a training with pet_config are folded in.",
+    )
+)
+
+
+_LAUNCH_HELP = "\n\n".join(
+    (
+        "Runs the trainer on several devices, through MindSpore's msrun, and supervises it: the first failure ends the "
+        "job and is named, Ctrl-C reaches every worker, a hang is found, and no process is left.",
+        "All other flags are those of a run: [bold]run_trainer.py launch --nproc 8 --config configs/a.yaml[/bold].",
     )
 )
 
@@ -108,7 +119,9 @@ def dispatch(argv: list[str]) -> int:
             key=command,
             fix=f"use {near[0]}" if near else f"use one of {', '.join(_COMMANDS)}, or flags only to train",
         )
-    if command == "doctor":
+    if command == "launch":
+        return _dispatch_launch(rest)
+    if command in ("doctor", "status", "stop"):
         return _invoke([command, *rest], None)
     if command == "export":
         arguments = split_arguments(rest, ("--help", "--merge", "--force"), own_values=("--output", "--adapter"))
@@ -118,7 +131,16 @@ def dispatch(argv: list[str]) -> int:
     return _invoke([command, *arguments.rest], arguments)
 
 
-def _invoke(args: list[str], arguments: Arguments | None) -> int:
+def _dispatch_launch(rest: list[str]) -> int:
+    from trainer.launch.arguments import read_options, read_positional, split_own
+
+    if rest[:1] == ["--positional"]:  # of scripts/msrun_launcher.sh
+        return _invoke(["launch"], read_positional(rest[1:], os.environ))
+    wants_help = "help" in split_own(rest)[0]
+    return _invoke(["launch", "--help"] if wants_help else ["launch"], None if wants_help else read_options(rest))
+
+
+def _invoke(args: list[str], arguments: Arguments | LaunchOptions | None) -> int:
     usage_error = typer.BadParameter.__base__  # of the Click that this Typer uses, which may be a copy of its own
     try:
         code = typer.main.get_command(_app())(args, prog_name="run_trainer.py", obj=arguments, standalone_mode=False)
@@ -141,6 +163,9 @@ def _app() -> typer.Typer:
         "adapter": _path("adapter", "The adapters: another name of --adapter_id."),
     }
     merge, force = _switch("merge", "Fold the adapters in."), _switch("force", "Replace a file that is there.")
+    app.command("launch", help=_LAUNCH_HELP)(_with_launch_options())
+    app.command("status", help="Says what a job of launch does, or how it ended.")(_status)
+    app.command("stop", help="Lets a job of launch save and end.")(_stop)
     app.command("export", help=_EXPORT_HELP)(_with_flags(_export, **paths, merge=merge, force=force))
     app.command("doctor", help="Checks whether this machine can train, and says how to mend what is missing.")(_doctor)
     app.command("schema", help="Prints the JSON Schema of the YAML files, for editors.")(_schema)
@@ -205,6 +230,28 @@ def _export(context: typer.Context, output: str | None, adapter: str | None, mer
         arguments.overrides.append(Override("adapter_id", adapter, "flag --adapter"))
     print(export(_load(arguments), Path(output).expanduser(), merge=merge, force=force))
     return EXIT_OK
+
+
+def _launch(context: typer.Context) -> int:
+    from trainer.launch.checks import check_launch
+    from trainer.launch.command import launch
+
+    return launch(context.obj, check_launch)
+
+
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of logs of the job.")]
+
+
+def _status(folder: _Folder, json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> int:
+    from trainer.launch.command import status
+
+    return status(folder, json_)
+
+
+def _stop(folder: _Folder) -> int:
+    from trainer.launch.command import stop
+
+    return stop(folder)
 
 
 def _doctor(
@@ -274,6 +321,23 @@ def _count(name: str, text: str) -> inspect.Parameter:
 
 def _parameter(annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter("own", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _with_launch_options() -> Callable:
+    """The command `launch` with its options, for its help; their values have been taken by `read_options` already."""
+    from trainer.launch.arguments import HELP
+
+    def wrapper(context: typer.Context, **values: Any) -> int:
+        return _launch(context)
+
+    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    for name, (metavar, text) in HELP.items():
+        annotation = Annotated[str | None, typer.Option(f"--{name}", help=text, metavar=metavar, show_default=False)]
+        parameters.append(_parameter(annotation).replace(name=name))
+    parameters.append(_switch("force", "Start even where memory seems too small.").replace(name="force"))
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
 
 
 def _with_flags(command: Callable, **own: inspect.Parameter) -> Callable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_HANG = 124
 EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
 

@@ -1,0 +1,257 @@
+"""What `launch` is told: its own options, and the positional arguments of MindSpore Transformers' msrun_launcher.sh."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROGRAM = REPOSITORY / "run_trainer.py"
+
+DEFAULT_WORKERS = 8
+SHARED_PORT = 8118
+"""The port of the scheduler where several nodes must agree on one and nobody says which: msrun's own default."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """A job as its user wants it.
+
+    Attributes:
+        worker_num: Workers on all nodes together.
+        local_worker_num: Workers on this node.
+        master_addr: Where the scheduler runs: a name or an address of node 0.
+        master_port: Its port; None: a free one is picked, or `SHARED_PORT` with several nodes.
+        node_rank: Which node this is, from 0.
+        log_dir: Folder of the logs and of the job's folder.
+        join: Whether to stay until the job ends.
+        cluster_time_out: Seconds that the workers wait for each other when they start.
+        hang_timeout: Seconds without a finished step after which the job counts as hanging; 0: never.
+        force: Whether to start even where the estimate says that memory is too small.
+        script: What every worker runs: a Python file; None: this trainer.
+        arguments: Its arguments.
+    """
+
+    worker_num: int = DEFAULT_WORKERS
+    local_worker_num: int = DEFAULT_WORKERS
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    node_rank: int = 0
+    log_dir: Path = Path("output/msrun_log")
+    join: bool = True
+    cluster_time_out: int = 7200
+    hang_timeout: float = 600.0
+    force: bool = False
+    script: Path | None = None
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.worker_num // max(1, self.local_worker_num))
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node, as msrun numbers them."""
+        first = self.node_rank * self.local_worker_num if self.nodes > 1 else 0
+        return range(first, first + self.local_worker_num)
+
+    @property
+    def script_name(self) -> str:
+        return PROGRAM.name if self.script is None else self.script.name
+
+
+HELP: Mapping[str, tuple[str, str]] = {
+    "nproc": ("INT", "Workers on all nodes together; default 8. Another name: --worker_num."),
+    "local_worker_num": ("INT", "Workers on this node; default: all of them."),
+    "master_addr": ("HOST", "Where the scheduler runs: node 0; default 127.0.0.1."),
+    "master_port": ("PORT", "Its port; default: a free one on one node, 8118 on several."),
+    "node_rank": ("INT", "Which node this is, from 0."),
+    "log_dir": ("DIR", "Folder of the workers' logs; default output/msrun_log."),
+    "join": ("BOOL", "True: stay until the job ends. False: return at once, and leave it running."),
+    "cluster_time_out": ("SECONDS", "How long the workers wait for each other when they start; default 7200."),
+    "hang_timeout": ("SECONDS", "End the job when no step was finished for so long; default 600, 0: never."),
+    "script": ("FILE", "A Python file to run instead of run_trainer.py."),
+}
+"""Options with a value: what it is, and what it does."""
+
+_SWITCHES = ("force", "help")
+
+
+def read_options(argv: Sequence[str]) -> LaunchOptions:
+    """Takes the options of `launch` out of a command line; everything else is the workers', unchanged.
+
+    Raises:
+        UserError: An option without a value, or with one that cannot be one.
+    """
+    own, arguments = split_own(argv)
+    options = LaunchOptions(arguments=tuple(arguments))
+    return with_values(options, own, shown="flag --")
+
+
+def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The options of `launch` by name, and all other arguments in their order."""
+    own: dict[str, str] = {}
+    others: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        name, equals, text = token[2:].partition("=") if token.startswith("--") else ("", "", "")
+        name = name.replace("-", "_")
+        name = "nproc" if name == "worker_num" else name
+        if name in _SWITCHES and not equals:
+            own[name] = "True"
+        elif name in HELP:
+            if not equals and not tokens:
+                raise UserError("needs a value", where=f"flag {token}", fix=f"write {token} {HELP[name][0]}")
+            own[name] = text if equals else tokens.pop(0)
+        else:
+            others.append(token)
+    return own, others
+
+
+def with_values(options: LaunchOptions, texts: Mapping[str, str], shown: str) -> LaunchOptions:
+    """Options with those that are given as texts; `shown` is what stands before a name in a message."""
+    values: dict[str, object] = {}
+    for name, text in texts.items():
+        where = f"{shown}{name}"
+        if name in ("nproc", "local_worker_num", "node_rank", "cluster_time_out", "master_port"):
+            values["worker_num" if name == "nproc" else name] = _integer(where, text)
+        elif name == "hang_timeout":
+            values[name] = _seconds(where, text)
+        elif name in ("join", "force"):
+            values[name] = _boolean(where, text)
+        elif name == "log_dir":
+            values[name] = Path(text).expanduser()
+        elif name == "script":
+            values[name] = find_script(text)
+        elif name == "master_addr":
+            values[name] = text
+    if "worker_num" in values:
+        values.setdefault("local_worker_num", values["worker_num"])
+    return replace(options, **values)
+
+
+def to_arguments(options: LaunchOptions) -> list[str]:
+    """The command line that `read_options` reads as these options."""
+    own = {
+        "nproc": options.worker_num,
+        "local_worker_num": options.local_worker_num,
+        "master_addr": options.master_addr,
+        "master_port": options.master_port,
+        "node_rank": options.node_rank,
+        "log_dir": options.log_dir,
+        "join": options.join,
+        "cluster_time_out": options.cluster_time_out,
+        "hang_timeout": options.hang_timeout,
+        "script": options.script,
+    }
+    given = [f"--{name}={value}" for name, value in own.items() if value is not None]
+    return [*given, *(["--force"] if options.force else []), *options.arguments]
+
+
+def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> LaunchOptions:
+    """The options that msrun_launcher.sh has got as 1, 2, 6 or 9 arguments.
+
+    Args:
+        words: EXECUTE_ORDER [WORKER_NUM], or EXECUTE_ORDER WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT, or
+            EXECUTE_ORDER WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT.
+        environment: Of the process; MF_LOG_SUFFIX is appended to the folder of the logs.
+
+    Raises:
+        UserError: Another number of arguments, values that cannot be, a script that does not exist.
+    """
+    names = {
+        1: (),
+        2: ("nproc",),
+        6: ("nproc", "master_port", "log_dir", "join", "cluster_time_out"),
+        9: (
+            "nproc", "local_worker_num", "master_addr", "master_port", "node_rank", "log_dir", "join",
+            "cluster_time_out",
+        ),
+    }  # fmt: skip
+    if len(words) not in names:
+        raise UserError(
+            "takes 1, 2, 6 or 9 arguments",
+            where="msrun_launcher.sh",
+            key="arguments",
+            value=len(words),
+            fix='write bash scripts/msrun_launcher.sh "run_trainer.py --config FILE" [WORKER_NUM], or with 6: "..." '
+            "WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT, or with 9: "
+            '"..." WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT; '
+            "the first argument in quotes",
+        )
+    order, *texts = words
+    script, arguments = split_order(order)
+    own, others = split_own(arguments)  # what only this launcher has, as --hang_timeout, may stand in the order
+    options = LaunchOptions(join=False, script=script, arguments=tuple(others))
+    options = with_values(options, own, shown="flag --")
+    options = with_values(options, dict(zip(names[len(words)], texts, strict=True)), shown="msrun_launcher.sh: ")
+    suffix = environment.get("MF_LOG_SUFFIX", "")
+    if suffix:
+        options = replace(options, log_dir=options.log_dir.with_name(f"{options.log_dir.name}_{suffix}"))
+    return options
+
+
+def split_order(order: str) -> tuple[Path | None, list[str]]:
+    """The Python file and the arguments of an EXECUTE_ORDER, which is quoted as for a shell, but never run by one."""
+    try:
+        words = shlex.split(order)
+    except ValueError as error:
+        raise UserError(
+            f"cannot be split into words: {str(error).lower()}",
+            where="msrun_launcher.sh",
+            key="EXECUTE_ORDER",
+            value=order,
+            fix="close every quote",
+        ) from None
+    if words and words[0] in ("python", "python3"):
+        words = words[1:]
+    if not words:
+        raise UserError(
+            "is empty",
+            where="msrun_launcher.sh",
+            key="EXECUTE_ORDER",
+            fix='write "run_trainer.py --config configs/quickstart.yaml"',
+        )
+    return find_script(words[0]), words[1:]
+
+
+def find_script(name: str) -> Path | None:
+    """A Python file by its path from the working directory, or else from the repository; None for this trainer."""
+    given = Path(name).expanduser()
+    for path in (given, REPOSITORY / given):
+        if path.is_file():
+            return None if path.resolve() == PROGRAM else path.absolute()
+    raise UserError(
+        f"there is no such file, neither in {Path.cwd()} nor in {REPOSITORY}",
+        key="script",
+        value=name,
+        fix="write run_trainer.py, or the path of your script",
+    )
+
+
+def _integer(where: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError("must be an integer", where=where, value=text, fix="write a number such as 8") from None
+
+
+def _seconds(where: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError("must be a number of seconds, at least 0", where=where, value=text, fix="write 600, or 0: off")
+    return seconds
+
+
+def _boolean(where: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise UserError("must be True or False", where=where, value=text, fix="write True or False")
+    return text.lower() == "true"

@@ -1,0 +1,266 @@
+"""The commands `launch`, `status` and `stop`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
+from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
+from trainer.launch.follow import Follower
+from trainer.launch.heartbeat import JOB_VARIABLE
+from trainer.launch.job import (
+    JobFiles,
+    JobState,
+    job_files,
+    new_state,
+    prepare,
+    read_state,
+    refuse_running,
+    write_state,
+)
+from trainer.launch.msrun import (
+    SCHEDULER,
+    Scratch,
+    engine_command,
+    start_engine,
+    trainer_command,
+    warden_command,
+    worker_command,
+)
+from trainer.launch.ports import pick_free
+from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
+from trainer.launch.supervise import Supervisor, terminal_line
+from trainer.launch.warden import SOCKET_VARIABLE
+from trainer.launch.wards import Ward, Wards, listen
+from trainer.launch.wire import Message
+
+MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
+"""Environment variable with a Python file to start in the place of MindSpore's msrun, with the same arguments."""
+
+_DETACHED_START_SECONDS = 20.0
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_OF_A_CLUSTER = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
+
+
+def launch(options: LaunchOptions, check: Callable[[LaunchOptions], None] | None = None) -> int:
+    """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
+
+    Args:
+        options: What to run where.
+        check: Refuses what cannot work, before anything starts.
+
+    Raises:
+        UserError: Bad input.
+        RunError: This host cannot run it.
+    """
+    if check is not None:
+        check(options)
+    files = job_files(options.log_dir, options.node_rank, options.nodes)
+    refuse_running(files)
+    if options.master_port is None:
+        port = pick_free(options.master_addr) if options.nodes == 1 else SHARED_PORT
+        options = replace(options, master_port=port)
+    return _supervise(options, files) if options.join else _detach(options, files)
+
+
+def _supervise(options: LaunchOptions, files: JobFiles) -> int:
+    prepare(files, options.ranks, whole_host=options.nodes == 1)
+    adopt_orphans()
+    state = new_state([options.script_name, *options.arguments], options.ranks, options.worker_num, files)
+    state.node_rank, state.master = options.node_rank, f"{options.master_addr}:{options.master_port}"
+    write_state(files, state)
+    scratch = Scratch()
+    listener = listen(scratch.socket)
+    try:
+        wards = Wards(
+            {rank: Ward(rank, files.log(rank)) for rank in options.ranks}, Ward(None, files.scheduler_log), listener
+        )
+        wards.orders = orders(options, files)
+        supervisor = Supervisor(
+            wards,
+            lambda: _engine(options, files, scratch),
+            files,
+            state,
+            options.hang_timeout,
+            Follower(files.log(options.ranks[0]), sys.stdout.buffer),
+            _tell,
+            terminal_line(),
+        )
+        _tell(_announcement(options, files))
+        return supervisor.run().exit_code
+    finally:
+        listener.close()
+        scratch.close()
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _announcement(options: LaunchOptions, files: JobFiles) -> str:
+    count, cores = options.local_worker_num, len(os.sched_getaffinity(0))
+    workers = f"{count} worker{'s' if count > 1 else ''}"
+    if options.nodes > 1:
+        workers += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
+    return f"launching {workers} on {cores} cores; logs: {files.log_dir}/rank-<n>.log"
+
+
+def goes_without_msrun(options: LaunchOptions) -> bool:
+    """Whether there is nothing to connect: one worker of this trainer needs no scheduler and no cluster."""
+    return options.worker_num == 1 and options.script is None
+
+
+def _engine(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> subprocess.Popen:
+    if goes_without_msrun(options):
+        return start_engine(warden_command(), scratch, files.msrun_log, {"RANK_ID": "0", "DEVICE_ID": "0"})
+    scratch.write_shim()
+    log_dir = files.folder / "msrun"  # of the wardens, which say nothing
+    command = engine_command(options, log_dir)
+    if os.environ.get(MSRUN_VARIABLE):
+        command[1:3] = [os.environ[MSRUN_VARIABLE]]
+    return start_engine(command, scratch, files.msrun_log, {})
+
+
+def orders(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]:
+    """What the wardens shall start: by rank, and None for the scheduler."""
+    cores = sorted(os.sched_getaffinity(0))
+    found: dict[int | None, Message] = {}
+    for place, rank in enumerate(options.ranks):
+        own = share_of_cores(cores, place, options.local_worker_num)
+        found[rank] = {
+            "command": worker_command(options),
+            "environment": {
+                **_own_environment(len(own)),
+                JOB_VARIABLE: str(files.folder),
+                "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
+            },
+            "without": [SOCKET_VARIABLE, *(_OF_A_CLUSTER if goes_without_msrun(options) else ())],
+            "cores": own,
+            "log": str(files.log(rank)),
+        }
+    if options.node_rank == 0 or options.nodes == 1:
+        found[None] = {
+            "command": [sys.executable, "-c", SCHEDULER],
+            "environment": _own_environment(1),
+            "without": [SOCKET_VARIABLE],
+            "cores": cores,
+            "log": str(files.scheduler_log),
+        }
+    return found
+
+
+def _own_environment(threads: int) -> dict[str, str]:
+    """PATH as the user has it, and a number of threads where the user does not want fewer."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath)}
+    for name in _THREAD_VARIABLES:
+        wanted = os.environ.get(name, "")
+        environment[name] = str(min(threads, int(wanted)) if wanted.isdecimal() and int(wanted) else threads)
+    return environment
+
+
+# ---- in the background -----------------------------------------------------------------------------------------------
+
+
+def _detach(options: LaunchOptions, files: JobFiles) -> int:
+    """Starts a launcher that outlives this process and its terminal, and says where to find it."""
+    files.log_dir.mkdir(parents=True, exist_ok=True)
+    output = files.log_dir / f"{files.folder.name}.launcher"
+    with output.open("wb") as log:
+        launcher = subprocess.Popen(
+            [*trainer_command(), "launch", *to_arguments(replace(options, join=True))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _DETACHED_START_SECONDS
+    while time.monotonic() < deadline:
+        state = read_state(files.folder)
+        if state is not None and state.launcher.pid == launcher.pid:
+            print(f"job: {files.folder}")
+            print(f"  run_trainer.py status {files.log_dir}    what it does")
+            print(f"  run_trainer.py stop {files.log_dir}      saves and ends it")
+            return EXIT_OK
+        if launcher.poll() is not None:
+            break
+        time.sleep(0.05)
+    text = output.read_text(encoding="utf-8", errors="replace").strip()
+    raise RunError(f"the job did not start: {text or 'nothing was said about it'}", key="launch")
+
+
+# ---- status and stop -------------------------------------------------------------------------------------------------
+
+
+def find_job(folder: Path) -> tuple[Path, JobState]:
+    """The job of a folder of logs, or a job's folder itself.
+
+    Raises:
+        UserError: There is none.
+    """
+    where = folder.expanduser().absolute()
+    for path in (where, where / "job", *sorted(where.glob("job-node-*[0-9]"))):
+        state = read_state(path)
+        if state is not None:
+            return path, state
+    raise UserError(
+        "there is no job in this folder", key="DIR", value=str(folder), fix="give the --log_dir of a launch"
+    )
+
+
+def status(folder: Path, as_json: bool = False) -> int:
+    """Prints what a job does or how it ended; exit code 0 while it runs and where it ended well, else 1."""
+    path, state = find_job(folder)
+    lost = state.exit_code is None and not is_alive(state.launcher)
+    words = "lost: its launcher is gone, and its workers with it" if lost else state.outcome or "runs"
+    if as_json:
+        print(json.dumps({**asdict(state), "running": state.exit_code is None and not lost, "lost": lost}, indent=1))
+    else:
+        print(f"{path}: {words}" + (f", exit code {state.exit_code}" if state.exit_code is not None else ""))
+        until = state.ended or time.time()
+        print(f"  {' '.join(state.command)}; {until - state.began:.0f} s; launcher: process {state.launcher.pid}")
+        for worker in state.workers:
+            print(f"  {_worker_line(worker, lost)}")
+    return EXIT_RUN_FAILED if lost or state.exit_code else EXIT_OK
+
+
+def _worker_line(worker, lost: bool) -> str:
+    words = [f"rank {worker.rank}:", "lost" if lost and worker.state == "running" else worker.state]
+    if worker.pid is not None and worker.state == "running":
+        words.append(f"(process {worker.pid})")
+    if worker.exit_code is not None:
+        words.append(f"with exit code {worker.exit_code}")
+    if worker.step is not None:
+        words.append(f"at step {worker.step}")
+    return " ".join([*words, worker.log])
+
+
+def stop(folder: Path, timeout_seconds: float = 600.0) -> int:
+    """Lets a job save and end as SIGTERM does, and waits for that.
+
+    Raises:
+        RunError: It still runs after the time-out.
+    """
+    path, state = find_job(folder)
+    if state.exit_code is not None or not send_signal(state.launcher, signal.SIGTERM):
+        print(f"{path}: does not run" + (f"; {state.outcome}" if state.outcome else ""))
+        return EXIT_OK
+    deadline = time.monotonic() + timeout_seconds
+    while is_alive(state.launcher):
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"the job still runs {timeout_seconds:.0f} s after it was told to end",
+                key=str(path),
+                fix="stop it once more: then it has some seconds left",
+            )
+        time.sleep(0.1)
+    ended = read_state(path)
+    print(f"{path}: {ended.outcome if ended and ended.outcome else 'ended'}")
+    return EXIT_OK

@@ -1,0 +1,119 @@
+"""The real msrun as the engine of a job: its command, its environment, and a `python` that starts wardens."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.errors import RunError
+from trainer.launch.arguments import PROGRAM, REPOSITORY, LaunchOptions
+from trainer.launch.processes import die_with
+from trainer.launch.warden import SOCKET_VARIABLE
+
+# Isolated from the working directory and from PYTHON* variables: a warden needs the standard library and this package.
+_WARDEN = "import sys; sys.path.insert(0, {root!r}); from trainer.launch.warden import main; sys.exit(main())"
+_TRAINER = "import sys; sys.path.insert(0, {root!r}); from trainer.cli import main; main()"
+
+# MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time, in two thirds of the
+# memory: so it listens before the first worker asks, which would otherwise wait some seconds before it asks again.
+SCHEDULER = """
+import importlib.util, os, sys, types
+try:
+    package = types.ModuleType("mindspore")
+    package.__path__ = list(importlib.util.find_spec("mindspore").submodule_search_locations)
+    sys.modules["mindspore"] = package
+    from mindspore._c_expression import init_cluster
+except Exception:
+    for name in [name for name in sys.modules if name.split(".")[0] == "mindspore"]:
+        del sys.modules[name]
+    from mindspore.communication import init as init_cluster
+try:
+    init_cluster()
+except Exception as error:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
+os._exit(0)
+"""
+
+
+class Scratch:
+    """A private folder with the socket of the launcher and the `python` that msrun shall find; gone after `close`."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="run_trainer-", ignore_cleanup_errors=True)
+        self.path = Path(self._folder.name)
+        self.socket = self.path / "launcher"
+
+    def write_shim(self) -> None:
+        """Writes the `python` that msrun starts in the place of the launching interpreter.
+
+        Raises:
+            RunError: Programs in this folder cannot run.
+        """
+        shim = self.path / "python"
+        shim.write_text(f"#!/bin/sh\nexec {shlex.join(warden_command())}\n", encoding="utf-8", errors="surrogateescape")
+        shim.chmod(0o700)
+        if not os.access(shim, os.X_OK):
+            raise RunError(
+                f"programs in {self.path} cannot run, and msrun needs one there",
+                fix="set TMPDIR to a folder on a file system that is not mounted with noexec",
+            )
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+def trainer_command() -> list[str]:
+    """What runs this trainer in the launching interpreter; installed, it has no run_trainer.py beside it."""
+    if PROGRAM.is_file():
+        return [sys.executable, "-u", str(PROGRAM)]
+    return [sys.executable, "-u", "-c", _TRAINER.format(root=str(REPOSITORY))]
+
+
+def worker_command(options: LaunchOptions) -> list[str]:
+    program = trainer_command() if options.script is None else [sys.executable, "-u", str(options.script)]
+    return [*program, *options.arguments]
+
+
+def warden_command() -> list[str]:
+    return [sys.executable, "-I", "-c", _WARDEN.format(root=str(REPOSITORY))]
+
+
+def engine_command(options: LaunchOptions, log_dir: Path) -> list[str]:
+    """msrun's command. What the workers run, and with which arguments, wardens are told by the launcher."""
+    command = [sys.executable, "-m", "mindspore.parallel.cluster.run"]
+    command += [
+        f"--worker_num={options.worker_num}",
+        f"--local_worker_num={options.local_worker_num}",
+        f"--master_addr={options.master_addr}",
+        f"--master_port={options.master_port}",
+        f"--log_dir={log_dir}",
+        "--join=True",
+        f"--cluster_time_out={options.cluster_time_out}",
+        f"--tail_worker_log={options.worker_num}",  # of no worker: the launcher follows the logs
+    ]
+    if options.nodes > 1:
+        command.append(f"--node_rank={options.node_rank}")
+    return [*command, options.script_name]
+
+
+def start_engine(command: list[str], scratch: Scratch, log: Path, more: Mapping[str, str]) -> subprocess.Popen:
+    """Starts msrun, or what stands in for it, in a session of its own: a terminal's Ctrl-C is for the launcher."""
+    me = os.getpid()
+    search = f"{scratch.path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = {**os.environ, **more, "PATH": search, SOCKET_VARIABLE: str(scratch.socket)}
+    with log.open("ab", buffering=0) as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: die_with(me),
+        )

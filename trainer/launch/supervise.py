@@ -1,0 +1,278 @@
+"""A job from the start of msrun to the last process: decides who is stopped when, and tells the user how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer.launch.follow import Follower
+from trainer.launch.job import JobFiles, JobState, write_state
+from trainer.launch.outcome import End, Outcome, judge, report
+from trainer.launch.processes import end_children
+from trainer.launch.wards import Ward, Wards
+
+GRACE_SECONDS = 8.0
+"""From telling workers to end to killing them."""
+
+_TICK_SECONDS = 0.1
+_FILES_EVERY_SECONDS = 0.5
+_STATE_EVERY_SECONDS = 1.0
+_DUMP_SECONDS = 2.0
+_ENGINE_SECONDS = 3.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Timers:
+    """Moments of the monotonic clock; None while they do not apply."""
+
+    began: float
+    kill_at: float | None = None
+    dumped_at: float | None = None
+    last_step_at: float | None = None
+    files_at: float = 0.0
+    state_at: float = 0.0
+
+
+class Supervisor:
+    """Supervises one job on one host.
+
+    Args:
+        wards: The processes to come; their orders are set.
+        start_engine: Starts msrun, or what stands in for it.
+        files: Of the job.
+        state: Of the job, for others to read.
+        hang_timeout: Seconds without a step that count as a hang; 0: none do.
+        follow: Copies the output of the first worker of this host.
+        tell: Takes a line for the user.
+        wait_line: Shows what is waited for; called with an empty text when that is over.
+    """
+
+    def __init__(
+        self,
+        wards: Wards,
+        start_engine: Callable[[], subprocess.Popen],
+        files: JobFiles,
+        state: JobState,
+        hang_timeout: float,
+        follow: Follower,
+        tell: Callable[[str], None],
+        wait_line: Callable[[str], None],
+    ) -> None:
+        self.wards, self.files, self.state, self.follow = wards, files, state, follow
+        self.hang_timeout, self.tell, self.wait_line = hang_timeout, tell, wait_line
+        self._start_engine = start_engine
+        self.engine: subprocess.Popen | None = None
+        self.signals: deque[int] = deque()
+        self.stopped_by: int | None = None
+        self.stop_requests = 0
+        self.hung_seconds: float | None = None
+        self.engine_failure: End | None = None
+        self.spoke = False
+        self.timers = Timers(time.monotonic())
+
+    def run(self) -> Outcome:
+        """Starts the job, waits for its end and leaves no process behind."""
+        awake, wake = os.pipe()
+        for end in (awake, wake):
+            os.set_blocking(end, False)
+        before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+        for number in _STOP_SIGNALS:
+            if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup stays in force
+                signal.signal(number, lambda number, frame: self.signals.append(number))
+        old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        try:
+            self.engine = self._start_engine()
+            while not self.over():
+                self._wait(awake)
+                self._turn()
+            return self._finish()
+        finally:
+            self.wards.kill_all()
+            self.wards.release_all()
+            end_children()
+            signal.set_wakeup_fd(old_wake)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(awake)
+            os.close(wake)
+
+    def over(self) -> bool:
+        return self.wards.ended
+
+    def _wait(self, awake: int) -> None:
+        with selectors.DefaultSelector() as selector:
+            for source in (awake, self.wards.listener, *self.wards.sources):
+                selector.register(source, selectors.EVENT_READ)
+            selector.select(_TICK_SECONDS)
+        with contextlib.suppress(BlockingIOError):
+            os.read(awake, 1 << 12)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        while self.signals:
+            self._stop(self.signals.popleft(), now)
+        self.wards.accept()
+        changed = self.wards.hear()
+        if now >= self.timers.files_at:
+            self.timers.files_at = now + _FILES_EVERY_SECONDS
+            if self.wards.read_files(self.files.folder):
+                self.timers.last_step_at = now
+        self._look_at_engine()
+        self._look_for_failures(now)
+        self._look_for_a_hang(now)
+        self._keep_deadlines(now)
+        self._show()
+        if changed or now >= self.timers.state_at:
+            self.timers.state_at = now + _STATE_EVERY_SECONDS
+            self._write_state()
+
+    # ---- reasons to end ----------------------------------------------------------------------------------------------
+
+    def _stop(self, number: int, now: float) -> None:
+        """Hands a signal to every worker. They save and end; the second time they have little time, then none."""
+        number = signal.SIGTERM if number == signal.SIGHUP else number
+        self.stop_requests += 1
+        self.stopped_by = self.stopped_by or number
+        self.wards.closing = True
+        name = signal.Signals(number).name
+        if self.stop_requests == 1:
+            self.tell(f"{name}: the workers finish their step and save; once more ends them without that.")
+        self.wards.tell_workers({"signal": number})
+        if self.stop_requests > 2:
+            self._kill(now)
+        elif self.stop_requests == 2 or self.timers.last_step_at is None:
+            self.timers.kill_at = self.timers.kill_at or now + GRACE_SECONDS
+
+    def _look_at_engine(self) -> None:
+        """msrun that ends before all its processes have called will not start them any more."""
+        if self.engine is None or self.engine.poll() is None or self.wards.closing:
+            return
+        if any(ward.channel is None for ward in self.wards.workers.values()) and self.engine_failure is None:
+            self.engine_failure = End(None, max(1, self.engine.returncode), time.monotonic())
+
+    def _look_for_failures(self, now: float) -> None:
+        if self.wards.told_at is not None:
+            return
+        ends = [end for end in self._ends() if end.exit_code and end.exit_code - 128 != self.stopped_by]
+        announced = any(ward.failed is not None for ward in self.wards.workers.values())
+        if ends or announced or self.engine_failure is not None:
+            self._end_workers(now, GRACE_SECONDS)
+
+    def _end_workers(self, now: float, grace_seconds: float) -> None:
+        self.wards.closing = True
+        self.wards.told_at = now
+        if self.engine is not None:
+            self.engine.kill()  # it would kill the others without grace
+        self.wards.tell_workers({"signal": int(signal.SIGTERM)})
+        self.timers.kill_at = now + grace_seconds
+
+    def _look_for_a_hang(self, now: float) -> None:
+        timers = self.timers
+        if timers.dumped_at is not None:
+            if now - timers.dumped_at > _DUMP_SECONDS and self.wards.told_at is None:
+                self._end_workers(now, GRACE_SECONDS / 2)
+        elif self.hang_timeout and timers.last_step_at is not None and self.wards.told_at is None:
+            if now - timers.last_step_at > self.hang_timeout:
+                self.hung_seconds, timers.dumped_at = now - timers.last_step_at, now
+                self.wards.tell_workers({"dump": True})
+                self.tell(f"error: no step was finished for {self.hung_seconds:.0f} s: the job hangs.")
+
+    def _keep_deadlines(self, now: float) -> None:
+        if self.timers.kill_at is not None and now > self.timers.kill_at:
+            self._kill(now)
+
+    def _kill(self, now: float) -> None:
+        self.wards.told_at = self.wards.told_at or now
+        self.wards.kill_all()
+        self.timers.kill_at = now + 1.0  # and again those that appear meanwhile
+
+    def _ends(self) -> list[End]:
+        return [ward.end for ward in self.wards.all if ward.end is not None]
+
+    # ---- what others see ---------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        text = self.follow.new_text()
+        if text and not self.spoke:
+            self.spoke = True
+            self.wait_line("")
+        self.follow.copy(text)
+        if not self.spoke and self.stopped_by is None:
+            started = sum(ward.process is not None for ward in self.wards.workers.values())
+            self.wait_line(waiting_for(started, len(self.wards.workers), time.monotonic() - self.timers.began))
+
+    def _write_state(self, outcome: Outcome | None = None) -> None:
+        for worker in self.state.workers:
+            ward = self.wards.workers[worker.rank]
+            worker.pid = ward.process.pid if ward.process else None
+            worker.exit_code = ward.end.exit_code if ward.end else None
+            worker.state = "ended" if ward.end else "running" if ward.process else "waiting"
+        if outcome is not None:
+            self.state.outcome, self.state.exit_code, self.state.ended = outcome.words, outcome.exit_code, time.time()
+        write_state(self.files, self.state)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> Outcome:
+        """All workers have ended: lets go of everything else, and tells how it went."""
+        self.wards.closing = True
+        ends = [*self._ends(), *([self.engine_failure] if self.engine_failure else [])]
+        outcome = judge(ends, self.stopped_by, self.hung_seconds)
+        self.wards.scheduler.kill()
+        self.wards.release_all()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self.engine is not None and not outcome.exit_code:
+                self.engine.wait(_ENGINE_SECONDS)
+        end_children()
+        self._show()
+        self.wait_line("")
+        self._write_state(outcome)
+        if outcome.exit_code:
+            self._tell_of(outcome)
+        return outcome
+
+    def _tell_of(self, outcome: Outcome) -> None:
+        if self.stopped_by is not None and outcome.first is None:
+            self.tell(f"{outcome.words}.")
+            return
+        first = outcome.first
+        log = None if first is None else self._log_of(first)
+        for line in report(outcome, log, first.at_seconds - self.timers.began if first else 0.0):
+            self.tell(line)
+        if self.hung_seconds is not None:
+            self.tell(f"  The Python stacks of all ranks are at the end of their logs: {self.files.log_dir}")
+
+    def _log_of(self, end: End):
+        if end is self.engine_failure:
+            return self.files.msrun_log
+        ward: Ward = self.wards.scheduler if end.rank is None else self.wards.workers[end.rank]
+        return ward.log
+
+
+def waiting_for(started: int, workers: int, seconds: float) -> str:
+    """What is waited for before the first worker says anything."""
+    if started < workers:
+        return f"msrun starts the workers: {started} of {workers} run, {seconds:.0f} s"
+    return f"{workers} workers load MindSpore and find each other, {seconds:.0f} s"
+
+
+def terminal_line(stream=None) -> Callable[[str], None]:
+    """A function that shows a line which the next one replaces; on anything but a terminal it shows nothing."""
+    stream = sys.stderr if stream is None else stream
+    shown = {"text": ""}
+
+    def show(text: str) -> None:
+        if text != shown["text"] and stream.isatty():
+            shown["text"] = text
+            print(f"\r\x1b[K{text}", end="", file=stream, flush=True)
+
+    return show

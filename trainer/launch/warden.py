@@ -1,0 +1,143 @@
+"""The process between msrun and a worker: starts the worker, tells the launcher of its end, and does what it is told.
+
+It stays after the worker has ended until the launcher lets it go. When the launcher is gone, however that happened, it
+ends the worker and itself; when the warden itself is killed, the system kills the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from trainer.launch.heartbeat import DUMP_SIGNAL
+from trainer.launch.processes import catches, die_with, kill_group
+from trainer.launch.wire import Channel, Message
+
+SOCKET_VARIABLE = "RUN_TRAINER_LAUNCHER"
+"""Environment variable with the path of the launcher's socket."""
+
+GRACE_WITHOUT_LAUNCHER_SECONDS = 8.0
+_STARTED_TOO_LATE = 1
+
+
+def main() -> int:
+    """Connects to the launcher, asks what to start, and serves until it is let go. Returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher decides; a worker gets its own
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _pass)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(os.environ[SOCKET_VARIABLE])
+    except OSError:
+        return _STARTED_TOO_LATE
+    channel = Channel(connection)
+    role = "scheduler" if os.environ.get("MS_ROLE") == "MS_SCHED" else "worker"
+    channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0")), "pid": os.getpid()})
+    return _Warden(channel).serve()
+
+
+def _pass(number: int, frame: object) -> None:
+    """A handler, and not SIG_IGN, which the worker would inherit."""
+
+
+class _Warden:
+    """One worker, or none yet."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.process: subprocess.Popen | None = None
+        self.ended = False
+        self.released = False
+        self.kill_at: float | None = None
+
+    def serve(self) -> int:
+        awake, wake = os.pipe()
+        for end in (awake, wake):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, _pass)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(awake, selectors.EVENT_READ)
+            selector.register(self.channel, selectors.EVENT_READ)
+            while not self.released:
+                selector.select(timeout=1.0 if self.kill_at is None else 0.1)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(awake, 1 << 12)
+                for message in self.channel.receive():
+                    self.obey(message)
+                if self.channel.closed and not self.alone(selector):
+                    return _STARTED_TOO_LATE
+                self.look_after_the_worker()
+        return 0
+
+    def alone(self, selector: selectors.BaseSelector) -> bool:
+        """The launcher is gone: ends the worker; whether there is still one to wait for."""
+        if self.process is None or self.ended:
+            return False
+        if self.kill_at is None:
+            selector.unregister(self.channel)
+            self.process.send_signal(signal.SIGTERM)
+            self.kill_at = time.monotonic() + GRACE_WITHOUT_LAUNCHER_SECONDS
+        return True
+
+    def obey(self, message: Message) -> None:
+        running = self.process is not None and not self.ended
+        if "start" in message:
+            self.start(message["start"])
+        elif "signal" in message and running:
+            self.process.send_signal(message["signal"])
+        elif "dump" in message and running and catches(self.process.pid, DUMP_SIGNAL):
+            self.process.send_signal(DUMP_SIGNAL)
+        elif "kill" in message and running:
+            kill_group(self.process.pid)
+        elif "release" in message:
+            self.released = True
+
+    def start(self, order: Message) -> None:
+        """Starts the worker as the leader of its own session, on its cores, with its output in its log."""
+        if order["cores"] and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, order["cores"])
+        environment = {**os.environ, **order["environment"]}
+        for name in order["without"]:
+            environment.pop(name, None)
+        me = os.getpid()
+        try:
+            with open(order["log"], "ab", buffering=0) as log:
+                self.process = subprocess.Popen(
+                    order["command"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with(me),
+                )
+        except OSError as error:
+            self.ended = True
+            self.channel.send({"ended": 127, "at_seconds": time.monotonic(), "why": str(error)})
+        else:
+            self.channel.send({"started": self.process.pid})
+
+    def look_after_the_worker(self) -> None:
+        """Reports its end, once; what it started itself ends with it."""
+        if self.process is None or self.ended:
+            return
+        if self.kill_at is not None and time.monotonic() > self.kill_at:
+            kill_group(self.process.pid)
+        # Its number is still its own while it is not reaped, and so is that of its group.
+        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            return
+        at_seconds = time.monotonic()
+        kill_group(self.process.pid)
+        self.ended = True
+        self.channel.send({"ended": self.process.wait(), "at_seconds": at_seconds})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
