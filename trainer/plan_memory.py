@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from trainer.config.parallel_rules import shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
+from trainer.device import resolve_device
 from trainer.doctor import memory_left_bytes
 from trainer.models.shapes import all_shapes, attention_shapes, half_of, layer_targets, mlp_shapes
+from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.world import ALONE, World
@@ -26,6 +28,7 @@ _FLOAT32_BYTES = 4
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
 _SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
+_HALF_KEEPS = 5  # eighths of a block's activations with half precision: residuals and norms stay float32
 _FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full
 _OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's size, by update rule
 
@@ -65,18 +68,22 @@ def _optimizer_state_bytes(config: Config, world: World) -> int:
 def activations_of_token(config: Config) -> int:
     """Numbers that are kept for each token between forward and backward, at the peak."""
     settings = config.decoder
-    kept, working = 0, 0
+    half = resolve_precision(settings, config.amp_level, resolve_device(config)).compute.dtype != "float32"
+    kept, working, both = 0, 0, 0
     first = first_trained_layer(config, frozen_names(config))
     again = recomputed_parts(config) + ("",) * settings.mtp_depth
     for layer in range(first, len(again)):
         part, halves = again[layer], _activations_of_halves(settings, layer)
         # What is computed again keeps its input, and is there as a whole while its own backward pass runs.
-        kept += halves["block"] - halves[part] + settings.hidden_size if part else halves["block"]
+        remains = halves["block"] - halves[part] if part else halves["block"]
+        kept += (remains * _HALF_KEEPS // 8 if half else remains) + (settings.hidden_size if part else 0)
         working = max(working, halves[part] if part else 0)
+        # While its backward pass runs, a block's arrays are there in half precision and in float32.
+        both = max(both, halves["block"] if half else 0)
     # Modules for further tokens: what enters their block, and logits and probabilities of their own.
     kept += settings.mtp_depth * (7 * settings.hidden_size + 2 * settings.vocab_size)
     # Once: the head's logits, probabilities and their gradient, and what the attention's backward pass works on.
-    return kept + working + 3 * settings.vocab_size + 4 * _scores(settings)
+    return kept + working + both + 3 * settings.vocab_size + 4 * _scores(settings)
 
 
 def _activations_of_halves(settings: ModelConfig, layer: int) -> dict[str, int]:

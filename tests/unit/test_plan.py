@@ -99,6 +99,13 @@ def test_notes_are_a_list() -> None:
     assert [line[:4] for line in notes.splitlines() if line] == ["  - ", "  - "]
 
 
+HALF = {"amp_level": "auto", "runner_wrapper__scale_sense": 128}
+RECOMPUTE = {"recompute_config__recompute": True}
+ADAPTERS = "{pet_type: lora, lora_rank: 8, lora_alpha: 16, target_modules: '.*q_proj|.*v_proj'}"
+LORA = {"model__model_config__pet_config": ADAPTERS}
+LONG = {"model__model_config__num_layers": 12, "runner_config__batch_size": 32}
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "measured_mib"),
     [
@@ -106,6 +113,13 @@ def test_notes_are_a_list() -> None:
         ("bench_dense", {"runner_config__batch_size": 2}, 703),
         ("bench_dense", {"model__model_config__num_layers": 12}, 1796),
         ("qwen3_tiny", {}, 684),
+        ("bench_dense", HALF, 1138),
+        ("bench_dense", {**HALF, "model__model_config__num_layers": 12}, 1559),
+        ("bench_dense", {**HALF, **RECOMPUTE}, 941),
+        ("bench_dense", {**HALF, **RECOMPUTE, **LORA}, 938),
+        ("bench_dense", {**HALF, **RECOMPUTE, **LORA, "model__model_config__num_layers": 12}, 987),
+        ("bench_dense", {**HALF, **RECOMPUTE, **LORA, **LONG}, 2162),
+        ("bench_dense", {**RECOMPUTE, **LONG}, 1905),
     ],
 )
 def test_the_memory_estimate_is_near_what_was_measured(name: str, flags: dict, measured_mib: int) -> None:
