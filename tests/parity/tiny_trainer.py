@@ -19,7 +19,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
-from trainer.parallel.peers import Alone
+from trainer.parallel.peers import Alone, Peers
 from trainer.step.train_step import TrainStep
 
 TOKENS, VOCABULARY = 12, 19
@@ -63,7 +63,9 @@ class TinyTrainer:
     def set_weight(self, name: str, value: np.ndarray) -> None:
         self.model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(value, np.float32)))
 
-    def step(self, schedule=lambda update: 0.1, rank: int = 0, **sections: dict[str, Any]) -> TrainStep:
+    def step(
+        self, schedule=lambda update: 0.1, rank: int = 0, peers: Peers | None = None, **sections: dict[str, Any]
+    ) -> TrainStep:
         """A step over the initial weights, with a new optimizer; `sections` are of the configuration."""
         for name, value in self.initial.items():
             self.set_weight(name, value)
@@ -72,8 +74,9 @@ class TinyTrainer:
         groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
         trained = {name: self.model.parameters_by_name[name] for name in shapes}
         optimizer = build_optimizer(trained, groups, config.optimizer, compiled=False)
-        peers = Alone()
-        peers.rank = rank
+        if peers is None:
+            peers = Alone()
+            peers.rank = rank
         return TrainStep(
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, peers=peers,
             stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,

@@ -1,0 +1,109 @@
+"""Data parallelism through the real msrun: the same numbers as one process with the same global batch.
+
+Tolerances are those of the promise: 1e-6 relative for loss and norm of the first step, 1e-4 for the loss after 50.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msrun_helpers import run_job
+from step_cases import LONG, MODELS, STEPS, TinyTrainer, trained, uneven, window
+
+from trainer.parallel.peers import Alone
+from trainer.step.accumulate import valid_tokens
+from trainer.step.evaluate import evaluate
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
+    """What each rank of one job found, by name."""
+    folder = tmp_path_factory.mktemp("data-parallel")
+    worker = Path(__file__).with_name("data_parallel_worker.py")
+    run_job(worker, folder, workers=RANKS, folder=folder / "logs", limit_seconds=240)
+    return [dict(np.load(folder / f"rank-{rank}.npz")) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, TinyTrainer]:
+    return {name: TinyTrainer(**model) for name, model in MODELS.items()}
+
+
+def distance(ours: np.ndarray, right: np.ndarray) -> float:
+    return float(np.abs(ours - right).max() / np.abs(right).max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_together_do_what_one_process_does(
+    name: str, ranks: list[dict[str, np.ndarray]], alone: dict[str, TinyTrainer]
+) -> None:
+    """Bugs 1 and 6 of trainers: unequal masks over ranks, accumulation, the norm, empty micro-batches, clipping."""
+    right = trained(alone[name], Alone(), 0, 1, name)
+    assert len(set(right[f"{name} tokens"])) > 1
+    for found in ranks:
+        for what in ("loss", "norm", "aux_loss", "mtp_loss"):
+            if f"{name} {what}" in right:
+                ours, theirs = found[f"{name} {what}"], right[f"{name} {what}"]
+                assert distance(ours[:1], theirs[:1]) < 1e-6, what
+                assert distance(ours, theirs) < 1e-5, what
+        assert (found[f"{name} tokens"] == right[f"{name} tokens"]).all()
+        for weight in alone[name].initial:
+            assert distance(found[f"{name} {weight}"], right[f"{name} {weight}"]) < 1e-4, weight
+
+
+def test_routing_is_counted_over_all_ranks(
+    ranks: list[dict[str, np.ndarray]], alone: dict[str, TinyTrainer]
+) -> None:
+    right = trained(alone["experts"], Alone(), 0, 1, "experts")["experts requested"]
+    assert right.shape[0] == STEPS
+    for found in ranks:
+        # Micro-batches without a valid token are left out whole: of a rank's part they may be, of all rows not.
+        assert (found["experts requested"].sum((1, 2)) <= right.sum((1, 2))).all()
+        assert (found["experts requested"] == ranks[0]["experts requested"]).all()
+
+
+def test_every_rank_ends_with_the_same_bits(ranks: list[dict[str, np.ndarray]]) -> None:
+    for name, value in ranks[0].items():
+        if name.split(" ")[0] in MODELS:
+            assert value.tobytes() == ranks[1][name].tobytes(), name
+
+
+def test_the_loss_after_many_steps(ranks: list[dict[str, np.ndarray]], alone: dict[str, TinyTrainer]) -> None:
+    step = alone["dense"].step(schedule=lambda update: 0.003, optimizer={"type": "AdamW"})
+    right = np.array([step(window(number % 5, 0, 1, 1)).loss for number in range(LONG)])
+    assert right[-1] < 0.8 * right[0]
+    assert distance(ranks[0]["long"][-1:], right[-1:]) < 1e-4
+
+
+def test_a_rank_with_nothing_but_padding_takes_part(ranks: list[dict[str, np.ndarray]]) -> None:
+    """Bug 10 of trainers: uneven data would leave the others waiting."""
+    assert all(valid_tokens(batch) == 0 for batch in uneven(RANKS - 1, RANKS))
+    assert ranks[0]["dense tokens"][-1] == sum(valid_tokens(batch) for batch in uneven(0, 1)) > 0
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(ranks: list[dict[str, np.ndarray]]) -> None:
+    """Bug 4 of trainers: one skipped update, one halving, and every rank agrees."""
+    for found in ranks:
+        assert found["overflow"].tolist() == [True, False, 32768.0, True]
+
+
+def test_evaluation_is_over_all_ranks(ranks: list[dict[str, np.ndarray]], alone: dict[str, TinyTrainer]) -> None:
+    dense = alone["dense"]
+    dense.step()
+    batches = [batch for number in range(2) for batch in window(number, 0, 1)]
+    right = evaluate(dense.model, dense.build_inputs, batches, lambda: False)
+    for found in ranks:
+        assert found["eval"][0] == pytest.approx(right.loss, rel=1e-6) and found["eval"][1] == right.tokens
+        assert found["interrupted"]
+
+
+def test_different_weights_at_the_start_are_an_error(ranks: list[dict[str, np.ndarray]]) -> None:
+    for found in ranks:
+        assert "the weights of rank 1 differ from those of rank 0" in str(found["differing weights"])
+        assert found["vote"].tolist() == [False, True, True]
