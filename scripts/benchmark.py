@@ -32,6 +32,7 @@ from typing import Any
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import benchmark_launch  # noqa: E402
 import benchmark_moe  # noqa: E402
 import benchmark_step  # noqa: E402
 from benchmark_tools import (  # noqa: E402
@@ -170,12 +171,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--no_bare", action="store_true", help="leave the comparison with a bare loop out")
     benchmark_step.add_command(commands)
     benchmark_moe.add_command(commands)
+    benchmark_launch.add_command(commands)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
         parser.error(f"--rounds must be at least 1 and --steps at least {SETTLING_STEPS + 2}")
     console = Console(stderr=True)
     try:
-        measured = {"dense": dense, "step": benchmark_step.step, "moe": benchmark_moe.moe}[options.command]
+        measured = {
+            "dense": dense, "step": benchmark_step.step, "moe": benchmark_moe.moe, "launch": benchmark_launch.launch,
+        }[options.command]
         return measured(options, console)
     except (RunFailed, TrainerError) as failure:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)

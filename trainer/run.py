@@ -254,10 +254,12 @@ class _Training:
         )
 
     def details(self, result: StepResult) -> dict[str, object]:
-        """What only metrics.jsonl keeps of a step: norms of parameters, numbers of layers with experts."""
-        norms: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
+        """What only metrics.jsonl keeps of a step: norms of parameters, numbers of layers with experts, waiting."""
+        kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
+        if self.world.size > 1:
+            kept["reduce_seconds"] = result.reduce_seconds
         watched = result.routing is not None and watches_drop_rate(self.config)
-        return norms | (routing_details(result.routing) if watched else {})
+        return kept | (routing_details(result.routing) if watched else {})
 
     def tell_what_was_skipped(self, result: StepResult) -> None:
         """Overflow has a line of its own on the console, other reasons get a notice."""

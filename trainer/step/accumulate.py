@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class WindowGradients:
             token.
         others: Further losses by name, as sums / valid tokens, before their factors.
         routing: Over all micro-batches, None for a dense model.
+        reduce_seconds: Time of the sum over ranks, waiting for the last of them included.
     """
 
     loss: float
@@ -50,6 +52,7 @@ class WindowGradients:
     gradients: Sequence[Tensor] | None
     others: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
+    reduce_seconds: float = 0.0
 
 
 def valid_tokens(batch: Batch) -> int:
@@ -96,7 +99,10 @@ def accumulate(
     loss_sum, *sums = peers.all_sum([loss_sum, *others.values()])
     means = {name: value / tokens for name, value in zip(others, sums, strict=True)}
     routing = None if routing is None else _over_ranks(routing, peers)
-    return WindowGradients(loss_sum / tokens, tokens, empty, peers.sum_gradients(total), means, routing)
+    began = time.perf_counter()
+    total = peers.sum_gradients(total)
+    reduce_seconds = time.perf_counter() - began
+    return WindowGradients(loss_sum / tokens, tokens, empty, total, means, routing, reduce_seconds)
 
 
 def _over_ranks(routing: RoutingCounts, peers: Peers) -> RoutingCounts:

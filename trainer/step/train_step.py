@@ -55,6 +55,7 @@ class StepResult:
         losses: Further losses by name, before their factors: aux_loss (mean over the layers with experts; 1 is an even
             load), z_loss (likewise), mtp_loss (mean over the modules for further tokens).
         routing: What the routers of the window did; None for a dense model.
+        reduce_seconds: Time that the sum of gradients over the ranks took, waiting for the last rank included.
     """
 
     loss: float
@@ -69,6 +70,7 @@ class StepResult:
     local_norms: Mapping[str, float] | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
+    reduce_seconds: float = 0.0
 
 
 class TrainStep:
@@ -131,7 +133,8 @@ class TrainStep:
         def result(norm: float, skipped: str = "", **more) -> StepResult:
             return StepResult(
                 window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
-                empty_micro_batches=window.empty, losses=window.others, routing=window.routing, **more,
+                empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
+                reduce_seconds=window.reduce_seconds, **more,
             )  # fmt: skip
 
         if window.gradients is None:
