@@ -17,13 +17,16 @@ from trainer.config import load_config, parse_config
 from trainer.data.documents import parse_line
 from trainer.errors import UserError
 from trainer.flags import FLAGS, split_arguments
+from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_positional
 from trainer.models.shapes import parameter_shapes
+from trainer.parallel.world import world_of
 from trainer.plan import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 CONFIGS = sorted(path.name for path in (REPOSITORY / "configs").glob("*.yaml"))
 WITHOUT_CONFIG = ("doctor", "schema")
+OF_A_JOB = ("status", "stop")
 
 # `kind` of a fenced block -> its text.
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -69,14 +72,32 @@ def check_command(words: list[str]) -> None:
         UserError: A flag, a key or a value is wrong.
     """
     name = words[0] if words and not words[0].startswith("--") else "train"
+    if name in OF_A_JOB:
+        assert len(words) == 2 and not words[1].startswith("-"), words
+        return
+    if name == "launch":
+        check_job(read_options(words[1:]))
+        return
     assert name in ("train", "plan", "export", *WITHOUT_CONFIG), words
     own = {"export": ("--merge", "--force")}.get(name, ("--help", "--json", "--deep"))
-    own_values = ("--output", "--adapter") if name == "export" else ()
+    own_values = {"export": ("--output", "--adapter"), "plan": ("--ranks", "--local_ranks")}.get(name, ())
     arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
     assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words
     if name not in WITHOUT_CONFIG and "--help" not in arguments.rest:
         assert arguments.config is not None, words
         load_config(str(REPOSITORY / arguments.config), arguments.overrides)
+
+
+def check_job(options: LaunchOptions) -> None:
+    """The options of a launcher, and that the configuration runs on so many ranks.
+
+    Raises:
+        UserError: As above.
+    """
+    arguments = split_arguments(options.arguments)
+    assert arguments.config is not None and arguments.rest == [], options
+    config = load_config(str(REPOSITORY / arguments.config), arguments.overrides)
+    build_plan(config, world_of(options.worker_num, options.local_worker_num))
 
 
 def test_every_command_of_run_trainer_is_right(commands: list[list[str]]) -> None:
@@ -99,6 +120,26 @@ def test_a_wrong_command_is_found(wrong: str, tmp_path: Path) -> None:
     (words,) = run_with_stubs(f"python run_trainer.py {wrong}", tmp_path)
     with pytest.raises(UserError):
         check_command(words[2:])
+
+
+def test_every_call_of_the_launcher_script_is_right(commands: list[list[str]]) -> None:
+    calls = [words[2:] for words in commands if words[:2] == ["bash", "scripts/msrun_launcher.sh"]]
+    assert {len(words) for words in calls} == {1, 2, 6, 9}
+    for words in calls:
+        check_job(read_positional(words, {}))
+
+
+def test_every_job_of_a_cluster_names_its_files(commands: list[list[str]]) -> None:
+    (submitted,) = (words for words in commands if words[0] == "sbatch")
+    assert (REPOSITORY / submitted[-2]).is_file()
+    check_job(read_positional(submitted[-1:], {}))
+    (created,) = (words for words in commands if words[0] == "kubectl")
+    assert (REPOSITORY / created[-1]).is_file()
+
+
+def test_the_table_of_launch_holds_every_option() -> None:
+    part = README[README.index("### Options of launch") : README.index("### msrun_launcher.sh")]
+    assert re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE) == [*HELP, "force"]
 
 
 def test_every_other_command_starts_a_file_that_is_there(commands: list[list[str]]) -> None:
