@@ -6,7 +6,6 @@ import signal
 
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
 
-
 EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
 
 
