@@ -114,8 +114,8 @@ def test_the_folder_of_the_logs_must_be_writable(options: LaunchOptions, tmp_pat
 def test_more_workers_than_memory_allows_are_refused(options: LaunchOptions, script: Path) -> None:
     message = refusal(options, left_bytes=GIB)
     assert "nproc = 4: 4 workers on this host need about 3,7" in message and "and 1,024 MiB are left" in message
-    assert "start 1, spread them over more nodes" in message and "--force" in message
-    assert "lower runner_config.batch_size" in refusal(options, left_bytes=GIB // 2)
+    assert "start 1, or spread them over more nodes" in message and "--force" in message
+    assert "Fix: a smaller runner_config.batch_size" in refusal(options, left_bytes=GIB // 2)
     check_launch(replace(options, force=True), left_bytes=GIB)
     check_launch(replace(options, script=script), left_bytes=GIB)
     halves = replace(options, local_worker_num=2)

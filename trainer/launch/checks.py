@@ -169,6 +169,6 @@ def _check_memory(options: LaunchOptions, worker_bytes: int | None, left_bytes: 
         f" and {left / _MIB:,.0f} MiB are left"
     )
     fitting = left // worker_bytes
-    fewer = f"start {fitting}" if 0 < fitting < workers else "lower runner_config.batch_size"
-    fix = f"{fewer}, spread them over more nodes, lower batch_size or use recompute_config, or try it with --force"
+    fewer = f"start {fitting}, or spread them over more nodes; " if fitting else ""
+    fix = f"{fewer}a smaller runner_config.batch_size and recompute_config need less; --force starts it even so"
     raise _error("nproc", options.worker_num, rule, fix)
