@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -151,3 +154,27 @@ def test_what_would_end_every_worker_at_once_is_found_before(
 ) -> None:
     message = refusal(replace(options, arguments=arguments))
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["run_trainer.py --config CONFIG", "eight"], "must be an integer"),
+        (["nowhere.py", "2"], "script = 'nowhere.py': there is no such file"),
+        (["run_trainer.py --config nowhere.yaml", "2"], "nowhere.yaml"),
+        (["run_trainer.py --config CONFIG", "2", "65536", "logs", "True", "60"], "master_port = 65536: must be from 1"),
+        (
+            ["run_trainer.py --config CONFIG", "4", "2", "127.0.0.1", "8118", "2", "logs", "True", "60"],
+            "node_rank = 2: the nodes are 0 to 1",
+        ),
+        (["run_trainer.py --config CONFIG", "2", "8118"], "takes 1, 2, 6 or 9 arguments"),
+    ],
+)
+def test_the_script_ends_with_exit_code_2_before_anything_starts(words: list[str], part: str, tmp_path: Path) -> None:
+    words = [word.replace("CONFIG", QUICKSTART) for word in words]
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "scripts" / "msrun_launcher.sh"), *words],
+        cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and part in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.rglob("job*"))
