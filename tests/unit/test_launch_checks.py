@@ -114,6 +114,14 @@ def test_the_folder_of_the_logs_must_be_writable(options: LaunchOptions, tmp_pat
     assert "cannot be written to (" in refusal(replace(options, log_dir=Path("/proc/logs")))
 
 
+def test_the_logs_of_the_run_are_not_in_the_way_of_those_of_the_launcher(
+    options: LaunchOptions, tmp_path: Path
+) -> None:
+    both = replace(options, arguments=(*options.arguments, "--output_dir", str(tmp_path)))
+    assert "is where the run itself keeps its logs" in refusal(both)
+    check_launch(replace(both, log_dir=tmp_path / "msrun"), left_bytes=64 * GIB)
+
+
 def test_more_workers_than_memory_allows_are_refused(options: LaunchOptions, script: Path) -> None:
     message = refusal(options, left_bytes=GIB)
     assert "nproc = 4: 4 workers on this host need about 3,7" in message and "and 1,024 MiB are left" in message

@@ -140,7 +140,8 @@ def _worker_bytes(options: LaunchOptions) -> int | None:
     """The memory of a worker as `plan` estimates it; None on devices that have memory of their own.
 
     Raises:
-        UserError: The workers would all end at once: mistakes in flags and file, or another number of ranks.
+        UserError: The workers would all end at once: mistakes in flags and file, or another number of ranks; or their
+            own logs would be in the way of the launcher's.
     """
     arguments = split_arguments(options.arguments)
     command = [word for word in arguments.rest if word != "train"]
@@ -153,6 +154,10 @@ def _worker_bytes(options: LaunchOptions) -> int | None:
     config = load_config(arguments.config, arguments.overrides)
     world = World(options.ranks.start, options.worker_num, 0, options.local_worker_num)
     check_runnable(config, world)
+    logs = Path(config.output_dir).expanduser() / "logs"
+    if options.log_dir.expanduser().resolve() == logs.resolve():
+        rule = "is where the run itself keeps its logs (output_dir/logs), under the same names"
+        raise _error("log_dir", str(options.log_dir), rule, "use another one, or leave it out")
     return memory_estimate(config, config.trains, world)["total"] if resolve_device(config) == "CPU" else None
 
 
