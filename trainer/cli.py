@@ -20,6 +20,7 @@ import typer
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
 from trainer.flags import FLAGS, Arguments, split_arguments
+from trainer.launch import heartbeat
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -76,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
+    except Exception:
+        heartbeat.failed(EXIT_RUN_FAILED)
+        raise
+    if code not in (EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM):
+        heartbeat.failed(code)
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: Python shall not try again at its end

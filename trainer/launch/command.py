@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
+from trainer.launch.control import CONTROL_PORT_VARIABLE, connect_nodes
 from trainer.launch.follow import Follower
 from trainer.launch.heartbeat import JOB_VARIABLE
 from trainer.launch.job import (
@@ -72,6 +73,7 @@ def launch(options: LaunchOptions, check: Callable[[LaunchOptions], None] | None
 
 
 def _supervise(options: LaunchOptions, files: JobFiles) -> int:
+    nodes = connect_nodes(options, _control_port(options))
     prepare(files, options.ranks, whole_host=options.nodes == 1)
     adopt_orphans()
     state = new_state([options.script_name, *options.arguments], options.ranks, options.worker_num, files)
@@ -89,16 +91,29 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
             lambda: _engine(options, files, scratch),
             files,
             state,
+            nodes,
             options.hang_timeout,
             Follower(files.log(options.ranks[0]), sys.stdout.buffer),
             _tell,
             terminal_line(),
         )
         _tell(_announcement(options, files))
-        return supervisor.run().exit_code
+        code = supervisor.run().exit_code
+        for number in (signal.SIGTERM, signal.SIGINT):  # all is done: a late one shall not change the exit code
+            signal.signal(number, signal.SIG_IGN)
+        return code
     finally:
         listener.close()
         scratch.close()
+
+
+def _control_port(options: LaunchOptions) -> int:
+    text = os.environ.get(CONTROL_PORT_VARIABLE, "")
+    if not text:
+        return options.master_port + 1
+    if not text.isdecimal():
+        raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=text, fix="write 8119")
+    return int(text)
 
 
 def _tell(text: str) -> None:

@@ -22,7 +22,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 def beat_file(job: Path, rank: int) -> Path:
-    """Grows by nothing, but changes with every step: it holds the number of the step."""
+    """Holds the number of the last step; it is written again after every step, and now and then within a long one."""
     return job / f"rank-{rank}.beat"
 
 

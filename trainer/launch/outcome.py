@@ -16,11 +16,12 @@ class End:
     """The end of one worker.
 
     Attributes:
-        rank: Of the worker; None for the scheduler.
+        rank: Of the worker; None for another process of the job.
         exit_code: As a shell gives it: 128 + n for signal n.
         at_seconds: When it failed or ended, by the clock of its host since that started.
         by_launcher: Whether it ended after the launcher had told it to.
         why: What the system said when it could not be started.
+        process: What it was when it was no worker.
     """
 
     rank: int | None
@@ -28,10 +29,11 @@ class End:
     at_seconds: float
     by_launcher: bool = False
     why: str = ""
+    process: str = "the scheduler"
 
     @property
     def name(self) -> str:
-        return "the scheduler" if self.rank is None else f"rank {self.rank}"
+        return self.process if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass

@@ -12,10 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
+from trainer.launch.control import Event, Nodes
 from trainer.launch.follow import Follower
 from trainer.launch.job import JobFiles, JobState, write_state
-from trainer.launch.outcome import End, Outcome, judge, report
+from trainer.launch.outcome import End, Outcome, judge, report, shell_code
 from trainer.launch.processes import end_children
 from trainer.launch.wards import Ward, Wards
 
@@ -50,6 +53,7 @@ class Supervisor:
         start_engine: Starts msrun, or what stands in for it.
         files: Of the job.
         state: Of the job, for others to read.
+        nodes: The other nodes.
         hang_timeout: Seconds without a step that count as a hang; 0: none do.
         follow: Copies the output of the first worker of this host.
         tell: Takes a line for the user.
@@ -62,12 +66,13 @@ class Supervisor:
         start_engine: Callable[[], subprocess.Popen],
         files: JobFiles,
         state: JobState,
+        nodes: Nodes,
         hang_timeout: float,
         follow: Follower,
         tell: Callable[[str], None],
         wait_line: Callable[[str], None],
     ) -> None:
-        self.wards, self.files, self.state, self.follow = wards, files, state, follow
+        self.wards, self.files, self.state, self.nodes, self.follow = wards, files, state, nodes, follow
         self.hang_timeout, self.tell, self.wait_line = hang_timeout, tell, wait_line
         self._start_engine = start_engine
         self.engine: subprocess.Popen | None = None
@@ -76,6 +81,8 @@ class Supervisor:
         self.stop_requests = 0
         self.hung_seconds: float | None = None
         self.engine_failure: End | None = None
+        self.elsewhere: Event | None = None
+        self.said_done = False
         self.spoke = False
         self.timers = Timers(time.monotonic())
 
@@ -98,6 +105,7 @@ class Supervisor:
         finally:
             self.wards.kill_all()
             self.wards.release_all()
+            self.nodes.close()
             end_children()
             signal.set_wakeup_fd(old_wake)
             for number, handler in before.items():
@@ -106,11 +114,19 @@ class Supervisor:
             os.close(wake)
 
     def over(self) -> bool:
-        return self.wards.ended
+        """Whether the workers of this node have ended, and nothing is to be awaited from the others."""
+        if not self.wards.ended:
+            return False
+        if self.wards.told_at is not None:
+            return True
+        if not self.said_done:
+            self.said_done = True
+            self.nodes.done()
+        return self.nodes.finished
 
     def _wait(self, awake: int) -> None:
         with selectors.DefaultSelector() as selector:
-            for source in (awake, self.wards.listener, *self.wards.sources):
+            for source in (awake, self.wards.listener, *self.wards.sources, *self.nodes.sources):
                 selector.register(source, selectors.EVENT_READ)
             selector.select(_TICK_SECONDS)
         with contextlib.suppress(BlockingIOError):
@@ -119,7 +135,11 @@ class Supervisor:
     def _turn(self) -> None:
         now = time.monotonic()
         while self.signals:
-            self._stop(self.signals.popleft(), now)
+            number = self.signals.popleft()
+            self._stop(signal.SIGTERM if number == signal.SIGHUP else number, now)
+            self.nodes.stop(int(self.stopped_by))
+        for event in self.nodes.turn(now):
+            self._hear(event, now)
         self.wards.accept()
         changed = self.wards.hear()
         if now >= self.timers.files_at:
@@ -139,33 +159,52 @@ class Supervisor:
 
     def _stop(self, number: int, now: float) -> None:
         """Hands a signal to every worker. They save and end; the second time they have little time, then none."""
-        number = signal.SIGTERM if number == signal.SIGHUP else number
         self.stop_requests += 1
         self.stopped_by = self.stopped_by or number
         self.wards.closing = True
         name = signal.Signals(number).name
         if self.stop_requests == 1:
-            self.tell(f"{name}: the workers finish their step and save; once more ends them without that.")
+            self._note([f"{name}: the workers finish their step and save; once more ends them without that."])
         self.wards.tell_workers({"signal": number})
         if self.stop_requests > 2:
             self._kill(now)
         elif self.stop_requests == 2 or self.timers.last_step_at is None:
             self.timers.kill_at = self.timers.kill_at or now + GRACE_SECONDS
 
+    def _hear(self, event: Event, now: float) -> None:
+        if event.kind == "note":
+            self._note(event.lines)
+        elif event.kind == "stop":
+            self._stop(event.number, now)
+        elif self.wards.told_at is None and self.elsewhere is None:
+            self.elsewhere = event
+            if event.number == EXIT_HANG:
+                self._dump(now)
+            else:
+                self._end_workers(now, GRACE_SECONDS)
+
+    def _note(self, lines: list[str]) -> None:
+        self.wait_line("")
+        for line in lines:
+            self.tell(line)
+
     def _look_at_engine(self) -> None:
         """msrun that ends before all its processes have called will not start them any more."""
         if self.engine is None or self.engine.poll() is None or self.wards.closing:
             return
         if any(ward.channel is None for ward in self.wards.workers.values()) and self.engine_failure is None:
-            self.engine_failure = End(None, max(1, self.engine.returncode), time.monotonic())
+            code = shell_code(self.engine.returncode) or EXIT_RUN_FAILED
+            self.engine_failure = End(None, code, time.monotonic(), process="msrun")
 
     def _look_for_failures(self, now: float) -> None:
         if self.wards.told_at is not None:
             return
-        ends = [end for end in self._ends() if end.exit_code and end.exit_code - 128 != self.stopped_by]
-        announced = any(ward.failed is not None for ward in self.wards.workers.values())
-        if ends or announced or self.engine_failure is not None:
+        announced = [ward.failed for ward in self.wards.workers.values() if ward.failed is not None and not ward.end]
+        engine = [self.engine_failure] if self.engine_failure is not None else []
+        outcome = judge([*self._ends(), *announced, *engine], self.stopped_by, None)
+        if outcome.first is not None:
             self._end_workers(now, GRACE_SECONDS)
+            self.nodes.failed(outcome.exit_code, self._failure_lines(outcome))
 
     def _end_workers(self, now: float, grace_seconds: float) -> None:
         self.wards.closing = True
@@ -182,9 +221,13 @@ class Supervisor:
                 self._end_workers(now, GRACE_SECONDS / 2)
         elif self.hang_timeout and timers.last_step_at is not None and self.wards.told_at is None:
             if now - timers.last_step_at > self.hang_timeout:
-                self.hung_seconds, timers.dumped_at = now - timers.last_step_at, now
-                self.wards.tell_workers({"dump": True})
-                self.tell(f"error: no step was finished for {self.hung_seconds:.0f} s: the job hangs.")
+                self.hung_seconds = now - timers.last_step_at
+                self._dump(now)
+                self.nodes.failed(EXIT_HANG, [f"error: no step was finished for {self.hung_seconds:.0f} s."])
+
+    def _dump(self, now: float) -> None:
+        self.timers.dumped_at = now
+        self.wards.tell_workers({"dump": True})
 
     def _keep_deadlines(self, now: float) -> None:
         if self.timers.kill_at is not None and now > self.timers.kill_at:
@@ -227,6 +270,8 @@ class Supervisor:
         self.wards.closing = True
         ends = [*self._ends(), *([self.engine_failure] if self.engine_failure else [])]
         outcome = judge(ends, self.stopped_by, self.hung_seconds)
+        if self.elsewhere is not None:
+            outcome = Outcome(self.elsewhere.number, "ended because of another node")
         self.wards.scheduler.kill()
         self.wards.release_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -241,17 +286,24 @@ class Supervisor:
         return outcome
 
     def _tell_of(self, outcome: Outcome) -> None:
-        if self.stopped_by is not None and outcome.first is None:
-            self.tell(f"{outcome.words}.")
-            return
+        if self.elsewhere is not None:
+            lines = [*self.elsewhere.lines, "  The workers of this node ended because of that."]
+        elif self.stopped_by is not None and outcome.first is None and self.hung_seconds is None:
+            lines = [f"{outcome.words}."]
+        else:
+            lines = self._failure_lines(outcome)
+        for line in lines:
+            self.tell(line)
+
+    def _failure_lines(self, outcome: Outcome) -> list[str]:
         first = outcome.first
         log = None if first is None else self._log_of(first)
-        for line in report(outcome, log, first.at_seconds - self.timers.began if first else 0.0):
-            self.tell(line)
+        lines = report(outcome, log, first.at_seconds - self.timers.began if first else 0.0)
         if self.hung_seconds is not None:
-            self.tell(f"  The Python stacks of all ranks are at the end of their logs: {self.files.log_dir}")
+            lines.append(f"  The Python stacks of all ranks are at the end of their logs: {self.files.log_dir}")
+        return lines
 
-    def _log_of(self, end: End):
+    def _log_of(self, end: End) -> Path:
         if end is self.engine_failure:
             return self.files.msrun_log
         ward: Ward = self.wards.scheduler if end.rank is None else self.wards.workers[end.rank]

@@ -28,7 +28,7 @@ class Ward:
         process: The worker proper; None before it runs.
         end: Once it has ended, or was found to be lost.
         failed: When it said that it fails, and with which exit code; it may still run.
-        beat: What its heartbeat file held last; empty before the first step.
+        beat: When its heartbeat file changed last, in nanoseconds; None before the first step.
     """
 
     rank: int | None
@@ -38,7 +38,7 @@ class Ward:
     process: Identity | None = None
     end: End | None = None
     failed: End | None = None
-    beat: bytes = b""
+    beat: int | None = None
 
     @property
     def running(self) -> bool:
@@ -156,7 +156,7 @@ class Wards:
             if not ward.running:
                 continue
             with contextlib.suppress(OSError):
-                beat = beat_file(folder, rank).read_bytes()
+                beat = beat_file(folder, rank).stat().st_mtime_ns
                 moved, ward.beat = moved or beat != ward.beat, beat
             if ward.failed is None:
                 with contextlib.suppress(OSError, ValueError, KeyError):
@@ -165,8 +165,9 @@ class Wards:
         return moved
 
     def tell_workers(self, message: Message) -> None:
+        """Sends to all workers but those that are failing: they are busy with that."""
         for ward in self.workers.values():
-            if ward.pending:
+            if ward.pending and ward.failed is None:
                 ward.send(message)
 
     def kill_all(self) -> None:

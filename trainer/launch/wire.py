@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from typing import Any
 
 Message = dict[str, Any]
@@ -54,6 +55,16 @@ class Channel:
         if len(self._rest) > _MAX_LINE_BYTES:
             self.closed = True
         return [message for message in map(_parsed, lines) if message is not None]
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Closes so that the other end gets all that was sent: what it has still sent itself must be read for that."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(seconds)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and self._socket.recv(1 << 16):
+                pass
+        self.close()
 
     def close(self) -> None:
         self.closed = True

@@ -1,0 +1,136 @@
+"""Starts launchers as a user does, with workers and mostly an msrun that stand in for those of MindSpore."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROGRAM = REPOSITORY / "run_trainer.py"
+HERE = Path(__file__).resolve().parent
+WORKER = HERE / "stand_in_worker.py"
+MSRUN = HERE / "stand_in_msrun.py"
+MARK = "RUN_TRAINER_TEST"
+
+LIMIT_SECONDS = 15.0
+"""A failure anywhere must have ended everything by then."""
+
+
+class Launcher:
+    """A running launcher, whose whole family of processes can be found.
+
+    Args:
+        folder: Working directory; logs are in its folder `logs`.
+        command: Of the launcher.
+        environment: What differs from this process.
+    """
+
+    def __init__(self, folder: Path, command: list[str], environment: dict[str, str]) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        folder.mkdir(parents=True, exist_ok=True)
+        self.out, self.err = folder / "out.txt", folder / "err.txt"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **environment, MARK: self.mark},
+            )
+
+    @property
+    def printed(self) -> str:
+        return self.out.read_text(encoding="utf-8")
+
+    @property
+    def errors(self) -> str:
+        return self.err.read_text(encoding="utf-8")
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def log(self, rank: int) -> str:
+        path = self.logs / f"rank-{rank}.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def facts(self, rank: int) -> dict:
+        """What a stand-in worker said of itself."""
+        first = self.log(rank).splitlines()[0]
+        return json.loads(first.removeprefix("facts "))
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process that this launcher has brought into the world, itself included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                pass
+        return found
+
+    def wait_until(self, holds: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                self.kill_family()
+                raise AssertionError(f"it did not happen; {self.printed[-500:]!r} {self.errors[-2000:]!r}")
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int, ranks: range = range(2)) -> None:
+        self.wait_until(lambda: all(f"did step {step}\n" in self.log(rank) for rank in ranks))
+
+    def end(self, timeout_seconds: float = 60.0) -> int:
+        """Waits for its end; nothing may be left then."""
+        try:
+            code = self.process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.kill_family()
+            raise AssertionError(f"it did not end; {self.printed[-500:]!r} {self.errors[-2000:]!r}") from None
+        left = [" ".join(process.cmdline()) for process in self.family()]
+        self.kill_family()
+        assert not left, left
+        return code
+
+    def kill_family(self) -> None:
+        for process in self.family():
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.Error:
+                pass
+        if self.process.poll() is None:
+            self.process.wait(10)
+
+
+def launch(folder: Path, *words: object, options: tuple[object, ...] = (), real: bool = False, **more: str) -> Launcher:
+    """Launches two stand-in workers.
+
+    Args:
+        folder: Working directory.
+        words: Arguments of the workers.
+        options: Further ones of `launch`.
+        real: Whether MindSpore's own msrun starts them.
+        more: Environment variables.
+    """
+    own = ["--nproc", 2, "--log_dir", "logs", "--script", WORKER, *options]
+    command = [sys.executable, PROGRAM, "launch", *own, *words]
+    environment = more if real else {"RUN_TRAINER_MSRUN": str(MSRUN), **more}
+    return Launcher(folder, [str(word) for word in command], environment)
+
+
+def call(folder: Path, *words: object) -> tuple[int, str, str]:
+    """Runs another command of the trainer."""
+    command = [sys.executable, str(PROGRAM), *map(str, words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr

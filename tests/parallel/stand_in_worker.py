@@ -1,0 +1,75 @@
+"""A worker without MindSpore: does steps, gives signs of life, saves when it is told to end, and misbehaves on demand.
+
+    stand_in_worker.py STEPS [RANK@STEP:ACTION ...] [anything else]
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trainer.launch import heartbeat  # noqa: E402
+from trainer.stop_signals import StopSignals  # noqa: E402
+
+RANK = int(os.environ["RANK_ID"])
+
+
+def act(action: str) -> None:
+    name, _, value = action.partition("=")
+    if name == "exit":
+        print("something bad happened", file=sys.stderr, flush=True)
+        os._exit(int(value))
+    elif name == "raise":
+        raise ValueError("something bad happened")
+    elif name == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif name == "announce":  # it fails, but its process takes its time to end
+        heartbeat.failed(int(value))
+        time.sleep(30)
+    elif name == "deaf":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    elif name == "hang":
+        wait_for_ever()
+    elif name == "child":
+        subprocess.Popen(["sleep", "1000"])
+
+
+def wait_for_ever() -> None:
+    while True:
+        time.sleep(1)
+
+
+facts = {
+    "arguments": sys.argv[1:],
+    "folder": os.getcwd(),
+    "cores": sorted(os.sched_getaffinity(0)),
+    "threads": os.environ["OMP_NUM_THREADS"],
+    "path": os.environ["PATH"],
+    "python": sys.executable,
+    "pid": os.getpid(),
+    **{name: os.environ.get(name) for name in ("RANK_ID", "MS_WORKER_NUM", "RUN_TRAINER_LOCAL_SIZE", "MS_ROLE")},
+}
+print("facts", json.dumps(facts), flush=True)
+heartbeat.start()
+actions = {}
+for word in sys.argv[2:]:
+    place, _, action = word.partition(":")
+    if action:
+        actions.setdefault(place, []).append(action)
+with StopSignals() as stop:
+    for step in range(1, int(sys.argv[1]) + 1):
+        for action in actions.get(f"{RANK}@{step}", []):
+            act(action)
+        time.sleep(0.05)
+        heartbeat.beat(step)
+        print(f"rank {RANK} did step {step}", flush=True)
+        if stop:
+            print(f"saved after {stop.received.name}", flush=True)
+            break
+sys.exit(stop.exit_code)

@@ -1,0 +1,146 @@
+"""Two launchers that are two nodes of one job, both on this host, with workers that stand in for the real ones."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher
+
+from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
+from trainer.launch.control import LOST_SECONDS
+from trainer.launch.ports import pick_free
+
+pytestmark = pytest.mark.slow
+
+ALL = range(4)
+
+
+def start_node(folder: Path, node: int, port: int, *words: object, workers: int = 4) -> Launcher:
+    """A launcher with msrun_launcher.sh's nine arguments; the nodes share the folder of logs."""
+    order = " ".join([str(WORKER), *map(str, words)])
+    numbers = [workers, 2, "127.0.0.1", port, node, folder / "logs", "True", 60]
+    script = str(REPOSITORY / "scripts" / "msrun_launcher.sh")
+    command = ["bash", script, order, *map(str, numbers)]
+    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": sys.executable}
+    return Launcher(folder / f"node-{node}", command, environment)
+
+
+def start_both(folder: Path, *words: object) -> tuple[Launcher, Launcher]:
+    port = pick_free()
+    return start_node(folder, 0, port, *words), start_node(folder, 1, port, *words)
+
+
+def log(folder: Path, rank: int) -> str:
+    path = folder / "logs" / f"rank-{rank}.log"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def wait_for_step(launcher: Launcher, folder: Path, step: int) -> None:
+    launcher.wait_until(lambda: "all 2 nodes are connected" in launcher.errors)
+    launcher.wait_until(lambda: all(f"did step {step}\n" in log(folder, rank) for rank in ALL))
+
+
+def test_both_end_well_together(tmp_path: Path) -> None:
+    first, second = start_both(tmp_path, 10, "0@10:exit=0")
+    assert [second.end(), first.end()] == [0, 0]
+    assert [f"rank {rank} did step" in log(tmp_path, rank) for rank in ALL] == [True] * 4
+    assert '"RANK_ID": "3"' in log(tmp_path, 3) and '"RUN_TRAINER_LOCAL_SIZE": "2"' in log(tmp_path, 3)
+    assert {"job-node-0", "job-node-1"} <= {path.name for path in (tmp_path / "logs").iterdir()}
+
+
+def test_a_failure_on_one_ends_both(tmp_path: Path) -> None:
+    first, second = start_both(tmp_path, 1000, "3@60:exit=7")
+    wait_for_step(first, tmp_path, 10)
+    began = time.monotonic()
+    assert [first.end(), second.end()] == [7, 7]
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert "rank 3 failed first: exit code 7" in first.errors and "something bad happened" in first.errors
+    assert "The workers of this node ended because of that" in first.errors
+    assert "Ended because of that: rank 2" in second.errors
+    assert all("saved after SIGTERM" in log(tmp_path, rank) for rank in (0, 1, 2))
+
+
+def test_a_failure_before_the_others_are_there(tmp_path: Path) -> None:
+    port = pick_free()
+    second = start_node(tmp_path, 1, port, 1000, "3@1:exit=7")
+    second.wait_until(lambda: "something bad" in log(tmp_path, 3))
+    first = start_node(tmp_path, 0, port, 1000)
+    assert [first.end(), second.end()] == [7, 7]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_lost_node_ends_the_other(tmp_path: Path, killed: int) -> None:
+    both = start_both(tmp_path, 1000)
+    wait_for_step(both[0], tmp_path, 2)
+    both[killed].process.kill()
+    both[killed].process.wait()
+    began = time.monotonic()
+    assert both[1 - killed].end() == 1
+    both[killed].wait_until(lambda: not both[killed].family())
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert f"the connection to node {killed} is lost" in both[1 - killed].errors
+
+
+def test_a_silent_node_counts_as_lost(tmp_path: Path) -> None:
+    first, second = start_both(tmp_path, 1000)
+    wait_for_step(first, tmp_path, 2)
+    second.process.send_signal(signal.SIGSTOP)  # as when a cable is cut: no word, and no end either
+    began = time.monotonic()
+    try:
+        assert first.end() == 1
+    finally:
+        second.process.send_signal(signal.SIGCONT)
+    assert LOST_SECONDS - 2 < time.monotonic() - began < LIMIT_SECONDS
+    assert second.end() == 1
+    assert "the connection to node 1 is lost" in first.errors
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_to_one_reaches_all_workers(tmp_path: Path, told: int) -> None:
+    both = start_both(tmp_path, 1000)
+    wait_for_step(both[0], tmp_path, 2)
+    both[told].process.terminate()
+    assert [launcher.end() for launcher in both] == [143, 143]
+    assert all(log(tmp_path, rank).endswith("saved after SIGTERM\n") for rank in ALL)
+
+
+def test_a_hang_shows_the_stacks_of_both(tmp_path: Path) -> None:
+    hangs = [f"{rank}@3:hang" for rank in ALL]
+    first, second = start_both(tmp_path, 1000, *hangs, "--hang_timeout=2")
+    assert [first.end(), second.end()] == [EXIT_HANG, EXIT_HANG]
+    assert all("in wait_for_ever" in log(tmp_path, rank) for rank in ALL)
+
+
+def test_nodes_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    port = pick_free()
+    first = start_node(tmp_path, 0, port, 1000)
+    second = start_node(tmp_path, 1, port, 1000, workers=6)
+    assert second.end() == 1
+    assert "node 0 does not take this node in: worker_num is 6 there and 4 on node 0" in second.errors
+    first.process.terminate()
+    assert first.end() == 143
+
+
+def test_a_stranger_on_the_control_port_does_no_harm(tmp_path: Path) -> None:
+    port = pick_free()
+    first = start_node(tmp_path, 0, port, 40)
+    first.wait_until(lambda: "launching" in first.errors)
+    with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
+    second = start_node(tmp_path, 1, port, 40)
+    assert [first.end(), second.end()] == [0, 0]
+
+
+def test_a_control_port_in_use_is_bad_input(tmp_path: Path) -> None:
+    port = pick_free()
+    with socket.socket() as other:
+        other.bind(("", port + 1))
+        other.listen()
+        first = start_node(tmp_path, 0, port, 5)
+        assert first.end() == EXIT_BAD_INPUT
+    assert "RUN_TRAINER_CONTROL_PORT" in first.errors and not (tmp_path / "logs" / "job-node-0").exists()

@@ -1,0 +1,226 @@
+"""A job of stand-in workers under the real launcher and the real wardens: however it ends, the truth is told about it.
+
+Time limits are promises only where they say so; a test waits longer for what is no promise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_helpers import LIMIT_SECONDS, Launcher, call, launch
+
+from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
+
+pytestmark = pytest.mark.slow
+
+TRICKY = ["two words", 'double " quote', "single ' quote", "$HOME", "`id`", "größe 漢字", "a\\b", "*", "", "--flag=x y"]
+
+
+def test_a_job_that_ends_well(tmp_path: Path) -> None:
+    job = launch(tmp_path, 3, *TRICKY)
+    assert job.end() == 0
+    lines = job.printed.splitlines()
+    assert lines[-3:] == ["rank 0 did step 1", "rank 0 did step 2", "rank 0 did step 3"]  # rank 0's, nobody else's
+    assert job.log(1).splitlines()[-1] == "rank 1 did step 3"
+    assert len(job.errors.splitlines()) == 1 and str(job.logs) in job.errors
+    cores = sorted(os.sched_getaffinity(0))
+    for rank in range(2):
+        facts = job.facts(rank)
+        assert facts["arguments"] == ["3", *TRICKY]
+        assert facts["folder"] == str(tmp_path)
+        assert (facts["RANK_ID"], facts["MS_WORKER_NUM"], facts["MS_ROLE"]) == (str(rank), "2", "MS_WORKER")
+        assert facts["RUN_TRAINER_LOCAL_SIZE"] == "2"
+        assert facts["path"] == os.environ["PATH"]  # not with the folder that msrun was given
+        assert len(facts["cores"]) == int(facts["threads"]) == max(1, len(cores) // 2)
+    if len(cores) > 1:
+        assert not set(job.facts(0)["cores"]) & set(job.facts(1)["cores"])
+    code, said, _ = call(tmp_path, "status", "logs")
+    assert code == 0 and "finished" in said and said.count("with exit code 0 at step 3") == 2
+
+
+def test_many_workers_share_few_cores(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1, options=("--nproc", 5))
+    assert job.end() == 0
+    places = [job.facts(rank)["cores"] for rank in range(5)]
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) <= 5:
+        assert all(len(place) == 1 for place in places)
+        counts = [places.count([core]) for core in cores]
+        assert max(counts) - min(counts) <= 1 and sum(counts) == 5
+
+
+def test_the_first_failure_ends_the_job_and_is_told(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "1@3:exit=7")
+    job.wait_for_step(2)
+    began = time.monotonic()
+    assert job.end() == 7
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert "rank 1 failed first: exit code 7" in job.errors
+    assert f"Log: {job.logs}/rank-1.log" in job.errors
+    assert "  | something bad happened" in job.errors
+    assert "Ended because of that: rank 0 (ended by SIGTERM)" in job.errors
+    assert "saved after SIGTERM" in job.log(0)  # the others have time to end as they should
+    code, said, _ = call(tmp_path, "status", "logs")
+    assert code == 1 and "rank 1 failed, exit code 7" in said
+
+
+def test_an_exception_in_a_worker(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "0@2:raise")
+    assert job.end() == 1
+    assert "rank 0 failed first: exit code 1" in job.errors
+    assert "  | ValueError: something bad happened" in job.errors
+
+
+def test_a_killed_worker(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "1@2:kill")
+    assert job.end() == 128 + signal.SIGKILL
+    assert "rank 1 failed first: ended by SIGKILL" in job.errors and "memory" in job.errors
+
+
+def test_who_says_first_that_it_fails_failed_first(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "1@3:announce=9", "0@20:exit=1")
+    job.wait_for_step(2)
+    began = time.monotonic()
+    assert job.end() == 9  # rank 1 lingers on, and rank 0 notices the failure and ends before
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert "rank 1 failed first: exit code 9" in job.errors
+
+
+def test_who_does_not_listen_is_killed(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "0@1:deaf", "1@3:exit=7")
+    job.wait_for_step(2)
+    began = time.monotonic()
+    assert job.end() == 7
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert "rank 0 (ended by SIGKILL)" in job.errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_reaches_every_worker(tmp_path: Path, number: signal.Signals) -> None:
+    job = launch(tmp_path, 1000)
+    job.wait_for_step(2)
+    job.process.send_signal(number)
+    assert job.end() == 128 + number
+    for rank in range(2):
+        assert job.log(rank).endswith(f"saved after {number.name}\n")
+    assert f"stopped by {number.name}" in job.errors and "error" not in job.errors
+
+
+def test_who_ignores_a_signal_is_killed_at_the_third(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "0@1:deaf", "1@1:deaf")
+    job.wait_for_step(2)
+    for _ in range(3):
+        job.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert job.end(8) == 128 + signal.SIGINT
+
+
+def test_a_signal_before_any_worker_runs(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000)
+    job.wait_until(lambda: "launching" in job.errors)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
+
+
+def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "1@1:deaf", "0@1:child")
+    job.wait_for_step(2)
+    assert call(tmp_path, "status", "logs")[0] == 0
+    job.process.kill()
+    job.process.wait()
+    began = time.monotonic()
+    job.wait_until(lambda: not job.family())
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert "saved after SIGTERM" in job.log(0)
+    code, said, _ = call(tmp_path, "status", "logs")
+    assert code == 1 and "lost" in said
+    assert call(tmp_path, "stop", "logs")[0] == 0
+
+
+def test_workers_outlive_msrun(tmp_path: Path) -> None:
+    job = launch(tmp_path, 30)
+    job.wait_for_step(2)
+    next(process for process in job.family() if "stand_in_msrun.py" in " ".join(process.cmdline())).kill()
+    assert job.end() == 0
+    assert "did step 30" in job.log(0) and "did step 30" in job.log(1)
+
+
+def test_a_killed_warden_takes_its_worker_along(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "1@1:child")
+    job.wait_for_step(2)
+    psutil.Process(job.facts(1)["pid"]).parent().kill()
+    assert job.end() == 128 + signal.SIGKILL
+    assert "rank 1 failed first" in job.errors
+
+
+def test_a_child_of_a_worker_ends_with_it(tmp_path: Path) -> None:
+    job = launch(tmp_path, 2, "0@1:child", "1@1:child")
+    assert job.end() == 0
+
+
+def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "0@4:hang", "1@4:deaf", "1@5:hang", options=("--hang_timeout", 2))
+    job.wait_for_step(3)
+    began = time.monotonic()
+    assert job.end() == EXIT_HANG
+    assert time.monotonic() - began < LIMIT_SECONDS + 2
+    assert "no step was finished for 2 s" in job.errors
+    for rank in range(2):
+        assert "in wait_for_ever" in job.log(rank) and "most recent call first" in job.log(rank)
+
+
+def test_a_slow_first_step_is_no_hang(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, "0@1:hang", "1@1:hang", options=("--hang_timeout", 0.5))
+    job.wait_until(lambda: "facts" in job.log(0) and "facts" in job.log(1))
+    time.sleep(2)
+    assert job.process.poll() is None
+    for _ in range(3):
+        job.process.terminate()
+        time.sleep(0.3)
+    assert job.end() == 128 + signal.SIGTERM
+
+
+def test_logs_of_earlier_jobs_stay(tmp_path: Path) -> None:
+    for steps in (1, 2, 3):
+        assert launch(tmp_path, steps).end() == 0
+    logs = tmp_path / "logs"
+    for name, steps in (("rank-0.1.log", 1), ("rank-1.2.log", 2), ("rank-0.log", 3)):
+        assert (logs / name).read_text().endswith(f"did step {steps}\n")
+    assert {"job", "job.1", "job.2"} <= {path.name for path in logs.iterdir()}
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000)
+    job.wait_for_step(1)
+    second = Launcher(tmp_path / "second", [*job.process.args, "--log_dir", str(job.logs)], {})
+    assert second.end() == EXIT_BAD_INPUT
+    assert f"a job is running with this folder (launcher: process {job.process.pid})" in second.errors
+    job.process.terminate()
+    assert job.end() == 128 + signal.SIGTERM
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000, options=("--join", False))
+    assert job.process.wait(30) == 0
+    assert job.printed.startswith(f"job: {job.logs}/job\n")
+    job.wait_for_step(3)
+    code, said, _ = call(tmp_path, "status", "logs")
+    assert code == 0 and ": runs" in said and "rank 1: running (process" in said and "at step" in said
+    code, said, _ = call(tmp_path, "stop", "logs")
+    assert code == 0 and "stopped by SIGTERM" in said
+    assert not job.family() and "saved after SIGTERM" in job.log(1)
+    code, said, _ = call(tmp_path, "status", "logs/job")
+    assert code == 1 and "exit code 143" in said
+
+
+def test_an_msrun_that_fails_is_shown(tmp_path: Path) -> None:
+    broken = tmp_path / "broken_msrun.py"
+    broken.write_text("raise SystemExit('this msrun is broken')\n")
+    job = launch(tmp_path, 5, RUN_TRAINER_MSRUN=str(broken))
+    assert job.end() == 1
+    assert "msrun failed" in job.errors and "  | this msrun is broken" in job.errors
