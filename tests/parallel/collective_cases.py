@@ -25,3 +25,53 @@ def gradients_of(rank: int) -> list[np.ndarray]:
     random = np.random.default_rng(100 + rank)
     dtypes = [np.float16 if number in HALVES else np.float32 for number in range(len(SHAPES))]
     return [random.normal(size=shape).astype(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
+
+
+PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Receive")
+
+
+def pair_input(rank: int, ranks: int) -> np.ndarray:
+    """What a rank gives to each pair: [2 ranks, 3]."""
+    return np.random.default_rng(200 + rank).normal(size=(2 * ranks, 3)).astype(np.float32)
+
+
+def factors_of(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    """A rank's loss is the sum of what came out times these, which thus are the gradient there."""
+    return np.random.default_rng(300 + rank).normal(size=shape).astype(np.float32)
+
+
+def ends_of_sending(ranks: int) -> tuple[int, int]:
+    """Who sends to whom; not the first ranks where there are others, so that ranks and places in the group differ."""
+    return ranks - 1, ranks // 2 - 1
+
+
+def pair_output(name: str, every_x: np.ndarray, rank: int) -> np.ndarray:
+    """What a pair gives to a rank: every_x [ranks, 2 ranks, 3]."""
+    ranks = len(every_x)
+    by_rank = every_x.reshape(ranks, ranks, 2, 3)  # from whom, for whom
+    return {
+        "AllReduce": lambda: every_x.sum(0),
+        "AllGather": lambda: every_x.reshape(-1, 3),
+        "ReduceScatter": lambda: by_rank[:, rank].sum(0),
+        "AllToAll": lambda: by_rank[:, rank].reshape(-1, 3),
+        "Broadcast": lambda: every_x[ranks - 1],
+        "Receive": lambda: every_x[ends_of_sending(ranks)[0]],
+    }[name]()
+
+
+def pair_gradient(name: str, ranks: int, rank: int) -> np.ndarray:
+    """The gradient of the sum of all ranks' losses with respect to what this rank gave."""
+    shapes = {"AllGather": (2 * ranks * ranks, 3), "ReduceScatter": (2, 3)}
+    every_g = np.stack([factors_of(each, shapes.get(name, (2 * ranks, 3))) for each in range(ranks)])
+    if name == "AllReduce":
+        return every_g.sum(0)
+    if name == "AllGather":
+        return every_g.sum(0).reshape(ranks, -1, 3)[rank]
+    if name == "ReduceScatter":
+        return every_g.reshape(-1, 3)
+    if name == "AllToAll":
+        return every_g.reshape(ranks, ranks, 2, 3)[:, rank].reshape(-1, 3)
+    if name == "Broadcast":
+        return every_g.sum(0) if rank == ranks - 1 else np.zeros_like(every_g[0])
+    sender, receiver = ends_of_sending(ranks)
+    return every_g[receiver] if rank == sender else np.zeros_like(every_g[0])

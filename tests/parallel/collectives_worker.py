@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from msrun_helpers import take_a_core
 
 take_a_core()
+sys.path.append(str(Path(__file__).parents[1] / "parity"))
 
 import mindspore  # noqa: E402
 import numpy as np  # noqa: E402
-from collective_cases import ON_DEVICE, SHAPES, gradients_of, numbers_of, text_of  # noqa: E402
-from mindspore import Tensor  # noqa: E402
+from collective_cases import (  # noqa: E402
+    ON_DEVICE,
+    SHAPES,
+    ends_of_sending,
+    factors_of,
+    gradients_of,
+    numbers_of,
+    pair_input,
+    text_of,
+)
+from exported_graphs import export  # noqa: E402
+from mindspore import Tensor, nn, ops  # noqa: E402
 
 from trainer.parallel import collectives  # noqa: E402
-from trainer.parallel.world import world_from_environment  # noqa: E402
+from trainer.parallel.world import World, world_from_environment  # noqa: E402
+
+NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Receive"}
 
 
 def main(folder: Path) -> None:
@@ -37,8 +53,87 @@ def main(folder: Path) -> None:
     found |= {f"as on a device {number}": each.asnumpy() for number, each in enumerate(on_device)}
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
+    found |= pairs(world)
+    found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
     collectives.barrier()
     np.savez(folder / f"rank-{world.rank}.npz", **found)
+
+
+def pairs(world: World) -> dict[str, np.ndarray]:
+    """Outputs and gradients of all pairs, by name."""
+    rank, ranks = world.rank, world.size
+    x = Tensor(pair_input(rank, ranks))
+    cells = {
+        "AllReduce": collectives.AllReduce(),
+        "AllGather": collectives.AllGather(),
+        "ReduceScatter": collectives.ReduceScatter(),
+        "AllToAll": collectives.AllToAll(),
+        "Broadcast": collectives.Broadcast(ranks - 1),
+    }
+    sender, receiver = ends_of_sending(ranks)
+    if rank in (sender, receiver):
+        collectives.make_group("two", sorted((sender, receiver)))
+        assert collectives.group_size("two") == 2 and collectives.group_size() == ranks
+    if rank == sender:
+        cells["Receive"] = collectives.Send(receiver, "two")
+    elif rank == receiver:
+        cells["Receive"] = collectives.Receive(sender, "two", x.shape)
+    parity = "odd" if rank % 2 else "even"
+    collectives.make_group(parity, range(rank % 2, ranks, 2))
+    cells |= {f"parity {pair.__name__}": pair(group=parity) for pair in (collectives.AllReduce, collectives.AllGather)}
+    cells["parity Broadcast"] = collectives.Broadcast(rank % 2, parity)
+    found = {}
+    for name, cell in cells.items():
+        found |= output_and_gradient(name, cell, x, rank)
+    half = collectives.AllGather()(x.astype(mindspore.float16))
+    return found | {"half AllGather": half.asnumpy()}
+
+
+def output_and_gradient(name: str, cell: Callable, x: Tensor, rank: int) -> dict[str, np.ndarray]:
+    """What comes out, and the gradient of the loss with respect to what went in."""
+
+    def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+        out = cell(x)
+        return (out * Tensor(factors_of(rank, out.shape))).sum(), out
+
+    (_, out), gradient = mindspore.value_and_grad(loss, 0, has_aux=True)(x)
+    return {f"{name} out": out.asnumpy(), f"{name} gradient": gradient.asnumpy()}
+
+
+class Gradient(nn.Cell):
+    """The backward pass of a cell as a graph of its own."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__()
+        self.cell, self.gradient = cell, ops.GradOperation(sens_param=True)
+
+    def construct(self, x: Tensor, dout: Tensor) -> Tensor:
+        return self.gradient(self.cell)(x, dout)
+
+
+def native_operators(world: World, folder: Path) -> dict[str, list[str]]:
+    """The collectives in the graphs that a device with all of them would run, forward and backward."""
+    rank, ranks = world.rank, world.size
+    other = (rank + 1) % ranks
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    x, found = Tensor(pair_input(rank, ranks)), {}
+    with mock.patch.object(collectives, "_has_all_operators", return_value=True):
+        cells = {
+            "AllReduce": (collectives.AllReduce, x.shape),
+            "AllGather": (collectives.AllGather, (2 * ranks * ranks, 3)),
+            "ReduceScatter": (collectives.ReduceScatter, (2, 3)),
+            "AllToAll": (collectives.AllToAll, x.shape),
+            "Broadcast": (partial(collectives.Broadcast, 0), x.shape),
+        }
+        if ranks == 2:
+            cells["Send"] = partial(collectives.Send, other, "two"), ()
+            cells["Receive"] = partial(collectives.Receive, other, "two", x.shape), x.shape
+        for name, (make, shape) in cells.items():
+            dout = Tensor(factors_of(rank, shape))
+            forward = export(make(), [x], folder / f"{name}-{rank}").operators
+            backward = export(Gradient(make()), [x, dout], folder / f"{name}-gradient-{rank}").operators
+            found[name] = [" ".join(NATIVE & set(operators)) for operators in (forward, backward)]
+    return found
 
 
 if __name__ == "__main__":

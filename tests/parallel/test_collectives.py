@@ -6,7 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from collective_cases import HALVES, ON_DEVICE, SHAPES, gradients_of, numbers_of, text_of
+from collective_cases import (
+    HALVES,
+    ON_DEVICE,
+    PAIRS,
+    SHAPES,
+    ends_of_sending,
+    factors_of,
+    gradients_of,
+    numbers_of,
+    pair_gradient,
+    pair_input,
+    pair_output,
+    text_of,
+)
 from msrun_helpers import run_job
 
 pytestmark = pytest.mark.slow
@@ -53,3 +66,50 @@ def test_buckets_in_the_memory_of_a_device_sum_alike(found: Found) -> None:
     for rank in found:
         for place, number in enumerate(ON_DEVICE):
             np.testing.assert_allclose(rank[f"as on a device {place}"], rank[f"together {number}"], 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_gives_what_numpy_gives_forward_and_backward(found: Found, name: str) -> None:
+    ranks = len(found)
+    every_x = np.stack([pair_input(rank, ranks) for rank in range(ranks)])
+    sender, receiver = ends_of_sending(ranks)
+    for rank, arrays in enumerate(found):
+        if name == "Receive" and rank not in (sender, receiver):
+            continue
+        out = np.zeros(()) if name == "Receive" and rank == sender else pair_output(name, every_x, rank)
+        np.testing.assert_allclose(arrays[f"{name} out"], out, 1e-6, 1e-6)
+        np.testing.assert_allclose(arrays[f"{name} gradient"], pair_gradient(name, ranks, rank), 1e-6, 1e-6)
+
+
+def test_groups_keep_to_themselves(found: Found) -> None:
+    """The even ranks are one group, the odd ones another."""
+    ranks = len(found)
+    for rank, arrays in enumerate(found):
+        members = range(rank % 2, ranks, 2)
+        xs = [pair_input(each, ranks) for each in members]
+        gathered_shape = (2 * ranks * len(members), 3)
+        gradients = sum(factors_of(each, gathered_shape) for each in members).reshape(len(members), 2 * ranks, 3)
+        np.testing.assert_allclose(arrays["parity AllReduce out"], sum(xs), 1e-6, 1e-6)
+        np.testing.assert_array_equal(arrays["parity AllGather out"], np.concatenate(xs))
+        np.testing.assert_allclose(arrays["parity AllGather gradient"], gradients[rank // 2], 1e-6, 1e-6)
+        np.testing.assert_array_equal(arrays["parity Broadcast out"], xs[0])
+
+
+def test_a_device_with_all_operators_gets_them(found: Found) -> None:
+    """On every rank: one that left a collective out would let the others wait for ever."""
+    expected = {
+        "AllReduce": ["AllReduce", "AllReduce"],
+        "AllGather": ["AllGather", "ReduceScatter"],
+        "ReduceScatter": ["ReduceScatter", "AllGather"],
+        "AllToAll": ["AlltoAll", "AlltoAll"],
+        "Broadcast": ["Broadcast", "AllReduce"],
+    }
+    if len(found) == 2:
+        expected |= {"Send": ["Send", "Receive"], "Receive": ["Receive", "Send"]}
+    for arrays in found:
+        assert {name: arrays[f"native {name}"].tolist() for name in expected} == expected
+
+
+def test_float16_travels_too(found: Found) -> None:
+    expected = np.concatenate([pair_input(rank, len(found)) for rank in range(len(found))]).astype(np.float16)
+    assert all((arrays["half AllGather"] == expected).all() for arrays in found)

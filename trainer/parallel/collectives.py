@@ -1,20 +1,28 @@
 """What ranks say to each other; the only file that communicates.
 
 MindSpore 2.10 on a CPU has few collectives, and of those some are silently wrong: AllReduce sums float32 and float16
-(bfloat16 wrongly), AllGather hands on float32 alone bit by bit (integers, float16 and float64 arrive damaged). So all
-that is gathered travels as the bits of float32 numbers, and all sums are of float32.
+(bfloat16 wrongly), AllGather hands on float32 alone bit by bit (integers, float16 and float64 arrive damaged), and in a
+group of some ranks there is AllReduce only. So all that is gathered travels as float32, numbers of other types as the
+bits of some, and all sums are of float32.
+
+The cells at the end are pairs of a forward and a backward pass, for models that are cut over ranks. What a rank's loss
+sends back is the gradient of the sum of all ranks' losses: the gradient of a sum is a sum, that of gathering is summing
+and cutting. They use the device's own operators, and on a CPU what can be said with AllReduce, AllGather and Broadcast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 import mindspore
 import numpy as np
-from mindspore import Tensor, communication, ops
+from mindspore import Tensor, communication, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops import operations as P
 
 from trainer.errors import RunError
 from trainer.parallel.world import World
@@ -22,6 +30,7 @@ from trainer.parallel.world import World
 BUCKET_BYTES = 25 << 20
 """Small tensors are summed together up to this size: a call of AllReduce takes 0.4 ms even for one number."""
 
+_LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
 _FEWEST = 16  # numbers of a gather: the next sizes are powers of two, because MindSpore keeps a kernel for each
 
 
@@ -33,8 +42,10 @@ def start(world: World) -> None:
     """
     if world.size == 1:
         return
+    os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
-        communication.init()
+        with _threads_that_wait_for_their_turn():
+            communication.init()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(f"rank {world.rank} cannot join the {world.size} ranks of the job: {reason}") from error
@@ -135,13 +146,13 @@ def _device_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _gather(array: np.ndarray, group: str | None = None) -> np.ndarray:
+def _gather(array: np.ndarray) -> np.ndarray:
     """The bytes [ranks, array.nbytes] that each rank gave: an array of the same size everywhere, of n x 4 bytes."""
     words = array.reshape(-1).view(np.float32)
     padded = np.zeros(max(_FEWEST, 1 << (words.size - 1).bit_length()), np.float32)
     # As integers: copied as numbers, some processors would alter those bits that mean "signalling NaN".
     padded.view(np.int32)[: words.size] = words.view(np.int32)
-    gathered = _operator("AllGather", _name(group))(Tensor.from_numpy(padded)).asnumpy()
+    gathered = _operator("AllGather", _name(None))(Tensor.from_numpy(padded)).asnumpy()
     return gathered.reshape(-1, padded.size)[:, : words.size].copy().view(np.uint8)
 
 
@@ -153,3 +164,233 @@ def _name(group: str | None) -> str:
 def _operator(name: str, group: str, **settings: int) -> ops.Primitive:
     """An operator of MindSpore for a group; one instance serves all calls."""
     return getattr(ops, name)(group=group, **settings)
+
+
+@contextlib.contextmanager
+def _threads_that_wait_for_their_turn() -> Iterator[None]:
+    """Threads that start inside do not interrupt this one: it runs on one core, with a policy that waking threads do
+    not break into.
+
+    MindSpore 2.10 joins a job by connecting twice; when the thread that sees a connection is faster than the one that
+    makes it, the connection counts as failed, and all begins anew half a second later. On two busy cores that took 10
+    to 40 seconds, and takes 5 like this.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores, policy, threads = os.sched_getaffinity(0), os.sched_getscheduler(0), set(_thread_numbers())
+    rank = int(os.environ.get("DEVICE_ID", "0"))
+    os.sched_setaffinity(0, {sorted(cores)[rank % len(cores)]})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        for thread in (0, *set(_thread_numbers()) - threads):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread, cores)
+                os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+
+def _thread_numbers() -> Iterator[int]:
+    return map(int, os.listdir("/proc/self/task"))
+
+
+class AllReduce(nn.Cell):
+    """The sum over all ranks; backward, the sum of the gradients."""
+
+    def __init__(self, group: str | None = None) -> None:
+        super().__init__()
+        self.sum = _sum(group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.sum(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        return (self.sum(dout),)
+
+
+class AllGather(nn.Cell):
+    """[n, ...] of each rank, one below the other: [ranks n, ...]; backward, `ReduceScatter`."""
+
+    def __init__(self, group: str | None = None) -> None:
+        super().__init__()
+        self.gather, self.scatter = _gathered(group), _scattered_sum(group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.gather(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        return (self.scatter(dout),)
+
+
+class ReduceScatter(nn.Cell):
+    """The sum over all ranks of [ranks n, ...], of which each keeps its own n rows; backward, `AllGather`."""
+
+    def __init__(self, group: str | None = None) -> None:
+        super().__init__()
+        self.gather, self.scatter = _gathered(group), _scattered_sum(group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.scatter(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        return (self.gather(dout),)
+
+
+class AllToAll(nn.Cell):
+    """Of [ranks n, ...], rows n r to n (r + 1) go to rank r, which has what it gets in the order of ranks; backward,
+    the same."""
+
+    def __init__(self, group: str | None = None) -> None:
+        super().__init__()
+        self.exchange = _exchanged(group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.exchange(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        return (self.exchange(dout),)
+
+
+class Broadcast(nn.Cell):
+    """What rank `root` has, everywhere; backward, the sum of the gradients at the root and zeros elsewhere.
+
+    Args:
+        root: Its rank in the job.
+        group: As everywhere.
+    """
+
+    def __init__(self, root: int, group: str | None = None) -> None:
+        super().__init__()
+        self.spread, self.sum = _spread(root, group), _sum(group)
+        self.is_root, self.depend = communication.get_rank() == root, P.Depend()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.spread(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        total = self.sum(dout)
+        # A sum that nobody used would be taken out of a compiled graph, and the other ranks would wait for it.
+        return (total if self.is_root else self.depend(ops.zeros_like(x), total),)
+
+
+class Send(nn.Cell):
+    """Gives a tensor to another rank, which must `Receive` it; returns a zero for the loss, so that the backward pass
+    comes by and takes the gradient that the other sends back.
+
+    Args:
+        to: Rank in the job.
+        group: Of the two.
+    """
+
+    def __init__(self, to: int, group: str) -> None:
+        super().__init__()
+        self.hand_over, self.take = _hand_over(to, group), _take(to, group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        self.hand_over(x)
+        return ops.zeros((), mstype.float32)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        return (self.take(x.shape, x.dtype),)
+
+
+class Receive(nn.Cell):
+    """What another rank sends; backward, gives the gradient back to it.
+
+    Args:
+        source: Rank in the job.
+        group: Of the two.
+        shape, dtype: Of what comes.
+    """
+
+    def __init__(self, source: int, group: str, shape: tuple[int, ...], dtype: mstype.Type = mstype.float32) -> None:
+        super().__init__()
+        self.hand_over, self.take = _hand_over(source, group), _take(source, group)
+        self.shape, self.dtype = shape, dtype
+
+    def construct(self, trained: Tensor) -> Tensor:
+        """`trained` is anything with respect to which gradients are taken, so that the backward pass comes by."""
+        return self.take(self.shape, self.dtype)
+
+    def bprop(self, trained: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        self.hand_over(dout)
+        return (ops.zeros_like(trained),)
+
+
+def _has_all_operators() -> bool:
+    return mindspore.get_context("device_target") != "CPU"
+
+
+def _sum(group: str | None) -> Callable[[Tensor], Tensor]:
+    all_reduce = _operator("AllReduce", _name(group))
+    return all_reduce if _has_all_operators() else _in_float32(all_reduce)
+
+
+def _gathered(group: str | None) -> Callable[[Tensor], Tensor]:
+    all_gather = _operator("AllGather", _name(group))
+    if _has_all_operators():
+        return all_gather
+    if group is None:
+        return _in_float32(all_gather)
+    # On a CPU, AllReduce alone knows groups: each puts its rows among zeros.
+    summed, ranks, place = _sum(group), group_size(group), communication.get_rank(group)
+
+    def gathered(x: Tensor) -> Tensor:
+        zeros = ops.zeros_like(x)
+        return summed(ops.concat([x if each == place else zeros for each in range(ranks)]))
+
+    return gathered
+
+
+def _scattered_sum(group: str | None) -> Callable[[Tensor], Tensor]:
+    if _has_all_operators():
+        return _operator("ReduceScatter", _name(group))
+    summed, ranks, rank = _sum(group), group_size(group), communication.get_rank(_name(group))
+    return lambda x: _rows(summed(x), rank, ranks)
+
+
+def _exchanged(group: str | None) -> Callable[[Tensor], Tensor]:
+    ranks = group_size(group)
+    if _has_all_operators():
+        return _operator("AlltoAll", _name(group), split_count=ranks, split_dim=0, concat_dim=0)
+    gathered, rank = _gathered(group), communication.get_rank(_name(group))
+    # Of the rows that each rank gave, those for this one.
+    return lambda x: ops.concat([_rows(rows, rank, ranks) for rows in ops.split(gathered(x), x.shape[0])])
+
+
+def _spread(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
+    if _has_all_operators() or group is None:
+        broadcast = _operator("Broadcast", _name(group), root_rank=root)
+        return lambda x: broadcast((x,))[0]
+    summed, is_root = _sum(group), communication.get_rank() == root
+    return lambda x: summed(x if is_root else ops.zeros_like(x))
+
+
+def _hand_over(to: int, group: str) -> Callable[[Tensor], object]:
+    if _has_all_operators():
+        return _operator("Send", group, sr_tag=0, dest_rank=_place(to, group))
+    return _spread(communication.get_rank(), group)
+
+
+def _take(source: int, group: str) -> Callable[[tuple[int, ...], mstype.Type], Tensor]:
+    if _has_all_operators():
+        place = _place(source, group)
+        return lambda shape, dtype: ops.Receive(0, place, list(shape), dtype, group=group)(Tensor(0.0))
+    spread = _spread(source, group)
+    return lambda shape, dtype: spread(ops.zeros(shape, dtype))
+
+
+def _place(rank: int, group: str) -> int:
+    """Where a rank of the job stands in a group."""
+    return communication.get_group_rank_from_world_rank(rank, group)
+
+
+def _rows(x: Tensor, part: int, parts: int) -> Tensor:
+    """One of so many equal parts of the rows."""
+    return ops.split(x, x.shape[0] // parts)[part]
+
+
+def _in_float32(operator: ops.Primitive) -> Callable[[Tensor], Tensor]:
+    """A collective of a CPU for numbers of all floating types: right in float32 alone."""
+    return lambda x: operator(x) if x.dtype == mstype.float32 else operator(x.astype(mstype.float32)).astype(x.dtype)
