@@ -27,6 +27,11 @@ def gradients_of(rank: int) -> list[np.ndarray]:
     return [random.normal(size=shape).astype(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
 
 
+def shared_tensors() -> list[np.ndarray]:
+    """Tensors of which each rank has a part."""
+    return [array.astype(np.float32) for array in gradients_of(0) if array.size > 4]
+
+
 PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Receive")
 
 

@@ -23,12 +23,14 @@ from collective_cases import (  # noqa: E402
     gradients_of,
     numbers_of,
     pair_input,
+    shared_tensors,
     text_of,
 )
 from exported_graphs import export  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from trainer.parallel import collectives  # noqa: E402
+from trainer.parallel.shards import part_of  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Receive"}
@@ -53,10 +55,30 @@ def main(folder: Path) -> None:
     found |= {f"as on a device {number}": each.asnumpy() for number, each in enumerate(on_device)}
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
-    found |= pairs(world)
+    found |= shared(world) | pairs(world)
     found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
     collectives.barrier()
     np.savez(folder / f"rank-{world.rank}.npz", **found)
+
+
+def shared(world: World) -> dict[str, np.ndarray]:
+    """Tensors that are whole again, in each way of sharing them."""
+    found = {}
+    for way in ("in chunks", "together", "from parts", "on a device", "from parts on a device"):
+        parameters, parts = [], []
+        for number, whole in enumerate(shared_tensors()):
+            own, known = part_of(whole.size, world.rank, world.size), np.full(whole.size, np.nan, np.float32)
+            parts.append(Tensor(whole.reshape(-1)[own]))
+            if "parts" not in way:
+                known[own] = whole.reshape(-1)[own]
+            parameters.append(Parameter(Tensor(known.reshape(whole.shape)), name=f"{way} {number}"))
+        if "device" in way:
+            collectives._share_on_device(parameters, parts if "parts" in way else None)
+        else:
+            chunk_bytes = 1000 if way == "in chunks" else 1 << 20
+            collectives.share_parts(parameters, parts if "parts" in way else None, chunk_bytes)
+        found |= {f"shared {parameter.name}": parameter.asnumpy() for parameter in parameters}
+    return found
 
 
 def pairs(world: World) -> dict[str, np.ndarray]:

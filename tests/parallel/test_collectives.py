@@ -18,6 +18,7 @@ from collective_cases import (
     pair_gradient,
     pair_input,
     pair_output,
+    shared_tensors,
     text_of,
 )
 from msrun_helpers import run_job
@@ -66,6 +67,13 @@ def test_buckets_in_the_memory_of_a_device_sum_alike(found: Found) -> None:
     for rank in found:
         for place, number in enumerate(ON_DEVICE):
             np.testing.assert_allclose(rank[f"as on a device {place}"], rank[f"together {number}"], 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("way", ["in chunks", "together", "from parts", "on a device", "from parts on a device"])
+def test_tensors_are_put_together_from_the_ranks_parts(found: Found, way: str) -> None:
+    for rank in found:
+        for number, whole in enumerate(shared_tensors()):
+            np.testing.assert_array_equal(rank[f"shared {way} {number}"], whole)
 
 
 @pytest.mark.parametrize("name", PAIRS)

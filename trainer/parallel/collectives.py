@@ -12,19 +12,21 @@ and cutting. They use the device's own operators, and on a CPU what can be said 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import mindspore
 import numpy as np
-from mindspore import Tensor, communication, nn, ops
+from mindspore import Parameter, Tensor, communication, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.errors import RunError
+from trainer.parallel.buckets import FLOAT32_BYTES, buckets, chunks
+from trainer.parallel.shards import part_of
+from trainer.parallel.turns import threads_that_wait_for_their_turn
 from trainer.parallel.world import World
 
 BUCKET_BYTES = 25 << 20
@@ -44,7 +46,7 @@ def start(world: World) -> None:
         return
     os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
-        with _threads_that_wait_for_their_turn():
+        with threads_that_wait_for_their_turn():
             communication.init()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
@@ -98,33 +100,18 @@ def all_reduce_in_buckets(
         bucket_bytes: Most bytes of tensors that travel together; a larger tensor travels alone, uncopied.
     """
     all_reduce = _operator("AllReduce", _name(group))
-    in_host_memory = mindspore.get_context("device_target") == "CPU"
     sums = []
-    for bucket in _buckets(tensors, bucket_bytes):
+    for bucket in buckets(tensors, bucket_bytes):
         in_float32 = [tensor if tensor.dtype == mstype.float32 else tensor.astype(mstype.float32) for tensor in bucket]
         if len(bucket) == 1:
             found = [all_reduce(in_float32[0])]
         else:
-            found = (_host_bucket if in_host_memory else _device_bucket)(in_float32, all_reduce)
+            found = (_device_bucket if _has_all_operators() else _host_bucket)(in_float32, all_reduce)
         sums += [
             total if total.dtype == tensor.dtype else total.astype(tensor.dtype)
             for total, tensor in zip(found, bucket, strict=True)
         ]
     return sums
-
-
-def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Cuts a sequence into runs of up to so many bytes in float32."""
-    bucket, used = [], 0
-    for tensor in tensors:
-        size = 4 * tensor.size
-        if bucket and used + size > bucket_bytes:
-            yield bucket
-            bucket, used = [], 0
-        bucket.append(tensor)
-        used += size
-    if bucket:
-        yield bucket
 
 
 def _host_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list[Tensor]:
@@ -146,6 +133,58 @@ def _device_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def share_parts(
+    tensors: Sequence[Parameter], parts: Sequence[Tensor] | None = None, chunk_bytes: int = BUCKET_BYTES
+) -> None:
+    """Completes, in place, tensors of which each rank has its own range (see `part_of`): the same bits on all ranks.
+
+    Args:
+        tensors: Of the same shapes on every rank, in the same order, each of at least as many numbers as there are
+            ranks.
+        parts: The range of this rank of each, flat; None where it stands in the tensor already.
+        chunk_bytes: Most bytes that arrive at once in the host's memory.
+    """
+    if _has_all_operators():
+        _share_on_device(tensors, parts)
+    else:
+        _share_on_host(tensors, parts, chunk_bytes)
+
+
+def _share_on_host(tensors: Sequence[Parameter], parts: Sequence[Tensor] | None, chunk_bytes: int) -> None:
+    rank, ranks = communication.get_rank(), group_size()
+    # On a CPU these are views of MindSpore's memory, and writing to them writes to the tensor.
+    flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
+    ranges = [[part_of(flat.size, each, ranks) for flat in flats] for each in range(ranks)]
+    if parts is not None:
+        for flat, own, part in zip(flats, ranges[rank], parts, strict=True):
+            flat[own] = part.asnumpy()
+    most = max(sum(each.stop - each.start for each in own) for own in ranges)
+    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // ranks))
+    given = np.zeros(length, np.float32)
+    for of_ranks in zip(*(chunks(own, length, -(-most // length)) for own in ranges), strict=True):
+        for piece in of_ranks[rank]:
+            given[piece.place] = flats[piece.array][piece.source]
+        gathered = _operator("AllGather", _name(None))(Tensor.from_numpy(given)).asnumpy().reshape(ranks, length)
+        for row, pieces in zip(gathered, of_ranks, strict=True):
+            for piece in pieces:
+                flats[piece.array][piece.source] = row[piece.place]
+
+
+def _share_on_device(tensors: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+    """The same without a way through the host's memory."""
+    rank, ranks = communication.get_rank(), group_size()
+    all_gather = _operator("AllGather", _name(None))
+    for number, tensor in enumerate(tensors):
+        ranges = [part_of(tensor.size, each, ranks) for each in range(ranks)]
+        own = (parts[number] if parts else tensor.reshape(-1)[ranges[rank]]).astype(tensor.dtype)
+        most = -(-tensor.size // ranks)
+        whole = all_gather(own if own.size == most else ops.concat([own, ops.zeros(1, own.dtype)]))
+        if tensor.size % ranks:
+            sizes = [each.stop - each.start for each in ranges]
+            whole = ops.concat([whole[at * most : at * most + size] for at, size in enumerate(sizes)])
+        ops.assign(tensor, whole.reshape(tensor.shape))
+
+
 def _gather(array: np.ndarray) -> np.ndarray:
     """The bytes [ranks, array.nbytes] that each rank gave: an array of the same size everywhere, of n x 4 bytes."""
     words = array.reshape(-1).view(np.float32)
@@ -164,35 +203,6 @@ def _name(group: str | None) -> str:
 def _operator(name: str, group: str, **settings: int) -> ops.Primitive:
     """An operator of MindSpore for a group; one instance serves all calls."""
     return getattr(ops, name)(group=group, **settings)
-
-
-@contextlib.contextmanager
-def _threads_that_wait_for_their_turn() -> Iterator[None]:
-    """Threads that start inside do not interrupt this one: it runs on one core, with a policy that waking threads do
-    not break into.
-
-    MindSpore 2.10 joins a job by connecting twice; when the thread that sees a connection is faster than the one that
-    makes it, the connection counts as failed, and all begins anew half a second later. On two busy cores that took 10
-    to 40 seconds, and takes 5 like this.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores, policy, threads = os.sched_getaffinity(0), os.sched_getscheduler(0), set(_thread_numbers())
-    rank = int(os.environ.get("DEVICE_ID", "0"))
-    os.sched_setaffinity(0, {sorted(cores)[rank % len(cores)]})
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        for thread in (0, *set(_thread_numbers()) - threads):
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(thread, cores)
-                os.sched_setscheduler(thread, policy, os.sched_param(0))
-
-
-def _thread_numbers() -> Iterator[int]:
-    return map(int, os.listdir("/proc/self/task"))
 
 
 class AllReduce(nn.Cell):
@@ -238,8 +248,7 @@ class ReduceScatter(nn.Cell):
 
 
 class AllToAll(nn.Cell):
-    """Of [ranks n, ...], rows n r to n (r + 1) go to rank r, which has what it gets in the order of ranks; backward,
-    the same."""
+    """Of [ranks n, ...], the r-th n rows go to rank r, which has them in the order of ranks; backward, the same."""
 
     def __init__(self, group: str | None = None) -> None:
         super().__init__()
@@ -253,12 +262,7 @@ class AllToAll(nn.Cell):
 
 
 class Broadcast(nn.Cell):
-    """What rank `root` has, everywhere; backward, the sum of the gradients at the root and zeros elsewhere.
-
-    Args:
-        root: Its rank in the job.
-        group: As everywhere.
-    """
+    """What the job's rank `root` has, everywhere; backward, the sum of gradients at the root and zeros elsewhere."""
 
     def __init__(self, root: int, group: str | None = None) -> None:
         super().__init__()
