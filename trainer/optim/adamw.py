@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import operations as P
 
-from trainer.optim.base import Optimizer, one_for_each, scalar
+from trainer.optim.base import Optimizer, Sharing, one_for_each, scalar
 from trainer.optim.groups import ParameterGroup
 from trainer.optim.host_adamw import HostAdamW, Work
 
@@ -34,10 +34,11 @@ class AdamW(Optimizer):
         groups: Sequence[ParameterGroup],
         settings: OptimizerConfig,
         device: str | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """As `Optimizer`; `device` is MindSpore's own when None."""
         self.host = HostAdamW() if (device or mindspore.get_context("device_target")) == "CPU" else None
-        super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"))
+        super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"), sharing)
         self.beta1, self.beta2 = settings.betas
         self.eps = settings.eps
         self.betas = scalar(self.beta1), scalar(self.beta2)
@@ -45,10 +46,10 @@ class AdamW(Optimizer):
         self.powers = scalar(0.0), scalar(0.0)
         self.adam, self.descend = P.Adam(), P.ApplyGradientDescent()
 
-    def new_array(self, parameter: Parameter, name: str) -> Parameter | np.ndarray:
+    def new_array(self, shape: tuple[int, ...], name: str) -> Parameter | np.ndarray:
         if self.host is None:
-            return super().new_array(parameter, name)
-        return np.zeros(parameter.shape, np.float32)
+            return super().new_array(shape, name)
+        return np.zeros(shape, np.float32)
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
@@ -57,15 +58,19 @@ class AdamW(Optimizer):
         rate, eps = lr * root2 / (1 - self.beta1**self.updates), self.eps * root2
         if self.host is None:
             self.update_by_operators(self.scaled(gradients, scale), lr, scalar(rate), scalar(eps))
+            self.share()
             return
         scales = one_for_each(scale, len(gradients))
         work = []
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
             # On a CPU these are views of MindSpore's memory, and writing to them writes to the parameter.
-            arrays = (parameter.asnumpy(), self.state["exp_avg"][name], self.state["exp_avg_sq"][name])
-            flat = (array.reshape(-1) for array in (*arrays, gradient.asnumpy()))
-            work.append(Work(*flat, scale=factor, keep=1 - lr * self.decay[name]))
+            weight, gradient = parameter.asnumpy().reshape(-1), gradient.asnumpy().reshape(-1)
+            if name in self.parts:
+                weight, gradient = weight[self.parts[name]], gradient[self.parts[name]]
+            first, second = (self.state[kind][name].reshape(-1) for kind in ("exp_avg", "exp_avg_sq"))
+            work.append(Work(weight, first, second, gradient, scale=factor, keep=1 - lr * self.decay[name]))
         self.host.update(work, rate=rate, eps=eps, betas=(self.beta1, self.beta2))
+        self.share()
 
     def update_by_operators(
         self, scaled: Iterable[tuple[str, Parameter, Tensor]], lr: float, rate: Tensor, eps: Tensor

@@ -50,7 +50,7 @@ class Muon(Optimizer):
         self.matrices = {name: parameter for name, parameter in self.parameters.items() if name in own}
         others = {name: parameter for name, parameter in self.parameters.items() if name not in own}
         self.adamw = AdamW(others, groups, settings)
-        buffers = {name: self.new_array(matrix, f"momentum_buffer.{name}") for name, matrix in self.matrices.items()}
+        buffers = {name: self.new_array(self.state_shape(name), f"momentum_buffer.{name}") for name in self.matrices}
         self.state = {"momentum_buffer": buffers, **self.adamw.state}
         self.momentum, self.nesterov = scalar(settings.momentum), settings.nesterov
         self.steps, self.rms = settings.ns_steps, settings.matched_adamw_rms

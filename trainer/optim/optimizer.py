@@ -9,14 +9,14 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.ops import operations as P
 
 from trainer.optim.adamw import AdamW
-from trainer.optim.base import Optimizer, scalar
+from trainer.optim.base import Optimizer, Sharing, scalar
 from trainer.optim.groups import ParameterGroup
 from trainer.optim.muon import Muon
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
 
-__all__ = ["SGD", "AdamW", "Muon", "Optimizer", "build_optimizer"]
+__all__ = ["SGD", "AdamW", "Muon", "Optimizer", "Sharing", "build_optimizer"]
 
 
 class SGD(Optimizer):
@@ -26,9 +26,13 @@ class SGD(Optimizer):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig
+        self,
+        parameters: Mapping[str, Parameter],
+        groups: Sequence[ParameterGroup],
+        settings: OptimizerConfig,
+        sharing: Sharing | None = None,
     ) -> None:
-        super().__init__(parameters, groups, ("momentum_buffer",))
+        super().__init__(parameters, groups, ("momentum_buffer",), sharing)
         self.momentum, self.apply = scalar(settings.momentum), P.ApplyMomentum()
         self.nesterov = settings.nesterov
 
@@ -45,6 +49,7 @@ class SGD(Optimizer):
             # ApplyMomentum(use_nesterov=True) of MindSpore 2.10 computes something else on a CPU.
             ops.assign(buffer, buffer * self.momentum + gradient)
             ops.assign(parameter, parameter - (gradient + buffer * self.momentum) * rate)
+        self.share()
 
 
 def build_optimizer(
@@ -52,6 +57,7 @@ def build_optimizer(
     groups: Sequence[ParameterGroup],
     settings: OptimizerConfig,
     compiled: bool = True,
+    sharing: Sharing | None = None,
 ) -> Optimizer:
     """The optimizer that `optimizer.type` names.
 
@@ -60,7 +66,9 @@ def build_optimizer(
         groups: As `trainer.optim.groups.parameter_groups` makes them for this type.
         settings: The section `optimizer`.
         compiled: Whether what an optimizer could compile is.
+        sharing: Of its state with other ranks; not for Muon, which needs whole matrices.
     """
     if settings.type == "Muon":
+        assert sharing is None, "the configuration's rules have refused it"
         return Muon(parameters, groups, settings, compiled)
-    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings)
+    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, sharing=sharing)
