@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.config.layer_ranges import layer_text
+from trainer.models.shapes import balanced_layers
+from trainer.optim.freeze import frozen_names
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -39,7 +41,7 @@ def _experts(config: Config, moe: MoEConfig) -> dict[str, str]:
         found["layers"] += f"; the others are dense, of width {settings.ffn_size}"
     found["tokens"] = _tokens(config, moe) if config.trains else "none is dropped"
     if config.trains:
-        found["balance"] = _balance(moe)
+        found["balance"] = _balance(config, moe)
     return found
 
 
@@ -63,12 +65,17 @@ def _tokens(config: Config, moe: MoEConfig) -> str:
     )
 
 
-def _balance(moe: MoEConfig) -> str:
+def _balance(config: Config, moe: MoEConfig) -> str:
     parts = [f"loss times {moe.aux_loss_factor:g}"] if moe.aux_loss_factor else []
     if moe.z_loss_factor:
         parts.append(f"z loss times {moe.z_loss_factor:g}")
     if moe.balance_via_topk_bias and moe.topk_bias_update_rate:
-        parts.append(f"a bias on the choice, moved by {moe.topk_bias_update_rate:g} a step")
+        moved = f"moved by {moe.topk_bias_update_rate:g} a step"
+        layers = balanced_layers(config.decoder, frozen_names(config))
+        if len(layers) < len(config.decoder.moe_layers):
+            some = f"{moved} in {layer_text(layers)}, where the router is trained"
+            moved = some if layers else "which stays, as the routers are frozen"
+        parts.append(f"a bias on the choice, {moved}")
     return ", ".join(parts) or "none"
 
 

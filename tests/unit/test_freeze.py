@@ -121,6 +121,41 @@ def test_an_entry_of_a_list_is_found_by_its_own_line_and_a_flag_by_its_name() ->
     assert "flag --freeze.include: freeze.include.0" in failure(lambda: frozen_names(config))
 
 
+MIXTURE = "{expert_num: 4, balance_via_topk_bias: True, topk_bias_update_rate: 0.001, first_k_dense_replace: 1}"
+MODULES = (f"model.model_config.moe_config={MIXTURE}", "model.model_config.mtp_depth=1")
+
+
+def test_the_layers_of_modules_for_further_tokens_can_be_frozen() -> None:
+    frozen = frozen_names(config_of(f"{{layers: {LAYERS}}}", *MODULES))
+    assert {name.split(".")[2] for name in frozen} == {str(LAYERS)}
+    assert {f"model.layers.{LAYERS}.eh_proj.weight", f"model.layers.{LAYERS}.mlp.gate.weight"} < frozen
+    for modules, text in ((1, "its module for further tokens (mtp_depth) 4"), (2, "its modules")):
+        config = config_of("{layers: 0-6}", *MODULES[:1], f"model.model_config.mtp_depth={modules}")
+        message = failure(lambda config=config: frozen_names(config))
+        assert "there is no layer 6: the model's layers are 0 to 3, and " + text in message
+
+
+@pytest.mark.parametrize(
+    ("freeze", "layers", "plan"),
+    [
+        ("{}", "", "a bias on the choice, moved by 0.001 a step"),
+        ("{layers: 1-2}", "layers 1-2", "moved by 0.001 a step in layers 3-4, where the router is trained"),
+        ("{include: '*.gate.weight'}", "layers 1-4", "a bias on the choice, which stays, as the routers are frozen"),
+        ("{include: '*.2.*correction_bias'}", "layer 2", "moved by 0.001 a step in layers 1, 3-4"),
+    ],
+)
+def test_it_is_said_that_the_bias_of_frozen_routers_stays(freeze: str, layers: str, plan: str) -> None:
+    config = config_of(freeze, *MODULES)
+    told = f"moe_config.balance_via_topk_bias: the bias of frozen routers does not move ({layers})"
+    assert list(freeze_notices(config)) == ([told] if layers else [])
+    assert plan in build_plan(config).experts["balance"]
+
+
+def test_a_model_of_which_only_the_bias_of_the_choice_is_left_has_nothing_to_train() -> None:
+    config = config_of("{include: '*', exclude: '*correction_bias'}", *MODULES)
+    assert "leaves nothing to train" in failure(lambda: frozen_names(config))
+
+
 def test_a_tied_head_is_frozen_with_the_embedding_and_that_is_said() -> None:
     tied = ("model.model_config.tie_word_embeddings=True",)
     (notice,) = freeze_notices(config_of("{include: embeddings}", *tied))

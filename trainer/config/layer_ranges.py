@@ -13,21 +13,25 @@ class LayerError(ValueError):
     """What is wrong with a choice of layers, as a sentence without its full stop."""
 
 
-def layer_numbers(written: Any, num_layers: int) -> list[int]:
+def layer_numbers(written: Any, num_layers: int, modules: int = 0) -> list[int]:
     """The layers that were meant, in order, from 0.
 
     Args:
         written: An integer, a text, or a list of them.
         num_layers: Layers of the model.
+        modules: Modules for further tokens, which count on after the last layer.
 
     Raises:
         LayerError: It names no layers, or layers that the model does not have.
     """
     parts = written if isinstance(written, list) else [written]
     numbers = {number for part in parts for number in _numbers(part)}
-    beyond = sorted(number for number in numbers if not 0 <= number < num_layers)
+    beyond = sorted(number for number in numbers if not 0 <= number < num_layers + modules)
     if beyond:
-        raise LayerError(f"there is no layer {beyond[-1]}: the model's layers are {all_layers(num_layers)}")
+        rule = f"there is no layer {beyond[-1]}: the model's layers are {all_layers(num_layers)}"
+        kind = "module" if modules == 1 else "modules"
+        further = layer_text(range(num_layers, num_layers + modules)).removeprefix("layers ").removeprefix("layer ")
+        raise LayerError(f"{rule}, and its {kind} for further tokens (mtp_depth) {further}" if modules else rule)
     if not numbers:
         raise LayerError("it names no layer")
     return sorted(numbers)

@@ -32,6 +32,7 @@ from trainer.models.shapes import (
     FINAL_NORM,
     HEAD,
     all_shapes,
+    balanced_layers,
     block_weights,
     half_of,
     is_buffer,
@@ -128,7 +129,8 @@ class Decoder(nn.Cell):
         kernels: What it is built from.
         seed: Of the initial weights.
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
-        frozen: Names of parameters that are not trained: no gradient of them is computed.
+        frozen: Names of parameters that are not trained: no gradient of them is computed. The bias of a frozen router's
+            choice stays as well.
         recomputed: For each layer what of it the backward pass computes again: "block", "attention", "mlp" or "" for
             nothing, which is also what an empty sequence says.
 
@@ -155,6 +157,7 @@ class Decoder(nn.Cell):
             )
             for name, shape in all_shapes(settings).items()
         }
+        self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._of_layer(layer) for layer in range(depth)]
         self.adapter_masks = AdapterMasks(settings, first_site=depth * _DROPOUT_SITES)
@@ -288,7 +291,8 @@ class Decoder(nn.Cell):
     def balance_choices(self, counts: RoutingCounts | None) -> None:
         """Moves the bias of each router's choice against the load of its experts, after an optimizer step.
 
-        DeepSeek-V3, section 2.1.2: up by a fixed amount for an expert with less than the mean load, down with more.
+        DeepSeek-V3, section 2.1.2: up by a fixed amount for an expert with less than the mean load, down with more. It is
+        a part of the router: where that is frozen, so is the bias.
 
         Args:
             counts: Of the whole window, over all ranks.
@@ -297,6 +301,8 @@ class Decoder(nn.Cell):
         if counts is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
             return
         for layer, requested_E in zip(counts.layers, counts.requested, strict=True):
+            if layer not in self.balanced_layers:
+                continue
             bias_E = self.parameters_by_name[layer_prefix(layer) + CHOICE_BIAS]
             step_E = np.sign(requested_E.mean() - requested_E) * moe.topk_bias_update_rate
             bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))

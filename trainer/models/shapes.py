@@ -7,6 +7,7 @@ disk each has its own name. Modules for further tokens follow the last layer, as
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from trainer.config.adapter_schema import PROJECTIONS
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+ROUTER = "mlp.gate.weight"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
 
@@ -48,7 +50,7 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     moe, hidden = settings.experts, settings.hidden_size
     width, shared = settings.expert_size, settings.shared_expert_size
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
-    shapes["mlp.gate.weight"] = (moe.expert_num, hidden)
+    shapes[ROUTER] = (moe.expert_num, hidden)
     if moe.has_choice_bias:
         shapes[CHOICE_BIAS] = (moe.expert_num,)
     sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
@@ -78,8 +80,17 @@ def is_buffer(name: str) -> bool:
     return name.endswith(CHOICE_BIAS)
 
 
-def all_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter: the decoder's, then the adapters'."""
+def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]:
+    """The layers whose bias on the choice is moved: those whose router, and the bias itself, are not frozen."""
+    moe = settings.experts
+    if moe is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
+        return []
+    parts = ROUTER, CHOICE_BIAS
+    return [n for n in settings.moe_layers if not any(layer_prefix(n) + part in frozen for part in parts)]
+
+
+def all_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter: the model's, then the adapters'."""
     return parameter_shapes(settings) | adapter_shapes(settings)
 
 

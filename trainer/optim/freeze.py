@@ -1,7 +1,7 @@
 """Which weights are frozen. Pure Python: `plan` counts them and every mistake is known before MindSpore loads.
 
 Frozen weights get no gradient, no optimizer state, no decay and no part in the norm, and leave the training byte for
-byte as they came.
+byte as they came; so does the bias on the choice of a frozen router, which no gradient moves.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.freeze_schema import FreezeConfig
-from trainer.config.layer_ranges import LayerError, layer_numbers
+from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
 from trainer.errors import UserError
-from trainer.models.shapes import EMBEDDING, HEAD, all_shapes, is_buffer, layer_prefix, parameter_shapes
+from trainer.models.shapes import (
+    EMBEDDING,
+    HEAD,
+    all_shapes,
+    balanced_layers,
+    is_buffer,
+    layer_prefix,
+    parameter_shapes,
+)
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -64,7 +72,7 @@ def frozen_names(config: Config) -> frozenset[str]:
     frozen = included - excluded
     if config.decoder.pet_config is not None:
         frozen |= set(parameter_shapes(config.decoder))
-    if frozen >= set(shapes):
+    if frozen >= {name for name in shapes if not is_buffer(name)}:
         rule = "every weight is frozen, which leaves nothing to train"
         fix = "freeze less, or write the weights to train in freeze.exclude"
         raise _error(config, "freeze.include", settings.include, rule, fix)
@@ -98,6 +106,11 @@ def freeze_notices(config: Config) -> Iterator[str]:
     trains = config.trains and config.freeze != FreezeConfig()
     if trains and config.decoder.tie_word_embeddings and EMBEDDING in frozen_names(config):
         yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
+    moe = config.decoder.experts
+    if config.trains and moe is not None and moe.balance_via_topk_bias and moe.topk_bias_update_rate:
+        still = set(config.decoder.moe_layers) - set(balanced_layers(config.decoder, frozen_names(config)))
+        if still:
+            yield f"moe_config.balance_via_topk_bias: the bias of frozen routers does not move ({layer_text(still)})"
 
 
 def _matches(config: Config, items: Iterator[_Item], shapes: Mapping[str, Any]) -> set[str]:
@@ -141,7 +154,7 @@ def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
         return [EMBEDDING]
     if item.kind == "layers":
         try:
-            layers = layer_numbers(item.wanted, config.decoder.num_layers)
+            layers = layer_numbers(item.wanted, config.decoder.num_layers, config.decoder.mtp_depth)
         except LayerError as error:
             raise _error(config, item.key, item.value, str(error), "write for example layers: 0") from None
         prefixes = tuple(layer_prefix(layer) for layer in layers)
