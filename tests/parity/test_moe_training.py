@@ -14,7 +14,7 @@ from numpy_kernels import distance
 from tiny_trainer import TOKENS, VOCABULARY, TinyTrainer, assert_same_bits, join, make_batch, same_bits, state_of
 
 from trainer.data import IGNORE_INDEX, Batch
-from trainer.models.shapes import CHOICE_BIAS
+from trainer.models.shapes import CHOICE_BIAS, HEAD
 from trainer.step.accumulate import accumulate
 from trainer.step.evaluate import evaluate
 
@@ -198,6 +198,42 @@ def test_the_bias_of_the_choice_moves_against_the_load_once_a_step(deepseek: Tin
     before = deepseek.weights()[name].copy()
     assert not step(empty).updated
     np.testing.assert_array_equal(deepseek.weights()[name], before)
+
+
+@pytest.mark.parametrize(
+    ("sections", "moved"),
+    [
+        ({"freeze": {"include": ["*.1.mlp.gate.*"]}}, [2]),
+        ({"freeze": {"layers": 2}}, [1]),
+        ({"freeze": {"include": "*.1.mlp.gate.weight"}}, [2]),
+        ({"freeze": {"include": "*_bias"}}, []),
+        ({"model": {"pet_config": {"target_modules": ".*wq"}}}, []),
+    ],
+    ids=["pattern", "layer", "router alone", "bias alone", "adapters"],
+)
+def test_the_bias_of_a_frozen_router_stays(sections: dict, moved: list[int], window: list[Batch]) -> None:
+    """Frozen weights leave byte for byte as they came, and adapters must find their base as it was."""
+    model = {"moe_config": DEEPSEEK, "mtp_depth": 1, **sections.pop("model", {})}
+    trainer = TinyTrainer(compiled=False, sections=sections, **model)
+    biases = {layer: f"model.layers.{layer}.{CHOICE_BIAS}" for layer in (1, 2)}
+    for seed, name in enumerate(biases.values()):
+        trainer.initial[name] = np.random.default_rng(seed).normal(0, 1e-3, 4).astype(np.float32)
+    assert trainer.step()(window).updated
+    after = trainer.weights()
+    assert [layer for layer, name in biases.items() if (after[name] != trainer.initial[name]).any()] == moved
+
+
+def test_the_loss_of_further_tokens_is_the_mean_over_their_own_labels(window: list[Batch]) -> None:
+    """A head of zeros finds every token as likely: every label of every module costs log(vocabulary)."""
+    trainer = TinyTrainer(compiled=False, moe_config=EXPERTS, mtp_depth=2)
+    step = trainer.step()
+    trainer.set_weight(HEAD, np.zeros_like(trainer.initial[HEAD]))
+    found = accumulate(window, step.backward)
+    assert found.others["mtp_loss"] == pytest.approx(np.log(VOCABULARY), rel=TOLERANCE)
+    assert found.loss == pytest.approx(np.log(VOCABULARY), rel=TOLERANCE)
+    last = make_batch(9, 0)  # its only label has no token before it that a module could see
+    last.labels[0, 0] = 3
+    assert accumulate([last], step.backward).others["mtp_loss"] == 0
 
 
 def test_the_module_for_further_tokens_sees_no_other_document(tiny: TinyTrainer) -> None:

@@ -20,13 +20,14 @@ class MicroBatch:
 
     Attributes:
         loss_sum: Sum of the token losses.
-        other_sums: Further losses before their factors, by their name in the metrics.
+        other_sums: Further losses before their factors, by their name in the metrics: a sum, and the number of labels
+            that it is to be divided by.
         routing: What the routers did, None for a dense model.
         gradients: One for each parameter.
     """
 
     loss_sum: float
-    other_sums: Mapping[str, float]
+    other_sums: Mapping[str, tuple[float, float]]
     routing: RoutingCounts | None
     gradients: Sequence[Tensor]
 
@@ -41,7 +42,7 @@ class WindowGradients:
         empty: Micro-batches of the window without a valid token, on all ranks.
         gradients: Of what is minimised times the loss scale, one for each parameter; None when the window has no valid
             token.
-        others: Further losses by name, as sums / valid tokens, before their factors.
+        others: Further losses by name, each the mean over its own labels, before their factors.
         routing: Over all micro-batches, None for a dense model.
         reduce_seconds: Time of the sum over ranks, waiting for the last of them included.
     """
@@ -91,13 +92,14 @@ def accumulate(
             continue
         part = backward(batch, number, loss_scale / tokens)
         loss_sum += part.loss_sum
-        others = {name: others.get(name, 0.0) + value for name, value in part.other_sums.items()}
+        others = {name: np.add(others.get(name, 0.0), pair) for name, pair in part.other_sums.items()}
         routing = part.routing if routing is None else routing + part.routing
         # Summed one by one and dropped at once: memory does not grow with the number of micro-batches.
         total = list(part.gradients) if total is None else _add(total, part.gradients)
         del part
-    loss_sum, *sums = peers.all_sum([loss_sum, *others.values()])
-    means = {name: value / tokens for name, value in zip(others, sums, strict=True)}
+    loss_sum, *sums = peers.all_sum([loss_sum, *(float(number) for pair in others.values() for number in pair)])
+    pairs = zip(others, sums[::2], sums[1::2], strict=True)
+    means = {name: value / max(weight, 1) for name, value, weight in pairs}
     routing = None if routing is None else _over_ranks(routing, peers)
     began = time.perf_counter()
     total = peers.sum_gradients(total)

@@ -23,7 +23,7 @@ from trainer.models.inputs import InputBuilder
 from trainer.models.moe import Tally
 from trainer.ops.routing import RoutingCounts
 from trainer.parallel.peers import Alone, Peers
-from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate
+from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate, valid_tokens
 from trainer.step.clip import clip, global_norm
 from trainer.step.loss_scale import build_loss_scale
 
@@ -53,7 +53,7 @@ class StepResult:
         local_norms: Norm of each parameter's gradient by name, unscaled and before clipping; empty unless
             `runner_wrapper.local_norm` asks for them.
         losses: Further losses by name, before their factors: aux_loss (mean over the layers with experts; 1 is an even
-            load), z_loss (likewise), mtp_loss (mean over the modules for further tokens).
+            load), z_loss (likewise), mtp_loss (mean over the labels of the modules for further tokens).
         routing: What the routers of the window did; None for a dense model.
         reduce_seconds: Time that the sum of gradients over the ranks took, waiting for the last rank included.
     """
@@ -161,13 +161,17 @@ class TrainStep:
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.
         outputs, gradients = self.gradients_of(inputs, dropout, tally, Tensor(np.float32(factor)))
         sums = LossSums(*outputs)
-        settings = self.model.settings
-        others = {"mtp_loss": (sums.mtp, settings.mtp_depth)} if settings.mtp_depth else {}
+        settings, tokens = self.model.settings, valid_tokens(batch)
+        others = {}
+        if settings.mtp_depth:
+            # A module has fewer labels than the main model: none for the last tokens of a row or document.
+            labels = sum(float(further.valid_N1.asnumpy().sum()) for further in inputs.further)
+            others["mtp_loss"] = (sums.mtp, labels)
         if settings.moe_layers:
-            others |= {"aux_loss": (sums.balance, len(settings.moe_layers))}
+            others["aux_loss"] = (sums.balance, tokens * len(settings.moe_layers))
         if settings.moe_layers and settings.experts.z_loss_factor:
-            others |= {"z_loss": (sums.z, len(settings.moe_layers))}
-        other_sums = {name: float(value.asnumpy()) / parts for name, (value, parts) in others.items()}
+            others["z_loss"] = (sums.z, tokens * len(settings.moe_layers))
+        other_sums = {name: (float(value.asnumpy()), weight) for name, (value, weight) in others.items()}
         return MicroBatch(float(sums.tokens.asnumpy()), other_sums, tally.counts(), gradients)
 
     def overflow(
