@@ -47,7 +47,9 @@ def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: i
     with contextlib.closing(batches):
         some = itertools.islice(batches, data.max_batches)
         found = evaluate(session.model, session.build_inputs, some, asked_to_stop, session.peers)
-    return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds) if found else None
+    if found is None:
+        return None
+    return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds, found.accuracy)
 
 
 def eval_run(config: Config, world: World) -> int:
@@ -73,6 +75,7 @@ def eval_run(config: Config, world: World) -> int:
     found = {name: getattr(metrics, name) for name in ("loss", "perplexity", "tokens", "seconds")}
     # JSON has no infinity and no NaN.
     found = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    found |= {} if metrics.accuracy is None else {"accuracy": metrics.accuracy}
     adapters = {"adapter_id": config.adapter_id} if config.adapter_id else {}
     text = json.dumps({"load_checkpoint": config.load_checkpoint, **adapters, **found}, indent=1)
     write_text(folder / "eval.json", text + "\n")

@@ -68,7 +68,7 @@ def export(config: Config, output: Path, *, merge: bool, force: bool = False) ->
         contents = f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}"
     else:
         found, contents = requested_weights(config), f"the weights of {config.load_checkpoint}"
-        weights = {name: found[name] for name in parameter_shapes(config.decoder)}
+        weights = {name: found[name] for name in parameter_shapes(config.network)}
     make_folder(path.parent)
     weights = to_disk(weights, config.model.arch.type)
     _write(path, weights)

@@ -80,7 +80,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),
     Flag("enable_gmm_safe_tokens", f"{_MOE}.enable_gmm_safe_tokens", "bool", "At least one token for each expert."),
     Flag("callback_moe_droprate", f"{_MOE}.callback_moe_droprate", "bool", "Report the tokens that experts dropped."),
-    Flag("log_format", "log_format", "value", "How progress is printed: rich, plain or mindformers.", "FORMAT"),
+    Flag("log_format", "log_format", "value", "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT"),
     Flag("profile", "profile", "bool", "Record what the device does; not yet."),
     Flag("auto_trans_ckpt", "auto_trans_ckpt", "bool", "Cut checkpoints for another layout; ignored with a notice."),
     Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value", "Layout of a checkpoint; ignored.", "PATH"),

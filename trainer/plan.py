@@ -80,6 +80,7 @@ class Plan:
         host_memory_bytes: Of all ranks of this host.
         eval_rows: Rows of an evaluation, None without.
         notices: What the user should know.
+        labels: What `tokens_per_step` counts: tokens, or images.
         resumed: The checkpoint that the run goes on from and where that is, in words; empty for a fresh start.
     """
 
@@ -120,6 +121,7 @@ class Plan:
     host_memory_bytes: int
     eval_rows: int | None
     notices: tuple[str, ...]
+    labels: str = "tokens"
     resumed: str = ""
 
 
@@ -130,7 +132,7 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
         UserError: The run could not start.
     """
     check_runnable(config, world)
-    device, settings, runner = resolve_device(config), config.decoder, config.runner_config
+    device, settings, runner = resolve_device(config), config.network, config.runner_config
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
     trains = config.trains
@@ -148,7 +150,6 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
     last = min(total, runner.stop_step or total)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
     memory_bytes = memory_estimate(config, trains, world)
-    fits = memory_notices(memory_bytes["total"], ranks=world.local_size)
     return Plan(
         run_mode=config.run_mode,
         device=device,
@@ -177,7 +178,7 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
         batch_rows=runner.batch_size,
         micro_batches=runner.gradient_accumulation_steps,
         rows_per_step=batch_rows * runner.gradient_accumulation_steps,
-        tokens_per_step=batch_rows * runner.gradient_accumulation_steps * settings.seq_length,
+        tokens_per_step=batch_rows * runner.gradient_accumulation_steps * settings.labels_of_row,
         steps_per_epoch=steps,
         epochs=runner.epochs,
         total_steps=total,
@@ -186,15 +187,21 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
         memory_bytes=memory_bytes,
         host_memory_bytes=memory_bytes["total"] * world.local_size,
         eval_rows=_eval_rows(config, estimate, degrees.data_parallel) if estimate and config.do_eval else None,
-        notices=(*config_notices(config, world), *freeze_notices(config), *fits),
+        notices=_notices(config, world, memory_bytes["total"]),
+        labels=settings.labels_text,
     )
+
+
+def _notices(config: Config, world: World, rank_bytes: int) -> tuple[str, ...]:
+    fits = memory_notices(rank_bytes, ranks=world.local_size)
+    return (*config_notices(config, world), *freeze_notices(config), *fits)
 
 
 def _no_batch(config: Config, rows: int, ranks: int) -> UserError:
     size, key = config.runner_config.batch_size, "runner_config.batch_size"
     of_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
     return UserError(
-        f"{rows:,} rows of {config.decoder.seq_length} tokens fill no batch of {size} rows{of_ranks}",
+        f"{rows:,} {config.network.rows_text} fill no batch of {size} rows{of_ranks}",
         where=config.source.where(key),
         key=key,
         value=size,
@@ -285,7 +292,8 @@ def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
     if plan.experts:
         sections.append(("experts", [("", ""), *plan.experts.items()]))
     kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels]
-    sections.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
+    if kernels:
+        sections.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
     groups = [("group", "weight decay", "tensors", "weights")]
     groups += [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
     if plan.frozen.tensors:
@@ -320,7 +328,7 @@ def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
         rows += [
             *([("resumes", plan.resumed)] if plan.resumed else []),
             ("data", f"{about}{plan.rows:,} rows an epoch"),
-            ("optimizer step", f"{step}, {plan.tokens_per_step:,} tokens"),
+            ("optimizer step", f"{step}, {plan.tokens_per_step:,} {plan.labels}"),
             ("steps", f"{about}{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {about}{plan.total_steps:,}{ends}"),
             ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
             *([("optimizer state", plan.optimizer_sharing)] if plan.optimizer_sharing else []),

@@ -35,16 +35,16 @@ _OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's si
 
 def memory_estimate(config: Config, trains: bool, world: World = ALONE) -> dict[str, int]:
     """Estimated peak of resident memory of a rank in bytes, by part and in total."""
-    settings = config.decoder
-    weights = _bytes(all_shapes(settings))
+    settings, network = config.decoder, config.network
+    weights = _bytes(all_shapes(network))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if trains:
-        tokens = config.runner_config.batch_size * settings.seq_length
+        labels = config.runner_config.batch_size * network.labels_of_row
         copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
         trained = _bytes(trained_shapes(config))
         parts["gradients"] = trained * copies
         parts["optimizer state"] = _optimizer_state_bytes(config, world)
-        parts["activations"] = tokens * activations_of_token(config) * _FLOAT32_BYTES
+        parts["activations"] = labels * activations_of_label(config) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
             parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
@@ -65,8 +65,15 @@ def _optimizer_state_bytes(config: Config, world: World) -> int:
     return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
 
 
+def activations_of_label(config: Config) -> int:
+    """Numbers that are kept for each label between forward and backward, at the peak."""
+    if config.classifier is not None:
+        return 3 * sum(config.classifier.sizes)  # of each layer what enters, its product, and the gradient of that
+    return activations_of_token(config)
+
+
 def activations_of_token(config: Config) -> int:
-    """Numbers that are kept for each token between forward and backward, at the peak."""
+    """The same of a decoder's token."""
     settings = config.decoder
     half = resolve_precision(settings, config.amp_level, resolve_device(config)).compute.dtype != "float32"
     kept, working, both = 0, 0, 0

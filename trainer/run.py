@@ -26,7 +26,7 @@ from trainer.device import resolve_device
 from trainer.errors import EXIT_OK, RunError
 from trainer.evaluation import eval_run, evaluate_now, show_build
 from trainer.launch import heartbeat
-from trainer.monitors.console import console_monitor, log_file_monitor, no_details
+from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
 from trainer.monitors.files import write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes
@@ -318,11 +318,14 @@ def _monitors(config: Config, folder: Path, rank: int) -> list[Monitor]:
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
     layers = config.decoder.moe_layers
     details = drop_rate_lines(layers) if watches_drop_rate(config) else no_details
-    log = log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, details)
+    logs = [log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, details)]
+    if config.worker_log_dir is not None:
+        path = Path(config.worker_log_dir).expanduser() / f"worker_{rank}.log"
+        logs.append(worker_log_monitor(path, config.log_format, every, details, anew=not config.resume_training))
     if rank > 0:
-        return [log]
+        return logs
     console = console_monitor(config.log_format, every, details=details)
-    monitors = [console, log, JsonlMonitor(folder / "metrics.jsonl")]
+    monitors = [console, *logs, JsonlMonitor(folder / "metrics.jsonl")]
     if config.report:
         # After the metrics file, which it reads, is closed.
         report = ReportMonitor(folder / "metrics.jsonl", folder / "report.png", console.on_notice, layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import mindspore
 import numpy as np
@@ -15,9 +15,10 @@ from trainer.config.recompute import recomputed_parts
 from trainer.cpu_threads import set_up_cpu_threads
 from trainer.device import resolve_device
 from trainer.errors import RunError
+from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
-from trainer.ops.kernel_set import load_kernels
+from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
@@ -30,13 +31,15 @@ from trainer.step.train_step import TrainStep
 if TYPE_CHECKING:
     from trainer.config import Config
 
+Model: TypeAlias = Decoder | Classifier
+
 
 @dataclass(frozen=True)
 class Session:
     """A model on its device."""
 
-    model: Decoder
-    build_inputs: InputBuilder
+    model: Model
+    build_inputs: InputBuilder | ImageInputBuilder
     peers: Peers
 
 
@@ -55,20 +58,27 @@ def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None
     device = resolve_device(config)
     set_up_device(config, device, world)
     peers = DataParallel(world) if world.size > 1 else Alone()
-    precision = resolve_precision(config.decoder, config.amp_level, device)
-    kernels = load_kernels(select_kernels(config.decoder, device, precision), precision)
-    model = Decoder(
-        config.decoder,
-        kernels,
-        seed=config.seed,
-        compiled=config.context.mode == 0,
-        frozen=frozen_names(config) if config.trains else (),
-        recomputed=recomputed_parts(config) if config.trains else (),
-    )
+    precision = resolve_precision(config.network, config.amp_level, device)
+    kernels = load_kernels(select_kernels(config.network, device, precision), precision)
+    model, build_inputs = build_model(config, kernels)
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, peers)
-    return Session(model, InputBuilder(config.decoder, kernels), peers)
+    return Session(model, build_inputs, peers)
+
+
+def build_model(config: Config, kernels: KernelSet) -> tuple[Model, InputBuilder | ImageInputBuilder]:
+    """The model with the weights of `seed`, and what makes its inputs."""
+    trains, compiled = config.trains, config.context.mode == 0
+    frozen = frozen_names(config) if trains else ()
+    if config.classifier is not None:
+        model = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
+        return model, ImageInputBuilder(config.classifier)
+    recomputed = recomputed_parts(config) if trains else ()
+    model = Decoder(
+        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed
+    )
+    return model, InputBuilder(config.decoder, kernels)
 
 
 def check_same_weights(model: Decoder, peers: Peers) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,19 @@ CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 names = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    draw = [sys.executable, REPOSITORY / "scripts" / "make_digits.py", folder, "--train", "500", "--test", "250"]
+    subprocess.run(draw, check=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths in the files count from there."""
+def in_the_repository(monkeypatch: pytest.MonkeyPatch, digits: Path) -> None:
+    """Paths in the files count from there; images are where the environment says."""
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("DATA_PATH", str(digits))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,9 @@ def test_it_trains(path: Path, cache: Path, tmp_path: Path) -> None:
         runner_config__stop_step=2,
         do_eval=False,
         report=False,
+        worker_log_dir=tmp_path / "log_output",
     )
-    losses = column(step_records(output), "loss")
+    losses, config = column(step_records(output), "loss"), config_of(path)
     assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
-    assert abs(losses[0] - math.log(config_of(path).decoder.vocab_size)) < 0.5
+    outcomes = config.decoder.vocab_size if config.classifier is None else config.classifier.classes
+    assert abs(losses[0] - math.log(outcomes)) < 0.5

@@ -16,6 +16,7 @@ ROOT = Path(trainer.__file__).parent
 DERIVED = {
     # Read through a property of its section, by the name of the property.
     "n_kv_heads": "kv_heads",
+    "hidden_sizes": "sizes",
     "head_dim": "head_size",
     "rotary_pct": "rotary_size",
     "intermediate_size": "ffn_size",

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from trainer.data.batch import IGNORE_INDEX, Batch
+from trainer.data.batch import IGNORE_INDEX, Batch, padding_rows
 from trainer.data.sampler import BatchLoader, epoch_order
 from trainer.data.synthetic import SyntheticDataset
 from trainer.errors import UserError
@@ -28,6 +28,9 @@ class NumberedRows:
         self.num_tokens = 3 * num_rows
         self.fail_at = fail_at
         self.asked: list[list[int]] = []
+
+    def padding(self, rows: int) -> Batch:
+        return padding_rows(rows, self.seq_length)
 
     def rows(self, indices) -> Batch:
         self.asked.append(np.asarray(indices).tolist())
@@ -145,7 +148,7 @@ def test_the_last_batch_is_filled_up_with_rows_without_loss():
     assert not last.input_ids[1:].any() and (last.positions == np.arange(6)).all() and not last.segment_ids.any()
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(1, "3 rows of 3 tokens fill no batch"), (2, "for each of 2 ranks")])
+@pytest.mark.parametrize(("ranks", "words"), [(1, "3 rows fill no batch"), (2, "for each of 2 ranks")])
 def test_a_data_set_without_one_batch_is_an_error(ranks, words):
     with pytest.raises(UserError, match=words) as caught:
         loader_of(NumberedRows(3), ranks=ranks)

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from test_mnist_files import write_set
 
 from trainer.config import load_config, parse_config
 from trainer.data.documents import parse_line
@@ -98,6 +99,12 @@ def check_job(options: LaunchOptions) -> None:
     assert arguments.config is not None and arguments.rest == [], options
     config = load_config(str(REPOSITORY / arguments.config), arguments.overrides)
     build_plan(config, world_of(options.worker_num, options.local_worker_num))
+
+
+@pytest.fixture(autouse=True)
+def images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the README has the user draw."""
+    monkeypatch.setenv("DATA_PATH", str(write_set(tmp_path / "digits", train=640, side=28)))
 
 
 def test_every_command_of_run_trainer_is_right(commands: list[list[str]]) -> None:

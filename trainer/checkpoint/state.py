@@ -93,7 +93,7 @@ def data_layout(config: Config, num_rows: int | None, content: str | None) -> di
         "seed": config.seed,
         "batch_size": runner.batch_size,
         "gradient_accumulation_steps": runner.gradient_accumulation_steps,
-        "seq_length": config.decoder.seq_length,
+        "seq_length": config.network.labels_of_row,
         "shuffle": train.data_loader.shuffle,
         "drop_remainder": train.drop_remainder,
         "held_out": train.held_out,
@@ -274,7 +274,7 @@ def _weights_of(found: Checkpoint, config: Config, where: str) -> dict[str, np.n
             fix=f"{'write' if part == 'model' else 'remove'} model.model_config.pet_config, or name another checkpoint",
         )
     if part == "model":
-        return fitting_weights(found.tensors[part], config.decoder, found.path, where, key=_KEY)
+        return fitting_weights(found.tensors[part], config.network, found.path, where, key=_KEY)
     base = base_weights(config)
     check_base(found.state, config, base)
     return base | fitting_adapters(found.tensors[part], config, found.path, where, key=_KEY)

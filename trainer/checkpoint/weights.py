@@ -33,7 +33,7 @@ def requested_weights(config: Config) -> dict[str, np.ndarray] | None:
     if not config.load_checkpoint:
         return None
     path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
-    return fitting_weights(read_weights(path, where), config.decoder, path, where)
+    return fitting_weights(read_weights(path, where), config.network, path, where)
 
 
 def fitting_weights(

@@ -47,12 +47,17 @@ class SyntheticLoader(_Loader):
 
 
 class MnistLoader(_Loader):
-    """Images of digits."""
-
-    support = "not_yet"
-    support_reason = f"the classifier is not built; {_MEANWHILE}"
+    """Images of digits in the files of MNIST, for an MlpClassifier."""
 
     type: Literal["MnistDataset"] = setting(REQUIRED, "Kind of data.")
+    dataset_dir: str = setting(
+        "",
+        "Folder of the files. Default empty: the folder in the environment variable DATA_PATH.",
+        aliases=("dataset_path",),
+    )
+    usage: Literal["train", "test", "all"] | None = setting(
+        None, "Which images. Default null: train in train_dataset, test in eval_dataset."
+    )
 
 
 class MindLoader(_Loader):

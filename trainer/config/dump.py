@@ -46,7 +46,10 @@ def dump_config(config: Config) -> str:
     stream.write("# The resolved configuration: every key that acts, and what else was set.\n")
     dumper = _Dumper(stream)
     dumper.open()
-    dumper.represent(values(config))
+    plain = values(config)
+    if config.classifier is not None:
+        del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
+    dumper.represent(plain)
     dumper.close()
     return stream.getvalue()
 

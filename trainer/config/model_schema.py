@@ -1,4 +1,4 @@
-"""The model: YAML ``model`` and its ``model_config``."""
+"""The decoder: YAML ``model.model_config``."""
 
 # No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.config.adapter_schema import PetConfig
-from trainer.config.fields import Section, ignored, not_yet, section, setting
+from trainer.config.fields import Section, ignored, not_yet, setting
 from trainer.config.moe_schema import MoEConfig
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -371,25 +371,17 @@ class ModelConfig(Section):
         """Longest context in tokens."""
         return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
 
+    @property
+    def labels_of_row(self) -> int:
+        """Labels of a row: one for each token."""
+        return self.seq_length
 
-class ArchConfig(Section):
-    """Which model (YAML ``model.arch``)."""
+    @property
+    def labels_text(self) -> str:
+        """What has a label, in the plural."""
+        return "tokens"
 
-    type: Literal[
-        "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
-        "Glm4MoeForCausalLM",
-    ] = setting(
-        "LlamaForCausalLM",
-        "Model class; Qwen2 implies qkv_has_bias, Qwen3 and Qwen3-MoE use_qk_norm, Glm4Moe rotary_pct 0.5 and a sigmoid"
-        " router with a bias on the choice. Default: model_config.architectures, else LlamaForCausalLM.",
-    )  # fmt: skip
-    auto_register: str | None = not_yet(
-        None, "Own Python class.", "only the built-in models can be trained; leave it out"
-    )
-
-
-class ModelSection(Section):
-    """The model (YAML ``model``)."""
-
-    arch: ArchConfig = section(ArchConfig, "Which model.")
-    settings: ModelConfig = section(ModelConfig, "Its sizes and options.", alias="model_config")
+    @property
+    def rows_text(self) -> str:
+        """What a row is, in the plural."""
+        return f"rows of {self.seq_length} tokens"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.config.adapter_rules import adapter_notices
+from trainer.config.classifier_rules import classifier_problems
 from trainer.config.families import family_notices, family_problems
 from trainer.config.freeze_schema import FreezeConfig
 from trainer.config.model_rules import model_problems
@@ -39,9 +40,10 @@ def reporter(config: Config) -> Report:
 def rule_problems(config: Config) -> list[Problem]:
     """Everything that the sections say against each other."""
     report = reporter(config)
+    of_decoders = (model_problems, family_problems, moe_problems, _vocabulary, precision_problems, recompute_problems)
     rules = (
-        model_problems, family_problems, moe_problems, callback_problems, _vocabulary, _schedule, _learning_rate, _data,
-        _pipeline, _loss_scale, precision_problems, recompute_problems,
+        classifier_problems, *(of_decoders if config.classifier is None else ()), callback_problems, _schedule,
+        _learning_rate, _data, _pipeline, _loss_scale,
     )  # fmt: skip
     return [problem for rule in rules for problem in rule(config, report)]
 

@@ -39,6 +39,8 @@ def _problem(config: Config, key: str, rule: str, fix: str, *, because: str = ""
 
 
 def _model(config: Config) -> list[Problem]:
+    if config.classifier is not None:  # its defaults are a model to run
+        return []
     missing = [name for name in _SIZES if not config.source.where(f"model.model_config.{name}")]
     if not config.source.path or not missing:
         return []

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
+from trainer.config.arch_schema import ModelSection
 from trainer.config.callback_schema import Callback
+from trainer.config.classifier_schema import ClassifierConfig
 from trainer.config.data_schema import DatasetConfig, DatasetTask
 from trainer.config.fields import Section, ignored, not_yet, section, setting
 from trainer.config.freeze_schema import FreezeConfig
-from trainer.config.model_schema import ModelConfig, ModelSection
+from trainer.config.model_schema import ModelConfig
 from trainer.config.optim_schema import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
 from trainer.config.problems import NOWHERE, Place
 from trainer.config.runner_schema import RunnerConfig, RunnerWrapper
@@ -31,6 +33,9 @@ _NO_HEALTH = (
 )
 _LAYER_LR = "all parameters share one learning rate; leave it out"
 _TEXT_ONLY = "only text models can be trained"
+
+CLASSIFIER = "MlpClassifier"
+"""The value of ``model.arch.type`` that is no decoder."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,15 @@ class Config(Section):
     )
     eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs. Default -1.", ge=-1)
     report: bool = setting(True, "Leave report.png: the curves of the run. Default True.")
-    log_format: Literal["rich", "plain", "mindformers"] = setting(
+    log_format: Literal["rich", "plain", "mindformers", "mindspore"] = setting(
         "rich",
-        "Progress line, plain lines, or MindSpore Transformers' lines; rich is plain off a terminal. Default rich.",
+        "Progress line, plain lines, MindSpore Transformers' lines, or those of MindSpore's LossMonitor; rich is plain"
+        " off a terminal. Default rich.",
+    )
+    worker_log_dir: str | None = setting(
+        None,
+        "Folder where every rank also writes what it prints, as worker_<rank>.log in log_format. Default null: none.",
+        min_length=1,
     )
     ignore_data_skip: bool = setting(
         False, "Resume with the data from the beginning instead of where the run stopped. Default False."
@@ -252,6 +263,18 @@ class Config(Section):
     def decoder(self) -> ModelConfig:
         """The decoder's sizes and options."""
         return self.model.settings
+
+    @property
+    def classifier(self) -> ClassifierConfig | None:
+        """The classifier's sizes; None for a decoder."""
+        if self.model.arch.type != CLASSIFIER:
+            return None
+        return self.model.classifier or ClassifierConfig()
+
+    @property
+    def network(self) -> ModelConfig | ClassifierConfig:
+        """The sizes of the model, of whichever kind it is."""
+        return self.classifier or self.model.settings
 
     def with_source(self, source: Source) -> "Config":
         """Remembers where the keys come from; used by the loader only."""

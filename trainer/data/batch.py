@@ -39,4 +39,4 @@ def padding_rows(rows: int, seq_length: int) -> Batch:
 
 def concatenate(first: Batch, second: Batch) -> Batch:
     """Puts the rows of `second` under those of `first`."""
-    return Batch(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
+    return type(first)(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))

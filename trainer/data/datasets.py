@@ -11,6 +11,7 @@ import numpy as np
 from trainer.data import sources, split
 from trainer.data.cache import Notice, find_built, find_token_file
 from trainer.data.documents import is_text
+from trainer.data.mnist import build_images, count_images
 from trainer.data.packing import RowDataset, TokenDataset, count_rows
 from trainer.data.sources import Source, find_source
 from trainer.data.split import Spans
@@ -128,6 +129,8 @@ def _build_section(
     limit = wanted.data_loader.num_samples
     if wanted.data_loader.type == "SyntheticDataset":
         return _synthetic(config, section)
+    if wanted.data_loader.type == "MnistDataset":
+        return build_images(config, section), None
     source, tokenizer, cache = _find(config, section)
     token_file = find_token_file(source, tokenizer, cache, progress=progress, notice=notice)
     _check_vocabulary(config, token_file.meta.max_token_id)
@@ -227,8 +230,8 @@ def _check_vocabulary(config: Config, max_token_id: int) -> None:
 def _check_rows(config: Config, section: str, num_tokens: int, num_rows: int) -> None:
     """Checks that the data make a row, and the rows a batch."""
     wanted, seq_length = getattr(config, section), config.decoder.seq_length
-    is_synthetic = wanted.data_loader.type == "SyntheticDataset"
-    if not is_synthetic and num_tokens <= seq_length:
+    is_text = wanted.data_loader.type not in ("SyntheticDataset", "MnistDataset")
+    if is_text and num_tokens <= seq_length:
         key = "model.model_config.seq_length"
         raise UserError(
             f"a row takes {seq_length + 1} tokens (one more for the last label), and {section} has {num_tokens}",
@@ -241,7 +244,7 @@ def _check_rows(config: Config, section: str, num_tokens: int, num_rows: int) ->
     if wanted.drop_remainder and num_rows < rows_of_batch:
         key = f"{EVAL}.batch_size" if section == EVAL and wanted.batch_size is not None else "runner_config.batch_size"
         raise UserError(
-            f"{section} has {num_rows} rows of {seq_length} tokens, fewer than one batch",
+            f"{section} has {num_rows} {config.network.rows_text}, fewer than one batch",
             where=config.source.where(key),
             key=key,
             value=rows_of_batch,
@@ -257,6 +260,9 @@ def _estimate_section(config: Config, section: str) -> RowEstimate:
     if wanted.data_loader.type == "SyntheticDataset":
         rows, held_out_rows = _synthetic_rows(config, section)
         return RowEstimate(rows, True, rows * seq_length, held_out_rows or None)
+    if wanted.data_loader.type == "MnistDataset":
+        images = count_images(config, section)
+        return RowEstimate(images, True, images, None)
     source, tokenizer, cache = _find(config, section)
     token_file = find_built(source, tokenizer, cache)
     if token_file is not None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.data.batch import IGNORE_INDEX, Batch
+from trainer.data.batch import IGNORE_INDEX, Batch, padding_rows
 from trainer.data.split import Spans
 from trainer.data.token_file import TokenFile
 
@@ -46,6 +46,9 @@ class RowDataset(Protocol):
         Raises:
             IndexError: A number is not that of a row.
         """
+
+    def padding(self, rows: int) -> Batch:
+        """Makes rows that carry no loss, to fill up a last batch."""
 
 
 def count_rows(num_tokens: int, seq_length: int, *, keep_tail: bool, limit: int | None) -> int:
@@ -79,6 +82,10 @@ class TokenDataset:
         self._shifts = spans.starts - self._offsets[:-1]
         self.num_tokens = int(self._offsets[-1])
         self.num_rows = count_rows(self.num_tokens, seq_length, keep_tail=keep_tail, limit=limit)
+
+    def padding(self, rows: int) -> Batch:
+        """Makes rows without loss; see `RowDataset.padding`."""
+        return padding_rows(rows, self.seq_length)
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Makes rows; see `RowDataset.rows`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.data.batch import Batch, concatenate, padding_rows
+from trainer.data.batch import Batch, concatenate
 from trainer.data.packing import RowDataset
 from trainer.data.streams import Stream, random_order
 from trainer.errors import UserError
@@ -65,7 +65,7 @@ class BatchLoader:
         if self.batches_per_epoch == 0:
             of_ranks = f" for each of {ranks} ranks" if ranks > 1 else ""
             raise UserError(
-                f"{dataset.num_rows} rows of {dataset.seq_length} tokens fill no batch{of_ranks}",
+                f"{dataset.num_rows} rows fill no batch{of_ranks}",
                 key="batch_size",
                 value=batch_size,
                 fix="set a smaller batch_size, or drop_remainder to False",
@@ -93,10 +93,9 @@ class BatchLoader:
             if not missing_rows:
                 yield self._dataset.rows(indices)
             elif not len(indices):
-                yield padding_rows(missing_rows, self._dataset.seq_length)
+                yield self._dataset.padding(missing_rows)
             else:
-                padding = padding_rows(missing_rows, self._dataset.seq_length)
-                yield concatenate(self._dataset.rows(indices), padding)
+                yield concatenate(self._dataset.rows(indices), self._dataset.padding(missing_rows))
 
 
 def _prefetch(batches: Iterator[Batch], size: int) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, padding_rows
 from trainer.data.packing import checked_indices
 from trainer.data.streams import Stream, random_bits
 
@@ -34,6 +34,10 @@ class SyntheticDataset:
         self._vocab_size = vocab_size
         self._seed = seed
         self._first_row = first_row
+
+    def padding(self, rows: int) -> Batch:
+        """Makes rows without loss; see `RowDataset.padding`."""
+        return padding_rows(rows, self.seq_length)
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Makes rows; see `RowDataset.rows`."""

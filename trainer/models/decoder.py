@@ -22,6 +22,7 @@ from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
 from trainer.models.inputs import FurtherTokens, ModelInputs
 from trainer.models.lora import AdapterMasks
+from trainer.models.losses import LossSums
 from trainer.models.mlp import MlpLayer
 from trainer.models.moe import MoeLayer, MoePart, Tally
 from trainer.models.multi_token import NORM, WEIGHTS, MergeTokens
@@ -57,23 +58,6 @@ class DropoutMasks(NamedTuple):
 
 
 _NO_DROPOUT = DropoutMasks(None, None, None)
-
-
-class LossSums(NamedTuple):
-    """What a forward pass adds up, float32 scalars; to be divided by the valid tokens of the whole window.
-
-    `total` is what is minimised: `tokens` and the others times their factors. The others are None where the model has
-    no such part, and in evaluation.
-    """
-
-    total: Tensor
-    tokens: Tensor
-    """Token losses of the next token."""
-    balance: Tensor | None = None
-    """Of the routers, summed over layers; see `trainer.models.moe.RouterLosses`."""
-    z: Tensor | None = None
-    mtp: Tensor | None = None
-    """Token losses of further tokens, summed over the modules."""
 
 
 class Block(nn.Cell):

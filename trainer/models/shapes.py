@@ -1,4 +1,6 @@
-"""Names and shapes of the parameters of a decoder and its adapters. Pure Python: `plan` counts weights with it.
+"""Names and shapes of the parameters of a decoder and its adapters, and of a classifier.
+
+Pure Python: `plan` counts weights with it.
 
 The names are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE and Glm4Moe, and so is the layout [out, in] of every
 matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by; on
@@ -11,9 +13,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from trainer.config.adapter_schema import PROJECTIONS
+from trainer.config.classifier_schema import ClassifierConfig
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.model_schema import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -94,7 +97,7 @@ def all_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tuple[int,
     return parameter_shapes(settings) | adapter_shapes(settings)
 
 
-def adapter_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the adapters by its full name, in forward order; empty without `pet_config`.
 
     The names are those of Hugging Face's PEFT without their first part, `trainer.checkpoint.adapters.PREFIX`.
@@ -161,8 +164,23 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def parameter_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the decoder by its full name, in forward order; without those of adapters."""
+def classifier_names(settings: ClassifierConfig) -> list[tuple[str, str]]:
+    """Weight and bias of each layer, named as in MindSpore's tutorial, where each second cell is a ReLU."""
+    prefixes = [f"dense_relu_sequential.{2 * layer}" for layer in range(len(settings.sizes) - 1)]
+    return [(f"{prefix}.weight", f"{prefix}.bias") for prefix in prefixes]
+
+
+def _classifier_shapes(settings: ClassifierConfig) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for (weight, bias), inp, out in zip(classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False):
+        shapes |= {weight: (out, inp), bias: (out,)}
+    return shapes
+
+
+def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model by its full name, in forward order; without those of adapters."""
+    if isinstance(settings, ClassifierConfig):
+        return _classifier_shapes(settings)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (settings.vocab_size, settings.hidden_size)}
     for layer in range(settings.num_layers):
         shapes |= {layer_prefix(layer) + name: shape for name, shape in layer_shapes(settings, layer).items()}

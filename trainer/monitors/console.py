@@ -233,7 +233,8 @@ def console_monitor(
     """The monitor that talks to the user.
 
     Args:
-        log_format: ``rich`` (a live line on a terminal, plain lines elsewhere), ``plain`` or ``mindformers``.
+        log_format: ``rich`` (a live line on a terminal, plain lines elsewhere), ``plain``, ``mindformers`` or
+            ``mindspore``.
         per_print_times: Steps from one line to the next; the live line shows every step.
         stream: Where to; standard output when None.
         details: Makes the lines that follow that of a step.
@@ -251,12 +252,31 @@ def console_monitor(
         with contextlib.suppress(BrokenPipeError):
             print(line, file=stream, flush=True)
 
-    step_line = wording.mindformers_step if log_format == "mindformers" else wording.plain_step
-    return LineMonitor(write, step_line, per_print_times, details=details)
+    return LineMonitor(write, wording.STEP_LINES[log_format], per_print_times, details=details)
 
 
-def log_file_monitor(path: Path, every: int = 1, details: DetailLines = no_details) -> Monitor:
-    """Plain lines with date and time, added to the end of the file at ``path``.
+def worker_log_monitor(
+    path: Path, log_format: str, every: int = 1, details: DetailLines = no_details, *, anew: bool = True
+) -> Monitor:
+    """The lines of ``log_format`` and nothing else, as a process prints them; `anew` replaces a file that is there.
+
+    Raises:
+        RunError: The file cannot be opened or written.
+    """
+    if anew:
+        path.unlink(missing_ok=True)
+    return log_file_monitor(path, every, details, step_line=wording.STEP_LINES[log_format], stamp="")
+
+
+def log_file_monitor(
+    path: Path,
+    every: int = 1,
+    details: DetailLines = no_details,
+    *,
+    step_line: wording.StepLine = wording.plain_step,
+    stamp: str = "%Y-%m-%d %H:%M:%S ",
+) -> Monitor:
+    """Lines that start with date and time, added to the end of the file at ``path``.
 
     Raises:
         RunError: The file cannot be opened or written.
@@ -274,7 +294,7 @@ def log_file_monitor(path: Path, every: int = 1, details: DetailLines = no_detai
 
     def write(line: str) -> None:
         try:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+            log.write(f"{time.strftime(stamp)}{line}\n")
         except OSError as error:
             raise failure(error) from error
 
@@ -283,4 +303,4 @@ def log_file_monitor(path: Path, every: int = 1, details: DetailLines = no_detai
         with contextlib.suppress(OSError):
             log.close()
 
-    return LineMonitor(write, every=every, release=release, details=details)
+    return LineMonitor(write, step_line, every, release, details)

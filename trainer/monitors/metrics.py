@@ -89,6 +89,7 @@ class EvalMetrics:
         perplexity: ``exp(loss)``.
         tokens: Valid tokens evaluated.
         seconds: Wall-clock time of the evaluation.
+        accuracy: Part of the images whose likeliest class is theirs; None for a decoder.
     """
 
     step: int
@@ -97,6 +98,7 @@ class EvalMetrics:
     perplexity: float
     tokens: int
     seconds: float
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def step_record(metrics: StepMetrics) -> dict[str, object]:
 
 def eval_record(metrics: EvalMetrics) -> dict[str, object]:
     """The fields of an evaluation that metrics.jsonl keeps: ``step``, ``epoch`` and the rest behind ``eval_``."""
-    fields = asdict(metrics)
+    fields = {name: value for name, value in asdict(metrics).items() if (name, value) != ("accuracy", None)}
     return {name if name in ("step", "epoch") else f"eval_{name}": value for name, value in fields.items()}
 
 

@@ -80,6 +80,17 @@ def mindformers_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
     )
 
 
+def mindspore_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
+    """The line of MindSpore's LossMonitor: ``epoch: 1 step: 100, loss is 7.793933868408203``."""
+    return f"epoch: {metrics.epoch} step: {metrics.step_in_epoch}, loss is {metrics.loss}"
+
+
+STEP_LINES: dict[str, StepLine] = {
+    "rich": plain_step, "plain": plain_step, "mindformers": mindformers_step, "mindspore": mindspore_step,
+}  # fmt: skip
+"""By `log_format`; what is live on a terminal is plain elsewhere."""
+
+
 def _scientific(number: float) -> str:
     """Like ``5.0e-05`` or ``2.5641026e-08``: float32's eight digits, less their zeros at the end."""
     mantissa, _, exponent = f"{number:.7e}".partition("e")
@@ -89,8 +100,11 @@ def _scientific(number: float) -> str:
 
 def eval_line(metrics: EvalMetrics) -> str:
     """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``; no step outside a training."""
-    tokens = f"{count(metrics.tokens)} tokens in {duration(metrics.seconds)}"
     place = f"eval at step {metrics.step}" if metrics.step else "eval"
+    if metrics.accuracy is not None:
+        images = f"{count(metrics.tokens)} images in {duration(metrics.seconds)}"
+        return f"{place}: loss {metrics.loss:.4f}, accuracy {100 * metrics.accuracy:.2f} % ({images})"
+    tokens = f"{count(metrics.tokens)} tokens in {duration(metrics.seconds)}"
     return f"{place}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
 
 

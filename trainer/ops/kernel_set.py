@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,8 @@ class KernelSet:
 def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32) -> KernelSet:
     """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them."""
     fused = {choice.kernel: choice.fused for choice in choices}
-    room = {kernel: ascend if is_fused else reference for kernel, is_fused in fused.items()}
+    # A classifier has no choices at all, and makes none of the kernels that there is a choice for.
+    room = defaultdict(lambda: reference, {kernel: ascend for kernel, is_fused in fused.items() if is_fused})
     # A dense model has no choices for experts, and makes none of their kernels.
     experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
     sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.config.classifier_schema import ClassifierConfig
 from trainer.config.precision_rules import asked_dtype
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Precision:
 FLOAT32 = Precision()
 
 
-def resolve_precision(settings: ModelConfig, amp_level: str | None, device: str) -> Precision:
+def resolve_precision(settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str) -> Precision:
     """Works out what each part computes in.
 
     Args:
@@ -56,6 +57,8 @@ def resolve_precision(settings: ModelConfig, amp_level: str | None, device: str)
         amp_level: The key of that name; None: the parts' own keys alone decide.
         device: "CPU", "GPU" or "Ascend". A CPU has no bfloat16 kernels: there it becomes float32.
     """
+    if isinstance(settings, ClassifierConfig):
+        return FLOAT32
 
     def part(key: str) -> PartDtype:
         dtype = asked_dtype(settings, amp_level, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.config.classifier_schema import ClassifierConfig
 from trainer.ops.precision import PartDtype, Precision, resolve_precision
 
 if TYPE_CHECKING:
@@ -41,14 +42,18 @@ _EXPERT_KERNELS = (
 )
 
 
-def select_kernels(settings: ModelConfig, device: str, precision: Precision | None = None) -> tuple[KernelChoice, ...]:
-    """Choose an implementation for every kernel.
+def select_kernels(
+    settings: ModelConfig | ClassifierConfig, device: str, precision: Precision | None = None
+) -> tuple[KernelChoice, ...]:
+    """Choose an implementation for every kernel; a classifier has none to choose.
 
     Args:
         settings: The model section; its `use_*` switches say what was asked for.
         device: "CPU", "GPU" or "Ascend".
         precision: Dtype of each part; None: what the model section alone says.
     """
+    if isinstance(settings, ClassifierConfig):
+        return ()
     dtypes = precision or resolve_precision(settings, None, device)
     kernels = _KERNELS if settings.experts is None else _KERNELS + _EXPERT_KERNELS
     return tuple(_choose(kernel, switch, operator, settings, device, dtypes) for kernel, switch, operator in kernels)
@@ -105,9 +110,14 @@ def _token_permute_obstacle(settings: ModelConfig) -> str:
     return ""
 
 
-def part_dtypes(settings: ModelConfig, precision: Precision, choices: tuple[KernelChoice, ...]) -> dict[str, PartDtype]:
+def part_dtypes(
+    settings: ModelConfig | ClassifierConfig, precision: Precision, choices: tuple[KernelChoice, ...]
+) -> dict[str, PartDtype]:
     """Dtype of each part, and why, in the words of `plan`."""
-    asked, always = settings.param_init_type, PartDtype("float32", "always")
+    always = PartDtype("float32", "always")
+    if isinstance(settings, ClassifierConfig):
+        return {name: always for name in ("parameters, matrix products, loss", "gradients, optimizer state")}
+    asked = settings.param_init_type
     master = PartDtype("float32", f"master weights (asked: {asked})")
     fused_softmax = PartDtype("float32", "inside flash_attention_score")
     fused = any(choice.kernel == "attention" and choice.fused for choice in choices)

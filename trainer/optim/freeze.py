@@ -62,7 +62,7 @@ def frozen_names(config: Config) -> frozenset[str]:
     Raises:
         UserError: A pattern matches nothing, a layer does not exist, or nothing would be left to train.
     """
-    shapes, settings = all_shapes(config.decoder), config.freeze
+    shapes, settings = all_shapes(config.network), config.freeze
     included = _matches(config, _items("freeze.include", settings.include), shapes)
     included |= _matches(config, _short_forms(config), shapes)
     excluded = _matches(config, _items("freeze.exclude", settings.exclude), shapes)
@@ -81,7 +81,7 @@ def frozen_names(config: Config) -> frozenset[str]:
 
 def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights that an optimizer changes, in forward order."""
-    frozen, shapes = frozen_names(config), all_shapes(config.decoder)
+    frozen, shapes = frozen_names(config), all_shapes(config.network)
     return {name: shape for name, shape in shapes.items() if name not in frozen and not is_buffer(name)}
 
 
@@ -150,6 +150,9 @@ def _items(key: str, written: Any) -> Iterator[_Item]:
 
 def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
     """The weights that an entry means."""
+    if item.kind in ("embeddings", "layers") and config.classifier is not None:
+        rule, fix = "this short form is for decoders", f"write a pattern, for example '{next(iter(shapes))}'"
+        raise _error(config, item.key, item.value, rule, fix)
     if item.kind == "embeddings":
         return [EMBEDDING]
     if item.kind == "layers":

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class Evaluation(NamedTuple):
-    """Mean loss in nats per valid token, valid tokens, seconds."""
+    """Mean loss in nats per valid token, valid tokens, seconds; of a classifier the part of hits too."""
 
     loss: float
     tokens: int
     seconds: float
+    accuracy: float | None = None
 
 
 def evaluate(
@@ -35,7 +36,7 @@ def evaluate(
     """Mean loss over all valid labels of all ranks.
 
     Args:
-        model: The decoder.
+        model: The decoder or classifier.
         build_inputs: Makes its inputs.
         batches: What this rank reads.
         stop: Asked before every batch; True ends the evaluation early (a signal came).
@@ -49,16 +50,19 @@ def evaluate(
     """
     peers = Alone() if peers is None else peers
     began = time.perf_counter()
-    loss_sum, tokens, stopped = 0.0, 0, False
+    loss_sum, tokens, stopped, hits = 0.0, 0, False, None
     for batch in batches:
         if stop():
             stopped = True
             break
         count = valid_tokens(batch)
         if count:
-            loss_sum += float(model(build_inputs(batch)).tokens.asnumpy())
+            sums = model(build_inputs(batch))
+            loss_sum += float(sums.tokens.asnumpy())
+            hits = hits if sums.correct is None else (hits or 0.0) + float(sums.correct.asnumpy())
             tokens += count
-    loss_sum, total, stops = peers.all_sum([loss_sum, tokens, stopped])
+    counts = [loss_sum, tokens, stopped, hits or 0.0, hits is not None]
+    loss_sum, total, stops, all_hits, counted = peers.all_sum(counts)
     if stops:
         return None
     if total == 0:
@@ -67,7 +71,8 @@ def evaluate(
             key="eval_dataset",
             fix="give more data, a larger held_out, or documents whose answers are not masked",
         )
-    return Evaluation(loss_sum / total, int(total), time.perf_counter() - began)
+    accuracy = all_hits / total if counted else None
+    return Evaluation(loss_sum / total, int(total), time.perf_counter() - began, accuracy)
 
 
 def perplexity(loss: float) -> float:

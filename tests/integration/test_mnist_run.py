@@ -1,0 +1,112 @@
+"""The job of MindSpore's tutorial on gradient accumulation, on digits that are drawn: one process, and two workers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_helpers import (
+    REPOSITORY,
+    arrays_of,
+    assert_same_bits,
+    call,
+    column,
+    eval_records,
+    figures,
+    finish,
+    start,
+    step_records,
+    train,
+)
+
+pytestmark = pytest.mark.slow
+
+CONFIG = REPOSITORY / "configs" / "mnist_accumulation.yaml"
+# A rate at which few images are enough; all else is the tutorial's.
+FASTER = {"optimizer__momentum": 0.9, "runner_config__epochs": 2, "callbacks__0__per_print_times": 20, "report": False}
+LOSS = re.compile(r"^epoch: (\d+) step: (\d+), loss is (\d+\.\d+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    draw = [sys.executable, REPOSITORY / "scripts" / "make_digits.py", folder, "--train", "8000", "--test", "1000"]
+    subprocess.run(draw, check=True)
+    return folder
+
+
+@pytest.fixture
+def data_path(digits: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DATA_PATH", str(digits))
+    return digits
+
+
+def flags(folder: Path, **more: object) -> dict[str, object]:
+    return FASTER | {"output_dir": folder / "output", "worker_log_dir": folder / "log_output"} | more
+
+
+def test_it_learns_the_digits_and_can_be_stopped(
+    data_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = train(CONFIG, **flags(tmp_path / "whole"))
+    assert eval_records(whole)[-1]["eval_accuracy"] > 0.95
+    assert column(eval_records(whole), "step") == [250, 500]
+    assert column(step_records(whole), "tokens") == [32] * 500
+    assert_the_log(tmp_path / "whole" / "log_output" / "worker_0.log", whole)
+    printed = capsys.readouterr().out
+    assert "epoch: 1 step: 100, loss is " in printed
+    assert re.search(r"eval at step 500: loss 0\.\d+, accuracy 9\d\.\d+ % \(1.00k images in ", printed)
+    halves = train(CONFIG, **flags(tmp_path / "halves", runner_config__stop_step=300))
+    train(CONFIG, **flags(tmp_path / "halves", resume_training=True))
+    assert figures(halves) == figures(whole)
+    assert_same_bits(arrays_of(halves), arrays_of(whole))
+    log = (tmp_path / "halves" / "log_output" / "worker_0.log").read_text()
+    assert log.count("epoch: 2 step: 30,") == log.count("epoch: 2 step: 70,") == 1
+    evaluation = tmp_path / "eval"
+    code, said, errors = call(
+        "--config", CONFIG, "--run_mode", "eval", "--load_checkpoint", whole / "checkpoints",
+        "--output_dir", evaluation, cwd=tmp_path,
+    )  # fmt: skip
+    assert code == 0, errors
+    found = json.loads((evaluation / "eval.json").read_text())
+    assert found["accuracy"] == eval_records(whole)[-1]["eval_accuracy"] and "accuracy" in said
+
+
+def assert_the_log(path: Path, output: Path) -> None:
+    losses = {(record["epoch"], record["step"] - 250 * (record["epoch"] - 1)): record["loss"]
+              for record in step_records(output)}  # fmt: skip
+    lines = LOSS.findall(path.read_text())
+    assert len(lines) > 20
+    assert all(losses[int(epoch), int(step)] == float(loss) for epoch, step, loss in lines)
+
+
+def test_two_workers_do_what_one_process_does(data_path: Path, tmp_path: Path) -> None:
+    """As the tutorial is started: the same images in a step, so the same losses but for rounding."""
+    own = ["--optimizer.momentum", 0.9, "--stop_step", 40, "--callbacks.0.per_print_times", 20]
+    order = f"run_trainer.py --config {CONFIG} " + " ".join(map(str, own))
+    launcher = REPOSITORY / "scripts" / "msrun_launcher.sh"
+    script = ["bash", launcher, order, "2", "8159", tmp_path / "msrun", "True", "100"]
+    done = subprocess.run(list(map(str, script)), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = train(CONFIG, **flags(tmp_path / "alone", runner_config__batch_size=16, runner_config__stop_step=40))
+    together = tmp_path / "output" / "mnist_accumulation"
+    assert column(step_records(together), "tokens") == column(step_records(alone), "tokens") == [64] * 40
+    losses = column(step_records(together), "loss")
+    assert losses == pytest.approx(column(step_records(alone), "loss"), rel=1e-4)
+    ends = [json.loads(line) for line in (tmp_path / "alone/output/metrics.jsonl").read_text().splitlines()][-1]
+    assert eval_records(together)[-1]["eval_accuracy"] == pytest.approx(ends["eval_accuracy"], abs=0.01)
+    for rank in range(2):
+        log = (tmp_path / "log_output" / f"worker_{rank}.log").read_text()
+        assert [(epoch, step) for epoch, step, _ in LOSS.findall(log)] == [("1", "1"), ("1", "20"), ("1", "40")]
+        assert f"loss is {losses[-1]}" in log
+
+
+def test_data_that_is_not_there_is_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA_PATH", str(tmp_path / "nowhere"))
+    code, _, errors = finish(start("--config", CONFIG, cwd=tmp_path))
+    assert code == 2 and "environment: DATA_PATH" in errors and "make_digits.py" in errors
+    assert not (tmp_path / "output").exists()

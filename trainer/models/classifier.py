@@ -1,0 +1,123 @@
+"""The classifier of images: fully connected layers with ReLU between them, and cross entropy.
+
+Beside the decoder it is the other model that a step trains: called with its inputs it gives sums of losses.
+
+Legend: B images, P pixels, C classes, I/O in/out features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore.ops import operations as P
+
+from trainer.data.batch import IGNORE_INDEX
+from trainer.data.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
+from trainer.models.init import initial_value
+from trainer.models.losses import LossSums
+from trainer.models.recompute import Differentiable
+from trainer.models.shapes import classifier_names, parameter_shapes
+
+if TYPE_CHECKING:
+    from trainer.config.classifier_schema import ClassifierConfig
+    from trainer.models.dropout import DropoutKey
+    from trainer.models.moe import Tally
+    from trainer.ops.kernel_set import KernelSet
+    from trainer.ops.routing import RoutingCounts
+
+
+class ImageInputs(NamedTuple):
+    """One micro-batch on the device."""
+
+    pixels_BP: Tensor
+    """float32, of mean 0 and standard deviation 1 over MNIST."""
+    targets_BC: Tensor
+    """float32, 1 at the label; a row of zeros where there is no loss."""
+    shares: None = None
+    """What a decoder's routers need."""
+
+
+class ImageInputBuilder:
+    """Turns an `ImageBatch` into `ImageInputs`."""
+
+    def __init__(self, settings: ClassifierConfig) -> None:
+        self.rows_CC = np.eye(settings.classes, dtype=np.float32)
+
+    def __call__(self, batch: ImageBatch) -> ImageInputs:
+        valid_B1 = (batch.labels != IGNORE_INDEX)[:, None]
+        pixels_BP = (batch.pixels.astype(np.float32) / 255 - MEAN) / STANDARD_DEVIATION
+        targets_BC = self.rows_CC[np.where(valid_B1[:, 0], batch.labels, 0)] * valid_B1
+        return ImageInputs(Tensor(pixels_BP.astype(np.float32)), Tensor(targets_BC.astype(np.float32)))
+
+
+class Layers(nn.Cell):
+    """(x_BP, weight_OI, bias_O, weight_OI, bias_O, ...) -> logits_BC."""
+
+    def __init__(self, settings: ClassifierConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        # One instance for every call site: see trainer/ops/__init__.py.
+        self.linears = nn.CellList([kernels.linear_bias() for _ in settings.sizes[1:]])
+        self.last, self.relu = len(settings.sizes) - 2, P.ReLU()
+
+    def construct(self, x_BP, *weights):
+        x = x_BP
+        for layer, linear in enumerate(self.linears):
+            x = linear(x, weights[2 * layer], weights[2 * layer + 1])
+            if layer < self.last:
+                x = self.relu(x)
+        return x
+
+
+class Classifier(nn.Cell):
+    """The classifier of `model.classifier`.
+
+    Args:
+        settings: The section of that name.
+        kernels: What it is built from.
+        seed: Of the initial weights: normal with `initializer_range`, biases 0.
+        compiled: Compile the layers (context.mode 0), or run operator by operator (mode 1).
+        frozen: Names of parameters that are not trained.
+    """
+
+    def __init__(
+        self,
+        settings: ClassifierConfig,
+        kernels: KernelSet,
+        *,
+        seed: int,
+        compiled: bool = True,
+        frozen: Collection[str] = (),
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.settings, self.kernels = settings, kernels
+        self.parameters_by_name = {
+            name: Parameter(Tensor(initial_value(name, shape, settings, seed)), name, requires_grad=name not in frozen)
+            for name, shape in parameter_shapes(settings).items()
+        }
+        self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]
+        places = tuple(place for place, parameter in enumerate(self.ordered) if not parameter.requires_grad)
+        self.layers = Layers(settings, kernels)
+        self.run_layers = Differentiable(self.layers, compiled).stopped_at(places)
+        self.log_softmax = P.LogSoftmax(-1)
+
+    @property
+    def trained_parameters(self) -> dict[str, Parameter]:
+        """What an optimizer updates, by name."""
+        return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
+
+    def construct(self, inputs: ImageInputs, dropout: DropoutKey | None = None, tally: Tally | None = None) -> LossSums:
+        """Sum of the images' losses, not divided by anything; without `tally`, in evaluation, hits are counted too."""
+        logits_BC = self.run_layers(inputs.pixels_BP, *(each.view(each.shape) for each in self.ordered))
+        loss = -(self.log_softmax(logits_BC) * inputs.targets_BC).sum()
+        return LossSums(loss, loss, correct=self._hits(logits_BC, inputs.targets_BC) if tally is None else None)
+
+    def _hits(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
+        found_B1 = ops.argmax(logits_BC, -1).reshape(-1, 1)
+        return ops.gather_elements(targets_BC, 1, found_B1.astype(mstype.int64)).sum()
+
+    def balance_choices(self, counts: RoutingCounts | None) -> None:
+        """A classifier has no routers."""
