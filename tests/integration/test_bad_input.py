@@ -23,7 +23,8 @@ from run_helpers import (
     write_corpus,
 )
 
-from trainer.checkpoint.store import newest_complete, read_checkpoint, write_checkpoint
+from trainer.checkpoint.store import newest_complete, read_checkpoint
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import parse_config
 from trainer.models.shapes import parameter_shapes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.checkpoint import store
+from trainer.checkpoint import store, writing
 from trainer.errors import RunError, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -25,8 +25,8 @@ def tensors_of(step: int, elements: int = 64) -> dict[str, dict[str, np.ndarray]
     return {"model": {"w": weights, "b": np.float32([step])}, "optimizer": {"w.m": weights * 2}}
 
 
-def save(folder: Path, step: int, keep_max: int = 0, on_stage: store.OnStage | None = None) -> Path:
-    return store.write_checkpoint(folder, step, tensors_of(step), {"step": step, "epoch": 1}, keep_max, on_stage)
+def save(folder: Path, step: int, keep_max: int = 0, on_stage: writing.OnStage | None = None) -> Path:
+    return writing.write_checkpoint(folder, step, tensors_of(step), {"step": step, "epoch": 1}, keep_max, on_stage)
 
 
 def assert_holds(path: Path, step: int) -> None:
@@ -44,11 +44,11 @@ def names(folder: Path) -> list[str]:
 # ---- round trip ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", sorted(store._SAVABLE_DTYPES))
+@pytest.mark.parametrize("dtype", sorted(writing._SAVABLE_DTYPES))
 def test_every_dtype_returns_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     raw = np.random.default_rng(0).integers(0, 256, size=(5, 3, 16), dtype=np.uint8)  # NaNs and infinities among them
     array = (raw & 1).astype(bool) if dtype == "bool" else np.frombuffer(raw.tobytes(), dtype=dtype)
-    path = store.write_checkpoint(tmp_path, 1, {"model": {"x": array}}, {}, 1)
+    path = writing.write_checkpoint(tmp_path, 1, {"model": {"x": array}}, {}, 1)
     back = store.read_checkpoint(path).tensors["model"]["x"]
     assert back.dtype == array.dtype and back.shape == array.shape and back.tobytes() == array.tobytes()
 
@@ -65,7 +65,7 @@ def test_every_memory_layout_returns_its_values(tmp_path: Path) -> None:
         "unaligned": np.frombuffer(b"\0" + square.tobytes(), dtype=np.float32, offset=1),
         "name with spaces/and.dots": square,
     }
-    path = store.write_checkpoint(tmp_path, 1, {"model": arrays}, {}, 1)
+    path = writing.write_checkpoint(tmp_path, 1, {"model": arrays}, {}, 1)
     back = store.read_checkpoint(path).tensors["model"]
     assert back.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -75,7 +75,7 @@ def test_every_memory_layout_returns_its_values(tmp_path: Path) -> None:
 
 def test_state_returns_exactly(tmp_path: Path) -> None:
     state = {"best": 0.1 + 0.2, "rng": {"state": 2**127 + 1}, "name": "é", "none": None, "list": [1, 2.5, True]}
-    assert store.read_checkpoint(store.write_checkpoint(tmp_path, 3, {}, state, 1)).state == state
+    assert store.read_checkpoint(writing.write_checkpoint(tmp_path, 3, {}, state, 1)).state == state
 
 
 def test_the_arrays_read_can_be_changed_and_outlive_the_files(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_layout_on_disk(tmp_path: Path) -> None:
 
 def test_further_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
     content = {"r": 8, "target_modules": ["q_proj"]}
-    path = store.write_checkpoint(tmp_path, 3, tensors_of(3), {}, 1, documents={"adapter_config.json": content})
+    path = writing.write_checkpoint(tmp_path, 3, tensors_of(3), {}, 1, documents={"adapter_config.json": content})
     assert json.loads((path / "adapter_config.json").read_text()) == content
     marked = json.loads((path / store.MARKER).read_text())["file_bytes"]
     assert marked["adapter_config.json"] == (path / "adapter_config.json").stat().st_size
@@ -110,7 +110,7 @@ def test_further_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_dtype_without_a_place_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="model: w has dtype complex128"):
-        store.write_checkpoint(tmp_path / "c", 1, {"model": {"w": np.zeros(1, np.complex128)}}, {}, 1)
+        writing.write_checkpoint(tmp_path / "c", 1, {"model": {"w": np.zeros(1, np.complex128)}}, {}, 1)
     assert not (tmp_path / "c").exists()
 
 
@@ -135,7 +135,7 @@ def test_newest_is_the_one_saved_last_even_when_an_earlier_training_went_further
 
 def test_the_same_step_saved_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    store.write_checkpoint(tmp_path, 1, {"model": {"w": np.float32([42])}}, {}, keep_max=0)
+    writing.write_checkpoint(tmp_path, 1, {"model": {"w": np.float32([42])}}, {}, keep_max=0)
     assert names(tmp_path) == ["step-00000001"]
     assert store.read_checkpoint(tmp_path / "step-00000001").tensors["model"]["w"] == 42
 
@@ -303,7 +303,7 @@ def small_disk(tmp_path: Path):
 
 def assert_refused_without_loss(folder: Path, tensors: dict, state: dict) -> None:
     with pytest.raises(RunError) as caught:
-        store.write_checkpoint(folder, 2, tensors, state, 1)
+        writing.write_checkpoint(folder, 2, tensors, state, 1)
     message = str(caught.value)
     needed_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
     assert "No space left on device" in message and f"it needs {needed_bytes:,} bytes and " in message
@@ -314,7 +314,7 @@ def assert_refused_without_loss(folder: Path, tensors: dict, state: dict) -> Non
 
 def test_full_disk_known_beforehand_costs_no_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(small_disk, 1)
-    monkeypatch.setattr(store, "_write_files", lambda *args: pytest.fail("began to write"))
+    monkeypatch.setattr(writing, "_write_files", lambda *args: pytest.fail("began to write"))
     assert_refused_without_loss(small_disk, tensors_of(2, elements=1 << 20), {})
 
 
@@ -352,7 +352,7 @@ def test_a_file_size_limit_ends_like_any_other_failed_write(tmp_path: Path) -> N
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(RunError, match="File too large; earlier checkpoints are untouched"):
-            store.write_checkpoint(tmp_path, 2, tensors_of(2, elements=1 << 16), {}, 1)
+            writing.write_checkpoint(tmp_path, 2, tensors_of(2, elements=1 << 16), {}, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step-00000001"]

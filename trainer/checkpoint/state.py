@@ -26,7 +26,8 @@ from trainer.checkpoint.adapters import (
 )
 from trainer.checkpoint.changes import changed_settings, settings_record
 from trainer.checkpoint.expert_names import to_disk
-from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, write_checkpoint
+from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, shard_name
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.checkpoint.weights import fitting_weights
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes

@@ -1,13 +1,12 @@
 """Checkpoints on disk: a folder a step, complete or not there at all.
 
     checkpoints/step-00000100/model.safetensors      the weights, by their names
-                             /optimizer.safetensors  the optimizer's state
+                             /optimizer.safetensors  the optimizer's state; of ranks that share it, a file of each:
+                             /optimizer-00003-of-00008.safetensors
                              /state.json             step, epoch, position in the data, random numbers ...
                              /COMPLETE               written last: without it nobody reads the folder
 
-A save writes a temporary folder, flushes it to the disk, renames it and only then adds the marker: a machine that dies
-at any moment leaves the previous checkpoint the newest complete one. Removing goes the other way round: the marker
-first. A save begins by clearing what such a death left behind. One process writes to a folder at a time.
+`trainer.checkpoint.writing` says how a folder becomes complete.
 
 "Newest" means saved last, by a number in the marker that grows with every save. It is not the highest step: who resumes
 from step 100 of a training that had reached 500 wants 150 next, not 500.
@@ -15,35 +14,29 @@ from step 100 of a training that had reached 500 wants 150 next, not 500.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from trainer.checkpoint.arrays import save_arrays
-from trainer.errors import RunError, UserError
+from trainer.errors import UserError
 
 MARKER = "COMPLETE"
-_STATE = "state.json"
-_REPLACED = ".replaced"  # end of the name of a checkpoint whose step is being saved again
-_UNFINISHED = ".tmp-"  # start of the name of a temporary folder or file
-_STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_SAVABLE_DTYPES = frozenset(
-    "float64 float32 float16 int64 uint64 int32 uint32 int16 uint16 int8 uint8 bool complex64".split()
-)
+STATE = "state.json"
+REPLACED = ".replaced"
+"""End of the name of a checkpoint whose step is being saved again."""
+UNFINISHED = ".tmp-"
+"""Start of the name of a temporary folder or file."""
 
-Tensors = dict[str, np.ndarray]
-OnStage = Callable[[str], None]
+_ENDING = ".safetensors"
+_STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+
+Tensors = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,8 @@ class Checkpoint:
     Attributes:
         path: Its folder.
         step: Optimizer steps done when it was saved.
-        tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``.
+        tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. Those of several files are put
+            together; what was cut is flat.
         state: What else the run remembers.
     """
 
@@ -64,7 +58,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Marker:
+class Marker:
     """What the marker says: which step, which save of the folder, and how long each file is."""
 
     step: int
@@ -77,11 +71,16 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def shard_name(part: str, rank: int, ranks: int) -> str:
+    """A rank's share of a part, which is a file of its own: ``optimizer-00003-of-00008`` of rank 2."""
+    return f"{part}-{rank + 1:05d}-of-{ranks:05d}"
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of ``folder``, the one saved last at the end. No folder, no checkpoints."""
     found = []
-    for path in _step_folders(folder):
-        marker = _read_marker(path)
+    for path in step_folders(folder):
+        marker = read_marker(path)
         if marker is not None:
             found.append((marker.save_number, path))
     return [path for _, path in sorted(found)]
@@ -107,7 +106,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
     try:
         if not path.exists():
             raise UserError("there is no such checkpoint", key=key, value=str(path), fix="check the path")
-        if _STEP_FOLDER.fullmatch(path.name) or (path / _STATE).exists():
+        if _STEP_FOLDER.fullmatch(path.name) or (path / STATE).exists():
             return path
         newest = newest_complete(path) or newest_complete(path / "checkpoints")
     except OSError as error:
@@ -125,7 +124,7 @@ def prepare_folder(folder: Path) -> None:
     Raises:
         UserError: It cannot be made, is a file or is not writable.
     """
-    probe = folder / f"{_UNFINISHED}probe"
+    probe = folder / f"{UNFINISHED}probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.mkdir(exist_ok=True)
@@ -149,233 +148,127 @@ def put_aside(folder: Path) -> Path | None:
     return aside
 
 
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, np.ndarray]],
-    state: Mapping[str, object],
-    keep_max: int,
-    on_stage: OnStage | None = None,
-    documents: Mapping[str, Mapping[str, object]] | None = None,
-) -> Path:
-    """Saves a checkpoint and removes the oldest ones beyond ``keep_max``.
-
-    Args:
-        folder: Holds the checkpoints; made if missing.
-        step: Optimizer steps done.
-        tensors: Arrays by part and name, for example ``{"model": {...}, "optimizer": {...}}``. Each part becomes a
-            file. Any layout in memory, any dtype of safetensors.
-        state: What else the run remembers; must go through JSON.
-        keep_max: Complete checkpoints to keep; 0 keeps all.
-        on_stage: Told the name of each stage when it is reached: for tests that stop a save there.
-        documents: Further JSON files by name, for other programs that read the folder.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        RunError: The disk is full or does not let us write. Earlier checkpoints are untouched, nothing half is left.
-        TypeError: An array's dtype has no place in safetensors.
-    """
-    stage = on_stage or (lambda name: None)
-    unfinished = folder / f"{_UNFINISHED}{folder_name(step)}"
-    _check_dtypes(tensors)
-    texts = {name: json.dumps(content, indent=1) for name, content in {**(documents or {}), _STATE: state}.items()}
-    needed_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder)
-        stage("cleared")
-        _check_space(folder, needed_bytes)
-        file_bytes = _write_files(unfinished, tensors, texts, stage)
-        path = _move_in_place(folder, unfinished, step, file_bytes, stage)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            _clear_leftovers(folder)
-        raise _write_failure(folder, error, needed_bytes) from error
-    stage("complete")
-    _remove_folder(path.with_name(path.name + _REPLACED), stage)
-    _prune(folder, keep_max, stage)
-    stage("done")
-    return path
-
-
-def read_checkpoint(path: Path, parts: Iterable[str] | None = None) -> Checkpoint:
+def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Container[str] = ()) -> Checkpoint:
     """Reads a complete checkpoint.
 
     Args:
         path: The checkpoint's folder.
         parts: Which parts to read, for example ``("model",)``; all when None.
+        lazy: Parts whose arrays are read one by one, each time that they are asked for.
 
     Raises:
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
     """
     if not path.is_dir():
         raise UserError("there is no such checkpoint", key="checkpoint", value=str(path), fix="check the path")
-    marker = _read_marker(path)
+    marker = read_marker(path)
     if marker is None:
-        raise UserError(f"the checkpoint is incomplete: it has no readable {MARKER} file, so its save was interrupted",
-                        key="checkpoint", value=str(path), fix=_use_another(path))
-    state = _read_state(path, marker)
-    names = [name.removesuffix(".safetensors") for name in marker.file_bytes if name.endswith(".safetensors")]
-    wanted = names if parts is None else list(parts)
+        raise _incomplete(path, f"it has no readable {MARKER} file, so its save was interrupted")
+    state, files = _read_state(path, marker), _files_of_parts(marker)
+    wanted = list(files) if parts is None else list(parts)
+    tensors = {}
     for part in wanted:
-        if part not in names:
-            raise UserError(f"the checkpoint has no part '{part}', only {', '.join(names)}", key="checkpoint",
+        if part not in files:
+            raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
-    return Checkpoint(path, marker.step, {part: _read_part(path, part, marker) for part in wanted}, state)
+        arrays = _Arrays(path, files[part], marker)
+        tensors[part] = arrays if part in lazy else dict(arrays)
+    return Checkpoint(path, marker.step, tensors, state)
 
 
-def _step_folders(folder: Path) -> list[Path]:
+def _files_of_parts(marker: Marker) -> dict[str, list[str]]:
+    """The names of the files that make up each part, in the order of ranks; also of those that should be there."""
+    found: dict[str, list[str]] = {}
+    for name in marker.file_bytes:
+        if not name.endswith(_ENDING):
+            continue
+        stem = name.removesuffix(_ENDING)
+        shard = _SHARD.fullmatch(stem)
+        if shard is None:
+            found[stem] = [name]
+        else:
+            ranks = int(shard[3])
+            found[shard[1]] = [shard_name(shard[1], rank, ranks) + _ENDING for rank in range(ranks)]
+    return found
+
+
+class _Arrays(Mapping[str, np.ndarray]):
+    """The arrays of a part, read from its files when they are asked for.
+
+    An array in all files is in ranges, one behind the other; one in the first file alone is whole.
+    """
+
+    def __init__(self, path: Path, names: list[str], marker: Marker) -> None:
+        """Opens the files; raises UserError where one is missing or damaged."""
+        self.path, self.files = path, []
+        for rank, name in enumerate(names):
+            _check_length(path, name, marker, f", the share of rank {rank} of {len(names)}" if len(names) > 1 else "")
+            try:
+                self.files.append(safetensors.safe_open(path / name, "numpy"))
+            except (OSError, safetensors.SafetensorError) as error:
+                raise _damaged(path, f"{name} cannot be read ({error})") from error
+        self.names = [set(file.keys()) for file in self.files]
+        if any(names - self.names[0] for names in self.names[1:]):
+            raise _damaged(path, "the shares of some ranks hold arrays that are not in that of rank 0")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        files = [file for file, names in zip(self.files, self.names, strict=True) if name in names]
+        if not files:
+            raise KeyError(name)
+        if len(files) not in (1, len(self.files)):
+            raise _damaged(self.path, f"{name} is in the shares of {len(files)} of {len(self.files)} ranks")
+        try:
+            ranges = [file.get_tensor(name) for file in files]
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _damaged(self.path, f"{name} cannot be read ({error})") from error
+        return ranges[0] if len(ranges) == 1 else np.concatenate([each.reshape(-1) for each in ranges])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files[0].keys())
+
+    def __len__(self) -> int:
+        return len(self.names[0])
+
+
+def step_folders(folder: Path) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _read_marker(path: Path) -> _Marker | None:
+def read_marker(path: Path) -> Marker | None:
     try:
         content = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        return _Marker(int(content["step"]), int(content["save_number"]), dict(content["file_bytes"]))
+        return Marker(int(content["step"]), int(content["save_number"]), dict(content["file_bytes"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _check_dtypes(tensors: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    for part, arrays in tensors.items():
-        for name, array in arrays.items():
-            if array.dtype.name not in _SAVABLE_DTYPES:
-                raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors cannot hold")
-
-
-def _check_space(folder: Path, needed_bytes: int) -> None:
-    """Ends a save before it writes half of what has no room."""
-    if shutil.disk_usage(folder).free < needed_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _write_files(
-    unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], texts: Mapping[str, str], stage: OnStage
-) -> dict[str, int]:
-    """Writes the temporary folder and flushes it to the disk; returns the length of each file."""
-    unfinished.mkdir()
-    stage("made temporary folder")
-    for part, arrays in tensors.items():
-        save_arrays(unfinished / f"{part}.safetensors", arrays)
-        stage(f"wrote {part}")
-    for name, text in texts.items():
-        (unfinished / name).write_text(text, encoding="utf-8")
-    stage("wrote state")
-    file_bytes = {}
-    for path in sorted(unfinished.iterdir()):
-        _flush_to_disk(path)
-        file_bytes[path.name] = path.stat().st_size
-        stage(f"flushed {path.name}")
-    _flush_to_disk(unfinished)
-    return file_bytes
-
-
-def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[str, int], stage: OnStage) -> Path:
-    """Renames the temporary folder and marks it complete."""
-    path = folder / folder_name(step)
-    newest = newest_complete(folder)
-    newest_marker = _read_marker(newest) if newest else None
-    if path.exists():  # the same step saved again: its older save stays complete, under another name, until the end
-        path.rename(path.with_name(path.name + _REPLACED))
-        stage("moved older save away")
-    unfinished.rename(path)
-    _flush_to_disk(folder)
-    stage("renamed")
-    marker = {
-        "step": step,
-        "save_number": newest_marker.save_number + 1 if newest_marker else 1,
-        "file_bytes": file_bytes,
-    }
-    unmarked = path / f"{_UNFINISHED}{MARKER}"
-    unmarked.write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-    stage("wrote marker's content")
-    _flush_to_disk(unmarked)
-    unmarked.rename(path / MARKER)
-    _flush_to_disk(path)
-    return path
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _read_state(path: Path, marker: Marker) -> dict:
+    _check_length(path, STATE, marker)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _clear_leftovers(folder: Path) -> None:
-    """Removes what an interrupted save or removal left; gives back its name to a save that was being replaced."""
-    for path in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path)
-    for path in _step_folders(folder):
-        # Not `_read_marker(path) is None`: a marker that cannot be read just now is no reason to remove a checkpoint.
-        if not (path / MARKER).exists():
-            shutil.rmtree(path)
-    for path in folder.glob(f"step-*{_REPLACED}"):
-        original = path.with_name(path.name.removesuffix(_REPLACED))
-        if original.exists():
-            _remove_folder(path, lambda name: None)
-        else:
-            path.rename(original)
-
-
-def _prune(folder: Path, keep_max: int, stage: OnStage) -> None:
-    if keep_max < 1:
-        return
-    for path in complete_checkpoints(folder)[:-keep_max]:
-        _remove_folder(path, stage)
-
-
-def _remove_folder(path: Path, stage: OnStage) -> None:
-    """Removes a checkpoint, its marker first. What cannot be removed is no reason to end a training: it stays."""
-    with contextlib.suppress(OSError):
-        (path / MARKER).unlink()
-        stage("unmarked an old checkpoint")
-        shutil.rmtree(path)
-
-
-def _write_failure(folder: Path, error: OSError, needed_bytes: int) -> RunError:
-    reason = error.strerror or str(error)
-    fix = "make the folder writable or choose another output_dir, then resume"
-    if error.errno in _FULL_DISK:
-        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-        free_bytes = shutil.disk_usage(existing).free
-        reason = f"{reason}: it needs {needed_bytes:,} bytes and {free_bytes:,} are free"
-        fix = "free space, lower keep_checkpoint_max or choose another output_dir, then resume"
-    rule = f"a checkpoint cannot be written: {reason}; earlier checkpoints are untouched"
-    return RunError(rule, key="checkpoint folder", value=str(folder), fix=fix)
-
-
-def _read_state(path: Path, marker: _Marker) -> dict:
-    _check_length(path, _STATE, marker)
-    try:
-        return json.loads((path / _STATE).read_text(encoding="utf-8"))
+        return json.loads((path / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _damaged(path, f"{_STATE} cannot be read ({error})") from error
+        raise _damaged(path, f"{STATE} cannot be read ({error})") from error
 
 
-def _read_part(path: Path, part: str, marker: _Marker) -> Tensors:
-    name = f"{part}.safetensors"
-    _check_length(path, name, marker)
-    try:
-        return safetensors.numpy.load_file(path / name)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _damaged(path, f"{name} cannot be read ({error})") from error
-
-
-def _check_length(path: Path, name: str, marker: _Marker) -> None:
+def _check_length(path: Path, name: str, marker: Marker, whose: str = "") -> None:
     try:
         actual_bytes = (path / name).stat().st_size
     except OSError as error:
+        if whose and isinstance(error, FileNotFoundError):
+            raise _incomplete(path, f"{name}{whose}, is missing") from error
         raise _damaged(path, f"{name} is missing or out of reach ({error.strerror})") from error
-    expected_bytes = marker.file_bytes.get(name)
+    if name not in marker.file_bytes:
+        raise _incomplete(path, f"{name}{whose}, was not saved with it")
+    expected_bytes = marker.file_bytes[name]
     if actual_bytes != expected_bytes:
         raise _damaged(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
+
+
+def _incomplete(path: Path, why: str) -> UserError:
+    return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=_use_another(path))
 
 
 def _damaged(path: Path, what: str) -> UserError:

@@ -1,0 +1,171 @@
+"""Checkpoints that several ranks write together: complete with the shares of all, and none of them left waiting."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from thread_peers import ThreadPeers, on_ranks
+
+from trainer.checkpoint import writing
+from trainer.checkpoint.store import MARKER, complete_checkpoints, newest_complete, read_checkpoint, shard_name
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.errors import RunError, UserError
+from trainer.parallel.shards import part_of
+
+WEIGHTS = {"w": np.arange(35, dtype=np.float32).reshape(5, 7), "b": np.float32([1, 2])}
+STATE = {"m.w": np.random.default_rng(0).normal(size=35).astype(np.float32), "m.b": np.float32([3, 4])}
+
+
+def save(folder: Path, ranks: int, step: int = 1) -> list:
+    """Each rank has a range of m.w; the first also m.b and the weights. What came of it on each rank."""
+
+    def work(peers: ThreadPeers) -> Path:
+        shares = {"m.w": STATE["m.w"][part_of(35, peers.rank, ranks)]} | ({} if peers.rank else {"m.b": STATE["m.b"]})
+        tensors = {shard_name("optimizer", peers.rank, ranks): shares} | ({} if peers.rank else {"model": WEIGHTS})
+        return write_checkpoint(folder, step, tensors, {"step": step}, keep_max=2, peers=peers)
+
+    return on_ranks(ranks, work)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_holds(path: Path) -> None:
+    tensors = read_checkpoint(path).tensors
+    for name, array in WEIGHTS.items():
+        np.testing.assert_array_equal(tensors["model"][name], array)
+    assert {name: array.tolist() for name, array in tensors["optimizer"].items()} == {
+        name: array.tolist() for name, array in STATE.items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_shares_of_all_ranks_are_one_checkpoint(tmp_path: Path, ranks: int) -> None:
+    paths = save(tmp_path, ranks)
+    assert paths == [tmp_path / "step-00000001"] * ranks
+    shares = [f"optimizer-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
+    assert names(paths[0]) == ["COMPLETE", "model.safetensors", *shares, "state.json"]
+    marked = json.loads((paths[0] / MARKER).read_text())["file_bytes"]
+    assert marked == {name: (paths[0] / name).stat().st_size for name in names(paths[0]) if name != MARKER}
+    assert_holds(paths[0])
+    for step in (2, 3):
+        save(tmp_path, ranks, step)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_ranks_without_a_share_only_wait(tmp_path: Path) -> None:
+    tensors = {"model": WEIGHTS, "optimizer": STATE}
+    paths = on_ranks(3, lambda peers: write_checkpoint(tmp_path, 1, {} if peers.rank else tensors, {}, 1, peers=peers))
+    assert paths == [tmp_path / "step-00000001"] * 3
+    assert names(paths[0]) == ["COMPLETE", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def test_lazy_arrays_are_read_when_asked_for(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)[0]
+    arrays = read_checkpoint(path, lazy=("optimizer",)).tensors["optimizer"]
+    assert sorted(arrays) == ["m.b", "m.w"] and len(arrays) == 2 and "m.w" in arrays
+    np.testing.assert_array_equal(arrays["m.w"], STATE["m.w"])
+    assert arrays["m.w"] is not arrays["m.w"]
+    with pytest.raises(KeyError):
+        arrays["m.x"]
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, function: str, file_name: str) -> None:
+    """The disk fills up when a function is called with a path of this name."""
+    whole = getattr(writing, function)
+
+    def fail(path: Path, *arguments: object) -> object:
+        if path.name == file_name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(path, *arguments)
+
+    monkeypatch.setattr(writing, function, fail)
+
+
+@pytest.mark.parametrize(
+    ("function", "file_name", "rank"),
+    [
+        ("_check_space", "checkpoints", 0),
+        ("save_arrays", "model.safetensors", 0),
+        ("save_arrays", "optimizer-00002-of-00003.safetensors", 1),
+        ("_flush_to_disk", "optimizer-00003-of-00003.safetensors", 2),
+        ("_flush_to_disk", ".tmp-step-00000002", 0),
+        ("_flush_to_disk", ".tmp-COMPLETE", 0),
+    ],
+)
+def test_a_failure_of_one_rank_ends_the_save_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, file_name: str, rank: int
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 3)
+    with monkeypatch.context() as patch:
+        fail_on(patch, function, file_name)
+        errors = save(folder, 3, step=2)
+    assert all(isinstance(error, RunError) for error in errors), errors
+    assert len({str(error) for error in errors}) == 1
+    message, bytes_of_all = str(errors[0]), sum(array.nbytes for array in (*WEIGHTS.values(), *STATE.values()))
+    assert f"cannot be written by rank {rank}: No space left on device: it needs {bytes_of_all:,} bytes" in message
+    assert "earlier checkpoints are untouched" in message and str(folder) in message and "Fix: free space" in message
+    assert names(folder) == ["step-00000001"]
+    assert_holds(newest_complete(folder))
+    save(folder, 3, step=2)
+    assert_holds(folder / "step-00000002")
+
+
+def test_a_host_that_sees_another_folder_is_told_so(tmp_path: Path) -> None:
+    def work(peers: ThreadPeers) -> Path:
+        own = tmp_path / ("shared" if peers.rank == 0 else "elsewhere")
+        return write_checkpoint(own, 1, {shard_name("optimizer", peers.rank, 2): STATE}, {}, 1, peers=peers)
+
+    errors = on_ranks(2, work)
+    assert all("by rank 1: the folder that rank 0 made is not there; all hosts must see one" in str(e) for e in errors)
+    assert names(tmp_path / "shared") == []
+
+
+# ---- reading what is not whole ---------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_one_share_is_incomplete(tmp_path: Path) -> None:
+    good, bad = save(tmp_path, 4)[0], save(tmp_path, 4, step=2)[0]
+    (bad / "optimizer-00003-of-00004.safetensors").unlink()
+    with pytest.raises(UserError) as caught:
+        read_checkpoint(bad)
+    missing = "incomplete: optimizer-00003-of-00004.safetensors, the share of rank 2 of 4, is missing"
+    assert missing in str(caught.value) and f"use {good}" in str(caught.value)
+    assert read_checkpoint(bad, ("model",)).tensors.keys() == {"model"}, "the weights are all there"
+
+
+def test_a_marker_that_lacks_a_share_makes_it_incomplete(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)[0]
+    marker = json.loads((path / MARKER).read_text())
+    del marker["file_bytes"]["optimizer-00002-of-00002.safetensors"]
+    (path / MARKER).write_text(json.dumps(marker))
+    with pytest.raises(UserError, match="the share of rank 1 of 2, was not saved with it"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([{"a": 1, "b": 1}, {"b": 1}, {"a": 1, "b": 1}], "a is in the shares of 2 of 3 ranks"),
+        ([{"a": 1}, {"a": 1}, {"a": 1, "c": 1}], "hold arrays that are not in that of rank 0"),
+    ],
+)
+def test_shares_that_do_not_fit_together_are_damage(tmp_path: Path, shares: list, message: str) -> None:
+    def work(peers: ThreadPeers) -> Path:
+        arrays = {name: np.float32([1]) for name in shares[peers.rank]}
+        return write_checkpoint(tmp_path, 1, {shard_name("optimizer", peers.rank, 3): arrays}, {}, 1, peers=peers)
+
+    (path,) = set(on_ranks(3, work))
+    assert complete_checkpoints(tmp_path) == [path]
+    with pytest.raises(UserError, match=f"damaged: .*{message}"):
+        read_checkpoint(path)

@@ -1,0 +1,255 @@
+"""How a checkpoint becomes complete.
+
+A save writes a temporary folder, flushes it to the disk, renames it and only then adds the marker: a machine that dies
+at any moment leaves the previous checkpoint the newest complete one. Removing goes the other way round: the marker
+first. A save begins by clearing what such a death left behind.
+
+Ranks save together: the first makes the folder, then each writes files of its own, then the first completes it. After
+each of these they tell each other whether it went well, so that a disk that fails for one of them ends the save on all
+with the same error, and none is left waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from trainer.checkpoint.arrays import save_arrays
+from trainer.checkpoint.store import (
+    MARKER,
+    REPLACED,
+    STATE,
+    UNFINISHED,
+    complete_checkpoints,
+    folder_name,
+    newest_complete,
+    read_marker,
+    step_folders,
+)
+from trainer.errors import RunError
+from trainer.parallel.peers import Alone, Peers
+
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_SAVABLE_DTYPES = frozenset(
+    "float64 float32 float16 int64 uint64 int32 uint32 int16 uint16 int8 uint8 bool complex64".split()
+)
+
+OnStage = Callable[[str], None]
+Result = TypeVar("Result")
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, np.ndarray]],
+    state: Mapping[str, object],
+    keep_max: int,
+    on_stage: OnStage | None = None,
+    documents: Mapping[str, Mapping[str, object]] | None = None,
+    peers: Peers | None = None,
+) -> Path:
+    """Saves a checkpoint and removes the oldest ones beyond ``keep_max``. Of several ranks, all must call it.
+
+    Args:
+        folder: Holds the checkpoints; made if missing. All ranks see the same.
+        step: Optimizer steps done.
+        tensors: Arrays by part and name, for example ``{"model": {...}, "optimizer": {...}}``. Each part becomes a
+            file. Any layout in memory, any dtype of safetensors. Of a rank other than the first only its shares, under
+            the names that `trainer.checkpoint.store.shard_name` gives.
+        state: What else the run remembers; must go through JSON. Written by the first rank, as all that follows.
+        keep_max: Complete checkpoints to keep; 0 keeps all.
+        on_stage: Told the name of each stage when it is reached: for tests that stop a save there.
+        documents: Further JSON files by name, for other programs that read the folder.
+        peers: The ranks that save together.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        RunError: The disk is full or does not let us write, on this or on another rank. Earlier checkpoints are
+            untouched, nothing half is left.
+        TypeError: An array's dtype has no place in safetensors.
+    """
+    stage, peers = on_stage or (lambda name: None), peers or Alone()
+    unfinished = folder / f"{UNFINISHED}{folder_name(step)}"
+    _check_dtypes(tensors)
+    texts = {name: json.dumps(content, indent=1) for name, content in {**(documents or {}), STATE: state}.items()}
+    own_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
+    needed_bytes = sum(int(text) for text in peers.gather_bytes(str(own_bytes).encode()))
+    first = peers.rank == 0
+
+    def prepare() -> None:
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            _clear_leftovers(folder)
+            stage("cleared")
+            _check_space(folder, needed_bytes)
+            unfinished.mkdir()
+            stage("made temporary folder")
+
+    def write() -> dict[str, int]:
+        return _write_files(unfinished, tensors, texts if first else {}, stage)
+
+    def complete() -> None:
+        if first:
+            _flush_to_disk(unfinished)
+            _move_in_place(folder, unfinished, step, file_bytes, stage)
+
+    def together(work: Callable[[], Result]) -> list[Result]:
+        return _together(work, peers, folder, needed_bytes)
+
+    together(prepare)
+    file_bytes = {name: length for lengths in together(write) for name, length in lengths.items()}
+    together(complete)
+    stage("complete")
+    path = folder / folder_name(step)
+    if first:
+        _remove_folder(path.with_name(path.name + REPLACED), stage)
+        _prune(folder, keep_max, stage)
+    stage("done")
+    return path
+
+
+def _together(work: Callable[[], Result], peers: Peers, folder: Path, needed_bytes: int) -> list[Result]:
+    """Does a part of a save on all ranks.
+
+    Returns:
+        What it gave on each rank; goes through JSON.
+
+    Raises:
+        RunError: It failed somewhere; what is half done has been removed.
+    """
+    result, failure, cause = None, None, None
+    try:
+        result = work()
+    except OSError as error:
+        failure, cause = _failure(folder, error, needed_bytes), error
+    every = [json.loads(text) for text in peers.gather_bytes(json.dumps([result, failure]).encode())]
+    failures = [(rank, told) for rank, (_, told) in enumerate(every) if told is not None]
+    if not failures:
+        return [result for result, _ in every]
+    if peers.rank == 0:  # nobody writes any more
+        with contextlib.suppress(OSError):
+            _clear_leftovers(folder)
+    rank, (reason, fix) = failures[0]
+    who = f" by rank {rank}" if peers.size > 1 else ""
+    rule = f"a checkpoint cannot be written{who}: {reason}; earlier checkpoints are untouched"
+    raise RunError(rule, key="checkpoint folder", value=str(folder), fix=fix) from cause
+
+
+def _check_dtypes(tensors: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    for part, arrays in tensors.items():
+        for name, array in arrays.items():
+            if array.dtype.name not in _SAVABLE_DTYPES:
+                raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors cannot hold")
+
+
+def _check_space(folder: Path, needed_bytes: int) -> None:
+    """Ends a save before it writes half of what has no room."""
+    if shutil.disk_usage(folder).free < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _write_files(
+    unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], texts: Mapping[str, str], stage: OnStage
+) -> dict[str, int]:
+    """Writes this rank's files and flushes them to the disk; returns the length of each."""
+    if not unfinished.is_dir():
+        raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
+    written = []
+    for part, arrays in tensors.items():
+        written.append(unfinished / f"{part}.safetensors")
+        save_arrays(written[-1], arrays)
+        stage(f"wrote {part}")
+    for name, text in texts.items():
+        written.append(unfinished / name)
+        written[-1].write_text(text, encoding="utf-8")
+    stage("wrote state")
+    file_bytes = {}
+    for path in sorted(written):
+        _flush_to_disk(path)
+        file_bytes[path.name] = path.stat().st_size
+        stage(f"flushed {path.name}")
+    return file_bytes
+
+
+def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[str, int], stage: OnStage) -> None:
+    """Renames the temporary folder and marks it complete."""
+    path = folder / folder_name(step)
+    newest = newest_complete(folder)
+    newest_marker = read_marker(newest) if newest else None
+    if path.exists():  # the same step saved again: its older save stays complete, under another name, until the end
+        path.rename(path.with_name(path.name + REPLACED))
+        stage("moved older save away")
+    unfinished.rename(path)
+    _flush_to_disk(folder)
+    stage("renamed")
+    marker = {
+        "step": step,
+        "save_number": newest_marker.save_number + 1 if newest_marker else 1,
+        "file_bytes": file_bytes,
+    }
+    unmarked = path / f"{UNFINISHED}{MARKER}"
+    unmarked.write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+    stage("wrote marker's content")
+    _flush_to_disk(unmarked)
+    unmarked.rename(path / MARKER)
+    _flush_to_disk(path)
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Removes what an interrupted save or removal left; gives back its name to a save that was being replaced."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path)
+    for path in step_folders(folder):
+        # Not `read_marker(path) is None`: a marker that cannot be read just now is no reason to remove a checkpoint.
+        if not (path / MARKER).exists():
+            shutil.rmtree(path)
+    for path in folder.glob(f"step-*{REPLACED}"):
+        original = path.with_name(path.name.removesuffix(REPLACED))
+        if original.exists():
+            _remove_folder(path, lambda name: None)
+        else:
+            path.rename(original)
+
+
+def _prune(folder: Path, keep_max: int, stage: OnStage) -> None:
+    if keep_max < 1:
+        return
+    for path in complete_checkpoints(folder)[:-keep_max]:
+        _remove_folder(path, stage)
+
+
+def _remove_folder(path: Path, stage: OnStage) -> None:
+    """Removes a checkpoint, its marker first. What cannot be removed is no reason to end a training: it stays."""
+    with contextlib.suppress(OSError):
+        (path / MARKER).unlink()
+        stage("unmarked an old checkpoint")
+        shutil.rmtree(path)
+
+
+def _failure(folder: Path, error: OSError, needed_bytes: int) -> Sequence[str]:
+    """What went wrong, and what to do about it."""
+    reason = error.strerror or str(error)
+    if error.errno not in _FULL_DISK:
+        return reason, "make the folder writable or choose another output_dir, then resume"
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    reason = f"{reason}: it needs {needed_bytes:,} bytes and {free_bytes:,} are free"
+    return reason, "free space, lower keep_checkpoint_max or choose another output_dir, then resume"
