@@ -26,12 +26,14 @@ from trainer.checkpoint.adapters import (
 )
 from trainer.checkpoint.changes import changed_settings, settings_record
 from trainer.checkpoint.expert_names import to_disk
+from trainer.checkpoint.place import BATCH_KEYS, batch_now
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, shard_name
-from trainer.checkpoint.writing import write_checkpoint
 from trainer.checkpoint.weights import fitting_weights
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes
 from trainer.optim.freeze import trained_shapes
+from trainer.parallel.peers import Alone, Peers
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -39,7 +41,11 @@ if TYPE_CHECKING:
     from trainer.optim.optimizer import Optimizer
     from trainer.plan import Plan
 
+OPTIMIZER = "optimizer"
+"""Name of the part that holds the optimizer's state."""
+
 _KEY = "resume_training"
+_ALONE = {"ranks": 1}  # checkpoints from before there were ranks do not say it
 
 
 @dataclass
@@ -66,7 +72,7 @@ class Resumed:
     Attributes:
         position: Where the run goes on.
         weights: By name.
-        optimizer: Its state, by `kind.parameter`.
+        optimizer: Its state, by `kind.parameter`; read from the file when it is asked for. Flat where ranks shared it.
         updates: How many the optimizer has made.
         step: State of the training step (loss scale); None in a checkpoint from before it had one.
         path: The checkpoint.
@@ -75,25 +81,27 @@ class Resumed:
 
     position: Position
     weights: dict[str, np.ndarray]
-    optimizer: dict[str, np.ndarray]
+    optimizer: Mapping[str, np.ndarray]
     updates: int
     step: dict[str, Any] | None
     path: Path
     notices: tuple[str, ...]
 
 
-def data_layout(config: Config, num_rows: int | None, content: str | None) -> dict[str, Any]:
+def data_layout(config: Config, num_rows: int | None, content: str | None, ranks: int = 1) -> dict[str, Any]:
     """What a position in the data means: with another value of any of these it would be another place.
 
     Args:
         config: Of the run.
         num_rows, content: Of the training data, see `RowDataset`; None leaves out what is not known yet.
+        ranks: How many take parts of each batch.
     """
     train, runner = config.train_dataset, config.runner_config
     layout = {
         "seed": config.seed,
         "batch_size": runner.batch_size,
         "gradient_accumulation_steps": runner.gradient_accumulation_steps,
+        "ranks": ranks,
         "seq_length": config.network.labels_of_row,
         "shuffle": train.data_loader.shuffle,
         "drop_remainder": train.drop_remainder,
@@ -115,8 +123,9 @@ def save(
     layout: Mapping[str, Any],
     base: Mapping[str, Any] | None,
     keep_max: int,
+    peers: Peers | None = None,
 ) -> Path:
-    """Writes a checkpoint of the run as it stands; returns its folder.
+    """Writes a checkpoint of the run as it stands; returns its folder. All ranks call it: each writes what is its own.
 
     Args:
         folder: Of the run's checkpoints.
@@ -126,18 +135,24 @@ def save(
         layout: See `data_layout`.
         base: With adapters, which alone are written: what they were trained on, see `base_record`.
         keep_max: Checkpoints to keep.
+        peers: The ranks of the run.
 
     Raises:
-        RunError: The disk is full or does not let us write; earlier checkpoints are untouched.
+        RunError: The disk is full or does not let us write, for one of the ranks; earlier checkpoints are untouched.
     """
-    arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
-    part, documents = "model", {}
-    if base is None:
-        arrays = to_disk(arrays, config.model.arch.type)
-    else:
-        arrays = {PREFIX + name: arrays[name] for name in adapter_shapes(model.settings)}
-        part, documents = PART, {CONFIG_FILE: description(model.settings, base["load_checkpoint"])}
-    tensors = {part: arrays, "optimizer": optimizer.state_arrays()}
+    peers = peers or Alone()
+    tensors, documents = {}, {}
+    if peers.rank == 0:
+        arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
+        if base is None:
+            tensors["model"] = to_disk(arrays, config.model.arch.type)
+        else:
+            tensors[PART] = {PREFIX + name: arrays[name] for name in adapter_shapes(model.settings)}
+            documents[CONFIG_FILE] = description(model.settings, base["load_checkpoint"])
+    if optimizer.parts:
+        tensors[shard_name(OPTIMIZER, peers.rank, peers.size)] = optimizer.state_arrays()
+    elif peers.rank == 0:
+        tensors[OPTIMIZER] = optimizer.state_arrays()
     state = {
         "position": asdict(position),
         "optimizer": {"type": config.optimizer.type, "updates": optimizer.updates},
@@ -146,7 +161,7 @@ def save(
         "data": dict(layout),
     }
     state |= {"base": dict(base)} if base is not None else {}
-    return write_checkpoint(folder, position.step, tensors, state, keep_max, documents=documents)
+    return write_checkpoint(folder, position.step, tensors, state, keep_max, documents=documents, peers=peers)
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
@@ -205,7 +220,7 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
     """
     where = config.source.where(_KEY)
     try:
-        found = read_checkpoint(path)
+        found = read_checkpoint(path, lazy=(OPTIMIZER,))
     except UserError as error:
         raise error.at(where, _KEY) from error
     weights, optimizer = _weights_of(found, config, where), found.state["optimizer"]
@@ -224,7 +239,7 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
     # Checkpoints from before settings were recorded say nothing of them.
     changes = changed_settings(found.state["settings"], settings_record(config)) if "settings" in found.state else ""
     notices = (f"differs from the run that made {path.name}: {changes}",) if changes else ()
-    return Resumed(position, weights, found.tensors["optimizer"], optimizer["updates"], step, path, notices)
+    return Resumed(position, weights, found.tensors[OPTIMIZER], optimizer["updates"], step, path, notices)
 
 
 def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:
@@ -242,7 +257,7 @@ def _check_same_freeze(found: Checkpoint, config: Config, where: str) -> None:
     Raises:
         UserError: Others were trained before.
     """
-    before = {name.split(".", 1)[1] for name in found.tensors["optimizer"]}
+    before = {name.split(".", 1)[1] for name in found.tensors[OPTIMIZER]}
     now = set(trained_shapes(config))
     if before == now:
         return
@@ -285,9 +300,9 @@ def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], wher
     position = Position(**found.state["position"])
     if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens)
-    before = found.state["data"]
-    known = [key for key in before if key in layout]
-    changed = [f"{key} was {before[key]} and is {layout[key]}" for key in known if layout[key] != before[key]]
+    before, now = _ALONE | found.state["data"], _ALONE | layout
+    same = [key for key in before if key in now and key not in BATCH_KEYS]
+    changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]
     if changed:
         raise UserError(
             "the data is not what the checkpoint was trained on, so its place in it means nothing: "
@@ -297,4 +312,8 @@ def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], wher
             value=str(found.path),
             fix="use the same data and settings, or --ignore_data_skip to start the data from its beginning",
         )
+    try:
+        position.batch = batch_now(position.batch, before, now)
+    except UserError as error:
+        raise UserError(error.rule, where=where, key=_KEY, value=str(found.path), fix=error.fix) from error
     return position
