@@ -132,8 +132,8 @@ def dispatch(argv: list[str]) -> int:
     if command == "export":
         arguments = split_arguments(rest, ("--help", "--merge", "--force"), own_values=("--output", "--adapter"))
     else:
-        counts = ("--ranks", "--local_ranks") if command == "plan" else ()
-        arguments = split_arguments(rest, own_flags=("--help", "--json"), own_values=counts)
+        values = ("--ranks", "--local_ranks", "--audit") if command == "plan" else ()
+        arguments = split_arguments(rest, own_flags=("--help", "--json"), own_values=values)
     return _invoke([command, *arguments.rest], arguments)
 
 
@@ -158,12 +158,14 @@ def _invoke(args: list[str], arguments: Arguments | LaunchOptions | None) -> int
 def _app() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command("train", help=_HELP)(_with_flags(_train))
-    plan_help = "Says what a run would do, and ends. Never loads MindSpore."
+    plan_help = "Says what a run would do, and ends. Never loads MindSpore, but for --audit."
+    audit = "ascend: build the graph of a training step for Ascend, without one, and look for its fused operators."
     counts = {
         "ranks": _count("ranks", "Plan for a job of so many ranks. Default: the job around, or one."),
         "local_ranks": _count("local_ranks", "So many of them on one host. Default: all."),
     }
-    app.command("plan", help=plan_help)(_with_flags(_plan, json_=_switch("json", "For machines."), **counts))
+    own = {"json_": _switch("json", "For machines."), "audit": _name("audit", audit), **counts}
+    app.command("plan", help=plan_help)(_with_flags(_plan, **own))
     paths = {
         "output": _path("output", "The file, ending in .safetensors, or a folder for model.safetensors."),
         "adapter": _path("adapter", "The adapters: another name of --adapter_id."),
@@ -186,15 +188,32 @@ def _train(context: typer.Context) -> int:
     return run(config)
 
 
-def _plan(context: typer.Context, json_: bool, ranks: int | None, local_ranks: int | None) -> int:
+def _plan(context: typer.Context, json_: bool, audit: str | None, ranks: int | None, local_ranks: int | None) -> int:
     from trainer.plan import plan_dict, plan_sections
 
+    if audit is not None:
+        return _audit(_load(context.obj), audit, json_)
     plan = _built_plan(_load(context.obj), _planned_world(ranks, local_ranks))
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
         _print_sections(plan_sections(plan))
     return EXIT_OK
+
+
+def _audit(config: Config, device: str, json_: bool) -> int:
+    """Exit code 1 where a fused operator that the configuration asks for is missing."""
+    if device.lower() != "ascend":
+        rule = "there is an audit for ascend alone"
+        raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
+    from trainer.audit.report import audit_ascend, audit_dict, audit_sections
+
+    found = audit_ascend(config)
+    if json_:
+        print(json.dumps(audit_dict(found), indent=1))
+    else:
+        _print_sections(audit_sections(found))
+    return EXIT_RUN_FAILED if found.missing else EXIT_OK
 
 
 def _planned_world(ranks: int | None, local_ranks: int | None) -> World:
@@ -312,6 +331,11 @@ def _print_sections(sections: list[tuple[str, list[tuple[str, ...]]]]) -> None:
 def _switch(name: str, text: str) -> inspect.Parameter:
     """A flag of one command that is on or off."""
     return _parameter(Annotated[bool, typer.Option(f"--{name}", help=text)], default=False)
+
+
+def _name(name: str, text: str) -> inspect.Parameter:
+    """A flag of one command that names something."""
+    return _parameter(Annotated[str | None, typer.Option(f"--{name}", help=text, metavar="NAME", show_default=False)])
 
 
 def _path(name: str, text: str) -> inspect.Parameter:

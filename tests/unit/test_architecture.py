@@ -45,7 +45,7 @@ ROOMS = (
     ("trainer.checkpoint",),
     ("trainer.cpu_threads",),
     ("trainer.session",),
-    ("trainer.predict", "trainer.export", "trainer.evaluation"),
+    ("trainer.predict", "trainer.export", "trainer.evaluation", "trainer.audit"),
     ("trainer.run",),
     ("trainer.cli",),
 )

@@ -1,0 +1,241 @@
+"""`plan --audit ascend`: the graph of a training step for Ascend holds what the configuration asks for, or it is said
+what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import mindspore
+import pytest
+
+from trainer import cli
+from trainer.audit import report
+from trainer.audit.graph import export_step, trained_names
+from trainer.audit.report import Audit, audit_ascend, audit_sections
+from trainer.config import Config, parse_config
+from trainer.ops.ascend_support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
+from trainer.ops.kernel_set import for_one_graph, load_kernels
+from trainer.ops.precision import resolve_precision
+from trainer.ops.select import select_kernels
+
+SIZES = {
+    "num_layers": 6, "hidden_size": 64, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 96, "vocab_size": 101,
+    "seq_length": 32, "compute_dtype": "bfloat16",
+}  # fmt: skip
+FUSED = {"use_fused_rope": True, "use_fused_swiglu": True, "use_flash_attention": True}
+EXPERTS = {
+    "expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "shared_expert_num": 1,
+}  # fmt: skip
+
+
+def config_of(experts: dict | None = None, top: dict | None = None, **changes) -> Config:
+    sizes = SIZES | FUSED | changes | ({"moe_config": EXPERTS | experts} if experts is not None else {})
+    return parse_config("audit", json.dumps({"model": {"model_config": sizes}, **(top or {})}))
+
+
+def counted(audit: Audit) -> dict[str, tuple[int, int]]:
+    """(asked for, found) of each operator that one of them is not zero for."""
+    return {each.operator: (each.asked, each.found) for each in audit.fused if each.asked or each.found}
+
+
+def both(operator: str, count: int) -> dict[str, tuple[int, int]]:
+    return {operator: (count, count), f"{operator}Grad": (count, count)}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # MindSpore leaves its analysis of a refused graph in the working directory
+
+
+ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttentionScore", 6), both("Swiglu", 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ROPE | ATTENTION | SWIGLU | both("RmsNorm", 13)),
+        ({"use_fused_rope": False, "use_fused_swiglu": False}, ATTENTION | both("RmsNorm", 13)),
+        ({"use_flash_attention": False, "use_qk_norm": True}, ROPE | SWIGLU | both("RmsNorm", 25)),
+    ],
+    ids=["all", "attention", "others"],
+)
+def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
+    audit = audit_ascend(config_of(**changes))
+    assert counted(audit) == expected and not audit.missing
+
+
+def test_experts_and_a_module_for_further_tokens() -> None:
+    experts = {"use_gmm": True, "use_fused_ops_permute": True, "aux_loss_factor": 0.01}
+    audit = audit_ascend(config_of(experts, mtp_depth=1))
+    assert not audit.missing
+    assert {other.source for other in audit.others} <= {CANN}, "every operator is known to the Ascend libraries"
+    note = next(each.note for each in audit.fused if each.operator == "GroupedMatmul")
+    assert note == "input 1 is bfloat16, documented: float, float16", "noted, and no failure"
+    # Layer 0 is dense; five layers and the module have experts and a shared one.
+    norms = {"RmsNorm": (18, 18), "RmsNormGrad": (19, 19)}  # the stream's is computed once for head and module
+    sorting = ("MoeTokenPermute", "MoeTokenPermuteGrad", "InnerMoeTokenUnpermute", "MoeTokenUnpermuteGrad")
+    assert counted(audit) == norms | dict.fromkeys(sorting, (6, 6)) | {"GroupedMatmul": (54, 54)} | both(
+        "Swiglu", 13
+    ) | both("FlashAttentionScore", 7) | both("RotaryPositionEmbedding", 14)
+
+
+def test_experts_sorted_by_gathers() -> None:
+    audit = audit_ascend(config_of({"use_gmm": True, "first_k_dense_replace": 0}, use_fused_swiglu=False))
+    assert counted(audit) == both("FlashAttentionScore", 6) | both("RotaryPositionEmbedding", 12) | both(
+        "RmsNorm", 13
+    ) | {"GroupedMatmul": (54, 54)}
+    assert not audit.missing
+
+
+def test_experts_on_the_host_are_named() -> None:
+    audit = audit_ascend(config_of({"use_gmm": False, "capacity_factor": 1.5}))
+    assert not audit.missing and "use_gmm keeps them on the device" in audit.host[0]
+    found = {each.operator: each.found for each in audit.fused}
+    assert (found["GroupedMatmul"], found["Swiglu"]) == (0, 11)
+    assert "On the host" in [title for title, _ in audit_sections(audit)]
+
+
+@pytest.mark.parametrize(
+    ("taken", "missing"),
+    [
+        (["swiglu", "rms_norm"], ["Swiglu", "SwigluGrad", "RmsNorm", "RmsNormGrad"]),
+        (["rotary", "rotary_tables"], ["RotaryPositionEmbedding", "RotaryPositionEmbeddingGrad"]),
+        (["attention", "attention_mask"], ["FlashAttentionScore", "FlashAttentionScoreGrad"]),
+    ],
+)
+def test_a_kernel_that_is_taken_out_is_missing(taken: list[str], missing: list[str]) -> None:
+    config = config_of(num_layers=1)
+    precision = resolve_precision(config.decoder, None, "Ascend")
+    plain = load_kernels(select_kernels(config.decoder, "CPU", precision), precision)
+    others = {name: getattr(plain, name) for name in taken}
+    audit = audit_ascend(config, lambda kernels: replace(kernels, **others))
+    assert list(audit.missing) == missing
+    assert all(each.note == "missing in the graph" and each.found == 0 for each in audit.fused if each.missing)
+    assert audit_sections(audit)[-1][1][1] == (f"missing: {', '.join(missing)}",)
+
+
+def test_a_grouped_product_that_is_taken_out_is_missing() -> None:
+    experts = {"use_gmm": True, "first_k_dense_replace": 0}
+    stand_in = for_one_graph(load_kernels([])).grouped_matmul
+    audit = audit_ascend(config_of(experts, num_layers=1), lambda kernels: replace(kernels, grouped_matmul=stand_in))
+    assert audit.missing == ("GroupedMatmul",)
+
+
+def test_gradients_end_at_frozen_layers() -> None:
+    audit = audit_ascend(config_of(top={"freeze": {"include": ["embeddings", {"layers": "0-3"}]}}))
+    assert not audit.missing
+    found = {each.operator: each.found for each in audit.fused}
+    assert (found["Swiglu"], found["SwigluGrad"], found["RmsNormGrad"]) == (6, 2, 5)
+    assert audit.layers == (("dense, frozen", 4), ("dense", 1), ("dense", 1))
+
+
+def test_adapters_are_audited_too() -> None:
+    pet = {"pet_type": "lora", "lora_rank": 4, "lora_dropout": 0.1, "target_modules": ".*wq|.*w2"}
+    audit = audit_ascend(config_of(pet_config=pet, num_layers=3))
+    assert not audit.missing
+    assert {each.operator: each.found for each in audit.fused}["SwigluGrad"] == 3
+
+
+def test_counts_by_kind_are_those_of_the_whole_model_built_at_once() -> None:
+    config = config_of({"use_gmm": True, "use_fused_ops_permute": True}, num_layers=3, mtp_depth=1)
+    settings = config.decoder
+    precision = resolve_precision(settings, None, "Ascend")
+    kernels = load_kernels(select_kernels(settings, "Ascend", precision), precision)
+    whole = Counter(
+        node.operator
+        for node in export_step(settings, kernels, range(4), trained_names(settings, frozenset()), 2, 64)
+    )
+    audit = audit_ascend(config)
+    for each in audit.fused:
+        assert each.found == whole[each.operator], each.operator
+
+
+def test_weights_of_any_size_are_only_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """70 billion weights: none is allocated. And a package without Ascend libraries says so."""
+    monkeypatch.setattr(report, "kernel_sources", lambda operators: None)
+    audit = audit_ascend(config_of(
+        num_layers=80, hidden_size=8192, num_heads=64, n_kv_heads=8, intermediate_size=28672, vocab_size=128256,
+    ))  # fmt: skip
+    assert {each.operator: each.found for each in audit.fused}["FlashAttentionScore"] == 80
+    assert audit.others == () and any("brings no Ascend libraries" in text for text in audit.limits)
+
+
+# ---- what is known of the operators ----------------------------------------------------------------------------------
+
+_WRITTEN = {"float": "float32"}
+
+
+@pytest.mark.parametrize("operator", SUPPORT)
+def test_dtypes_are_those_of_the_installed_documentation(operator: str) -> None:
+    support = SUPPORT[operator]
+    function = getattr(mindspore.ops, support.says, None) or getattr(mindspore.ops.auto_generate, support.says)
+    text = function.__doc__.lower()
+    for dtypes in support.inputs:
+        for dtype in dtypes:
+            assert _WRITTEN.get(dtype, dtype) in text, f"{dtype} of {operator} is in no word of its documentation"
+    if operator == "GroupedMatmul":
+        assert "bfloat16" not in text, "now it is documented: the audit can stop noting it"
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "problem"),
+    [
+        ("Swiglu", ("bfloat16",), ""), ("Swiglu", ("int8",), "input 1 is int8, documented: bfloat16, float, float16"),
+        ("RmsNorm", ("float", "bfloat16"), "the first 2 inputs must have one dtype, here float, bfloat16"),
+        ("FlashAttentionScore", ("float16", "float16", "float16", "bool"), ""),
+        ("FlashAttentionScore", ("float", "float", "float", "bool"), "input 1 is float, documented: bfloat16, float16"),
+        ("GroupedMatmul", ("float16", "float16", "int32"), "input 3 is int32, documented: int64"),
+    ],
+)  # fmt: skip
+def test_dtypes_are_compared(operator: str, inputs: tuple[str, ...], problem: str) -> None:
+    assert dtype_problem(operator, inputs) == problem
+
+
+def test_kernels_are_looked_up_in_the_installed_libraries(tmp_path: Path) -> None:
+    found = kernel_sources(["Swiglu", "MatMul", "Gather", "UnsortedSegmentSum", "PyExecute", "NoSuchOperator"])
+    if found is None:
+        pytest.skip("this wheel of MindSpore brings no Ascend libraries")
+    assert found == {
+        "Swiglu": KERNEL, "MatMul": KERNEL, "Gather": KERNEL, "UnsortedSegmentSum": CANN, "PyExecute": HOST,
+        "NoSuchOperator": NONE,
+    }  # fmt: skip
+    assert kernel_sources(["Swiglu"], tmp_path) is None
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def run_plan(tmp_path: Path, capsys: pytest.CaptureFixture, config: dict, *flags: str) -> tuple[int, str, str]:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", "--audit", *flags, "--config", str(file)])
+    out = capsys.readouterr()
+    return end.value.code, out.out, out.err
+
+
+def test_the_command_exits_with_1_where_an_operator_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = {"model": {"model_config": SIZES | FUSED | {"num_layers": 1}}}
+    code, out, _ = run_plan(tmp_path, capsys, model, "ascend", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["missing"] == []
+    assert found["fused"][0]["operator"] == "RotaryPositionEmbedding" and found["fused"][0]["found"] == 2
+    code, out, _ = run_plan(tmp_path, capsys, model, "ascend", "--model.model_config.compute_dtype", "float32")
+    assert code == 1 and "missing: FlashAttentionScore, FlashAttentionScoreGrad" in " ".join(out.split())
+    assert "compute_dtype is float32" in " ".join(out.split())
+
+
+def test_a_classifier_has_nothing_to_audit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    images = {"data_loader": {"type": "MnistDataset", "dataset_dir": "digits"}}
+    config = {"model": {"arch": {"type": "MlpClassifier"}}, "train_dataset": images}
+    code, _, errors = run_plan(tmp_path, capsys, config, "ascend")
+    assert code == 2 and "a.json:1: model.arch.type = 'MlpClassifier': has no fused operators" in errors
+
+
+def test_another_audit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    code, _, errors = run_plan(tmp_path, capsys, {}, "cpu")
+    assert code == 2 and "there is an audit for ascend alone" in errors and "write --audit ascend" in errors

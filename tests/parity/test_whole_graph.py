@@ -1,0 +1,126 @@
+"""One graph for the whole model computes what the run's loop over layers does."""
+
+from __future__ import annotations
+
+import json
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from numpy_kernels import distance
+
+from trainer.audit.graph import StepGraph
+from trainer.config import parse_config
+from trainer.data import Batch
+from trainer.models.decoder import Decoder
+from trainer.models.inputs import InputBuilder
+from trainer.models.moe import Tally
+from trainer.models.whole_graph import WholeDecoder, weight_names
+from trainer.ops import moe_ascend
+from trainer.ops.kernel_set import load_kernels
+from trainer.ops.select import REFERENCE, KernelChoice
+
+ROWS, TOKENS, VOCABULARY = 2, 8, 19
+SIZES = {
+    "num_layers": 2, "hidden_size": 16, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 24,
+    "vocab_size": VOCABULARY, "seq_length": TOKENS, "use_qk_norm": True, "qkv_has_bias": True,
+}  # fmt: skip
+EXPERTS = {
+    "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1,
+    "shared_expert_num": 1, "use_gmm": True, "aux_loss_factor": 0.05, "z_loss_factor": 0.01,
+}  # fmt: skip
+RANDOM = np.random.default_rng(4)
+
+
+def settings_of(**changes):
+    return parse_config("whole", json.dumps({"model": {"model_config": SIZES | changes}})).decoder
+
+
+def batch() -> Batch:
+    ids = RANDOM.integers(0, VOCABULARY, (ROWS, TOKENS + 1)).astype(np.int32)
+    segments = np.array([[0] * 5 + [1] * 3, [0] * 8], np.int32)
+    positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2], range(8)], np.int32)
+    labels = ids[:, 1:].copy()
+    labels[0, 4] = -100
+    return Batch(ids[:, :-1].copy(), labels, positions, segments)
+
+
+def flat_arguments(model: Decoder, inputs, weights: dict) -> tuple[list[Tensor], list, list[str]]:
+    """Arguments of `WholeDecoder`, the structure that `StepGraph` wants, and the names of the weights."""
+    arguments: list[Tensor] = []
+
+    def put(item):
+        if isinstance(item, Tensor):
+            arguments.append(item)
+            return len(arguments) - 1
+        return None if item is None else tuple(map(put, item))
+
+    layers = range(model.settings.num_layers + model.settings.mtp_depth)
+    shares = () if inputs.shares is None else inputs.shares[:3]
+    further = [tuple(each) for each in inputs.further]
+    groups = [inputs[:3], inputs.tables, inputs.mask, shares, further, [(None, None, None)] * len(layers)]
+    structure = [put(group) for group in groups]
+    names = weight_names(model.settings, layers, list(weights))
+    structure.append(put([[None if name is None else weights[name] for name in group] for group in names]))
+    return arguments, structure, [name for group in names for name in group if name is not None]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
+    settings, data = settings_of(tie_word_embeddings=tied), batch()
+    kernels = load_kernels([KernelChoice(name, "", REFERENCE, "") for name in KERNELS])
+    model, build = Decoder(settings, kernels, seed=3), InputBuilder(settings, kernels)
+    parameters = list(model.parameters_by_name.values())
+    expected, gradients = mindspore.value_and_grad(
+        lambda inputs: model(inputs, None, Tally(inputs.shares)).total, None, parameters
+    )(build(data))
+
+    weights = {name: Tensor(parameter.asnumpy()) for name, parameter in model.parameters_by_name.items()}
+    arguments, structure, names = flat_arguments(model, build(data), weights)
+    places = tuple(range(len(arguments) - len(names), len(arguments)))
+    step = StepGraph(WholeDecoder(settings, kernels, ROWS * TOKENS), tuple(structure), places)
+    loss, found = mindspore.jit(step.construct)(*arguments)
+    assert distance(loss.asnumpy(), expected.asnumpy()) < 1e-6
+    sums: dict[str, np.ndarray] = {}
+    for name, gradient in zip(names, found, strict=True):  # a tied head is the embedding a second time
+        sums[name] = sums.get(name, 0) + gradient.asnumpy()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert distance(sums[parameter.name], gradient.asnumpy()) < 1e-5, parameter.name
+
+
+KERNELS = ("rotary_embedding", "swiglu", "attention", "rms_norm")
+
+
+class OneProductEach(nn.Cell):
+    """GroupedMatmul's documentation, in PyNative operators: group e of the rows times weight e, [E, I, O]."""
+
+    def __call__(self, x: list, weight: list, *others) -> list[Tensor]:
+        parts = np.split(np.arange(x[0].shape[0]), others[-1].asnumpy()[:-1])
+        products = [x[0][Tensor(rows)] @ weight[0][place] for place, rows in enumerate(parts) if len(rows)]
+        return [mindspore.ops.concat(products)]
+
+
+def stable_argsort(x: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
+    values = x.asnumpy()
+    return Tensor(np.argsort(-values if descending else values, dim, "stable"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"mtp_depth": 2}], ids=["experts", "modules"])
+def test_experts_and_modules_are_wired_alike(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operator by operator, with the kernels whose routing is in the graph, and against the run's own on the host."""
+    monkeypatch.setattr(moe_ascend.mint, "argsort", stable_argsort)
+    settings, data = settings_of(moe_config=EXPERTS, **changes), batch()
+    plain = [KernelChoice(name, "", REFERENCE, "") for name in KERNELS]
+    reference = load_kernels([*plain, KernelChoice("grouped_matmul", "", REFERENCE, "")])
+    ascend = load_kernels([*plain, KernelChoice("grouped_matmul", "", "GroupedMatmul", "")])
+    model, build = Decoder(settings, reference, seed=3, compiled=False), InputBuilder(settings, reference)
+    inputs = build(data)
+    expected = model(inputs, None, Tally(inputs.shares)).total
+
+    whole = WholeDecoder(settings, ascend, ROWS * TOKENS)
+    for cell in (cell for _, cell in whole.cells_and_names() if isinstance(cell, moe_ascend.GroupedMatmul)):
+        cell.product = OneProductEach()
+    arguments, structure, _ = flat_arguments(model, inputs, model.parameters_by_name)
+    found = StepGraph(whole, tuple(structure), ())(*arguments)
+    assert distance(found.asnumpy(), expected.asnumpy()) < 1e-6

@@ -1,0 +1,323 @@
+"""Counts the fused operators in the graphs of a training step, and says what else is known of them.
+
+A model's layers are alike but for a few kinds. A whole training step with one layer of each kind is built, and one with
+none: the difference, times the number of such layers, is what they add to the model's step. Sizes of weights are the
+configuration's; a micro-batch is small, because nothing that is looked at depends on its size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.audit.graph import Node, export_step, trained_names
+from trainer.errors import UserError
+from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
+from trainer.ops.ascend_support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
+from trainer.ops.kernel_set import KernelSet, for_one_graph, load_kernels
+from trainer.ops.precision import resolve_precision
+from trainer.ops.select import KernelChoice, select_kernels
+from trainer.optim.freeze import frozen_names
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+
+_ROWS, _TOKENS = 2, 64
+_NORM = "rms_norm"
+# Of each kernel the operators in a graph: forward, backward. The gradient of a grouped product is grouped products.
+_OPERATORS = {
+    "rotary_embedding": ("RotaryPositionEmbedding", "RotaryPositionEmbeddingGrad"),
+    "swiglu": ("Swiglu", "SwigluGrad"),
+    "attention": ("FlashAttentionScore", "FlashAttentionScoreGrad"),
+    _NORM: ("RmsNorm", "RmsNormGrad"),
+    "grouped_matmul": ("GroupedMatmul",),
+    "token_permute": ("MoeTokenPermute", "MoeTokenPermuteGrad", "InnerMoeTokenUnpermute", "MoeTokenUnpermuteGrad"),
+}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One fused operator in a training step of the whole model."""
+
+    operator: str
+    kernel: str
+    asked: int
+    """As often as the configuration asks for it, with the gradients of what is trained; 0: it does not."""
+    found: int
+    dtypes: tuple[str, ...]
+    """Of its inputs, each combination that occurs."""
+    note: str
+    """What its documentation does not promise, or why it is missing."""
+
+    @property
+    def missing(self) -> bool:
+        return self.found < self.asked
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another operator of the graph, that needs a look: who computes it."""
+
+    operator: str
+    count: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the audit found.
+
+    Attributes:
+        layers: Of each kind of layer the number and a name.
+        fused: Every operator that some switch may ask for.
+        others: Operators without a kernel of MindSpore's own for Ascend, the most doubtful first.
+        checked: How many different operators were looked up.
+        host: What leaves the device, in words.
+        limits: What this does not show.
+    """
+
+    layers: tuple[tuple[str, int], ...]
+    fused: tuple[Fused, ...]
+    others: tuple[Other, ...]
+    checked: int
+    host: tuple[str, ...]
+    limits: tuple[str, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(fused.operator for fused in self.fused if fused.missing)
+
+
+class _Kind(NamedTuple):
+    """Layers that are built alike."""
+
+    has_experts: bool
+    is_module: bool
+    reached: bool
+    """Whether something below is trained, so that a gradient flows to its input."""
+    trained: tuple[str, ...]
+    weights: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        what = "experts" if self.has_experts else "dense"
+        frozen = "" if not self.is_partly_frozen else ", partly frozen" if self.trained else ", frozen"
+        return f"module for a further token, {what}{frozen}" if self.is_module else f"{what}{frozen}"
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        return len(self.trained) < sum(not is_buffer(name) for name in self.weights)
+
+
+def audit_ascend(config: Config, change: Callable[[KernelSet], KernelSet] | None = None) -> Audit:
+    """Builds the graphs and counts.
+
+    Args:
+        config: Of the run; its device does not matter.
+        change: Takes the kernels that are looked at and gives others; for tests.
+
+    Raises:
+        UserError: The model is no decoder, or `freeze` names no weight.
+    """
+    if config.classifier is not None:
+        key, kind = "model.arch.type", config.model.arch.type
+        fix = "audit a configuration of a language model"
+        raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
+    settings = config.decoder
+    precision = resolve_precision(settings, config.amp_level, "Ascend")
+    choices = select_kernels(settings, "Ascend", precision)
+    kernels = load_kernels(choices, precision)
+    kernels = for_one_graph(kernels if change is None else change(kernels))
+    trained = trained_names(settings, frozen_names(config))
+    kinds = _kinds(settings, trained)
+    graphs = _Graphs(settings, kernels, trained)
+    total = graphs.operators(kinds)
+    fused = tuple(_fused(settings, choices, kinds, total, graphs))
+    counts = Counter({node: count for node, count in total.items() if node not in SUPPORT})
+    sources = kernel_sources(total)
+    return Audit(
+        tuple((kind.name, len(layers)) for kind, layers in kinds.items()),
+        fused,
+        () if sources is None else tuple(_others(counts, sources)),
+        len(total),
+        tuple(_on_host(choices)),
+        tuple(_limits(config, sources is not None)),
+    )
+
+
+def _kinds(settings: ModelConfig, trained: frozenset[str]) -> dict[_Kind, list[int]]:
+    names, kinds = all_shapes(settings), {}
+    reached = EMBEDDING in trained
+    for layer in range(settings.num_layers + settings.mtp_depth):
+        prefix = layer_prefix(layer)
+        own = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        learns = tuple(name for name in own if prefix + name in trained)
+        kind = _Kind(settings.is_moe_layer(layer), layer >= settings.num_layers, reached, learns, own)
+        kinds.setdefault(kind, []).append(layer)
+        reached = reached or bool(learns)
+    return kinds
+
+
+class _Graphs:
+    """Operators of exported steps, each exported once."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, trained: frozenset[str]) -> None:
+        self.settings, self.kernels, self.trained = settings, kernels, trained
+        self.known: dict[tuple[tuple[int, ...], bool], list[Node]] = {}
+
+    def export(self, layers: Sequence[int], reached: bool) -> list[Node]:
+        """A step with these layers; `reached`: a gradient flows to the stream that enters the first."""
+        key = tuple(layers), reached
+        if key not in self.known:
+            trained = self.trained | {EMBEDDING} if reached else self.trained
+            self.known[key] = export_step(self.settings, self.kernels, layers, trained, _ROWS, _TOKENS)
+        return self.known[key]
+
+    def count(self, layers: Sequence[int], reached: bool) -> Counter[str]:
+        return Counter(node.operator for node in self.export(layers, reached))
+
+    def of_kind(self, kind: _Kind, layers: Sequence[int]) -> Counter[str]:
+        """What one layer of this kind adds to a step."""
+        added = self.count(layers[:1], kind.reached)
+        added.subtract(self.count([], kind.reached or bool(kind.trained)))
+        return added
+
+    def operators(self, kinds: dict[_Kind, list[int]]) -> Counter[str]:
+        """Of the whole model."""
+        total = Counter(self.count([], any(kind.reached or kind.trained for kind in kinds)))
+        for kind, layers in kinds.items():
+            for operator, count in self.of_kind(kind, layers).items():
+                total[operator] += count * len(layers)
+        return +total
+
+    def dtypes(self, operator: str) -> list[tuple[str, ...]]:
+        """Combinations of dtypes at the inputs of an operator."""
+        return sorted({node.inputs for nodes in self.known.values() for node in nodes if node.operator == operator})
+
+
+def _fused(
+    settings: ModelConfig,
+    choices: Sequence[KernelChoice],
+    kinds: dict[_Kind, list[int]],
+    total: Counter[str],
+    graphs: _Graphs,
+) -> Iterator[Fused]:
+    for choice in choices:
+        wanted = choice.fused or not choice.asked.endswith("False")
+        for operator in _OPERATORS[choice.kernel]:
+            asked = _asked(settings, operator, choice.kernel, kinds, graphs) if wanted else 0
+            inputs = graphs.dtypes(operator)
+            notes = [dtype_problem(operator, dtypes) for dtypes in inputs]
+            if total[operator] < asked:
+                notes.append(f"missing: {choice.why}" if not choice.fused else "missing in the graph")
+            note = "; ".join(dict.fromkeys(note for note in notes if note))
+            shown = tuple(", ".join(dtypes) for dtypes in inputs)
+            yield Fused(operator, choice.kernel, asked, total[operator], shown, note)
+
+
+def _asked(
+    settings: ModelConfig, operator: str, kernel: str, kinds: dict[_Kind, list[int]], graphs: _Graphs
+) -> int:
+    """How often an operator stands in a step of the whole model when every kernel is what was asked for.
+
+    In a layer that is frozen in part, or that no gradient passes through, it stands where a gradient needs it: there
+    its gradients are taken as found.
+    """
+    is_gradient = operator.endswith("Grad")
+    final = 1 if kernel == _NORM else 0
+    base = [] if not is_gradient else graphs.count([], any(kind.reached or kind.trained for kind in kinds))
+    total = final if not is_gradient else min(final, base[operator])
+    for kind, layers in kinds.items():
+        each = _in_layer(settings, kernel, kind)
+        if kernel == "grouped_matmul" and each:
+            each = graphs.of_kind(kind, layers)[operator] if _is_partial(kind) else 3 * each
+        elif kind.is_module and kernel == _NORM:
+            # Norms of token and stream and the one before the head; that of the stream before it is the main head's,
+            # which a graph computes once, but each has its own gradient.
+            each += 4 if is_gradient else 3
+        if is_gradient and _is_partial(kind):
+            each = max(0, graphs.of_kind(kind, layers)[operator])
+        total += each * len(layers)
+    return total
+
+
+def _is_partial(kind: _Kind) -> bool:
+    return not kind.reached or kind.is_partly_frozen
+
+
+def _in_layer(settings: ModelConfig, kernel: str, kind: _Kind) -> int:
+    """Calls of a kernel in the forward pass of a layer."""
+    shared = kind.has_experts and settings.shared_expert_size > 0
+    return {
+        "rotary_embedding": 2,
+        "swiglu": 1 + shared,
+        "attention": 1,
+        _NORM: 2 + 2 * settings.use_qk_norm,
+        "grouped_matmul": 3 * kind.has_experts,
+        "token_permute": 1 * kind.has_experts,
+    }[kernel]
+
+
+def _others(counts: Counter[str], sources: dict[str, str]) -> Iterator[Other]:
+    order = (HOST, NONE, CANN)
+    found = [Other(operator, count, sources[operator]) for operator, count in counts.items()]
+    for other in sorted(found, key=lambda each: (each.source not in order, each.source, each.operator)):
+        if other.source in order:
+            yield other
+
+
+def _on_host(choices: Sequence[KernelChoice]) -> Iterator[str]:
+    for choice in choices:
+        if choice.kernel == "grouped_matmul" and not choice.fused:
+            yield (
+                "routing, sorting and the products of experts run in NumPy on the host, in every layer with experts:"
+                " moe_config.use_gmm keeps them on the device (the graph here holds stand-ins)"
+            )
+
+
+def _limits(config: Config, libraries: bool) -> Iterator[str]:
+    yield (
+        f"one layer of each kind was built, with weights of full size and {_ROWS} x {_TOKENS} tokens; counts are for"
+        " the whole model, one micro-batch and one device"
+    )
+    yield "types, shapes and gradients are MindSpore's own; numbers, speed and memory are not looked at"
+    if config.recompute_config.recompute or config.recompute_config.select_recompute:
+        yield "recomputation runs forward operators again: they are counted once"
+    if libraries:
+        yield (
+            "kernels are looked up in the Ascend libraries of the installed MindSpore; operators handed to CANN run on"
+            " the AI cores or the slower AI CPUs, as the CANN on the machine decides"
+        )
+    else:
+        yield "the installed MindSpore brings no Ascend libraries: which operators have kernels is not known"
+    yield "the optimizer, the clipping and the loss scale run outside this graph, operator by operator"
+
+
+def audit_dict(audit: Audit) -> dict[str, Any]:
+    """For machines."""
+    return {**asdict(audit), "missing": audit.missing}
+
+
+def audit_sections(audit: Audit) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Tables as `plan` prints them: title, header, rows."""
+    fused = [("operator", "kernel", "asked for", "found", "dtypes of its inputs", "")]
+    fused += [
+        (each.operator, each.kernel, str(each.asked), str(each.found), "; ".join(each.dtypes), each.note)
+        for each in audit.fused
+    ]
+    named = {CANN: "handed to CANN", NONE: "NO KERNEL FOUND", HOST: "RUNS ON THE HOST"}
+    others = [("operator", "count", "computed by")]
+    others += [(each.operator, str(each.count), named[each.source]) for each in audit.others]
+    others += [(f"all other {audit.checked - len(audit.others)}", "", "kernels of MindSpore")] if audit.others else []
+    verdict = f"missing: {', '.join(audit.missing)}" if audit.missing else "every fused operator asked for is there"
+    sections = [
+        ("Layers", [("kind", "number"), *((name, str(number)) for name, number in audit.layers)]),
+        ("Fused operators", fused),
+        ("Other operators", others),
+    ]
+    if audit.host:
+        sections.append(("On the host", [("",), *((text,) for text in audit.host)]))
+    sections.append(("What this shows", [("",), *((text,) for text in audit.limits)]))
+    return [*sections, ("Result", [("",), (verdict,)])]

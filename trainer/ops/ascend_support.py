@@ -1,0 +1,103 @@
+"""What is known of Ascend's operators without an Ascend. Pure Python.
+
+The dtypes are those of MindSpore 2.10's documentation (the docstrings of the functions that `says` names; a test reads
+them). Which operators have a kernel is read from the Ascend libraries that the Linux wheel of MindSpore carries even
+where they cannot run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_ANY = frozenset({"float16", "bfloat16", "float"})
+_HALF = frozenset({"float16", "bfloat16"})
+_UNKNOWN: frozenset[str] = frozenset()
+_INDEX = frozenset({"int32", "int64"})
+
+
+class Support(NamedTuple):
+    """Dtypes of an operator's inputs, in the names of exported files (`float` is float32)."""
+
+    inputs: tuple[frozenset[str], ...]
+    """For each input; nothing is known of those that follow, and of those without any."""
+    alike: int
+    """So many of the first must have the same dtype."""
+    says: str
+    """The function of `mindspore.ops` whose documentation says so."""
+
+
+SUPPORT: Mapping[str, Support] = {
+    "RmsNorm": Support((_ANY, _ANY), 2, "rms_norm"),
+    "RmsNormGrad": Support((_ANY,) * 4, 0, "rms_norm"),
+    "RotaryPositionEmbedding": Support((_ANY,) * 3, 3, "rotary_position_embedding"),
+    "RotaryPositionEmbeddingGrad": Support((_ANY,) * 3, 3, "rotary_position_embedding"),
+    "Swiglu": Support((_ANY,), 0, "swiglu"),
+    "SwigluGrad": Support((_ANY, _ANY), 2, "swiglu"),
+    "FlashAttentionScore": Support((_HALF,) * 3 + (frozenset({"bool", "uint8"}),), 3, "flash_attention_score"),
+    "FlashAttentionScoreGrad": Support((_HALF,) * 4, 4, "flash_attention_score"),
+    "GroupedMatmul": Support((frozenset({"float16", "float"}),) * 2 + (frozenset({"int64"}),), 2, "grouped_matmul"),
+    "MoeTokenPermute": Support((_ANY, _INDEX), 0, "moe_token_permute"),
+    "MoeTokenPermuteGrad": Support((_ANY, frozenset({"int32"})), 0, "moe_token_permute"),
+    "InnerMoeTokenUnpermute": Support((_UNKNOWN, frozenset({"int32"})), 0, "moe_token_unpermute"),
+    "MoeTokenUnpermuteGrad": Support((_UNKNOWN, _UNKNOWN, frozenset({"int32"})), 0, "moe_token_unpermute"),
+}
+
+
+def dtype_problem(operator: str, inputs: Sequence[str]) -> str:
+    """What the documentation does not promise of these inputs; empty where all is well."""
+    support = SUPPORT[operator]
+    for place, (found, allowed) in enumerate(zip(inputs, support.inputs, strict=False), 1):
+        if allowed and found not in allowed:
+            return f"input {place} is {found}, documented: {', '.join(sorted(allowed))}"
+    if len(set(inputs[: support.alike])) > 1:
+        return f"the first {support.alike} inputs must have one dtype, here {', '.join(inputs[: support.alike])}"
+    return ""
+
+
+_KERNELS = "plugin/libmindspore_ops_ascend.so"
+_FURTHER = ("plugin/ascend/libmindspore_ascend_res_manager.so", "plugin/libmindspore_ascend.so.2")
+_ON_HOST = frozenset({"PyExecute", "PyInterpret", "PyFunc"})
+
+KERNEL, CANN, HOST, NONE = "kernel", "CANN", "host", "none"
+
+
+def kernel_sources(operators: Collection[str], libraries: Path | None = None) -> dict[str, str] | None:
+    """Who computes each operator on Ascend, as far as the installed package tells.
+
+    Args:
+        operators: Their names in a graph.
+        libraries: Folder `lib` of MindSpore; None: of the installed one.
+
+    Returns:
+        For each: "kernel" (a kernel of MindSpore calls CANN's function for it), "CANN" (MindSpore knows the operator
+        and hands it to CANN, whose libraries decide whether it runs on the AI cores or on the AI CPUs of the device),
+        "host" (Python) or "none", where the libraries do not mention it. None where this package has no such libraries.
+    """
+    folder = _installed() if libraries is None else libraries
+    if folder is None or not (folder / _KERNELS).is_file():
+        return None
+    own = (folder / _KERNELS).read_bytes()
+    # Mangled names of kernel classes (their length, the name, Ascend) and the names of CANN's functions.
+    classes, functions = re.findall(rb"\d([A-Z]\w*?)AscendE", own), re.findall(rb"\0aclnn(\w+)(?=\0)", own)
+    kernels = {name.lower() for name in classes + functions}
+    known = b"".join((folder / name).read_bytes() for name in _FURTHER if (folder / name).is_file()) + own
+
+    def source(operator: str) -> str:
+        name = operator.encode()
+        if operator in _ON_HOST:
+            return HOST
+        if name.lower() in kernels:
+            return KERNEL
+        return CANN if b"\0" + name + b"\0" in known else NONE
+
+    return {operator: source(operator) for operator in operators}
+
+
+def _installed() -> Path | None:
+    found = importlib.util.find_spec("mindspore")
+    places = list(found.submodule_search_locations or ()) if found else []
+    return Path(places[0]) / "lib" if places else None
