@@ -29,8 +29,15 @@ from collective_cases import (  # noqa: E402
 from exported_graphs import export  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
+from trainer.checkpoint.store import shard_name  # noqa: E402
+from trainer.checkpoint.writing import write_checkpoint  # noqa: E402
+from trainer.config import parse_config  # noqa: E402
+from trainer.errors import RunError  # noqa: E402
+from trainer.optim.groups import parameter_groups  # noqa: E402
+from trainer.optim.optimizer import Sharing, build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
-from trainer.parallel.shards import part_of  # noqa: E402
+from trainer.parallel.peers import DataParallel  # noqa: E402
+from trainer.parallel.shards import Shard, part_of  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Receive"}
@@ -40,8 +47,8 @@ def main(folder: Path) -> None:
     world = world_from_environment()
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
-    collectives.start(world)
-    found = {"float64": np.array(collectives.gather_float64(numbers_of(world.rank)))}
+    peers = DataParallel(world)
+    found = {"folder": np.array(str(folder)), "float64": np.array(collectives.gather_float64(numbers_of(world.rank)))}
     found["no float64"] = np.array(collectives.gather_float64([]))
     for name, text in zip(("texts", "no texts"), (text_of(world.rank), b""), strict=True):
         texts = collectives.gather_bytes(text)
@@ -56,6 +63,7 @@ def main(folder: Path) -> None:
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
     found |= shared(world) | pairs(world)
+    found |= shared_optimizer(peers, folder)
     found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
     collectives.barrier()
     np.savez(folder / f"rank-{world.rank}.npz", **found)
@@ -78,6 +86,36 @@ def shared(world: World) -> dict[str, np.ndarray]:
             chunk_bytes = 1000 if way == "in chunks" else 1 << 20
             collectives.share_parts(parameters, parts if "parts" in way else None, chunk_bytes)
         found |= {f"shared {parameter.name}": parameter.asnumpy() for parameter in parameters}
+    return found
+
+
+def shared_optimizer(peers: DataParallel, folder: Path) -> dict[str, np.ndarray]:
+    """Weights after updates with the whole state and with a share of it, and what the states take; saves the latter."""
+    settings = parse_config("worker", '{"optimizer": {"type": "AdamW"}}').optimizer
+    arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}
+    groups = parameter_groups({name: array.shape for name, array in arrays.items()}, 0.1)
+    found = {}
+    sharing = Sharing(Shard(peers.rank, peers.size, threshold_bytes=1000), collectives.share_parts)
+    for way in (None, sharing):
+        parameters = {name: Parameter(Tensor(array), name=name) for name, array in arrays.items()}
+        optimizer = build_optimizer(parameters, groups, settings, sharing=way)
+        for step in range(3):
+            random = np.random.default_rng(step)
+            gradients = [Tensor(random.normal(size=array.shape).astype(np.float32)) for array in arrays.values()]
+            optimizer.update(gradients, 1e-2)
+        name = "shared" if way else "whole"
+        found |= {f"updated {name} {key}": parameter.asnumpy() for key, parameter in parameters.items()}
+        found[f"state bytes {name}"] = np.array(
+            sum(a.nbytes for kind in optimizer.state.values() for a in kind.values())
+        )
+        if way is None:
+            found |= {f"state {key}": array for key, array in optimizer.state_arrays().items()}
+    share = {shard_name("optimizer", peers.rank, peers.size): optimizer.state_arrays()}
+    write_checkpoint(folder / "checkpoints", 3, share, {}, 1, peers=peers)
+    try:
+        write_checkpoint(folder / f"what rank {peers.rank} sees", 3, share, {}, 1, peers=peers)
+    except RunError as error:
+        found["refusal"] = np.array(str(error))
     return found
 
 

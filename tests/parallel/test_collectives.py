@@ -23,6 +23,8 @@ from collective_cases import (
 )
 from msrun_helpers import run_job
 
+from trainer.checkpoint.store import read_checkpoint
+
 pytestmark = pytest.mark.slow
 
 Found = list[dict[str, np.ndarray]]
@@ -74,6 +76,30 @@ def test_tensors_are_put_together_from_the_ranks_parts(found: Found, way: str) -
     for rank in found:
         for number, whole in enumerate(shared_tensors()):
             np.testing.assert_array_equal(rank[f"shared {way} {number}"], whole)
+
+
+def test_a_shared_optimizer_updates_to_the_same_bits_with_a_part_of_the_state(found: Found) -> None:
+    names = [name.removeprefix("updated whole ") for name in found[0] if name.startswith("updated whole ")]
+    assert len(names) == len(shared_tensors())
+    large, small = 4 * (50 * 40 + 300 + 64 * 64), 4 * (7 * 5 + 9)  # bytes of one of the two arrays of state
+    for rank in found:
+        for name in names:
+            np.testing.assert_array_equal(rank[f"updated shared {name}"], found[0][f"updated whole {name}"])
+        assert rank["state bytes whole"] == 2 * (large + small)
+        assert rank["state bytes shared"] == 2 * (large // len(found) + small)
+
+
+def test_the_ranks_save_a_checkpoint_with_a_share_of_each(found: Found) -> None:
+    state = read_checkpoint(Path(str(found[0]["folder"])) / "checkpoints" / "step-00000003").tensors["optimizer"]
+    kept = {name.removeprefix("state "): array for name, array in found[0].items() if name.startswith("state exp")}
+    assert state.keys() == kept.keys()
+    for name, array in kept.items():
+        np.testing.assert_array_equal(state[name].reshape(-1), array.reshape(-1))
+
+
+def test_what_keeps_one_rank_from_saving_ends_the_save_on_all(found: Found) -> None:
+    refusals = [str(rank["refusal"]) for rank in found]
+    assert all("cannot be written by rank 1: the folder that rank 0 made is not there" in text for text in refusals)
 
 
 @pytest.mark.parametrize("name", PAIRS)
