@@ -25,6 +25,15 @@ LIMIT_SECONDS = 15.0
 """A failure anywhere must have ended everything by then."""
 
 
+_STARTED: list[Launcher] = []
+
+
+def end_all() -> None:
+    """Kills what is left of all launchers so far."""
+    while _STARTED:
+        _STARTED.pop().kill_family()
+
+
 class Launcher:
     """A running launcher, whose whole family of processes can be found.
 
@@ -36,6 +45,7 @@ class Launcher:
 
     def __init__(self, folder: Path, command: list[str], environment: dict[str, str]) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
+        _STARTED.append(self)
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         with self.out.open("wb") as out, self.err.open("wb") as err:

@@ -1,6 +1,6 @@
 """A worker without MindSpore: does steps, gives signs of life, saves when it is told to end, and misbehaves on demand.
 
-    stand_in_worker.py STEPS [RANK@STEP:ACTION ...] [anything else]
+Its arguments: STEPS [RANK@STEP:ACTION ...] [anything else].
 """
 
 import json

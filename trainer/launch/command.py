@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
 from trainer.launch.control import CONTROL_PORT_VARIABLE, connect_nodes
-from trainer.launch.follow import Follower
+from trainer.launch.follow import Follower, growth_of, out_of_pipe
 from trainer.launch.heartbeat import JOB_VARIABLE
 from trainer.launch.job import (
     JobFiles,
@@ -38,7 +38,9 @@ from trainer.launch.msrun import (
 )
 from trainer.launch.ports import pick_free
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
-from trainer.launch.supervise import Supervisor, terminal_line
+from trainer.launch.screen import Screen
+from trainer.launch.supervise import Supervisor
+from trainer.launch.terminal import make_pipe, terminal_size
 from trainer.launch.warden import SOCKET_VARIABLE
 from trainer.launch.wards import Ward, Wards, listen
 from trainer.launch.wire import Message
@@ -86,18 +88,11 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
             {rank: Ward(rank, files.log(rank)) for rank in options.ranks}, Ward(None, files.scheduler_log), listener
         )
         wards.orders = orders(options, files)
+        screen = _screen(wards.orders[options.ranks[0]], scratch)
         supervisor = Supervisor(
-            wards,
-            lambda: _engine(options, files, scratch),
-            files,
-            state,
-            nodes,
-            options.hang_timeout,
-            Follower(files.log(options.ranks[0]), sys.stdout.buffer),
-            _tell,
-            terminal_line(),
+            wards, lambda: _engine(options, files, scratch), files, state, nodes, options.hang_timeout, screen
         )
-        _tell(_announcement(options, files))
+        screen.tell([_announcement(options, files)])
         code = supervisor.run().exit_code
         for number in (signal.SIGTERM, signal.SIGINT):  # all is done: a late one shall not change the exit code
             signal.signal(number, signal.SIG_IGN)
@@ -107,6 +102,15 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
         scratch.close()
 
 
+def _screen(followed: Message, scratch: Scratch) -> Screen:
+    """What the user sees: the worker that is started by an order, on a terminal as if it were alone there."""
+    if not sys.stdout.isatty():
+        return Screen(Follower(growth_of(Path(followed["log"])), sys.stdout.buffer))
+    pipe = scratch.path / "terminal"
+    followed["terminal"] = {"pipe": str(pipe), "size": terminal_size(sys.stdout.fileno())}
+    return Screen(Follower(out_of_pipe(make_pipe(pipe)), sys.stdout.buffer), drawn=True)
+
+
 def _control_port(options: LaunchOptions) -> int:
     text = os.environ.get(CONTROL_PORT_VARIABLE, "")
     if not text:
@@ -114,10 +118,6 @@ def _control_port(options: LaunchOptions) -> int:
     if not text.isdecimal():
         raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=text, fix="write 8119")
     return int(text)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _announcement(options: LaunchOptions, files: JobFiles) -> str:

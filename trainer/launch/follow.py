@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 # What MindSpore says while a cluster forms, some dozen lines a worker. The logs keep it.
 _CHATTER = re.compile(
     rb"\[(?:INFO|WARNING)\] \w+\([^)]*\):[^\[]*\[mindspore/ccsrc/"
-    rb"(?:cluster|plugin/cpu/res_manager/collective|runtime/hardware_abstract/collective)/"
+    rb"(?:(?:include/)?cluster|plugin/cpu/res_manager/collective|runtime/hardware_abstract/collective)/"
 )
+_READ_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 
 
 class Follower:
-    """Copies what is appended to a log, without MindSpore's chatter about the cluster.
+    """Copies what a worker says to the terminal, without MindSpore's chatter about the cluster.
 
     Args:
-        path: The log, which need not exist yet.
+        read: Gives what has come since the last call.
         terminal: Where to copy it to.
     """
 
-    def __init__(self, path: Path, terminal: BinaryIO) -> None:
-        self._path, self._terminal = path, terminal
-        self._offset = 0
+    def __init__(self, read: Callable[[], bytes], terminal: BinaryIO) -> None:
+        self._read, self._terminal = read, terminal
         self._held = b""  # the beginning of a line that may turn out to be chatter
         self._within_line = False
         self.broken = False
 
     def new_text(self) -> bytes:
         """What has come since the last call, cleaned; a line that is not finished may come in parts."""
-        try:
-            with self._path.open("rb") as log:
-                log.seek(self._offset)
-                data = log.read(1 << 20)
-        except OSError:
-            return b""
-        self._offset += len(data)
-        *lines, last = (self._held + data).split(b"\n")
+        *lines, last = (self._held + self._read()).split(b"\n")
         shown = b""
         for line in lines:
             if self._within_line or not _CHATTER.match(line):
@@ -60,6 +55,35 @@ class Follower:
                 self._terminal.flush()
             except (OSError, ValueError):
                 self.broken = True
+
+
+def growth_of(path: Path) -> Callable[[], bytes]:
+    """A function that gives what has been appended to a file since the last call; it need not exist yet."""
+    offset = 0
+
+    def read() -> bytes:
+        nonlocal offset
+        try:
+            with path.open("rb") as log:
+                log.seek(offset)
+                data = log.read(_READ_BYTES)
+        except OSError:
+            return b""
+        offset += len(data)
+        return data
+
+    return read
+
+
+def out_of_pipe(descriptor: int) -> Callable[[], bytes]:
+    """A function that gives what has come through a pipe since the last call."""
+
+    def read() -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(descriptor, _READ_BYTES)
+        return b""
+
+    return read
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:

@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +15,10 @@ from pathlib import Path
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
 from trainer.launch.control import Event, Nodes
-from trainer.launch.follow import Follower
 from trainer.launch.job import JobFiles, JobState, write_state
 from trainer.launch.outcome import End, Outcome, judge, report, shell_code
 from trainer.launch.processes import end_children
+from trainer.launch.screen import Screen
 from trainer.launch.wards import Ward, Wards
 
 GRACE_SECONDS = 8.0
@@ -55,9 +54,7 @@ class Supervisor:
         state: Of the job, for others to read.
         nodes: The other nodes.
         hang_timeout: Seconds without a step that count as a hang; 0: none do.
-        follow: Copies the output of the first worker of this host.
-        tell: Takes a line for the user.
-        wait_line: Shows what is waited for; called with an empty text when that is over.
+        screen: What the user sees.
     """
 
     def __init__(
@@ -68,12 +65,10 @@ class Supervisor:
         state: JobState,
         nodes: Nodes,
         hang_timeout: float,
-        follow: Follower,
-        tell: Callable[[str], None],
-        wait_line: Callable[[str], None],
+        screen: Screen,
     ) -> None:
-        self.wards, self.files, self.state, self.nodes, self.follow = wards, files, state, nodes, follow
-        self.hang_timeout, self.tell, self.wait_line = hang_timeout, tell, wait_line
+        self.wards, self.files, self.state, self.nodes, self.screen = wards, files, state, nodes, screen
+        self.hang_timeout = hang_timeout
         self._start_engine = start_engine
         self.engine: subprocess.Popen | None = None
         self.signals: deque[int] = deque()
@@ -83,7 +78,7 @@ class Supervisor:
         self.engine_failure: End | None = None
         self.elsewhere: Event | None = None
         self.said_done = False
-        self.spoke = False
+        self.resized = False
         self.timers = Timers(time.monotonic())
 
     def run(self) -> Outcome:
@@ -91,10 +86,11 @@ class Supervisor:
         awake, wake = os.pipe()
         for end in (awake, wake):
             os.set_blocking(end, False)
-        before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+        before = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGWINCH)}
         for number in _STOP_SIGNALS:
             if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup stays in force
                 signal.signal(number, lambda number, frame: self.signals.append(number))
+        signal.signal(signal.SIGWINCH, self._resize)
         old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
             self.engine = self._start_engine()
@@ -112,6 +108,9 @@ class Supervisor:
                 signal.signal(number, handler)
             os.close(awake)
             os.close(wake)
+
+    def _resize(self, number: int, frame: object) -> None:
+        self.resized = True
 
     def over(self) -> bool:
         """Whether the workers of this node have ended, and nothing is to be awaited from the others."""
@@ -164,7 +163,7 @@ class Supervisor:
         self.wards.closing = True
         name = signal.Signals(number).name
         if self.stop_requests == 1:
-            self._note([f"{name}: the workers finish their step and save; once more ends them without that."])
+            self.screen.tell([f"{name}: the workers finish their step and save; once more ends them without that."])
         self.wards.tell_workers({"signal": number})
         if self.stop_requests > 2:
             self._kill(now)
@@ -173,7 +172,7 @@ class Supervisor:
 
     def _hear(self, event: Event, now: float) -> None:
         if event.kind == "note":
-            self._note(event.lines)
+            self.screen.tell(event.lines)
         elif event.kind == "stop":
             self._stop(event.number, now)
         elif self.wards.told_at is None and self.elsewhere is None:
@@ -182,11 +181,6 @@ class Supervisor:
                 self._dump(now)
             else:
                 self._end_workers(now, GRACE_SECONDS)
-
-    def _note(self, lines: list[str]) -> None:
-        self.wait_line("")
-        for line in lines:
-            self.tell(line)
 
     def _look_at_engine(self) -> None:
         """msrun that ends before all its processes have called will not start them any more."""
@@ -244,14 +238,12 @@ class Supervisor:
     # ---- what others see ---------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
-        text = self.follow.new_text()
-        if text and not self.spoke:
-            self.spoke = True
-            self.wait_line("")
-        self.follow.copy(text)
-        if not self.spoke and self.stopped_by is None:
-            started = sum(ward.process is not None for ward in self.wards.workers.values())
-            self.wait_line(waiting_for(started, len(self.wards.workers), time.monotonic() - self.timers.began))
+        if self.resized:
+            self.resized = False
+            self.wards.tell_workers({"size": self.screen.size})
+        started = sum(ward.process is not None for ward in self.wards.workers.values())
+        seconds = time.monotonic() - self.timers.began
+        self.screen.update(started, len(self.wards.workers), seconds, quiet=self.wards.closing)
 
     def _write_state(self, outcome: Outcome | None = None) -> None:
         for worker in self.state.workers:
@@ -279,7 +271,7 @@ class Supervisor:
                 self.engine.wait(_ENGINE_SECONDS)
         end_children()
         self._show()
-        self.wait_line("")
+        self.screen.close()
         self._write_state(outcome)
         if outcome.exit_code:
             self._tell_of(outcome)
@@ -292,8 +284,7 @@ class Supervisor:
             lines = [f"{outcome.words}."]
         else:
             lines = self._failure_lines(outcome)
-        for line in lines:
-            self.tell(line)
+        self.screen.tell(lines)
 
     def _failure_lines(self, outcome: Outcome) -> list[str]:
         first = outcome.first
@@ -308,23 +299,3 @@ class Supervisor:
             return self.files.msrun_log
         ward: Ward = self.wards.scheduler if end.rank is None else self.wards.workers[end.rank]
         return ward.log
-
-
-def waiting_for(started: int, workers: int, seconds: float) -> str:
-    """What is waited for before the first worker says anything."""
-    if started < workers:
-        return f"msrun starts the workers: {started} of {workers} run, {seconds:.0f} s"
-    return f"{workers} workers load MindSpore and find each other, {seconds:.0f} s"
-
-
-def terminal_line(stream=None) -> Callable[[str], None]:
-    """A function that shows a line which the next one replaces; on anything but a terminal it shows nothing."""
-    stream = sys.stderr if stream is None else stream
-    shown = {"text": ""}
-
-    def show(text: str) -> None:
-        if text != shown["text"] and stream.isatty():
-            shown["text"] = text
-            print(f"\r\x1b[K{text}", end="", file=stream, flush=True)
-
-    return show

@@ -17,6 +17,7 @@ import time
 
 from trainer.launch.heartbeat import DUMP_SIGNAL
 from trainer.launch.processes import catches, die_with, kill_group
+from trainer.launch.terminal import WorkerTerminal
 from trainer.launch.wire import Channel, Message
 
 SOCKET_VARIABLE = "RUN_TRAINER_LAUNCHER"
@@ -52,6 +53,7 @@ class _Warden:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.process: subprocess.Popen | None = None
+        self.terminal: WorkerTerminal | None = None
         self.ended = False
         self.released = False
         self.kill_at: float | None = None
@@ -70,10 +72,12 @@ class _Warden:
                 with contextlib.suppress(BlockingIOError):
                     os.read(awake, 1 << 12)
                 for message in self.channel.receive():
-                    self.obey(message)
+                    self.obey(message, selector)
+                if self.terminal is not None and not self.terminal.pump():
+                    self.close_terminal(selector)
                 if self.channel.closed and not self.alone(selector):
                     return _STARTED_TOO_LATE
-                self.look_after_the_worker()
+                self.look_after_the_worker(selector)
         return 0
 
     def alone(self, selector: selectors.BaseSelector) -> bool:
@@ -86,10 +90,12 @@ class _Warden:
             self.kill_at = time.monotonic() + GRACE_WITHOUT_LAUNCHER_SECONDS
         return True
 
-    def obey(self, message: Message) -> None:
+    def obey(self, message: Message, selector: selectors.BaseSelector) -> None:
         running = self.process is not None and not self.ended
         if "start" in message:
-            self.start(message["start"])
+            self.start(message["start"], selector)
+        elif "size" in message and self.terminal is not None:
+            self.terminal.resize(message["size"])
         elif "signal" in message and running:
             self.process.send_signal(message["signal"])
         elif "dump" in message and running and catches(self.process.pid, DUMP_SIGNAL):
@@ -99,7 +105,7 @@ class _Warden:
         elif "release" in message:
             self.released = True
 
-    def start(self, order: Message) -> None:
+    def start(self, order: Message, selector: selectors.BaseSelector) -> None:
         """Starts the worker as the leader of its own session, on its cores, with its output in its log."""
         if order["cores"] and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, order["cores"])
@@ -108,23 +114,37 @@ class _Warden:
             environment.pop(name, None)
         me = os.getpid()
         try:
-            with open(order["log"], "ab", buffering=0) as log:
-                self.process = subprocess.Popen(
-                    order["command"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                    preexec_fn=lambda: die_with(me),
-                )
+            log = open(order["log"], "ab", buffering=0)  # noqa: SIM115  the terminal keeps it
+            if order.get("terminal"):
+                self.terminal = WorkerTerminal(log, order["terminal"]["pipe"], order["terminal"]["size"])
+            output = log if self.terminal is None else self.terminal.slave
+            self.process = subprocess.Popen(
+                order["command"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=lambda: die_with(me),
+            )
         except OSError as error:
             self.ended = True
             self.channel.send({"ended": 127, "at_seconds": time.monotonic(), "why": str(error)})
+            return
+        if self.terminal is None:
+            log.close()
         else:
-            self.channel.send({"started": self.process.pid})
+            self.terminal.started()
+            selector.register(self.terminal, selectors.EVENT_READ)
+        self.channel.send({"started": self.process.pid})
 
-    def look_after_the_worker(self) -> None:
+    def close_terminal(self, selector: selectors.BaseSelector) -> None:
+        if self.terminal is not None:
+            selector.unregister(self.terminal)
+            self.terminal.close()
+            self.terminal = None
+
+    def look_after_the_worker(self, selector: selectors.BaseSelector) -> None:
         """Reports its end, once; what it started itself ends with it."""
         if self.process is None or self.ended:
             return
@@ -136,6 +156,7 @@ class _Warden:
         at_seconds = time.monotonic()
         kill_group(self.process.pid)
         self.ended = True
+        self.close_terminal(selector)
         self.channel.send({"ended": self.process.wait(), "at_seconds": at_seconds})
 
 

@@ -1,0 +1,294 @@
+"""The parts of the launcher that need no job: ports, processes, messages, logs, heartbeats, the folder of a job."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import EXIT_HANG, RunError, UserError
+from trainer.launch import heartbeat
+from trainer.launch.follow import Follower, growth_of, last_lines
+from trainer.launch.job import job_files, new_state, prepare, read_state, write_state
+from trainer.launch.outcome import End, how, judge, report, shell_code
+from trainer.launch.ports import is_free, pick_free
+from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
+from trainer.launch.terminal import PlainText
+from trainer.launch.wire import Channel
+
+CHATTER = (
+    b"[WARNING] DISTRIBUTED(28967,7f2bd89ebb80,python):2026-11-21-16:00:49.022.095 "
+    b"[mindspore/ccsrc/cluster/topology/compute_graph_node.cc:201] Register] Failed to connect\n"
+)
+
+# ---- ports -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_not_free() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert not is_free(port, "127.0.0.1") and not is_free(port)
+    assert is_free(port, "127.0.0.1")
+    assert not is_free(pick_free(), "192.0.2.1")  # an address for documentation is nobody's
+
+
+def test_picked_ports_are_free_and_differ() -> None:
+    ports = {pick_free("127.0.0.1") for _ in range(20)}
+    assert len(ports) > 15 and all(is_free(port) and 20_000 <= port for port in ports)
+
+
+def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.launch.ports.is_free", lambda port, host: False)
+    with pytest.raises(RunError, match="no free port"):
+        pick_free()
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_its_number_and_its_start() -> None:
+    me = identity(os.getpid())
+    assert me is not None and is_alive(me)
+    assert not is_alive(Identity(me.pid, me.start + 1)) and not send_signal(Identity(me.pid, me.start + 1), 9)
+    child = subprocess.Popen(["sleep", "60"])
+    known = identity(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(known)  # dead, though not reaped
+    child.wait()
+    assert identity(child.pid) is None and not send_signal(known, signal.SIGTERM)
+
+
+def test_whether_a_signal_has_a_handler() -> None:
+    assert catches(os.getpid(), signal.SIGINT) and not catches(os.getpid(), signal.SIGUSR2)
+    assert not catches(2**22 + 1, signal.SIGINT)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 16])
+def test_shares_of_cores_are_fair(count: int, workers: int) -> None:
+    cores = [3 * core for core in range(count)]
+    shares = [share_of_cores(cores, place, workers) for place in range(workers)]
+    used = [sum(core in share for share in shares) for core in cores]
+    assert max(used) - min(used) <= (0 if workers <= count else 1)
+    sizes = {len(share) for share in shares}
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) == max(1, count // workers)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_arrive_whole_whatever_the_pieces() -> None:
+    left, right = socket.socketpair()
+    channel = Channel(right)
+    assert channel.receive() == []
+    left.sendall(b'{"a": "\\udc')
+    assert channel.receive() == []
+    left.sendall(b'ff"}\nnonsense\n[1]\n{"b": 2}\n')
+    assert channel.receive() == [{"a": "\udcff"}, {"b": 2}]
+    left.close()
+    assert channel.receive() == [] and channel.closed
+    channel.send({"c": 3})  # to nobody
+
+
+def test_a_line_without_end_closes_the_channel() -> None:
+    left, right = socket.socketpair()
+    channel = Channel(right)
+    for _ in range(2000):
+        if not channel.closed:
+            left.send(b"x" * 1024)
+            channel.receive()
+    assert channel.closed
+
+
+def test_who_does_not_read_counts_as_gone() -> None:
+    left, right = socket.socketpair()
+    channel = Channel(left)
+    for _ in range(100_000):
+        channel.send({"text": "x" * 1000})
+        if channel.closed:
+            break
+    assert channel.closed
+    right.close()
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_followed_without_chatter(tmp_path: Path) -> None:
+    log, terminal = tmp_path / "rank-0.log", io.BytesIO()
+    follower = Follower(growth_of(log), terminal)
+    shown = b""
+    for piece in (b"", b"one\n" + CHATTER[:30], CHATTER[30:] + b"tw", b"o\n[0/3]", b" x\n\rstep 1", b"\rstep 2\n"):
+        with log.open("ab") as file:
+            file.write(piece)
+        shown += follower.new_text()
+    assert shown == b"one\ntwo\n[0/3] x\n\rstep 1\rstep 2\n"
+    follower.copy(shown)
+    assert terminal.getvalue() == shown
+
+
+def test_following_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    follower = Follower(growth_of(tmp_path / "absent"), os.fdopen(writer, "wb", buffering=0))
+    assert follower.new_text() == b""
+    follower.copy(b"x")
+    assert follower.broken
+    follower.copy(b"y")
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
+def test_what_a_terminal_shows_in_the_end(piece: int) -> None:
+    drawn = (
+        b"\x1b]0;title\x07\x1b[1mbold\x1b[0m text\r\n"
+        b"\x1b[?25l\r\x1b[2Kstep 1\r\x1b[2Kstep 2\r\x1b[2Knote: \xc3\xbc\r\n\r\x1b[2Kstep 3\r\x1b[2Kstep 4\x1b[?25h"
+    )
+    plain, text = PlainText(), b""
+    for begin in range(0, len(drawn), piece):
+        text += plain.feed(drawn[begin : begin + piece])
+    assert text + plain.end() == "bold text\nnote: ü\nstep 4\n".encode()
+    assert plain.end() == b""
+
+
+def test_last_lines_are_the_telling_ones(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(b"first\n\nstep 1\rstep 2\r\nValueError: \xff\n" + 50 * CHATTER)
+    assert last_lines(log) == ["first", "step 2", "ValueError: \ufffd"]
+    assert last_lines(log, 1) == ["ValueError: \ufffd"]
+    assert last_lines(tmp_path / "absent") == []
+
+
+# ---- outcomes --------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes_in_words() -> None:
+    assert (shell_code(-9), shell_code(7)) == (137, 7)
+    assert (how(137), how(7), how(255)) == ("ended by SIGKILL", "exit code 7", "exit code 255")
+
+
+def test_the_first_failure_is_the_outcome() -> None:
+    ends = [End(0, 1, 3.0), End(1, 7, 2.0), End(2, 143, 2.5, by_launcher=True), End(3, 0, 1.0)]
+    outcome = judge(ends, None, None)
+    assert outcome.exit_code == 7 and outcome.first is ends[1] and outcome.others == [ends[2], ends[0]]
+    text = "\n".join(report(outcome, None, 12))
+    assert "rank 1 failed first: exit code 7, 12 s after" in text
+    assert "rank 0 (exit code 1), rank 2 (ended by SIGTERM)" in text
+
+
+@pytest.mark.parametrize(
+    ("codes", "stopped_by", "hung", "expected"),
+    [
+        ([0, 0], None, None, 0),
+        ([143, 143], 15, None, 143),
+        ([130, 0], 2, None, 130),
+        ([0, 0], 15, None, 0),  # they were done when the signal came
+        ([143, 1], 15, None, 1),  # one failed to save
+        ([], 15, None, 143),  # before any started
+        ([137, 137], None, 600.0, EXIT_HANG),
+    ],
+)
+def test_exit_codes_of_jobs(codes: list[int], stopped_by: int | None, hung: float | None, expected: int) -> None:
+    ends = [End(rank, code, float(rank)) for rank, code in enumerate(codes)]
+    assert judge(ends, stopped_by, hung).exit_code == expected
+
+
+def test_what_the_launcher_ended_did_not_fail_first() -> None:
+    ends = [End(0, 137, 1.0, by_launcher=True), End(1, 137, 2.0, by_launcher=True)]
+    assert judge(ends, 2, None).exit_code == 130
+    outcome = judge(ends, None, None)
+    assert (outcome.exit_code, outcome.first) == (1, None)
+
+
+# ---- the folder of a job ---------------------------------------------------------------------------------------------
+
+
+def test_files_of_earlier_jobs_get_one_number(tmp_path: Path) -> None:
+    files = job_files(tmp_path, 0, 1)
+    for name in ("rank-0.log", "rank-5.log", "rank-1.4.log", "other.log", "job.2"):
+        (tmp_path / name).touch()
+    files.folder.mkdir()
+    prepare(files, range(2), whole_host=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["job", "job.2", "job.5", "other.log", "rank-0.5.log", "rank-1.4.log", "rank-5.5.log"]
+
+
+def test_nodes_that_share_a_folder_leave_each_others_files(tmp_path: Path) -> None:
+    first, second = job_files(tmp_path, 0, 2), job_files(tmp_path, 1, 2)
+    prepare(first, range(0, 2), whole_host=False)
+    first.log(1).touch()
+    second.log(2).touch()
+    prepare(second, range(2, 4), whole_host=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"job-node-0", "job-node-1", "rank-1.log", "rank-2.1.log"}
+
+
+def test_state_is_written_and_read(tmp_path: Path) -> None:
+    files = job_files(tmp_path, 0, 1)
+    assert read_state(files.folder) is None
+    prepare(files, range(2), whole_host=True)
+    state = new_state(["run_trainer.py"], range(2), 2, files)
+    write_state(files, state)
+    assert read_state(files.folder) == state
+    heartbeat.beat_file(files.folder, 1).write_text("12   \n")
+    assert read_state(files.folder).workers[1].step == 12
+    with pytest.raises(UserError, match=f"a job is running with this folder .*{os.getpid()}"):
+        prepare(files, range(2), whole_host=True)
+    files.state.write_text("{")
+    assert read_state(files.folder) is None
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot be written"):
+        prepare(job_files(tmp_path / "file" / "logs", 0, 1), range(2), whole_host=True)
+
+
+# ---- heartbeats ------------------------------------------------------------------------------------------------------
+
+_WORKER = """
+import os, signal, sys, time
+from trainer.launch import heartbeat
+heartbeat.start()
+heartbeat.beat(7)
+if len(sys.argv) > 1:
+    heartbeat.failed(3)
+    os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def run_worker(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", _WORKER, *words],
+        env={"PYTHONPATH": root, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_worker_of_a_job_tells_what_it_does(tmp_path: Path) -> None:
+    before = time.monotonic()
+    done = run_worker("fail", RUN_TRAINER_JOB=str(tmp_path), RANK_ID="3")
+    assert done.returncode == 0 and "most recent call first" in done.stderr
+    assert heartbeat.beat_file(tmp_path, 3).read_text().strip() == "7"
+    text = heartbeat.failure_file(tmp_path, 3).read_text()
+    failure = json.loads(text)
+    assert failure["exit_code"] == 3 and before < failure["at_seconds"] < time.monotonic()
+
+
+def test_outside_a_job_nothing_happens(tmp_path: Path) -> None:
+    assert run_worker().returncode == 0
+    assert run_worker("fail").returncode == -signal.SIGUSR1  # nothing was registered
+    done = run_worker(RUN_TRAINER_JOB=str(tmp_path / "absent"))  # a folder that is gone does not end a run
+    assert done.returncode == 0 and not done.stderr
