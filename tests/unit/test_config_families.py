@@ -88,7 +88,7 @@ def test_which_layers_of_qwen3_moe_are_dense(keys: str, frequency: int | list[in
     ("text", "parts"),
     [
         (family("MixtralForCausalLM"), ["model.arch.type", "has experts, and this model none", "write moe_config"]),
-        (family("MixtralForCausalLM", "num_local_experts: 1"), ["expert_num = 1", "has experts, and this model none"]),
+        (family("MixtralForCausalLM", "num_local_experts: 1"), ["num_local_experts = 1: Mix", "and this model none"]),
         (
             family("LlamaForCausalLM", "architectures: [MixtralForCausalLM]"),
             ["architectures", "contradicts model.arch.type = LlamaForCausalLM", "write model.arch.type: Mixtral"],
@@ -141,3 +141,28 @@ def test_a_config_json_of_transformers_5_loads_as_it_is(name: str) -> None:
         assert decoder.qkv_has_bias and not decoder.attn_proj_has_bias and decoder.use_qk_norm
     if name == "mtp_2":
         assert decoder.mtp_depth == 2 and decoder.moe_layers == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "on_output"),
+    [
+        ("", "attention_bias", True),
+        ("LlamaForCausalLM", "attention_bias", True),
+        ("Qwen3ForCausalLM", "attention_bias", True),
+        ("Qwen3MoeForCausalLM", "attention_bias", True),
+        ("Glm4MoeForCausalLM", "attention_bias", False),
+        ("Qwen2ForCausalLM", "attention_bias", False),
+        ("LlamaForCausalLM", "qkv_has_bias", False),
+        ("LlamaForCausalLM", "add_qkv_bias", False),
+    ],
+)
+def test_attention_bias_means_what_it_means_to_hugging_faces_class(kind: str, key: str, on_output: bool) -> None:
+    """Where its o_proj has one too, a model from scratch would be another one without."""
+    experts = "moe_config: {expert_num: 4}\n" if "Moe" in kind else ""
+    text = f"model_config: {{{key}: True}}\n{experts}" + (f"model: {{arch: {{type: {kind}}}}}\n" if kind else "")
+    config = load(text)
+    assert config.decoder.qkv_has_bias
+    assert config.decoder.attn_proj_has_bias is on_output
+    assert parse_config("dumped.yaml", dump_config(config)).decoder == config.decoder
+    assert not load(text.replace("True", "True, attn_proj_has_bias: False", 1)).decoder.attn_proj_has_bias
+    assert not load(text.replace("True", "False", 1)).decoder.attn_proj_has_bias

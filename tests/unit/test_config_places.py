@@ -428,7 +428,7 @@ def test_windows_that_are_off_change_nothing_and_others_are_not_yet():
 
 def test_the_dtype_of_a_hugging_face_file_is_told():
     for name in ("dtype", "torch_dtype"):
-        assert "ignored: model.model_config.torch_dtype" in notices(f"model_config: {{{name}: bfloat16}}\n")
+        assert f"ignored: model.model_config.{name}" in notices(f"model_config: {{{name}: bfloat16}}\n")
 
 
 def test_beta1_and_beta2_are_the_betas():

@@ -28,9 +28,9 @@ def moe(keys: str, more: str = "") -> str:
         (moe("capacity_factor: 0"), ["capacity_factor = 0", "must be greater than 0, or -1"]),
         (moe("capacity_factor: -0.5"), ["capacity_factor = -0.5", "use 1.1 or -1"]),
         (moe("use_gmm: True, enable_sdrop: True"), ["moe_config.enable_sdrop = True", "use_gmm = True computes every"]),
-        (moe("use_gmm: True, drop_policy: probs"), ["moe_token_drop_policy = 'probs'", "use_gmm = True computes"]),
+        (moe("use_gmm: True, drop_policy: probs"), ["moe_config.drop_policy = 'probs'", "use_gmm = True computes"]),
         (moe("capacity_factor: 1.5, drop_policy: False"), ["nothing is dropped, and the capacity factor is 1.5"]),
-        (moe("drop_policy: random"), ["moe_token_drop_policy = 'random': must be position, probability"]),
+        (moe("drop_policy: random"), ["moe_config.drop_policy = 'random': must be position, probability"]),
         (moe("first_k_dense_replace: 5"), ["must be at most num_layers (4)"]),
         (moe("first_k_dense_replace: 4"), ["first_k_dense_replace = 4: leaves no layer with experts"]),
         (moe("moe_layer_freq: [0, 0, 0, 0]"), ["moe_layer_freq", "leaves no layer with experts"]),
@@ -50,6 +50,20 @@ def moe(keys: str, more: str = "") -> str:
             moe("").replace("seq_length", "pet_config: {target_modules: '.*w[123]'}, seq_length"),
             ["target_modules = '.*w[123]': matches only matrices of experts"],
         ),
+        (
+            moe("").replace("seq_length", "pet_config: {target_modules: '.*experts.*gate_proj'}, seq_length"),
+            ["matches only matrices of experts, which take no adapters", ".*q_proj"],
+        ),
+        (
+            moe("use_gating_sigmoid: False, scoring_func: sigmoid"),
+            ["moe_config.use_gating_sigmoid = False: contradicts scoring_func = sigmoid (a.yaml:2)"],
+        ),
+        (moe("mlp_only_layers: [0, 1, 2, 3]"), ["mlp_only_layers = [0, 1, 2, 3]: leaves no layer with experts"]),
+        (
+            moe("first_k_dense_replace: 2, mlp_only_layers: [2, 3]"),
+            ["mlp_only_layers = [2, 3]: beside first_k_dense_replace = 2 it leaves no layer with experts"],
+        ),
+        (moe("decoder_sparse_step: 5"), ["decoder_sparse_step = 5: leaves no layer with experts"]),
     ],
 )
 def test_contradictions(text: str, parts: list[str]) -> None:
@@ -91,6 +105,9 @@ def test_a_bias_callback_that_describes_another_model() -> None:
         moe("n_group: 8, topk_group: 4, topk_method: group_limited_greedy"),
         moe("use_gmm: True, moe_token_drop_policy: False, capacity_factor: -1"),
         moe("use_gmm: True", DROP_RATE % "capacity_factor: 1.5"),
+        moe("", DROP_RATE % "capacity_factor: -1"),
+        moe("capacity_factor: -1", DROP_RATE % "capacity_factor: -1"),
+        moe("use_gating_sigmoid: True, scoring_func: sigmoid"),
         moe("moe_layer_freq: [0, 1, 0, 1], first_k_dense_replace: 1"),
         moe("aux_loss_factor: 0.1, aux_loss_types: [expert], aux_loss_factors: [0.1]"),
         moe("aux_loss_factor: 0, moe_router_load_balancing_type: none"),
@@ -117,7 +134,7 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         (moe("use_gmm: True, capacity_factor: 1.5"), "capacity_factor 1.5: not used, use_gmm computes every token"),
         (moe("use_gmm: True, capacity_factor: -1"), ""),
         (moe("enable_sdrop: True, capacity_factor: -1"), "enable_sdrop: not used, capacity_factor -1 sets no bound"),
-        (moe("drop_policy: position"), "moe_token_drop_policy: not used, capacity_factor null sets no bound"),
+        (moe("drop_policy: position"), "moe_config.drop_policy: not used, capacity_factor null sets no bound"),
         (moe("topk_bias_update_rate: 0.1"), "topk_bias_update_rate 0.1: not used, balance_via_topk_bias is False"),
         (moe("balance_via_topk_bias: True"), "the bias stays where it is, topk_bias_update_rate is 0"),
         (moe("router_dense_type: float32"), ""),
@@ -131,7 +148,20 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         ),
         (
             moe("capacity_factor: 1.5", DROP_RATE % "num_layers: 4"),
-            "callbacks.0 MoEDropRateCallback: callback_moe_droprate is False in moe_config; assumed True",
+            "callbacks.0 MoEDropRateCallback: callback_moe_droprate is not in moe_config; assumed True",
+        ),
+        (
+            moe("capacity_factor: 1.5, callback_moe_droprate: False", DROP_RATE % "num_layers: 4"),
+            "callback_moe_droprate (a.yaml:2) is False, but MoEDropRateCallback is there: rates are logged",
+        ),
+        (moe("enable_gmm_safe_tokens: True"), "moe_config.enable_gmm_safe_tokens: not used, use_gmm is False"),
+        (moe("moe_permute_fusion: True"), "moe_config.moe_permute_fusion: not used, use_gmm is False"),
+        (moe("use_gmm: True, enable_gmm_safe_tokens: True, use_fused_ops_permute: True"), ""),
+        (MODEL.replace("}", ", mtp_loss_factor: 0.5}"), "model_config.mtp_loss_factor: not used, mtp_depth is 0"),
+        (MODEL.replace("}", ", mtp_loss_factor: 0.5, mtp_depth: 1}"), ""),
+        (
+            moe("").replace("seq_length", "pet_config: {target_modules: '.*wq|.*experts.*'}, seq_length"),
+            "target_modules: routers and experts get no adapters: they take none",
         ),
         (
             moe("use_gmm: True, callback_moe_droprate: True", DROP_RATE % "num_layers: 4"),
@@ -149,6 +179,14 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
 )
 def test_notices(text: str, told: str) -> None:
     assert told in notices(text) if told else notices(text) == ""
+
+
+def test_a_flag_that_takes_the_experts_away_is_blamed() -> None:
+    flag = "model.model_config.moe_config=null"
+    message = error_of(moe("", "model: {arch: {type: MixtralForCausalLM}}\n"), flag)
+    assert "flag --model.model_config.moe_config: model.model_config.moe_config = None: Mixtral" in message
+    message = error_of(moe("", DROP_RATE % "expert_num: 8"), flag)
+    assert "disagrees with model.model_config.moe_config = null (flag --model.model_config.moe_config): a" in message
 
 
 def test_either_setting_turns_the_drop_rate_on() -> None:
@@ -191,7 +229,8 @@ def test_which_tokens_go(keys: str, policy: str) -> None:
 
 def test_a_dumped_mixture_routes_alike() -> None:
     """The dump holds every key that acts: a default written out must not switch the capacity on."""
-    for keys in ("", "use_gmm: True", "enable_sdrop: True", "capacity_factor: 2, drop_policy: position"):
+    sigmoid, capacity = "scoring_func: sigmoid", "capacity_factor: 2, drop_policy: position"
+    for keys in ("", sigmoid, "use_gmm: True", "enable_sdrop: True", capacity):
         config = load(BASE + moe(keys).removeprefix(MODEL))
         again = parse_config("dumped.yaml", dump_config(config))
         assert again == config and again.decoder.experts.capacity(40) == config.decoder.experts.capacity(40)

@@ -10,6 +10,11 @@ from trainer.config.problems import Problem, nearest
 from trainer.config.schema import Config
 
 _KEY = "model.model_config.pet_config"
+_INSTEAD = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
+_NAMES_OF_EXPERTS = (
+    "mlp.gate", *(f"mlp.{kind}.{name}_proj" for kind in ("experts", "experts.0", "shared_experts")
+                  for name in ("gate", "up", "down")),
+)  # fmt: skip
 
 
 def adapter_problems(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
@@ -32,15 +37,20 @@ def adapter_problems(config: Config, report: Callable[..., Problem]) -> Iterator
             key, targets, f"is not a regular expression: {error}", "write one such as '.*q_proj|.*v_proj', in quotes"
         )
         return
-    if not matches:
+    if not matches and _targets_experts(config):
+        yield report(key, targets, "matches only matrices of experts, which take no adapters", _INSTEAD)
+    elif not matches:
         yield report(key, targets, "matches none of the model's matrices", _nearest_targets(targets))
     elif len(_in_experts(config)) == len(matches):
-        yield report(
-            key,
-            targets,
-            "matches only matrices of experts, which have no adapters",
-            "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'",
-        )
+        yield report(key, targets, "matches only matrices of experts, which take no adapters", _INSTEAD)
+
+
+def _targets_experts(config: Config) -> bool:
+    """Whether the targets match a name that only the router or an expert has."""
+    decoder = config.decoder
+    layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
+    names = [f"model.layers.{layer}.{name}" for layer in layers for name in _NAMES_OF_EXPERTS]
+    return any(re.fullmatch(decoder.pet_config.target_modules, name) for name in names)
 
 
 def _in_experts(config: Config) -> list[tuple[int, str]]:
@@ -68,6 +78,8 @@ def adapter_notices(config: Config) -> Iterator[str]:
         return
     if _in_experts(config):
         names = ", ".join(dict.fromkeys(name.split(".")[-1] for _, name in _in_experts(config)))
-        yield f"{_KEY}.target_modules: {names} of layers with experts get no adapters: experts have none"
+        yield f"{_KEY}.target_modules: {names} of layers with experts get no adapters: experts take none"
+    elif _targets_experts(config):
+        yield f"{_KEY}.target_modules: routers and experts get no adapters: they take none"
     if not config.load_checkpoint:
         yield f"{_KEY}: the adapters train on top of random weights, as load_checkpoint names no base model"

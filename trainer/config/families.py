@@ -22,20 +22,25 @@ class Family(NamedTuple):
     experts: dict[str, Any]
     """Keys of ``moe_config``."""
     is_mixture: bool = False
+    has_choice_bias: bool = False
+    """Whether Hugging Face's class has `e_score_correction_bias`."""
+    has_output_bias: bool = False
+    """Whether attention_bias there means one on o_proj too."""
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", {}, {}),
+    "LlamaForCausalLM": Family("llama", {}, {}, has_output_bias=True),
     "Qwen2ForCausalLM": Family("qwen2", {"qkv_has_bias": True}, {}),
-    "Qwen3ForCausalLM": Family("qwen3", {"use_qk_norm": True}, {}),
+    "Qwen3ForCausalLM": Family("qwen3", {"use_qk_norm": True}, {}, has_output_bias=True),
     "MixtralForCausalLM": Family("mixtral", {}, {}, is_mixture=True),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", {"use_qk_norm": True}, {}, is_mixture=True),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", {"use_qk_norm": True}, {}, is_mixture=True, has_output_bias=True),
     # Balanced by the bias on the choice instead of a loss: "no auxiliary loss" is what noaux means.
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
         {"rotary_pct": 0.5},
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
         is_mixture=True,
+        has_choice_bias=True,
     ),
 }
 """By ``model.arch.type``, which is Hugging Face's class."""
@@ -73,6 +78,13 @@ def family_problems(config: Config, report: Callable[..., Problem]) -> Iterator[
             getattr(decoder, key),
             f"contradicts model.arch.type = {kind}",
             f"write model.arch.type: {told}, or remove this key",
+        )
+    elif FAMILIES[kind].is_mixture and decoder.moe_config is None and config.source.where(_EXPERTS):
+        yield report(
+            _EXPERTS,
+            None,
+            f"{kind} has experts, and this leaves none",
+            "leave it out, or write a dense model.arch.type",
         )
     elif FAMILIES[kind].is_mixture and decoder.experts is None:
         written = decoder.moe_config is not None and config.source.where(f"{_EXPERTS}.expert_num")

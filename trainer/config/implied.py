@@ -17,6 +17,8 @@ _SAME_MEANING = {"scoring_func": ("use_gating_sigmoid",)}
 def fill_in(found: Resolved) -> None:
     """Completes resolved values in place; values of a wrong type are left for validation to report."""
     _from_family(found)
+    _from_attention_bias(found)
+    _from_score_function(found)
     _from_sparse_layers(found)
     _from_untied_embeddings(found)
     _from_muon(found)
@@ -51,6 +53,24 @@ def _from_family(found: Resolved) -> None:
     for name, value in FAMILIES[kind].experts.items() if experts else ():
         if not {name, *_SAME_MEANING.get(name, ())} & experts.keys():
             _set(found, (*_EXPERTS, name), value, because)
+
+
+def _from_attention_bias(found: Resolved) -> None:
+    """Hugging Face's ``attention_bias`` is one on o_proj too, but for some; our ``qkv_has_bias`` is not."""
+    settings, architecture = _section(found.data, *_MODEL), _section(found.data, "model", "arch")
+    kind, key = architecture["type"] if "type" in architecture else "LlamaForCausalLM", ".".join(_MODEL)
+    asked = "qkv_has_bias" in settings and settings["qkv_has_bias"] is True
+    asked = asked and found.written.get(f"{key}.qkv_has_bias") == f"{key}.attention_bias"
+    if asked and "attn_proj_has_bias" not in settings and isinstance(kind, str) and kind in FAMILIES:
+        if FAMILIES[kind].has_output_bias:
+            _set(found, (*_MODEL, "attn_proj_has_bias"), True, f"{key}.qkv_has_bias")
+
+
+def _from_score_function(found: Resolved) -> None:
+    """``scoring_func`` says in other words what ``use_gating_sigmoid`` says."""
+    experts = _section(found.data, *_EXPERTS)
+    if "use_gating_sigmoid" not in experts and "scoring_func" in experts and experts["scoring_func"] == "sigmoid":
+        _set(found, (*_EXPERTS, "use_gating_sigmoid"), True, ".".join((*_EXPERTS, "scoring_func")))
 
 
 def _from_sparse_layers(found: Resolved) -> None:

@@ -39,10 +39,10 @@ def parse_config(name: str, text: str, overrides: Sequence[Override] = ()) -> Co
     found = resolve(root)
     problems += found.problems
     fill_in(found)
-    config, invalid = validate(found.data, found.positions, told=bool(problems))
+    config, invalid = validate(found.data, found.positions, found.written, told=bool(problems))
     raise_problems(problems + invalid)
     assert config is not None, "a configuration without problems is valid"
-    config = config.with_source(Source(name, found.positions, tuple(notices + more + found.notices)))
+    config = config.with_source(Source(name, found.positions, tuple(notices + more + found.notices), found.written))
     raise_problems(not_yet_problems(config) + rule_problems(config))
     return config
 

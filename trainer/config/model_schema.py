@@ -94,7 +94,10 @@ class ModelConfig(Section):
     )
     rope_scaling: RopeScaling | None = setting(None, "Stretching of the positions. Default null: none.")
     qkv_has_bias: bool = setting(
-        False, "Biases on query, key and value (Qwen2). Default False.", aliases=("attention_bias", "add_qkv_bias")
+        False,
+        "Biases on query, key and value (Qwen2). As attention_bias it means what it means to Hugging Face's class: for"
+        " Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well. Default False.",
+        aliases=("attention_bias", "add_qkv_bias"),
     )
     attn_proj_has_bias: bool = setting(
         False, "Bias on the attention's output. Default False.", aliases=("out_proj_has_bias",)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.config.callback_schema import MoEDropRate, TopkBiasBalance
+from trainer.config.model_schema import ModelConfig
 from trainer.config.moe_schema import MoEConfig
 from trainer.config.problems import Problem
 from trainer.config.schema import Config
@@ -27,7 +28,7 @@ def moe_problems(config: Config, report: _Report) -> Iterator[Problem]:
         )
     if moe is None:
         return
-    yield from _routing(moe, report)
+    yield from _routing(moe, report, config.source.where)
     yield from _groups(moe, report)
     yield from _layers(config, moe, report)
     if moe.expert_num > 1:
@@ -35,7 +36,7 @@ def moe_problems(config: Config, report: _Report) -> Iterator[Problem]:
         yield from _not_built(config, moe, report)
 
 
-def _routing(moe: MoEConfig, report: _Report) -> Iterator[Problem]:
+def _routing(moe: MoEConfig, report: _Report, where: Callable[[str], str]) -> Iterator[Problem]:
     experts = moe.expert_num
     if moe.num_experts_chosen > experts:
         yield report(
@@ -54,6 +55,13 @@ def _routing(moe: MoEConfig, report: _Report) -> Iterator[Problem]:
     if moe.scoring_func is not None and moe.use_gating_sigmoid and moe.scoring_func != "sigmoid":
         yield report(
             f"{_KEY}.scoring_func", moe.scoring_func, "contradicts use_gating_sigmoid = True", "remove one of the two"
+        )
+    if moe.scoring_func == "sigmoid" and not moe.use_gating_sigmoid and where(f"{_KEY}.use_gating_sigmoid"):
+        yield report(
+            f"{_KEY}.use_gating_sigmoid",
+            False,
+            f"contradicts scoring_func = sigmoid ({where(f'{_KEY}.scoring_func')})",
+            "remove one of the two",
         )
     if moe.aux_loss_factors is not None and len(moe.aux_loss_factors) != len(moe.aux_loss_types or []):
         yield report(
@@ -118,10 +126,14 @@ def _layers(config: Config, moe: MoEConfig, report: _Report) -> Iterator[Problem
         yield report(f"{_KEY}.moe_layer_freq", every, rule, "write 1 for experts in every layer")
         return
     if moe.expert_num > 1 and not config.decoder.moe_layers:
-        name = "first_k_dense_replace" if dense == layers else "moe_layer_freq"
-        yield report(
-            f"{_KEY}.{name}", getattr(moe, name), "leaves no layer with experts", "lower it, or write expert_num: 1"
-        )
+        # Qwen3-MoE's keys are what was written where they give moe_layer_freq its value.
+        name = "mlp_only_layers" if moe.mlp_only_layers else "moe_layer_freq"
+        name = "decoder_sparse_step" if moe.decoder_sparse_step > 1 else name
+        beside = f"beside first_k_dense_replace = {dense} it " if dense else ""
+        name, beside = ("first_k_dense_replace", "") if dense == layers else (name, beside)
+        fix = "leave layers out of it" if name == "mlp_only_layers" else "lower it"
+        rule = f"{beside}leaves no layer with experts"
+        yield report(f"{_KEY}.{name}", getattr(moe, name), rule, f"{fix}, or write expert_num: 1")
 
 
 def _dropping(moe: MoEConfig, report: _Report) -> Iterator[Problem]:
@@ -195,8 +207,9 @@ def _same_model(
     config: Config, callback: MoEDropRate | TopkBiasBalance, key: str, report: _Report
 ) -> Iterator[Problem]:
     decoder, moe = config.decoder, config.decoder.moe_config or MoEConfig()
+    no_section = decoder.moe_config is None and bool(config.source.where(_KEY))  # null was written
     model: dict[str, tuple[Any, str]] = {
-        "expert_num": (moe.expert_num, f"{_KEY}.expert_num"),
+        "expert_num": (moe.expert_num, _KEY if no_section else f"{_KEY}.expert_num"),
         "num_layers": (decoder.num_layers, f"{_MODEL}.num_layers"),
         "mtp_depth": (decoder.mtp_depth, f"{_MODEL}.mtp_depth"),
     }
@@ -209,19 +222,25 @@ def _same_model(
             model["capacity_factor"] = (_capacity_factor(moe), f"{_KEY}.capacity_factor")
     for name in sorted(model.keys() & type(callback).model_fields.keys()):
         (value, model_key), said = model[name], getattr(callback, name)
-        if said is not None and said != value:
-            where = config.source.where(model_key)
-            shown, section = "null, no bound" if value is None else value, model_key.rsplit(".", 1)[0]
-            yield report(
-                f"{key}.{name}",
-                said,
-                f"disagrees with {model_key} = {shown}{f' ({where})' if where else ', its default'}",
-                f"remove it here: the callback asks the model; or write {name}: {said} in {section}",
-            )
+        if said is None or said == value or (name == "capacity_factor" and said == -1 and value is None):
+            continue
+        where, section = config.source.where(model_key), model_key.rsplit(".", 1)[0]
+        if model_key == _KEY:
+            shown, section = f"null ({where}): a dense model", _KEY
+        else:
+            shown = f"{'null, no bound' if value is None else value}{f' ({where})' if where else ', its default'}"
+        yield report(
+            f"{key}.{name}",
+            said,
+            f"disagrees with {config.source.name(model_key)} = {shown}",
+            f"remove it here: the callback asks the model; or write {name}: {said} in {section}",
+        )
 
 
 def _capacity_factor(moe: MoEConfig) -> float | None:
-    return moe.room if moe.capacity_factor is None else moe.capacity_factor
+    """What the section says of it, None for no bound."""
+    factor = moe.room if moe.capacity_factor is None else moe.capacity_factor
+    return None if factor == -1 else factor
 
 
 def watches_drop_rate(config: Config) -> bool:
@@ -234,6 +253,8 @@ def watches_drop_rate(config: Config) -> bool:
 def moe_notices(config: Config) -> Iterator[str]:
     """What works, but other than a reader of the file might expect."""
     decoder, written = config.decoder, config.decoder.moe_config
+    if decoder.mtp_depth == 0 and decoder.mtp_loss_factor != ModelConfig.model_fields["mtp_loss_factor"].default:
+        yield f"{_called(config, f'{_MODEL}.mtp_loss_factor')}: not used, mtp_depth is 0"
     if decoder.experts is None:
         if written is not None and written != MoEConfig():
             yield "moe_config: changes nothing, expert_num is 1: a dense model"
@@ -242,6 +263,7 @@ def moe_notices(config: Config) -> Iterator[str]:
                 yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
         return
     yield from _capacity_notices(config, decoder.experts)
+    yield from _product_notices(config, decoder.experts)
     yield from _balance_notices(decoder.experts)
     if config.trains:
         yield from _drop_rate_notices(config, decoder.experts)
@@ -260,7 +282,20 @@ def _capacity_notices(config: Config, moe: MoEConfig) -> Iterator[str]:
     unused = ["enable_sdrop"] * moe.enable_sdrop + ["moe_token_drop_policy"] * bool(moe.moe_token_drop_policy)
     if unused:
         bound = "null" if moe.capacity_factor is None else f"{moe.capacity_factor:g}"
-        yield f"moe_config.{', moe_config.'.join(unused)}: not used, capacity_factor {bound} sets no bound"
+        keys = ", ".join(_called(config, f"{_KEY}.{name}") for name in unused)
+        yield f"{keys}: not used, capacity_factor {bound} sets no bound"
+
+
+def _product_notices(config: Config, moe: MoEConfig) -> Iterator[str]:
+    unused = [name for name in ("enable_gmm_safe_tokens", "use_fused_ops_permute") if getattr(moe, name)]
+    if unused and not moe.use_gmm:
+        keys = ", ".join(_called(config, f"{_KEY}.{name}") for name in unused)
+        yield f"{keys}: not used, use_gmm is False"
+
+
+def _called(config: Config, key: str) -> str:
+    """Section and key as they were written."""
+    return ".".join(config.source.name(key).split(".")[-2:])
 
 
 def _balance_notices(moe: MoEConfig) -> Iterator[str]:
@@ -283,7 +318,11 @@ def _drop_rate_notices(config: Config, moe: MoEConfig) -> Iterator[str]:
             f" mtp_depth {config.decoder.mtp_depth}"
         )
     elif not moe.callback_moe_droprate:
-        yield f"callbacks.{number} MoEDropRateCallback: callback_moe_droprate is False in moe_config; assumed True"
+        where = config.source.where(f"{_KEY}.callback_moe_droprate")
+        if where:
+            yield f"callback_moe_droprate ({where}) is False, but MoEDropRateCallback is there: rates are logged"
+        else:
+            yield f"callbacks.{number} MoEDropRateCallback: callback_moe_droprate is not in moe_config; assumed True"
     if moe.room is None:
         why = "use_gmm computes every token" if moe.use_gmm else "no capacity_factor bounds what an expert takes"
         yield f"the drop rate will be 0.00000 in every layer: {why}"

@@ -36,6 +36,8 @@ class Resolved:
 
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, Place] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    """Dotted keys as they were written, for those that were not under their main name."""
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
@@ -55,6 +57,8 @@ def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> d
             found.problems.append(Problem(entry.place, _unknown(name, kind, path, entry.place)))
         elif names[name] not in chosen:
             chosen[names[name]] = entry
+            if name != names[name]:
+                found.written[f"{path}{names[name]}"] = f"{path}{name}"
         else:
             chosen[names[name]] = _same(f"{path}{names[name]}", chosen[names[name]], entry, found)
     fields = fields_by_yaml_name(kind)

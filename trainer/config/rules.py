@@ -32,7 +32,7 @@ def reporter(config: Config) -> Report:
 
     def report(key: str, value: Any, rule: str, fix: str) -> Problem:
         place = config.source.place(key)
-        return Problem(place, UserError(rule, where=place.text, key=key, value=value, fix=fix))
+        return Problem(place, UserError(rule, where=place.text, key=config.source.name(key), value=value, fix=fix))
 
     return report
 

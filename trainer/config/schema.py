@@ -45,10 +45,15 @@ class Source:
     path: str = field(default="", compare=False)
     positions: dict[str, Place] = field(default_factory=dict, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)
+    written: dict[str, str] = field(default_factory=dict, compare=False)
 
     def where(self, key: str) -> str:
         """Says where a dotted key was set: ``configs/a.yaml:12``, ``flag --seed``, or an empty string for a default."""
         return self.place(key).text
+
+    def name(self, key: str) -> str:
+        """A dotted key as it was written, where that was one of its other names."""
+        return self.written[key] if key in self.written else key
 
     def place(self, key: str) -> Place:
         """The same with its order in the file."""

@@ -60,9 +60,9 @@ def not_yet_problems(config: Config) -> list[Problem]:
     problems = []
     for finding in findings(config):
         if finding.support == "not_yet" and not _unread(config, finding.key):
-            place = config.source.place(finding.key)
+            place, key = config.source.place(finding.key), config.source.name(finding.key)
             error = UserError(
-                "not yet supported", where=place.text, key=finding.key, value=finding.value, fix=finding.reason
+                "not yet supported", where=place.text, key=key, value=finding.value, fix=finding.reason
             )
             problems.append(Problem(place, error))
     return problems
@@ -89,5 +89,6 @@ def ignored_notices(config: Config) -> list[str]:
             keys.setdefault(f"not read, {unread}", []).append(f"{finding.key} {finding.value}")
         if finding.support == "ignored":
             where = config.source.where(finding.key)
-            keys.setdefault(finding.reason, []).append(f"{finding.key} ({where})" if where else finding.key)
+            name = config.source.name(finding.key)
+            keys.setdefault(finding.reason, []).append(f"{name} ({where})" if where else name)
     return [f"ignored: {', '.join(names)}: {reason}" for reason, names in keys.items()]

@@ -28,13 +28,14 @@ _KINDS = {
 
 
 def validate(
-    data: dict[str, Any], positions: dict[str, Place], *, told: bool = False
+    data: dict[str, Any], positions: dict[str, Place], written: dict[str, str], *, told: bool = False
 ) -> tuple[Config | None, list[Problem]]:
     """Validates plain values against the schema.
 
     Args:
         data: The values.
         positions: Where each key stands.
+        written: Keys that were written under another name.
         told: Problems have been found before: a section that they left nothing of is not reported again.
     """
     try:
@@ -48,7 +49,7 @@ def validate(
             findings.setdefault(path, []).append(item)
         # Of a union's members only that is told which the value comes closest to: the one with problems further in.
         deepest = [path for path in findings if not any(_is_within(other, path) for other in findings)]
-        return None, [_problem(path, findings[path], positions) for path in deepest]
+        return None, [_problem(path, findings[path], positions, written) for path in deepest]
 
 
 def _is_within(path: tuple[str, ...], section: tuple[str, ...]) -> bool:
@@ -81,8 +82,11 @@ def _place(path: tuple[str, ...], positions: dict[str, Place]) -> Place:
     return NOWHERE
 
 
-def _problem(path: tuple[str, ...], items: list[Any], positions: dict[str, Place]) -> Problem:
+def _problem(
+    path: tuple[str, ...], items: list[Any], positions: dict[str, Place], written: dict[str, str]
+) -> Problem:
     place, key = _place(path, positions), ".".join(path)
+    key = written[key] if key in written else key
     first = items[0]
     if first["type"] == "missing":
         return Problem(

@@ -275,8 +275,8 @@ class Decoder(nn.Cell):
     def balance_choices(self, counts: RoutingCounts | None) -> None:
         """Moves the bias of each router's choice against the load of its experts, after an optimizer step.
 
-        DeepSeek-V3, section 2.1.2: up by a fixed amount for an expert with less than the mean load, down with more. It is
-        a part of the router: where that is frozen, so is the bias.
+        DeepSeek-V3, section 2.1.2: up by a fixed amount for an expert with less than the mean load, down with more.
+        It is a part of the router: where that is frozen, so is the bias.
 
         Args:
             counts: Of the whole window, over all ranks.

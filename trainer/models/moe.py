@@ -187,7 +187,7 @@ class MoeLayer:
             groups=moe.n_group or 1,
             chosen_groups=moe.topk_group or moe.n_group or 1,
             group_score=moe.group_score,
-            safe_tokens=moe.enable_gmm_safe_tokens,
+            safe_tokens=moe.use_gmm and moe.enable_gmm_safe_tokens,
         )
         self.dispatcher = TokenDispatcher(kernels)
         self.gate, self.up, self.down = (kernels.grouped_matmul() for _ in range(3))
