@@ -58,7 +58,7 @@ def eval_run(config: Config, world: World) -> int:
     for notice in config_notices(config, world):
         console.on_notice(notice)
     data = eval_batches(config, (world.rank, world.size), show_build, console.on_notice)
-    weights, folder = starting_weights(config), Path(config.output_dir).expanduser()
+    weights, folder = starting_weights(config, console.on_notice), Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     from trainer.session import open_session
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,9 @@ from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.arrays import save_arrays
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.weights import requested_weights
+from trainer.config.families import FAMILIES
 from trainer.errors import UserError
-from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.models.shapes import CHOICE_BIAS, adapter_shapes, parameter_shapes
 from trainer.monitors.files import make_folder, write_failure
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Exported:
         path: The file.
         tensors, weights, file_bytes: How much it holds.
         contents: In words.
+        notices: What the user should know of them.
     """
 
     path: Path
@@ -40,10 +42,12 @@ class Exported:
     weights: int
     file_bytes: int
     contents: str
+    notices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         size = f"{self.tensors} tensors, {self.weights:,} weights in float32, {self.file_bytes / 1e6:,.1f} MB"
-        return f"wrote {self.path}: {self.contents} ({size})"
+        notes = "".join(f"note: {notice}\n" for notice in self.notices)
+        return f"{notes}wrote {self.path}: {self.contents} ({size})"
 
 
 def export(config: Config, output: Path, *, merge: bool, force: bool = False) -> Exported:
@@ -61,19 +65,31 @@ def export(config: Config, output: Path, *, merge: bool, force: bool = False) ->
     """
     path = output if output.suffix == _SUFFIX else output / f"model{_SUFFIX}"
     _check(config, path, merge, force)
+    notices: list[str] = []
     if merge:
-        weights = merged(starting_weights(config), config.decoder)
+        weights = merged(starting_weights(config, notices.append), config.decoder)
         pairs, scale = len(adapter_shapes(config.decoder)) // 2, config.decoder.pet_config.scale
         base = config.load_checkpoint or "random weights"
         contents = f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}"
     else:
-        found, contents = requested_weights(config), f"the weights of {config.load_checkpoint}"
+        found, contents = requested_weights(config, notices.append), f"the weights of {config.load_checkpoint}"
         weights = {name: found[name] for name in parameter_shapes(config.network)}
     make_folder(path.parent)
     weights = to_disk(weights, config.model.arch.type)
     _write(path, weights)
     count = sum(array.size for array in weights.values())
-    return Exported(path, len(weights), count, path.stat().st_size, contents)
+    notices += _unknown_elsewhere(config, weights)
+    return Exported(path, len(weights), count, path.stat().st_size, contents, tuple(notices))
+
+
+def _unknown_elsewhere(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
+    """Tensors that the same model in transformers does not have, without which it computes something else."""
+    biases, kind = [array for name, array in weights.items() if name.endswith(CHOICE_BIAS)], config.model.arch.type
+    if any(bias.any() for bias in biases) and not FAMILIES[kind].has_choice_bias:
+        yield (
+            f"transformers' {kind} has no bias on the choice of experts: it leaves these {len(biases)} tensors"
+            f" ({CHOICE_BIAS}) out and sends tokens to other experts than the training did; Glm4MoeForCausalLM has one"
+        )
 
 
 def _check(config: Config, path: Path, merge: bool, force: bool) -> None:

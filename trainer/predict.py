@@ -111,7 +111,12 @@ def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bo
     prompts, tokenizer = read_prompts(config), load_tokenizer(config)
     encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
     limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
-    weights, folder = starting_weights(config), Path(config.output_dir).expanduser()
+
+    def tell(notice: str) -> None:
+        if world.rank == 0:
+            print(f"note: {notice}", file=sys.stderr)
+
+    weights, folder = starting_weights(config, tell), Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     # From here on MindSpore is needed.
     from trainer.models.generate import Generator, Sampling

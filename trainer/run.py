@@ -131,7 +131,7 @@ class _Training:
         self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content)
         # A run that resumes takes its weights from the checkpoint it resumes from.
         self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
-        self.weights = self.resumed.weights if self.resumed else starting_weights(config)
+        self.weights = self.resumed.weights if self.resumed else starting_weights(config, notices.append)
         self.base = base_record(config, self.weights) if config.decoder.pet_config is not None else None
         if self.resumed:
             self.position, plan = self.resumed.position, plan_resumed(plan, self.resumed)

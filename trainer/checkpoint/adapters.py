@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
 from trainer.checkpoint.weights import check_weights, read_safetensors, requested_weights
 from trainer.errors import UserError
 from trainer.models.init import initial_value
-from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.models.shapes import adapter_shapes, layer_targets, parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -43,8 +43,12 @@ _OURS = {
 _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 
-def starting_weights(config: Config) -> Weights | None:
+def starting_weights(config: Config, notice: Callable[[str], None] | None = None) -> Weights | None:
     """The weights that a run starts from: `load_checkpoint`, and with `pet_config` the adapters of `adapter_id` on top.
+
+    Args:
+        config: Of the run.
+        notice: Told what of the checkpoint is left out, and what it lacks that starts anew.
 
     Returns:
         All parameters by name. What nothing names are those of `seed`; None where that is all of them.
@@ -53,16 +57,16 @@ def starting_weights(config: Config) -> Weights | None:
         UserError: Nothing readable there, or weights of another model, or adapters of other weights.
     """
     if config.decoder.pet_config is None:
-        return requested_weights(config)
-    base = base_weights(config)
+        return requested_weights(config, notice, new_modules=config.trains)
+    base = base_weights(config, notice)
     if not config.adapter_id:
         return base | _of_seed(adapter_shapes(config.decoder), config)
     return base | read_adapters(config, Path(config.adapter_id).expanduser(), base)
 
 
-def base_weights(config: Config) -> Weights:
+def base_weights(config: Config, notice: Callable[[str], None] | None = None) -> Weights:
     """The weights below the adapters: those of `load_checkpoint`, else those of `seed`."""
-    found = requested_weights(config)
+    found = requested_weights(config, notice)
     return _of_seed(parameter_shapes(config.decoder), config) if found is None else found
 
 
@@ -182,7 +186,7 @@ def description(settings: ModelConfig, base: str) -> dict[str, Any]:
         base: `load_checkpoint`, empty for none.
     """
     adapters = settings.pet_config
-    targets = [adapters.targets(layer) for layer in range(settings.num_layers)]
+    targets = [tuple(layer_targets(settings, layer)) for layer in range(settings.num_layers)]
     names = [name.split(".")[-1] for name in targets[0]]
     if len(set(targets)) > 1:  # not the same in every layer: full names
         names = [f"model.layers.{layer}.{name}" for layer, found in enumerate(targets) for name in found]
@@ -209,7 +213,7 @@ def merged(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
     """
     found = {name: weights[name] for name in parameter_shapes(settings)}
     for layer in range(settings.num_layers):
-        for projection in settings.pet_config.targets(layer):
+        for projection in layer_targets(settings, layer):
             name = f"model.layers.{layer}.{projection}"
             a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
             total = found[f"{name}.weight"] + settings.pet_config.scale * (b @ a)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,10 @@ import numpy as np
 import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
+from trainer.checkpoint.further_weights import fix_for, missing_biases, missing_modules, unused_modules
 from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
 from trainer.errors import UserError
+from trainer.models.init import initial_value
 from trainer.models.shapes import EMBEDDING, HEAD, parameter_shapes
 
 if TYPE_CHECKING:
@@ -24,8 +26,15 @@ _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
 _BUFFERS = (".rotary_emb.inv_freq",)
 
 
-def requested_weights(config: Config) -> dict[str, np.ndarray] | None:
+def requested_weights(
+    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = False
+) -> dict[str, np.ndarray] | None:
     """The weights of `load_checkpoint`, which fit the model; None without.
+
+    Args:
+        config: Names the checkpoint and describes the model.
+        notice: Told what of the checkpoint is left out, and what it lacks that starts anew.
+        new_modules: Modules for further tokens that the checkpoint lacks start from the seed: a training moves them.
 
     Raises:
         UserError: Nothing readable there, or weights of another model.
@@ -33,7 +42,20 @@ def requested_weights(config: Config) -> dict[str, np.ndarray] | None:
     if not config.load_checkpoint:
         return None
     path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
-    return fitting_weights(read_weights(path, where), config.network, path, where)
+    weights = read_weights(path, where)
+    if config.classifier is not None:
+        return fitting_weights(weights, config.network, path, where)
+    settings = config.decoder
+    unused, *texts = unused_modules(weights, settings)
+    findings = [missing_biases(weights, settings), *([missing_modules(weights, settings)] if new_modules else [])]
+    absent = {name for names, _ in findings for name in names}
+    for text in (*texts, *(text for names, text in findings if names)):
+        if text and notice is not None:
+            notice(text)
+    used = {name: array for name, array in weights.items() if name not in unused}
+    found = fitting_weights(used, settings, path, where, absent=absent)
+    shapes = parameter_shapes(settings)
+    return found | {name: initial_value(name, shapes[name], settings, config.seed) for name in shapes if name in absent}
 
 
 def fitting_weights(
@@ -42,15 +64,22 @@ def fitting_weights(
     path: Path,
     where: str = "",
     key: str = "load_checkpoint",
+    absent: Container[str] = (),
 ) -> dict[str, np.ndarray]:
     """Weights as `read_weights` gives them by the names of parameters: the experts of a layer are stacked.
+
+    Args:
+        weights: As they lie in the file.
+        settings: The model section.
+        path, where, key: For messages.
+        absent: Parameters that they need not have.
 
     Raises:
         UserError: They are those of another model.
     """
-    shapes = parameter_shapes(settings)
+    shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
     own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings)}
-    check_weights(own, disk_shapes(shapes, form_of(own)), path, where, key)
+    check_weights(own, disk_shapes(shapes, form_of(own)), path, where, key, settings)
     return from_disk(own, shapes)
 
 
@@ -96,8 +125,15 @@ def check_weights(
     path: Path,
     where: str = "",
     key: str = "load_checkpoint",
+    settings: ModelConfig | None = None,
 ) -> None:
     """Every parameter is there and has its shape; a tied head may lie in the file as well.
+
+    Args:
+        weights: As they lie in the file.
+        shapes: What there should be.
+        path, where, key: For messages.
+        settings: The model section, None for what is no whole decoder.
 
     Raises:
         UserError: Names the first parameter that is missing, unknown or of another shape, and counts the others.
@@ -112,12 +148,13 @@ def check_weights(
         theirs, ours = weights[other[0]].shape, tuple(shapes[other[0]])
         problems.append(f"has {_first(other)} of shape {list(theirs)} where this model has {list(ours)}")
     if problems:
+        fix = "" if settings is None or other else fix_for(missing, unknown, settings)
         raise UserError(
             f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}",
             where=where,
             key=key,
             value=str(path),
-            fix="use the model_config of the checkpoint (config.yaml beside it), or another checkpoint",
+            fix=fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint",
         )
 
 

@@ -1,0 +1,171 @@
+"""Checkpoints with more or less than the model: modules for further tokens, the bias on the choice of experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from config_helpers import failure
+from golden_files import load_model_case
+from safetensors.numpy import load_file, save_file
+
+from trainer.checkpoint.adapters import merged, starting_weights
+from trainer.checkpoint.weights import fitting_weights, requested_weights
+from trainer.config import Config, parse_config
+from trainer.export import export
+from trainer.models.init import initial_value
+from trainer.models.shapes import CHOICE_BIAS, adapter_shapes, parameter_shapes
+
+SIZES = {
+    "num_layers": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "vocab_size": 30, "seq_length": 8,
+    "mtp_depth": 2,
+}  # fmt: skip
+DENSE, MTP = "dense", "mtp_2"
+
+
+def config_of(name: str, folder: Path, *, mode: str = "train", moe: dict | None = None, **changes: object) -> Config:
+    """The model of a golden file, whose weights lie in `folder`, with other keys of model_config and moe_config."""
+    model = SIZES if name == DENSE else load_model_case(name).metadata["config_json"]
+    model = model | changes | ({"moe_config": moe} if moe else {})
+    if name == MTP and "mtp_depth" in changes:
+        del model["num_nextn_predict_layers"]  # the same in Hugging Face's words
+    text = {"run_mode": mode, "load_checkpoint": str(folder), "model_config": model}
+    return parse_config("a.yaml", json.dumps(text | ({"predict_data": "a"} if mode == "predict" else {})))
+
+
+def weights_of(name: str) -> dict[str, np.ndarray]:
+    if name != DENSE:
+        return load_model_case(name).weights
+    settings = config_of(DENSE, Path()).decoder
+    return {key: initial_value(key, shape, settings, 9) for key, shape in parameter_shapes(settings).items()}
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    """A dense model with one layer and two modules for further tokens."""
+    save_file(weights_of(DENSE), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def without_modules(folder: Path, layers: tuple[int, ...] = (1, 2)) -> Path:
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    weights = {name: array for name, array in load_file(folder / "model.safetensors").items()}
+    save_file({n: a for n, a in weights.items() if not n.startswith(prefixes)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "predict"])
+@pytest.mark.parametrize(
+    ("name", "depth", "layers", "them"),
+    [(DENSE, 0, "layers 1-2", "them"), (DENSE, 1, "layer 2", "it"), (MTP, 1, "layer 2", "it")],
+)
+def test_modules_that_the_model_lacks_are_left_out_and_that_is_said(
+    tmp_path: Path, mode: str, name: str, depth: int, layers: str, them: str
+) -> None:
+    save_file(weights_of(name), tmp_path / "model.safetensors")
+    config, told = config_of(name, tmp_path, mode=mode, mtp_depth=depth), []
+    found = requested_weights(config, told.append)
+    assert found.keys() == parameter_shapes(config.decoder).keys()
+    (text,) = told
+    assert f"further tokens ({layers}); mtp_depth: 2 would use {them}" in text
+    whole = fitting_weights(weights_of(name), config_of(name, tmp_path).decoder, Path("file"))
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, whole[key])
+
+
+def test_a_deeper_model_is_not_taken_for_one_with_modules(modules: Path) -> None:
+    weights = load_file(modules / "model.safetensors")
+    copies = {name.replace(".0.", ".3."): array for name, array in weights.items() if ".layers.0." in name}
+    save_file(weights | copies, modules / "model.safetensors")
+    message = failure(lambda: requested_weights(config_of(DENSE, modules, mtp_depth=0)))
+    assert "it holds model.layers.1." in message and "use the model_config of the checkpoint" in message
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (2,)])
+def test_modules_that_the_checkpoint_lacks_start_from_the_seed_in_a_training(
+    modules: Path, layers: tuple[int, ...]
+) -> None:
+    config, told = config_of(DENSE, without_modules(modules, layers), mode="finetune"), []
+    found = starting_weights(config, told.append)
+    assert found.keys() == parameter_shapes(config.decoder).keys()
+    (text,) = told
+    which = "layers 1-2 (mtp_depth 2) start" if len(layers) == 2 else "layer 2 (mtp_depth 2) starts"
+    assert text == f"the checkpoint has no module for further tokens: {which} from the seed"
+    name = "model.layers.2.eh_proj.weight"
+    right = initial_value(name, found[name].shape, config.decoder, config.seed)
+    np.testing.assert_array_equal(found[name], right)
+
+
+def test_elsewhere_a_checkpoint_without_modules_is_an_error_that_names_the_key(modules: Path, tmp_path: Path) -> None:
+    without_modules(modules, (2,))
+    for mode in ("eval", "predict"):
+        message = failure(lambda mode=mode: starting_weights(config_of(DENSE, modules, mode=mode)))
+        assert "it lacks model.layers.2." in message
+        assert "write mtp_depth: 1 instead of 2, as in the checkpoint" in message
+    config = config_of(DENSE, modules)
+    assert "write mtp_depth: 1 instead" in failure(lambda: export(config, tmp_path / "exported", merge=False))
+    adapters = config_of(DENSE, modules, pet_config={"target_modules": ".*q_proj"})
+    assert "write mtp_depth: 1 instead" in failure(lambda: starting_weights(adapters))
+
+
+def test_a_training_that_goes_on_needs_the_very_modules(modules: Path) -> None:
+    weights = load_file(modules / "model.safetensors")
+    settings = config_of(DENSE, modules, mtp_depth=0).decoder
+    message = failure(lambda: fitting_weights(weights, settings, modules, key="resume_training"))
+    assert "holds model.layers.1." in message and "write mtp_depth: 2, as in the checkpoint" in message
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    save_file(load_model_case("experts_mixtral").weights, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+BALANCED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_bias_that_the_checkpoint_lacks_starts_at_zero_and_that_is_said(mixtral: Path, mode: str) -> None:
+    config, told = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
+    found = requested_weights(config, told.append)
+    assert told == ["balance_via_topk_bias: the checkpoint has no bias on the choice of experts, it starts at 0"]
+    biases = [array for name, array in found.items() if name.endswith(CHOICE_BIAS)]
+    assert len(biases) == len(config.decoder.moe_layers) and not np.any(biases)
+    assert found.keys() == parameter_shapes(config.decoder).keys()
+
+
+def test_a_bias_that_is_missing_in_some_layers_is_a_damaged_checkpoint(mixtral: Path) -> None:
+    config = config_of("experts_mixtral", mixtral, moe=BALANCED)
+    name = f"model.layers.0.{CHOICE_BIAS}"
+    bias = np.zeros(config.decoder.experts.expert_num, np.float32)
+    save_file(load_file(mixtral / "model.safetensors") | {name: bias}, mixtral / "model.safetensors")
+    message = failure(lambda: requested_weights(config))
+    assert f"it lacks model.layers.1.{CHOICE_BIAS}" in message
+
+
+def test_an_export_says_which_biases_transformers_does_not_know(mixtral: Path, tmp_path: Path) -> None:
+    config = config_of("experts_mixtral", mixtral, moe=BALANCED)
+    still = export(config, tmp_path / "zero", merge=False)  # a bias of zero changes nothing
+    assert [text for text in still.notices if "transformers" in text] == []
+    weights = load_file(mixtral / "model.safetensors")
+    experts = config.decoder.experts.expert_num
+    moved = {f"model.layers.{n}.{CHOICE_BIAS}": np.ones(experts, np.float32) for n in config.decoder.moe_layers}
+    save_file(weights | moved, mixtral / "model.safetensors")
+    found = export(config, tmp_path / "moved", merge=False)
+    (text,) = found.notices
+    assert f"MixtralForCausalLM has no bias on the choice of experts: it leaves these {len(moved)} tensors" in text
+    assert str(found).startswith(f"note: {text}\nwrote ")
+
+    own = tmp_path / "glm"
+    own.mkdir()
+    save_file(load_model_case("experts_glm4_moe").weights, own / "model.safetensors")
+    assert export(config_of("experts_glm4_moe", own), tmp_path / "glm.safetensors", merge=False).notices == ()
+
+
+def test_adapters_whose_targets_are_in_experts_too_are_merged(mixtral: Path) -> None:
+    config = config_of("experts_mixtral", mixtral, pet_config={"target_modules": ".*q_proj|.*gate_proj"})
+    weights = starting_weights(config)
+    assert {name.split(".")[4] for name in adapter_shapes(config.decoder)} == {"q_proj"}
+    assert merged(weights, config.decoder).keys() == parameter_shapes(config.decoder).keys()
