@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from mindspore import Tensor
+    from mindspore import Parameter, Tensor
 
     from trainer.parallel.world import World
 
@@ -28,6 +28,9 @@ class Peers(Protocol):
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each gradient summed over all ranks; the same bits on every rank."""
+
+    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+        """Completes parameters in place, of which each rank gives its own range; see `trainer.parallel.shards`."""
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """What every rank gave, in the order of ranks."""
@@ -49,6 +52,9 @@ class Alone:
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return list(gradients)
+
+    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+        assert parts is None, "one rank has all of every parameter"
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -79,6 +85,9 @@ class DataParallel:
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self.collectives.all_reduce_in_buckets(gradients)
+
+    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+        self.collectives.share_parts(parameters, parts)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return self.collectives.gather_bytes(data)
