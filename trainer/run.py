@@ -33,6 +33,7 @@ from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_byt
 from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
 from trainer.monitors.report import ReportMonitor
 from trainer.monitors.summary import Totals
+from trainer.ops.select import kernel_notices
 from trainer.optim.freeze import freeze_notices
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
@@ -127,6 +128,7 @@ class _Training:
         notices = [*config_notices(config, self.world), *freeze_notices(config)]
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config, self.world)
+        notices += kernel_notices(plan.kernels)
         self.data = training_batches(config, (self.world.rank, self.world.size), show_build, notices.append)
         self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content)
         # A run that resumes takes its weights from the checkpoint it resumes from.

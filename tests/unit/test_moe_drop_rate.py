@@ -14,7 +14,7 @@ from test_monitors_report import colours, picture, write_metrics
 from trainer.monitors.console import ProgressMonitor, console_monitor, log_file_monitor
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
-from trainer.monitors.report import draw_report, read_curves
+from trainer.monitors.report import Curves, Panel, _draw_panel, draw_report, read_curves
 from trainer.ops.routing import RoutingCounts
 
 # Layers 1 and 2, and a module for further tokens, of 4 experts: nothing dropped, 3 of 12 dropped, all at one expert.
@@ -119,3 +119,20 @@ def test_the_picture_grows_by_two_panels(tmp_path: Path) -> None:
     assert heights[1] - heights[0] == pytest.approx(2 * 2 * 110, abs=2), "two panels of two inches"
     # The colour of the second line of a panel; an antialiased third one may leave no pixel of its own.
     assert 0xFF7F0E in colours(picture(experts / "report.png"))
+
+
+@pytest.mark.parametrize(("layers", "named"), [(1, 0), (3, 3), (8, 8), (60, 8)])
+def test_a_panel_of_many_layers_draws_all_and_names_a_few(layers: int, named: int) -> None:
+    from matplotlib.figure import Figure
+
+    names = [f"drop_rate.layer {layer}" for layer in range(layers)]
+    curves = Curves([1, 2], {name: [0.5, 0.4] for name in names})
+    axis = Figure().subplots()
+    _draw_panel(axis, curves, Panel("drop rate", names))
+    assert len(axis.lines) == layers and axis.get_ylim()[0] == 0
+    texts = [] if axis.get_legend() is None else [text.get_text() for text in axis.get_legend().get_texts()]
+    assert len(texts) == named
+    if named:
+        assert (texts[0], texts[-1]) == ("layer 0", f"layer {layers - 1}")
+    colours = {str(line.get_color()) for line in axis.lines}
+    assert len(colours) == layers

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Override, load_config
+from trainer.ops.select import kernel_notices
 from trainer.plan import Plan, build_plan, plan_dict, plan_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -112,3 +113,14 @@ def test_recomputed_experts_need_less() -> None:
     kept = plan_of("moe_tiny").memory_bytes["activations"]
     again = plan_of("moe_tiny", recompute_config__select_recompute="[mlp]").memory_bytes["activations"]
     assert again < 0.8 * kept and math.isfinite(again)
+
+
+def test_a_fused_permutation_that_is_not_there_is_told_once() -> None:
+    asked = {"use_gmm": True, "use_fused_ops_permute": True}
+    told = list(kernel_notices(plan_of("moe_dropless", **moe(**asked), context__device_target="CPU").kernels))
+    assert told == [
+        "use_fused_ops_permute: the reference sorts the tokens, moe_token_permute exists only on Ascend; device is CPU"
+    ]
+    for changes in ({"use_fused_ops_permute": False}, {"use_gmm": False}):  # the latter has a note of its own
+        plan = plan_of("moe_dropless", **moe(**asked | changes), context__device_target="CPU")
+        assert not list(kernel_notices(plan.kernels))

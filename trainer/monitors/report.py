@@ -22,7 +22,7 @@ _NOT_DRAWN = frozenset({"step", "epoch", "loss", "loss_scale", "overflow", "toke
 # Lists with a number for each layer with experts, a panel each.
 _LAYER_PANELS = {"drop_rate": "drop rate", "load_imbalance": "busiest expert / mean"}
 _MAX_POINTS = 4000  # more than a picture has columns
-_MAX_LINES_A_PANEL = 16
+_MAX_LEGEND_ENTRIES = 8
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,30 @@ def _draw_loss(axis: Axes, curves: Curves) -> None:
 
 
 def _draw_panel(axis: Axes, curves: Curves, panel: Panel) -> None:
-    for name in panel.fields[:_MAX_LINES_A_PANEL]:
-        label = name.partition(".")[2] or name
-        axis.plot(curves.steps, curves.fields[name], linewidth=1, label=label, marker=_marker(curves.steps))
+    count, named = len(panel.fields), _named(len(panel.fields))
+    for number, name in enumerate(panel.fields):
+        style = {} if count <= _MAX_LEGEND_ENTRIES else {"color": _colour(number / (count - 1))}
+        if number in named:
+            style["label"] = name.partition(".")[2] or name
+        axis.plot(curves.steps, curves.fields[name], linewidth=1, marker=_marker(curves.steps), **style)
     axis.set_ylabel(panel.title)
-    if len(panel.fields) > 1:
+    if panel.title == _LAYER_PANELS["drop_rate"]:
+        axis.set_ylim(bottom=0)
+    if count > 1:
         axis.legend(fontsize="x-small", ncols=4)
+
+
+def _named(count: int) -> set[int]:
+    """The lines that a legend names: all of a few, else some evenly spread with the first and the last."""
+    entries = min(count, _MAX_LEGEND_ENTRIES)
+    return {round(entry * (count - 1) / max(entries - 1, 1)) for entry in range(entries)}
+
+
+def _colour(part: float) -> tuple[float, ...]:
+    """From the first line's colour, 0, to the last one's, 1: neighbours look alike, the order is seen."""
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](part)
 
 
 def _marker(steps: list[int]) -> str:

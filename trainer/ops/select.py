@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,14 @@ def _token_permute_obstacle(settings: ModelConfig) -> str:
     if settings.experts.enable_gmm_safe_tokens:
         return "enable_gmm_safe_tokens adds rows that belong to no token; moe_token_permute makes none"
     return ""
+
+
+def kernel_notices(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
+    """What a training should say of kernels of experts that were asked for and are not there."""
+    asked = {choice.asked for choice in choices}
+    for choice in choices if "use_gmm: True" in asked else ():
+        if choice.asked == "use_fused_ops_permute: True" and not choice.fused:
+            yield f"use_fused_ops_permute: the reference sorts the tokens, {choice.why}"
 
 
 def part_dtypes(
