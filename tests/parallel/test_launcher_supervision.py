@@ -224,3 +224,41 @@ def test_an_msrun_that_fails_is_shown(tmp_path: Path) -> None:
     job = launch(tmp_path, 5, RUN_TRAINER_MSRUN=str(broken))
     assert job.end() == 1
     assert "msrun failed" in job.errors and "  | this msrun is broken" in job.errors
+
+
+def test_a_signal_to_every_process_of_a_job_is_one_signal(tmp_path: Path) -> None:
+    """As batch systems end a job: msrun ends of it, wardens do not mind, and the workers get it a second time."""
+    job = launch(tmp_path, 1000)
+    job.wait_for_step(2)
+    for process in job.family():
+        process.terminate()
+    assert job.end() == 128 + signal.SIGTERM
+    assert all(job.log(rank).endswith("saved after SIGTERM\n") for rank in range(2))
+
+
+def test_a_terminal_that_is_closed_ends_the_job(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000)
+    job.wait_for_step(2)
+    job.process.send_signal(signal.SIGHUP)
+    assert job.end() == 128 + signal.SIGTERM
+    assert all(job.log(rank).endswith("saved after SIGTERM\n") for rank in range(2))
+
+
+def test_a_terminal_that_is_closed_under_nohup_does_not(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as under nohup
+    try:
+        job = launch(tmp_path, 20)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job.wait_for_step(2)
+    job.process.send_signal(signal.SIGHUP)
+    assert job.end() == 0
+
+
+def test_odd_places(tmp_path: Path) -> None:
+    """A folder for temporary files that is too deep for a socket, a log folder with spaces, signs no terminal knows."""
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    job = launch(tmp_path, 1, "größe", options=("--log_dir", "my logs ü"), TMPDIR=str(deep), LC_ALL="C", LANG="C")
+    assert job.end() == 0
+    assert "did step 1" in (tmp_path / "my logs ü" / "rank-1.log").read_text()

@@ -50,6 +50,7 @@ MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
 
 _DETACHED_START_SECONDS = 20.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_ENCODING = "PYTHONIOENCODING"
 _OF_A_CLUSTER = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
@@ -135,13 +136,14 @@ def goes_without_msrun(options: LaunchOptions) -> bool:
 
 def _engine(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> subprocess.Popen:
     if goes_without_msrun(options):
-        return start_engine(warden_command(), scratch, files.msrun_log, {"RANK_ID": "0", "DEVICE_ID": "0"})
+        return start_engine(warden_command(), scratch, files.msrun_log, {"RANK_ID": "0"})
     scratch.write_shim()
     log_dir = files.folder / "msrun"  # of the wardens, which say nothing
     command = engine_command(options, log_dir)
     if os.environ.get(MSRUN_VARIABLE):
         command[1:3] = [os.environ[MSRUN_VARIABLE]]
-    return start_engine(command, scratch, files.msrun_log, {})
+    # msrun prints its command, and must be able to whatever characters are in it.
+    return start_engine(command, scratch, files.msrun_log, {_ENCODING: "utf-8:backslashreplace"})
 
 
 def orders(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]:
@@ -157,7 +159,7 @@ def orders(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]
                 JOB_VARIABLE: str(files.folder),
                 "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
             },
-            "without": [SOCKET_VARIABLE, *(_OF_A_CLUSTER if goes_without_msrun(options) else ())],
+            "without": [*_not_the_workers(), *(_OF_A_CLUSTER if goes_without_msrun(options) else ())],
             "cores": own,
             "log": str(files.log(rank)),
         }
@@ -165,16 +167,23 @@ def orders(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]
         found[None] = {
             "command": [sys.executable, "-c", SCHEDULER],
             "environment": _own_environment(1),
-            "without": [SOCKET_VARIABLE],
+            "without": _not_the_workers(),
             "cores": cores,
             "log": str(files.scheduler_log),
         }
     return found
 
 
+def _not_the_workers() -> list[str]:
+    """Variables that are for msrun and the wardens only."""
+    return [SOCKET_VARIABLE, *([_ENCODING] if _ENCODING not in os.environ else [])]
+
+
 def _own_environment(threads: int) -> dict[str, str]:
-    """PATH as the user has it, and a number of threads where the user does not want fewer."""
+    """PATH and the like as the user has them, and a number of threads where the user does not want fewer."""
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
+    if _ENCODING in os.environ:
+        environment[_ENCODING] = os.environ[_ENCODING]
     for name in _THREAD_VARIABLES:
         wanted = os.environ.get(name, "")
         environment[name] = str(min(threads, int(wanted)) if wanted.isdecimal() and int(wanted) else threads)

@@ -41,11 +41,16 @@ os._exit(0)
 """
 
 
+_LONGEST_PARENT_BYTES = 70
+
+
 class Scratch:
     """A private folder with the socket of the launcher and the `python` that msrun shall find; gone after `close`."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="run_trainer-", ignore_cleanup_errors=True)
+        # A longer path is none for a socket; every system has /tmp.
+        parent = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PARENT_BYTES else "/tmp"
+        self._folder = tempfile.TemporaryDirectory(prefix="run_trainer-", dir=parent, ignore_cleanup_errors=True)
         self.path = Path(self._folder.name)
         self.socket = self.path / "launcher"
 

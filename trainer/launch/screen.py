@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TextIO
 
@@ -51,7 +52,7 @@ class Screen:
         self._waiting = ""
         clear = _CLEAR_LINE if self._errors.isatty() else ""
         for line in lines:
-            print(f"{clear}{line}", file=self._errors, flush=True)
+            self._print(f"{clear}{line}\n")
 
     def close(self) -> None:
         self._wait("")
@@ -61,7 +62,11 @@ class Screen:
     def _wait(self, text: str) -> None:
         if text != self._waiting and self._errors.isatty():
             self._waiting = text
-            print(f"{_CLEAR_LINE}{text}", end="", file=self._errors, flush=True)
+            self._print(f"{_CLEAR_LINE}{text}")
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a terminal that was closed is no reason to leave the workers
+            print(text, end="", file=self._errors, flush=True)
 
 
 def waiting_for(started: int, workers: int, seconds: float) -> str:

@@ -1,0 +1,53 @@
+"""Signals that a run asks about: remembered once, an echo is the same one, a real second one acts at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
+from trainer.stop_signals import StopSignals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_SIGINT), (signal.SIGTERM, EXIT_SIGTERM)])
+def test_a_signal_is_remembered(number: signal.Signals, code: int) -> None:
+    with StopSignals() as stop:
+        assert not stop and stop.exit_code == EXIT_OK
+        signal.raise_signal(number)
+        assert stop and stop.received is number and stop.exit_code == code
+
+
+def test_an_echo_is_the_same_signal() -> None:
+    with StopSignals() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.received is signal.SIGINT
+
+
+def test_a_second_one_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop
+        monkeypatch.setattr("trainer.stop_signals.time.monotonic", lambda: now + 5)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_first_kind_gives_the_exit_code() -> None:
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert stop.exit_code == EXIT_SIGTERM
