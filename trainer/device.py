@@ -2,42 +2,68 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.device_settings import device_calls, jit_options, unused_keys
+from trainer.doctor import find_ascend, missing_for_ascend
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
-_ASCEND_SIGNS = (Path("/dev/davinci0"), Path("/dev/davinci_manager"))
+_KEY = "context.device_target"
+_NO_GPU = "MindSpore 2.10 from the package index has no GPU kernels"
 
 
 def resolve_device(config: Config) -> str:
-    """The device of `context.device_target`; the best one there is when that is null.
+    """The device of `context.device_target`; the best one there is when that is null, or with `device_fallback`.
 
     Raises:
-        UserError: The device that was asked for is not there.
+        UserError: The device that was asked for is not there, or a setting of an Ascend's is none.
     """
+    wanted, lacks = config.context.device_target, _lacks(config)
+    if lacks and wanted is not None and not config.context.device_fallback:
+        raise UserError(
+            lacks,
+            where=config.source.where(_KEY),
+            key=_KEY,
+            value=wanted,
+            fix="use --device_target CPU, remove the key to take the best device there is, or add --device_fallback;"
+            " `run_trainer.py doctor` looks at this machine",
+        )
+    device = "CPU" if lacks else wanted or "Ascend"
+    device_calls(config, device)
+    jit_options(config, device)
+    return device
+
+
+def device_notices(config: Config) -> Iterator[str]:
+    """What of the file's `context` is otherwise on the device of this run."""
+    device, wanted, lacks = resolve_device(config), config.context.device_target, _lacks(config)
+    if lacks and wanted is not None:
+        yield f"{_KEY} {wanted}: {lacks}; the run uses the {device} (device_fallback)"
+    elif lacks and find_ascend(Path("/"), os.environ).cards:
+        yield f"{lacks}: the run uses the {device}"
+    elif wanted is None and config.context.device_fallback:
+        yield f"context.device_fallback: not used, without {_KEY} a run takes the best device there is"
+    unused = unused_keys(config, device)
+    if unused:
+        yield f"ignored: {', '.join(unused)}: only Ascend devices have it"
+    settings = [str(call) for call in device_calls(config, device)]
+    settings += [f"mindspore.jit {name}={value}" for name, value in jit_options(config, device).items()]
+    if settings:
+        yield f"context: set with {', '.join(settings)}"
+
+
+def _lacks(config: Config) -> str:
+    """Why the wanted device, or with none the Ascend, cannot be used; empty when it can."""
     wanted = config.context.device_target
-    ascend = any(sign.exists() for sign in _ASCEND_SIGNS) or shutil.which("npu-smi") is not None
-    if wanted is None:
-        return "Ascend" if ascend else "CPU"
-    if wanted == "Ascend" and not ascend:
-        raise UserError(
-            "this machine has no Ascend device (no /dev/davinci*, no npu-smi)",
-            where=config.source.where("context.device_target"),
-            key="context.device_target",
-            value=wanted,
-            fix="use --device_target CPU, or remove the key to take the best device there is",
-        )
+    if wanted == "CPU":
+        return ""
     if wanted == "GPU":
-        raise UserError(
-            "MindSpore 2.10 from the package index has no GPU kernels",
-            where=config.source.where("context.device_target"),
-            key="context.device_target",
-            value=wanted,
-            fix="use --device_target CPU",
-        )
-    return wanted
+        return _NO_GPU
+    missing = missing_for_ascend(Path("/"), os.environ)
+    return f"this machine cannot run on an Ascend: {', '.join(missing)}" if missing else ""

@@ -6,6 +6,7 @@ Answers without importing MindSpore. The deep check starts it in a process of it
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED
 
@@ -138,6 +139,44 @@ def check_numpy(version: str | None) -> Check:
     return Check("numpy", "ok", version)
 
 
+class AscendParts(NamedTuple):
+    """What of an Ascend is there: the number of its cards, its driver (npu-smi), CANN's libraries."""
+
+    cards: int
+    driver: bool
+    toolkit: bool
+
+
+def find_ascend(root: Path, environment: Mapping[str, str]) -> AscendParts:
+    """Looks for an Ascend; arguments as of `check_device`."""
+    cards = sum(1 for _ in (root / "dev").glob("davinci[0-9]*"))
+    driver = shutil.which("npu-smi", path=environment.get("PATH", "")) is not None
+    toolkit = (root / "usr/local/Ascend").is_dir() or "ASCEND_HOME_PATH" in environment
+    return AscendParts(cards, driver, toolkit)
+
+
+def missing_for_ascend(root: Path, environment: Mapping[str, str], package: Path | None = None) -> list[str]:
+    """What keeps a run from an Ascend, in words; empty where nothing does.
+
+    Args:
+        root, environment: As of `check_device`.
+        package: MindSpore's folder; None: look.
+    """
+    found = find_ascend(root, environment)
+    missing = [] if found.cards else ["no card (/dev/davinci0)"]
+    # A container may have the cards and the driver's libraries without its tool.
+    if not (found.driver or (root / "usr/local/Ascend/driver").is_dir()):
+        missing.append("no driver (npu-smi, /usr/local/Ascend/driver)")
+    if not found.toolkit:
+        missing.append("no CANN libraries (/usr/local/Ascend, ASCEND_HOME_PATH)")
+    if package is None:
+        spec = importlib.util.find_spec("mindspore")
+        package = Path(spec.origin).parent if spec and spec.origin else None
+    if package is None or not any((package / "lib/plugin").glob("libmindspore_ascend.so*")):
+        missing.append("no Ascend plugin in the mindspore package")
+    return missing
+
+
 def check_device(root: Path, environment: Mapping[str, str]) -> Check:
     """The best device there is: Ascend with its toolkit, else the processor.
 
@@ -145,11 +184,9 @@ def check_device(root: Path, environment: Mapping[str, str]) -> Check:
         root: Of the file system, for tests.
         environment: ``PATH`` leads to npu-smi.
     """
-    cards = sorted(path.name for path in (root / "dev").glob("davinci[0-9]*"))
-    smi = shutil.which("npu-smi", path=environment.get("PATH", ""))
-    toolkit = (root / "usr/local/Ascend").is_dir() or "ASCEND_HOME_PATH" in environment
+    cards, smi, toolkit = find_ascend(root, environment)
     if cards or smi:
-        cards_text = f"{len(cards)} Ascend card{'s' if len(cards) != 1 else ''}" if cards else "npu-smi"
+        cards_text = f"{cards} Ascend card{'s' if cards != 1 else ''}" if cards else "npu-smi"
         if not toolkit:
             fix = "install CANN, then source its set_env.sh; until then use --device_target CPU"
             return Check("device", "warn", f"{cards_text}, but no CANN toolkit in /usr/local/Ascend", fix)

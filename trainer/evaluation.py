@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.adapters import starting_weights
 from trainer.config import config_notices
 from trainer.data.loaders import EvalBatches, eval_batches
+from trainer.device import device_notices
 from trainer.errors import EXIT_OK, EXIT_SIGTERM
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
@@ -55,7 +56,7 @@ def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: i
 def eval_run(config: Config, world: World) -> int:
     """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
     console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
-    for notice in config_notices(config, world):
+    for notice in (*config_notices(config, world), *device_notices(config)):
         console.on_notice(notice)
     data = eval_batches(config, (world.rank, world.size), show_build, console.on_notice)
     weights, folder = starting_weights(config, console.on_notice), Path(config.output_dir).expanduser()

@@ -73,6 +73,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("do_sample", f"{_MODEL}.do_sample", "bool", "predict: draw tokens instead of taking the likeliest."),
     Flag("mode", "context.mode", "value", "0: compiled blocks; 1: no compilation.", "0|1"),
     Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
+    Flag("device_fallback", "context.device_fallback", "bool", "Take the best device where that is not there."),
     Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
     Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; as the job is when left out."),
     Flag("use_fused_rope", f"{_MODEL}.use_fused_rope", "bool", "Fused rotary embedding where there is one."),

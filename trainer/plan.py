@@ -13,7 +13,7 @@ from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes, sha
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.runner_schema import LossScaleSection
 from trainer.data import batch_size, estimate_rows
-from trainer.device import resolve_device
+from trainer.device import device_notices, resolve_device
 from trainer.errors import UserError
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision
@@ -194,7 +194,7 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
 
 def _notices(config: Config, world: World, rank_bytes: int) -> tuple[str, ...]:
     fits = memory_notices(rank_bytes, ranks=world.local_size)
-    return (*config_notices(config, world), *freeze_notices(config), *fits)
+    return (*config_notices(config, world), *device_notices(config), *freeze_notices(config), *fits)
 
 
 def _no_batch(config: Config, rows: int, ranks: int) -> UserError:

@@ -22,7 +22,7 @@ from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import check_runnable, config_notices, dump_config
 from trainer.config.moe_rules import watches_drop_rate
 from trainer.data.loaders import training_batches
-from trainer.device import resolve_device
+from trainer.device import device_notices, resolve_device
 from trainer.errors import EXIT_OK, RunError
 from trainer.evaluation import eval_run, evaluate_now, show_build
 from trainer.launch import heartbeat
@@ -65,7 +65,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     if config.run_mode == "predict":
         from trainer.predict import predict
 
-        for notice in config_notices(config, world) if world.rank == 0 else ():
+        for notice in (*config_notices(config, world), *device_notices(config)) if world.rank == 0 else ():
             print(f"note: {notice}", file=sys.stderr)
         return predict(config, _print_text, world)
     if config.run_mode == "eval":
@@ -125,7 +125,7 @@ class _Training:
     def prepare(self) -> list[str]:
         """Finds, reads and checks everything that the run needs; returns what the user should know."""
         config = self.config
-        notices = [*config_notices(config, self.world), *freeze_notices(config)]
+        notices = [*config_notices(config, self.world), *device_notices(config), *freeze_notices(config)]
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config, self.world)
         notices += kernel_notices(plan.kernels)

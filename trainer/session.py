@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from trainer.checkpoint.state import load_weights
 from trainer.config.recompute import recomputed_parts
 from trainer.cpu_threads import set_up_cpu_threads
 from trainer.device import resolve_device
+from trainer.device_settings import Call, device_calls, jit_options
 from trainer.errors import RunError
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
@@ -60,16 +62,18 @@ def open_session(config: Config, weights: Mapping[str, np.ndarray] | None = None
     peers = DataParallel(world) if world.size > 1 else Alone()
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision)
-    model, build_inputs = build_model(config, kernels)
+    model, build_inputs = build_model(config, kernels, device)
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, peers)
     return Session(model, build_inputs, peers)
 
 
-def build_model(config: Config, kernels: KernelSet) -> tuple[Model, InputBuilder | ImageInputBuilder]:
+def build_model(
+    config: Config, kernels: KernelSet, device: str = "CPU"
+) -> tuple[Model, InputBuilder | ImageInputBuilder]:
     """The model with the weights of `seed`, and what makes its inputs."""
-    trains, compiled = config.trains, config.context.mode == 0
+    trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
         model = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
@@ -146,3 +150,11 @@ def set_up_device(config: Config, device: str, world: World = ALONE) -> None:
         set_up_cpu_threads()
     else:
         mindspore.set_device(device, world.local_rank if world.size > 1 else config.context.device_id)
+        _make_calls(device_calls(config, device))
+
+
+@functools.cache
+def _make_calls(calls: tuple[Call, ...]) -> None:
+    """Makes each once a process: MindSpore refuses to be told twice."""
+    for call in calls:
+        call.make(mindspore)

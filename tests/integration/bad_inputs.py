@@ -301,7 +301,7 @@ PLACES = (
         "cache_dir: {home}/cache",
         "cache_dir: /proc/nowhere",
     ),
-    line("no Ascend here", "seed: 1", "context: {device_target: Ascend}", "Ascend", "device_target", "CPU"),
+    line("no Ascend here", "seed: 1", "context: {device_target: Ascend}", "no CANN libraries", "doctor", "CPU"),
 )
 GROUPS = {
     "unknown key": UNKNOWN_KEYS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,12 @@ def test_it_learns_the_digits_and_can_be_stopped(
     assert found["accuracy"] == eval_records(whole)[-1]["eval_accuracy"] and "accuracy" in said
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def assert_the_log(path: Path, output: Path) -> None:
     losses = {(record["epoch"], record["step"] - 250 * (record["epoch"] - 1)): record["loss"]
               for record in step_records(output)}  # fmt: skip
@@ -84,12 +91,15 @@ def assert_the_log(path: Path, output: Path) -> None:
     assert all(losses[int(epoch), int(step)] == float(loss) for epoch, step, loss in lines)
 
 
-def test_two_workers_do_what_one_process_does(data_path: Path, tmp_path: Path) -> None:
+def test_two_workers_do_what_one_process_does(
+    data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the tutorial is started: the same images in a step, so the same losses but for rounding."""
     own = ["--optimizer.momentum", 0.9, "--stop_step", 40, "--callbacks.0.per_print_times", 20]
     order = f"run_trainer.py --config {CONFIG} " + " ".join(map(str, own))
+    monkeypatch.setenv("PYTHON", sys.executable)
     launcher = REPOSITORY / "scripts" / "msrun_launcher.sh"
-    script = ["bash", launcher, order, "2", "8159", tmp_path / "msrun", "True", "100"]
+    script = ["bash", launcher, order, "2", free_port(), tmp_path / "msrun", "True", "100"]
     done = subprocess.run(list(map(str, script)), cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     alone = train(CONFIG, **flags(tmp_path / "alone", runner_config__batch_size=16, runner_config__stop_step=40))

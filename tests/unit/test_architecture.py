@@ -30,10 +30,10 @@ ROOMS = (
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
-        "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device", "trainer.flags",
+        "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device_settings", "trainer.flags",
         "trainer.doctor", "trainer.launch", "trainer.stop_signals", "trainer.host_threads",
     ),
-    ("trainer.optim.freeze",),
+    ("trainer.optim.freeze", "trainer.device"),
     ("trainer.plan_memory", "trainer.plan_experts"),
     ("trainer.plan", "trainer.launch.checks"),
     ("trainer.parallel",),

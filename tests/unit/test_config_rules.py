@@ -233,11 +233,7 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
     ("text", "parts"),
     [
         ("runner_config: {sink_mode: True}\n", ["ignored: runner_config.sink_mode (a.yaml:1): ", "no data sink"]),
-        ("context: {max_device_memory: 58GB}\n", ["context.max_device_memory (a.yaml:1)", "Ascend"]),
-        (
-            "context:\n  max_device_memory: 58GB\n  memory_optimize_level: O1\n",
-            ["ignored: context.max_device_memory (a.yaml:2), context.memory_optimize_level (a.yaml:3): only Ascend"],
-        ),
+        ("context: {hccl_buffsize: 200}\n", ["context.hccl_buffsize (a.yaml:1)", "Ascend"]),
         ("swap_config: {swap: True}\n", ["swap_config.swap"]),
         ("tensorboard: {tensorboard_dir: a}\n", ["tensorboard.tensorboard_dir", "metrics.jsonl"]),
         ("callbacks: [{type: ObsMonitor}]\n", ["callbacks.0", "nothing is uploaded"]),

@@ -31,15 +31,28 @@ class ContextConfig(Section):
         le=1,
     )
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
+    device_fallback: bool = setting(
+        False, "Take the best device there is where device_target is not there, and say so. Default False."
+    )
     device_id: int = setting(0, "Which device of this machine. Default 0.", ge=0)
-    max_device_memory: str | None = ignored(None, "Bound on device memory.", _ASCEND)
-    mempool_block_size: str | None = ignored(None, "Block of the memory pool.", _ASCEND)
-    memory_optimize_level: Literal["O0", "O1"] | None = ignored(None, "Memory optimization.", _ASCEND)
+    max_device_memory: str | None = setting(None, 'Ascend: bound on device memory, as "58GB". Default null: none.')
+    mempool_block_size: str | None = setting(
+        None, 'Ascend: by how much the memory pool grows, as "1GB". Default null: MindSpore\'s 2GB.'
+    )
+    memory_optimize_level: Literal["O0", "O1"] | None = setting(
+        None, "Ascend: optimization of memory. Default null: MindSpore's O0."
+    )
     memory_offload: Literal["ON", "OFF"] | None = ignored(None, "Move idle memory to the host.", _ASCEND)
-    max_call_depth: int = ignored(10000, "Depth of calls in a graph.", _COMPILER, ge=1)
-    jit_config: dict[str, Any] | None = ignored(None, "Options of the graph compiler.", _COMPILER)
-    jit_level: Literal["O0", "O1", "O2"] | None = ignored(None, "Optimization of graphs.", _COMPILER)
-    infer_boost: str | None = ignored(None, "Faster inference.", _ASCEND)
+    max_call_depth: int | None = setting(
+        None, "Ascend: depth of calls in a graph. Default null: MindSpore's 1000.", ge=1
+    )
+    jit_config: dict[str, Any] | None = setting(
+        None, "Ascend: options of mindspore.jit, jit_level and exec_order. Default null: MindSpore's."
+    )
+    jit_level: Literal["O0", "O1", "O2"] | None = setting(
+        None, "Ascend: optimization of compiled blocks, O0 or O1. Default null: MindSpore's O0."
+    )
+    infer_boost: str | None = ignored(None, "Faster inference.", "MindSpore 2.10 has given it up")
     save_graphs: bool | int = ignored(
         False, "Write compiled graphs.", "set the environment variable MS_DEV_SAVE_GRAPHS instead"
     )
@@ -48,25 +61,31 @@ class ContextConfig(Section):
     )
     enable_graph_kernel: bool = ignored(False, "Fuse graph kernels.", _COMPILER)
     graph_kernel_flags: str | None = ignored(None, "Options of such fusion.", _COMPILER)
-    ascend_config: dict[str, Any] | None = ignored(None, "Options of Ascend devices.", _ASCEND)
+    ascend_config: dict[str, Any] | None = setting(
+        None,
+        "Ascend: precision_mode, op_precision_mode, matmul_allow_hf32, conv_allow_hf32, jit_compile, op_debug_option."
+        " Default null: MindSpore's.",
+    )
     gpu_config: dict[str, Any] | None = ignored(None, "Options of GPUs.", "GPUs run with MindSpore's own defaults")
-    affinity_cpu_list: bool | str | list[Any] | dict[str, Any] | None = ignored(
-        None, "Cores to bind to.", "use taskset to bind a process"
+    affinity_cpu_list: bool | str | list[Any] | dict[str, Any] | None = setting(
+        None, "Ascend: bind MindSpore's threads to cores, True or which ones. Default null: not bound."
     )
     affinity_config: dict[str, Any] | None = ignored(None, "Cores to bind to.", "use taskset to bind a process")
     use_past: bool = ignored(False, "Keep keys and values.", "generation always keeps them")
-    runtime_num_threads: int | None = ignored(
-        None, "Threads of kernels.", "set the environment variable OMP_NUM_THREADS instead"
+    runtime_num_threads: int | None = setting(
+        None, "Ascend: threads of kernels on the host; 0: as null. Default null: MindSpore's 30.", ge=0
     )
-    inter_op_parallel_num: int | None = ignored(None, "Operators at once.", _COMPILER)
+    inter_op_parallel_num: int | None = setting(
+        None, "Ascend: threads that start operators; 0: as null. Default null: MindSpore's 5.", ge=0
+    )
     enable_compile_cache: bool = ignored(False, "Keep compiled graphs.", _COMPILER)
     compile_cache_path: str | None = ignored(None, "Where to.", _COMPILER)
-    deterministic: Literal["ON", "OFF"] | None = ignored(
-        None, "The same bits each time.", "on a CPU a run always gives the same bits"
+    deterministic: Literal["ON", "OFF"] | None = setting(
+        None, "Ascend: the same bits each time, which a CPU always gives. Default null: OFF."
     )
-    exec_order: str | None = ignored(None, "Order of operators.", _COMPILER)
+    exec_order: str | None = setting(None, "Ascend: order of operators, bfs or dfs. Default null: MindSpore's bfs.")
     check_bprop: bool = ignored(False, "Check gradients.", "the tests check them")
-    pynative_synchronize: bool = ignored(False, "Wait after each operator.", "use context.mode 1 for debugging")
+    pynative_synchronize: bool = setting(False, "Ascend: wait after each operator. Default False.")
     max_memory_usage: str | None = ignored(None, "Bound on memory.", _ASCEND)
     hccl_buffsize: int | None = ignored(None, "Buffer of communication.", _ASCEND)
 

@@ -179,7 +179,7 @@ class MoeLayer:
         self.moe, self.names = moe, list(moe_shapes(settings))
         self.has_shared = settings.shared_expert_size > 0
         pieces = Router(settings, kernels), Gates(settings), RouterLosses(settings), SharedExperts(kernels)
-        made = [compile_cell(piece) if compiled else piece for piece in pieces]
+        made = [compile_cell(piece, compiled) if compiled else piece for piece in pieces]
         self.router, self.gates, self.losses, self.shared = made
         self.route = kernels.route(
             moe.expert_num,

@@ -16,7 +16,7 @@ Every form is compiled once, at its first use, and serves all layers. Legend: N 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import mindspore
@@ -24,6 +24,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 Constants: TypeAlias = Callable[[], tuple[Sequence[Tensor | None], Sequence[Tensor | None]]]
 """Makes the arguments of a block that are neither its input nor weights: those before and those after the weights."""
+Compiled: TypeAlias = bool | Mapping[str, str]
+"""Whether cells are compiled; where they are, options of `mindspore.jit`, of which True is none."""
 
 
 class Differentiable:
@@ -31,12 +33,12 @@ class Differentiable:
 
     Args:
         cell: (x_ND, *arguments) -> result.
-        compiled: Compile each form (context.mode 0), or run operator by operator (mode 1).
+        compiled: Compile each form (context.mode 0), or run operator by operator (mode 1); see `compile_cell`.
     """
 
-    def __init__(self, cell: nn.Cell, compiled: bool) -> None:
+    def __init__(self, cell: nn.Cell, compiled: Compiled) -> None:
         self.cell, self.compiled = cell, compiled
-        self.plain = compile_cell(cell) if compiled else cell
+        self.plain = compile_cell(cell, compiled) if compiled else cell
         self._forms: dict[tuple[str, tuple[int, ...]], Callable] = {}
 
     def stopped_at(self, places: tuple[int, ...]) -> Callable:
@@ -59,17 +61,17 @@ class Differentiable:
     def _form(self, name: str, places: tuple[int, ...], kind: type[nn.Cell]) -> Callable:
         if (name, places) not in self._forms:
             cell = kind(self.cell, places)
-            self._forms[name, places] = compile_cell(cell) if self.compiled else cell
+            self._forms[name, places] = compile_cell(cell, self.compiled) if self.compiled else cell
         return self._forms[name, places]
 
 
-def compile_cell(cell: nn.Cell) -> Callable:
-    """`mindspore.jit` of a cell that leaves no garbage behind.
+def compile_cell(cell: nn.Cell, compiled: Compiled = True) -> Callable:
+    """`mindspore.jit` of a cell, with the options that `compiled` is, that leaves no garbage behind.
 
     It marks each argument that carries a gradient with a reference to itself. With that, the activations of a
     micro-batch would live until Python's collector comes by.
     """
-    run = mindspore.jit(cell.construct)
+    run = mindspore.jit(cell.construct, **({} if compiled is True else compiled))
 
     def call(*arguments):
         result = run(*arguments)

@@ -1,0 +1,181 @@
+"""What the section `context` sets on an Ascend, and by which call of MindSpore 2.10. Pure Python: `plan` says it.
+
+`mindspore.set_context` takes the same keys and warns of each that it will be removed; the calls here are those that it
+names instead.
+
+===============================================================  ===================================================
+key                                                              call
+===============================================================  ===================================================
+max_device_memory, mempool_block_size, memory_optimize_level     runtime.set_memory(max_size, increase_size,
+                                                                 optimize_level)
+deterministic                                                    set_deterministic
+max_call_depth                                                   set_recursion_limit
+inter_op_parallel_num                                            runtime.dispatch_threads_num
+runtime_num_threads                                              device_context.cpu.op_tuning.threads_num
+pynative_synchronize                                             runtime.launch_blocking
+affinity_cpu_list                                                runtime.set_cpu_affinity
+ascend_config: precision_mode, op_precision_mode,                device_context.ascend.op_precision, the function of
+matmul_allow_hf32, conv_allow_hf32                               the same name
+ascend_config: jit_compile                                       device_context.ascend.op_tuning.op_compile
+ascend_config: op_debug_option                                   device_context.ascend.op_debug.debug_option
+jit_config: jit_level, exec_order; jit_level; exec_order         jit, of each block
+===============================================================  ===================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+_MEMORY = {"max_device_memory": "max_size", "mempool_block_size": "increase_size"}
+_SIZE = re.compile(r"(?:[1-9]\d*(?:\.\d+)?|0\.\d*[1-9]\d*)GB")
+_PRECISION, _ASCEND = "device_context.ascend.op_precision", "device_context.ascend"
+_ASCEND_CONFIG = {
+    "precision_mode": (f"{_PRECISION}.precision_mode", str),
+    "op_precision_mode": (f"{_PRECISION}.op_precision_mode", str),
+    "matmul_allow_hf32": (f"{_PRECISION}.matmul_allow_hf32", bool),
+    "conv_allow_hf32": (f"{_PRECISION}.conv_allow_hf32", bool),
+    "jit_compile": (f"{_ASCEND}.op_tuning.op_compile", bool),
+    "op_debug_option": (f"{_ASCEND}.op_debug.debug_option", str),
+}
+_JIT = {"jit_level": ("O0", "O1"), "exec_order": ("bfs", "dfs")}
+_KEYS = (
+    *_MEMORY, "memory_optimize_level", "deterministic", "max_call_depth", "inter_op_parallel_num",
+    "runtime_num_threads", "pynative_synchronize", "affinity_cpu_list", "ascend_config", "jit_config", *_JIT,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of MindSpore's: its name below `mindspore`, and its arguments as (name, value), "" for one by place."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def __hash__(self) -> int:  # arguments may be lists
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        texts = (f"{name}={value!r}" if name else repr(value) for name, value in self.arguments)
+        return f"{self.name}({', '.join(texts)})"
+
+    def make(self, mindspore: ModuleType) -> None:
+        function = functools.reduce(getattr, self.name.split("."), mindspore)
+        function(
+            *(value for name, value in self.arguments if not name),
+            **{name: value for name, value in self.arguments if name},
+        )
+
+
+def device_calls(config: Config, device: str) -> tuple[Call, ...]:
+    """The calls to make before anything runs on the device, in order; none but on an Ascend.
+
+    Raises:
+        UserError: A value that MindSpore would refuse.
+    """
+    if device != "Ascend":
+        return ()
+    context = config.context
+    found = [*_memory(config)]
+    if context.deterministic is not None:
+        found.append(Call("set_deterministic", (("", context.deterministic == "ON"),)))
+    if context.max_call_depth is not None:
+        found.append(Call("set_recursion_limit", (("", context.max_call_depth),)))
+    if context.inter_op_parallel_num:
+        found.append(Call("runtime.dispatch_threads_num", (("", context.inter_op_parallel_num),)))
+    if context.runtime_num_threads:
+        found.append(Call("device_context.cpu.op_tuning.threads_num", (("", context.runtime_num_threads),)))
+    if context.pynative_synchronize:
+        found.append(Call("runtime.launch_blocking"))
+    return (*found, *_affinity(context.affinity_cpu_list), *_ascend(config))
+
+
+def jit_options(config: Config, device: str) -> dict[str, str]:
+    """Options of `mindspore.jit` for each compiled block; none but on an Ascend.
+
+    Raises:
+        UserError: `jit_config` has an option that MindSpore no longer has, or says otherwise than another key.
+    """
+    if device != "Ascend":
+        return {}
+    context, found = config.context, {}
+    for name, value in (context.jit_config or {}).items():
+        if name not in _JIT:
+            raise _error(config, "jit_config", context.jit_config, f"{name} is none of {', '.join(_JIT)}", "remove it")
+        found[name] = value
+    for name, own in (("jit_level", context.jit_level), ("exec_order", context.exec_order)):
+        if own is not None and found.setdefault(name, own) != own:
+            raise _error(config, name, own, f"jit_config says {found[name]}", "remove one of the two")
+    for name, value in found.items():
+        if value not in _JIT[name]:
+            key = name if getattr(context, name) is not None else "jit_config"
+            rule = f"{name} of mindspore.jit is one of {', '.join(_JIT[name])}"
+            raise _error(config, key, getattr(context, key), rule, f"write {_JIT[name][-1]}")
+    return found
+
+
+def unused_keys(config: Config, device: str) -> list[str]:
+    """The keys that are set and do nothing on this device, with their places."""
+    if device == "Ascend":
+        return []
+    context, fields = config.context, type(config.context).model_fields
+    names = [name for name in _KEYS if getattr(context, name) != fields[name].default]
+    places = ((f"context.{name}", config.source.where(f"context.{name}")) for name in names)
+    return [f"{key} ({place})" if place else key for key, place in places]
+
+
+def _memory(config: Config) -> list[Call]:
+    """All of it in one call: MindSpore takes no second."""
+    arguments = []
+    for key, name in _MEMORY.items():
+        size = getattr(config.context, key)
+        if size is None:
+            continue
+        if not _SIZE.fullmatch(size):
+            raise _error(config, key, size, "must be a number of gigabytes", "write for example 58GB")
+        arguments.append((name, size))
+    if config.context.memory_optimize_level is not None:
+        arguments.append(("optimize_level", config.context.memory_optimize_level))
+    return [Call("runtime.set_memory", tuple(arguments))] if arguments else []
+
+
+def _affinity(cores: bool | str | list | dict | None) -> list[Call]:
+    if cores is None or cores == "":
+        return []
+    if isinstance(cores, bool):
+        return [Call("runtime.set_cpu_affinity", (("", cores),))]
+    if isinstance(cores, dict):
+        return [Call("runtime.set_cpu_affinity", (("", True), ("module_to_cpu_dict", cores)))]
+    listed = [cores] if isinstance(cores, str) else cores
+    return [Call("runtime.set_cpu_affinity", (("", True), ("affinity_cpu_list", listed)))]
+
+
+def _ascend(config: Config) -> list[Call]:
+    found = []
+    for name, value in (config.context.ascend_config or {}).items():
+        key = f"ascend_config.{name}"
+        if name not in _ASCEND_CONFIG:
+            known = ", ".join(_ASCEND_CONFIG)
+            raise _error(config, key, value, f"MindSpore 2.10 has no call for it; there are {known}", "remove it")
+        call, kind = _ASCEND_CONFIG[name]
+        if kind is bool and value in (0, 1, "0", "1"):
+            value = value in (1, "1")
+        if not isinstance(value, kind):
+            words = {bool: "True or False", str: "a text"}[kind]
+            raise _error(config, key, value, f"must be {words}", "correct the value")
+        found.append(Call(call, (("", value),)))
+    return found
+
+
+def _error(config: Config, name: str, value: object, rule: str, fix: str) -> UserError:
+    key = f"context.{name}"
+    where = config.source.where(key) or config.source.where(key.rpartition(".")[0])
+    return UserError(rule, where=where, key=key, value=value, fix=fix)
