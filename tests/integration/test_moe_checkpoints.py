@@ -86,6 +86,29 @@ def test_an_export_is_the_checkpoint_and_loads_again(path: Path, whole: Path, ho
     np.testing.assert_array_equal(loaded[name][3], saved[name.replace("experts.", "experts.3.")])
 
 
+def test_adapters_on_a_balanced_mixture_resume_on_the_base_that_they_were_trained_on(
+    path: Path, whole: Path, home: Path
+) -> None:
+    """The bias of the routers is a part of the base: moved, it would be another one."""
+    base = {"load_checkpoint": whole, "model__model_config__pet_config": "{target_modules: '.*wq|.*wv'}"}
+    output = train(path, output_dir=home / "adapted", runner_config__stop_step=HALF, **base)
+    changes = {"adapter_id": output, "resume_training": True, "output_dir": home / "adapted_on"}
+    again = train(path, runner_config__stop_step=HALF + 1, **base, **changes)
+    assert [record["step"] for record in step_records(again)] == [HALF + 1]
+
+
+def test_a_checkpoint_without_modules_or_biases_is_trained_on(path: Path, whole: Path, home: Path) -> None:
+    arrays = safetensors.numpy.load_file(newest_complete(whole / "checkpoints") / "model.safetensors")
+    kept = {n: a for n, a in arrays.items() if ".layers.2." not in n and "e_score_correction_bias" not in n}
+    safetensors.numpy.save_file(kept, home / "plain.safetensors")
+    output = train(
+        path, output_dir=home / "from_plain", load_checkpoint=home / "plain.safetensors", runner_config__stop_step=1
+    )
+    log = (output / "logs" / "rank-0.log").read_text()
+    assert "the checkpoint has no module for further tokens: layer 2 (mtp_depth 1) starts from the seed" in log
+    assert "balance_via_topk_bias: the checkpoint has no bias on the choice of experts, it starts at 0" in log
+
+
 def test_another_number_of_experts_is_refused(path: Path, whole: Path, home: Path) -> None:
     with pytest.raises(UserError) as caught:
         train(
