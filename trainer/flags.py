@@ -76,6 +76,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("device_fallback", "context.device_fallback", "bool", "Take the best device where that is not there."),
     Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
     Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; as the job is when left out."),
+    Flag(
+        "parallel_fallback",
+        "parallel.parallel_fallback",
+        "value",
+        "explicit: data parallelism in the place of semi-automatic mode.",
+        "NAME",
+    ),
     Flag("use_fused_rope", f"{_MODEL}.use_fused_rope", "bool", "Fused rotary embedding where there is one."),
     Flag("use_fused_swiglu", f"{_MODEL}.use_fused_swiglu", "bool", "Fused SwiGLU where there is one."),
     Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),

@@ -109,7 +109,7 @@ def moe_token_unpermute(rows_RD: np.ndarray, sorted_indices: np.ndarray, probs_N
         ("rms_norm", [r"y=\frac{x_i}{\sqrt{\frac{1}{n}\sum_{i=1}^{n}{ x_i^2}+\varepsilon}}\gamma_i"]),
         (
             "rotary_position_embedding",
-            ["0: rotate_half(GPT-NeoX style)", "has the same type as `x`", "`x` is BSND: 1S1D, BS1D, BSND", "D is Even"],
+            ["0: rotate_half(GPT-NeoX style)", "has the same type as `x`", "`x` is BSND: 1S1D, BS1D", "D is Even"],
         ),
         ("swiglu", ["{SwiGLU}(a, b)= Swish(a) \\otimes b", "`a` is the first half", "`b` is the second half"]),
         (

@@ -30,8 +30,8 @@ ROOMS = (
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
-        "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device_settings", "trainer.flags",
-        "trainer.doctor", "trainer.launch", "trainer.stop_signals", "trainer.host_threads",
+        "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device_settings",
+        "trainer.flags", "trainer.doctor", "trainer.launch", "trainer.stop_signals", "trainer.host_threads",
     ),
     ("trainer.optim.freeze", "trainer.device"),
     ("trainer.plan_memory", "trainer.plan_experts"),
@@ -44,7 +44,7 @@ ROOMS = (
     ("trainer.monitors",),
     ("trainer.checkpoint",),
     ("trainer.cpu_threads",),
-    ("trainer.session",),
+    ("trainer.session", "trainer.parallel.semi_auto"),
     ("trainer.predict", "trainer.export", "trainer.evaluation", "trainer.audit"),
     ("trainer.run",),
     ("trainer.cli",),

@@ -51,6 +51,8 @@ ELSEWHERE = {
     # trainer.config.recompute says what they mean for each layer.
     "recompute_config.select_recompute",
     "recompute_config.select_recompute_exclude",
+    # The rules let a job run that it is set in: they look at it together with parallel_mode.
+    "parallel.parallel_fallback",
     # The rules compare them with the model.
     "callbacks.expert_num",
     "callbacks.capacity_factor",

@@ -7,6 +7,7 @@ from config_helpers import BASE, error_of, failure, load
 
 from trainer.config import check_runnable, config_notices, dump_config, parse_config
 from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.flags import split_arguments
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import ALONE, world_of
 
@@ -64,8 +65,19 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             "parallel_config: {pipeline_stage: 2, model_parallel: 2}\n",
             ["2 problems", "pipeline_stage = 2: not yet supported", "model_parallel = 2: not yet supported"],
         ),
-        ("parallel: {parallel_mode: 1}\n", ["a.yaml:16: parallel.parallel_mode = 1: not yet supported", "set it to 0"]),
-        ("parallel: {parallel_mode: semi_auto_parallel}\n", ["= 'semi_auto_parallel': not yet", "set it to 0"]),
+        (
+            "parallel: {parallel_mode: 1}\n",
+            ["a.yaml:16: parallel.parallel_mode = 1: not yet supported: MindSpore compiles semi-automatic parallelism",
+             "never for a CPU", "add --parallel_fallback explicit"],
+        ),
+        (
+            "parallel: {parallel_mode: semi_auto_parallel}\nparallel_config: {model_parallel: 2}\n",
+            ["= 'semi_auto_parallel': not yet", "set it to 0"],  # the mode knows that degree
+        ),
+        (
+            "parallel: {parallel_mode: 1, parallel_fallback: explicit}\nparallel_config: {model_parallel: 2}\n",
+            ["model_parallel = 2: not yet supported"],
+        ),
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
         ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank alone, and this job has 8"]),
@@ -109,6 +121,19 @@ def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
     check_runnable(load(BASE + text))
     assert notice in told(text, ALONE)
     assert degrees_of(load(BASE + text), ALONE) == Degrees()
+
+
+def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
+    text = "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
+    config = load(BASE + "use_parallel: True\n" + text)
+    check_runnable(config, EIGHT)
+    assert degrees_of(config, EIGHT) == Degrees(data_parallel=8)
+    said = "parallel.parallel_mode 1: data parallelism in its place, as parallel_fallback explicit says"
+    assert config_notices(config, EIGHT) == [said]
+    flagged = load(BASE + "parallel: {parallel_mode: semi_auto_parallel}\n", "parallel.parallel_fallback=explicit")
+    check_runnable(flagged, EIGHT)
+    assert split_arguments(["--parallel_fallback", "explicit"]).overrides[0].key == "parallel.parallel_fallback"
+    assert "parallel_fallback" in error_of("parallel: {parallel_fallback: automatic}\n")
 
 
 def test_sharing_optimizer_state_needs_several_ranks() -> None:

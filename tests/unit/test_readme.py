@@ -81,7 +81,7 @@ def check_command(words: list[str]) -> None:
         return
     assert name in ("train", "plan", "export", *WITHOUT_CONFIG), words
     own = {"export": ("--merge", "--force")}.get(name, ("--help", "--json", "--deep"))
-    own_values = {"export": ("--output", "--adapter"), "plan": ("--ranks", "--local_ranks")}.get(name, ())
+    own_values = {"export": ("--output", "--adapter"), "plan": ("--ranks", "--local_ranks", "--audit")}.get(name, ())
     arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
     assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words
     if name not in WITHOUT_CONFIG and "--help" not in arguments.rest:

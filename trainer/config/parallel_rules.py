@@ -22,6 +22,7 @@ _MEANWHILE = {
     " their optimizer state",
 }
 _DATA_PARALLEL = (0, "data_parallel")  # values of parallel_mode
+_SEMI_AUTO = (1, "semi_auto_parallel")
 _KIB = 1024
 
 
@@ -53,6 +54,64 @@ def shard_threshold_bytes(config: Config) -> int:
     return config.parallel.parallel_optimizer_config.parallel_optimizer_threshold * _KIB
 
 
+def is_semi_auto(config: Config) -> bool:
+    """Whether MindSpore's semi-automatic mode is asked for, and nothing in its place."""
+    return config.parallel.parallel_mode in _SEMI_AUTO and config.parallel.parallel_fallback is None
+
+
+def semi_auto_notices(config: Config) -> Iterator[str]:
+    """What of the file has no effect, or another one, in semi-automatic mode."""
+    steps, stages = config.runner_config.gradient_accumulation_steps, config.parallel_config.pipeline_stage
+    if steps > 1 and stages > 1:
+        yield (
+            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
+            f" be; parallel_config.micro_batch_num {config.parallel_config.micro_batch_num} says how many there are"
+        )
+
+
+def semi_auto_problems(config: Config) -> Iterator[Problem]:
+    """What semi-automatic mode cannot do."""
+    section, settings = config.parallel_config, config.decoder
+    if section.micro_batch_num < section.pipeline_stage:
+        key, rule = "parallel_config.micro_batch_num", f"a pipeline of {section.pipeline_stage} stages needs as many"
+        yield _problem(config, key, section.micro_batch_num, rule, f"set it to {section.pipeline_stage} or more")
+    micro_batches = section.micro_batch_num if section.pipeline_stage > 1 else 1
+    if config.runner_config.batch_size % micro_batches:
+        rule = f"must be a multiple of parallel_config.micro_batch_num {micro_batches}, which it is cut into"
+        key, rows = "runner_config.batch_size", config.runner_config.batch_size
+        yield _problem(config, key, rows, rule, f"set it to {-(-rows // micro_batches) * micro_batches}")
+    if settings.num_layers + settings.mtp_depth < section.pipeline_stage:
+        key, rule = "parallel_config.pipeline_stage", f"the model has {settings.num_layers + settings.mtp_depth} layers"
+        yield _problem(config, key, section.pipeline_stage, rule, "set it to that or less")
+    if settings.num_heads % section.model_parallel or settings.kv_heads % section.model_parallel:
+        key = "parallel_config.model_parallel"
+        rule = f"must divide the heads, {settings.num_heads} and {settings.kv_heads} of keys and values"
+        yield _problem(config, key, section.model_parallel, rule, "set it to a divisor of both")
+    for name in ("context_parallel", "expert_parallel"):
+        if getattr(section, name) > 1:
+            rule = "not yet supported in semi-automatic mode"
+            yield _problem(config, f"parallel_config.{name}", getattr(section, name), rule, "set it to 1")
+    yield from _not_in_one_graph(config)
+
+
+def _not_in_one_graph(config: Config) -> Iterator[Problem]:
+    """What a run does on the host, or between the graphs of its blocks."""
+    settings, model = config.decoder, "model.model_config"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(settings, name):
+            rule = "not yet supported in semi-automatic mode, whose graph draws no masks"
+            yield _problem(config, f"{model}.{name}", getattr(settings, name), rule, "set it to 0")
+    if settings.pet_config is not None:
+        rule, fix = "not yet supported in semi-automatic mode", "remove it, or use data parallelism (parallel_mode 0)"
+        yield _problem(config, f"{model}.pet_config", settings.pet_config.pet_type, rule, fix)
+    if settings.experts is not None and not settings.experts.use_gmm:
+        rule, key = "experts on the host do not fit into one graph", f"{model}.moe_config.use_gmm"
+        yield _problem(config, key, False, rule, "set it to True")
+    if config.optimizer.type == "Muon":
+        rule = "not yet supported in semi-automatic mode"
+        yield _problem(config, "optimizer.type", "Muon", rule, "use AdamW or SGD")
+
+
 def _in_force(config: Config, world: World) -> bool:
     """Whether `parallel_config` counts: an unset use_parallel follows the job."""
     return world.size > 1 if config.use_parallel is None else config.use_parallel
@@ -65,6 +124,8 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
         return [_problem(config, "use_parallel", False, f"this job has {world.size} ranks", fix)]
     if not _in_force(config, world):
         return []
+    if is_semi_auto(config):
+        return [_semi_auto(config)]
     found = [*_degrees_not_yet(config)]
     if not found:
         misfit = misfit_of(degrees_of(config, world), world.size, may_change=("data_parallel",))
@@ -100,9 +161,19 @@ def _misfit(config: Config, world: World, misfit: Misfit) -> Problem:
     return _problem(config, key, getattr(config.parallel_config, misfit.key), misfit.rule, fix)
 
 
+def _semi_auto(config: Config) -> Problem:
+    key, value = "parallel.parallel_mode", config.parallel.parallel_mode
+    rule = (
+        "not yet supported: MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU,"
+        " and this trainer builds its network for that mode but has no training loop around it"
+    )
+    fix = "add --parallel_fallback explicit for data parallelism, the trainer's own; or set it to 0, which is the same"
+    return _problem(config, key, value, rule, fix)
+
+
 def _mode(config: Config, world: World) -> Iterator[Problem]:
     key, value = "parallel.parallel_mode", config.parallel.parallel_mode
-    if value in _DATA_PARALLEL:
+    if value in (*_DATA_PARALLEL, *_SEMI_AUTO):
         return
     rule = f"runs one rank alone, and this job has {world.size}" if value == "stand_alone" else "not yet supported"
     yield _problem(config, key, value, rule, "set it to 0, data parallelism, or leave it out")
@@ -120,6 +191,11 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
     if world.size > 1:
         if config.use_parallel is None:
             yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
+        if config.parallel.parallel_mode in _SEMI_AUTO and config.parallel.parallel_fallback:
+            yield (
+                f"parallel.parallel_mode {config.parallel.parallel_mode}: data parallelism in its place, as"
+                f" parallel_fallback {config.parallel.parallel_fallback} says"
+            )
         return
     section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")
     used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]

@@ -114,6 +114,9 @@ class ParallelSection(Section):
         "0 or data_parallel; with several ranks 1 semi-automatic, 2 automatic and 3 hybrid are not yet supported."
         " Default 0.",
     )
+    parallel_fallback: Literal["explicit"] | None = setting(
+        None, "explicit: data parallelism, the trainer's own, in the place of semi-automatic mode. Default null: none."
+    )
     full_batch: bool = ignored(True, "Every rank reads the whole batch.", _OWN_ROWS)
     gradients_mean: bool = ignored(
         False, "Average gradients over ranks.", "the loss is always divided by the valid tokens of all ranks"

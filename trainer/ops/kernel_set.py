@@ -10,7 +10,7 @@ from functools import partial
 from mindspore import dtype as mstype
 from mindspore import nn
 
-from trainer.ops import ascend, moe_ascend, moe_reference, reference
+from trainer.ops import ascend, graph_parts, moe_ascend, moe_reference, reference
 from trainer.ops.cast import InDtype, rounded
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
@@ -39,6 +39,8 @@ class KernelSet:
     unpermute: MakeCell
     rotary_tables: Callable
     attention_mask: Callable
+    tables_in_graph: MakeCell
+    mask_in_graph: MakeCell
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
@@ -46,8 +48,16 @@ class KernelSet:
     compute_dtype: mstype.Type = mstype.float32
 
 
-def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32) -> KernelSet:
-    """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them."""
+def load_kernels(
+    choices: Sequence[KernelChoice], precision: Precision = FLOAT32, *, sharded: bool = False
+) -> KernelSet:
+    """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them.
+
+    Args:
+        choices: Of `select_kernels`.
+        precision: Dtype of each part.
+        sharded: Products that a graph can be cut at, for MindSpore's semi-automatic mode.
+    """
     fused = {choice.kernel: choice.fused for choice in choices}
     # A classifier has no choices at all, and makes none of the kernels that there is a choice for.
     room = defaultdict(lambda: reference, {kernel: ascend for kernel, is_fused in fused.items() if is_fused})
@@ -72,8 +82,8 @@ def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32
         return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)
 
     return KernelSet(
-        linear=product(reference.Linear),
-        linear_bias=product(reference.LinearBias),
+        linear=product(graph_parts.ShardedLinear if sharded else reference.Linear),
+        linear_bias=product(graph_parts.ShardedLinearBias if sharded else reference.LinearBias),
         rms_norm=part("rms_norm", "RmsNorm", norm),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
@@ -86,6 +96,8 @@ def load_kernels(choices: Sequence[KernelChoice], precision: Precision = FLOAT32
         unpermute=sorting[1],
         rotary_tables=partial(room["rotary_embedding"].rotary_tables, dtype=rotary),
         attention_mask=room["attention"].attention_mask,
+        tables_in_graph=partial(graph_parts.RotaryTables, room["rotary_embedding"] is ascend, rotary),
+        mask_in_graph=partial(graph_parts.AttentionMask, room["attention"] is ascend),
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
