@@ -130,7 +130,7 @@ class _Training:
         plan = build_plan(config, self.world)
         notices += kernel_notices(plan.kernels)
         self.data = training_batches(config, (self.world.rank, self.world.size), show_build, notices.append)
-        self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content)
+        self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content, self.world.size)
         # A run that resumes takes its weights from the checkpoint it resumes from.
         self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
         self.weights = self.resumed.weights if self.resumed else starting_weights(config, notices.append)
@@ -289,8 +289,6 @@ class _Training:
             self.tell("on_eval", metrics)
 
     def save(self) -> None:
-        if self.world.rank > 0:
-            return
         path = save(
             self.checkpoints,
             self.position,
@@ -301,6 +299,7 @@ class _Training:
             layout=self.layout,
             base=self.base,
             keep_max=self.keep_max,
+            peers=self.session.peers,
         )
         self.tell("on_checkpoint", path, self.position.step)
 

@@ -12,6 +12,7 @@ import mindspore
 import numpy as np
 
 from trainer.checkpoint.state import load_weights
+from trainer.config.parallel_rules import shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
 from trainer.cpu_threads import set_up_cpu_threads
 from trainer.device import resolve_device
@@ -23,10 +24,12 @@ from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
+from trainer.optim.base import Sharing
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.peers import Alone, DataParallel, Peers
+from trainer.parallel.shards import Shard
 from trainer.parallel.world import ALONE, World
 from trainer.step.train_step import TrainStep
 
@@ -125,9 +128,12 @@ def open_training(
     session, shapes = open_session(config, weights, world), trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: session.model.parameters_by_name[name] for name in shapes}
+    sharing = None
+    if shards_optimizer(config, world):
+        sharing = Sharing(Shard(world.rank, world.size, shard_threshold_bytes(config)), session.peers.share)
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, compiled=config.context.mode == 0),
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, sharing),
         schedule,
         session.build_inputs,
         config.runner_wrapper,
