@@ -239,7 +239,7 @@ def _built_plan(config: Config, world: World) -> Plan:
     from trainer.checkpoint.state import checkpoint_to_resume, data_layout, plan_resumed, read_resumed
 
     # Nothing is tokenized for a plan: whether the text is that of before, the run will see.
-    layout = data_layout(config, plan.rows if plan.rows_exact else None, None)
+    layout = data_layout(config, plan.rows if plan.rows_exact else None, None, world.size)
     return plan_resumed(plan, read_resumed(checkpoint_to_resume(config), config, layout))
 
 
