@@ -160,10 +160,11 @@ def torch_sizes(config: Config) -> dict[str, int]:
     odd_heads = decoder.head_size * decoder.num_heads != decoder.hidden_size
     if decoder.tie_word_embeddings or decoder.use_qk_norm or decoder.qkv_has_bias or odd_heads:
         raise RunFailed("the PyTorch peer has an untied head, no q/k norm, no bias and heads that fill the hidden size")
-    sizes = {"layers": decoder.num_layers, "hidden": decoder.hidden_size, "heads": decoder.num_heads,
-            "kv_heads": decoder.kv_heads, "intermediate": decoder.ffn_size, "tokens": decoder.seq_length,
-            "vocabulary": decoder.vocab_size, "batch": runner.batch_size,
-            "accumulate": runner.gradient_accumulation_steps}
+    sizes = {
+        "layers": decoder.num_layers, "hidden": decoder.hidden_size, "heads": decoder.num_heads,
+        "kv_heads": decoder.kv_heads, "intermediate": decoder.ffn_size, "tokens": decoder.seq_length,
+        "vocabulary": decoder.vocab_size, "batch": runner.batch_size, "accumulate": runner.gradient_accumulation_steps,
+    }
     moe = decoder.experts
     if moe is None:
         return sizes
