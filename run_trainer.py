@@ -1,7 +1,16 @@
 #!/usr/bin/env python3
 """Command line of the trainer: `python run_trainer.py --config configs/quickstart.yaml`. See README.md."""
 
-from trainer.cli import main
+import sys
 
 if __name__ == "__main__":
+    try:
+        from trainer.cli import main
+    except ModuleNotFoundError as missing:
+        print(
+            f"error: the package {missing.name} is not installed for {sys.executable}\n"
+            "  Fix: bash scripts/setup_env.sh, then . .venv/bin/activate",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     main()

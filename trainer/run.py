@@ -27,7 +27,7 @@ from trainer.errors import EXIT_OK, RunError
 from trainer.evaluation import eval_run, evaluate_now, show_build
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
-from trainer.monitors.files import write_text
+from trainer.monitors.files import claimed_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes
 from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
@@ -43,7 +43,6 @@ from trainer.stop_signals import EXIT_CODES, StopSignals
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import Batch
-    from trainer.plan import Plan
     from trainer.step.train_step import StepResult
 
 
@@ -95,9 +94,14 @@ class _Training:
         self.monitors: list[Monitor] = []
         self.position = Position()
         self.stopped: signal.Signals | None = None
+        self.held = contextlib.ExitStack()
 
     def run(self, extra_monitors: Sequence[Monitor]) -> int:
-        summary, notices = None, self.prepare()
+        with self.held:
+            return self.run_prepared(self.prepare(), extra_monitors)
+
+    def run_prepared(self, notices: Sequence[str], extra_monitors: Sequence[Monitor]) -> int:
+        summary = None
         self.monitors = [self.totals, *_monitors(self.config, self.folder, self.world.rank), *extra_monitors]
         try:
             for notice in notices:
@@ -113,6 +117,8 @@ class _Training:
                 if self.stopped:
                     self.tell("on_notice", f"stopped by {self.stopped.name} before the first step")
                     return EXIT_CODES[self.stopped]
+                for notice in self.prepare_output() if self.world.rank == 0 else ():
+                    self.tell("on_notice", notice)
                 self.tell("on_start", self.info)
                 self.fit(stop)
             outcome = f"stopped by {self.stopped.name}" if self.stopped else "finished"
@@ -151,16 +157,18 @@ class _Training:
             steps_per_epoch=self.steps_per_epoch,
             resumed_from=resume_from,
         )
+        self.plan = plan
         if self.world.rank == 0:
-            notices += self.prepare_output(plan, fresh=resume_from is None)
+            self.held.enter_context(claimed_folder(self.folder, config.source.where("output_dir")))
+            prepare_folder(self.checkpoints)
         return notices
 
-    def prepare_output(self, plan: Plan, *, fresh: bool) -> list[str]:
-        """Makes room for what the run leaves; says what was moved out of the way."""
-        aside = put_aside(self.checkpoints) if fresh else None
+    def prepare_output(self) -> list[str]:
+        """Makes room for what the run leaves, once it is sure to start; says what was moved out of the way."""
+        aside = put_aside(self.checkpoints) if self.info.resumed_from is None else None
         prepare_folder(self.checkpoints)
         write_text(self.folder / "config.yaml", dump_config(self.config))
-        write_text(self.folder / "plan.txt", plan_text(plan))
+        write_text(self.folder / "plan.txt", plan_text(self.plan))
         return [f"the checkpoints of an earlier training are now in {aside}"] if aside else []
 
     def load_engine(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from run_helpers import (
     arrays_of,
     assert_same_bits,
+    call,
     column,
     eval_records,
     figures,
@@ -21,6 +22,7 @@ from run_helpers import (
 
 from trainer.cli import dispatch
 from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.monitors.files import claimed_folder
 
 pytestmark = pytest.mark.slow
 
@@ -280,3 +282,14 @@ def test_nothing_to_resume(path: Path, home: Path) -> None:
     assert "absent" in str(caught.value) and not (home / "absent").exists()
     (home / "empty" / "checkpoints").mkdir(parents=True)
     assert "no complete checkpoint" in refusal(path, home / "empty")
+
+
+def test_two_runs_do_not_write_to_one_folder(home: Path) -> None:
+    path = write_config(home / "busy", home / "data", {})
+    output = train(path, runner_config__stop_step=2)
+    before = files_below(output)
+    with claimed_folder(output):
+        code, _, errors = call("--config", path, cwd=home)
+    assert code == 2 and "another run writes there" in errors and "output_dir" in errors
+    assert files_below(output) == before
+    assert call("--config", path, "--stop_step", "2", cwd=home)[0] == 0

@@ -291,7 +291,8 @@ class Supervisor:
         log = None if first is None else self._log_of(first)
         lines = report(outcome, log, first.at_seconds - self.timers.began if first else 0.0)
         if self.hung_seconds is not None:
-            lines.append(f"  The Python stacks of all ranks are at the end of their logs: {self.files.log_dir}")
+            where = self.files.log_dir
+            lines.append(f"  Ranks that still answer have their Python stacks at the end of their logs: {where}")
         return lines
 
     def _log_of(self, end: End) -> Path:

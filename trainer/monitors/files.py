@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.errors import RunError, UserError
@@ -48,3 +51,34 @@ def write_failure(path: Path, error: OSError) -> RunError:
         f"the file cannot be written: {error.strerror or error}",
         key=path.name, value=str(path), fix="free space or choose another output_dir",
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def claimed_folder(folder: Path, where: str = "") -> Iterator[None]:
+    """Keeps a folder for this process as long as it lasts; made if missing. Leaves no file behind.
+
+    Args:
+        folder: What a run writes to.
+        where: Where the path was set, for messages.
+
+    Raises:
+        UserError: Another run writes there, or it cannot be made.
+    """
+    make_folder(folder, where)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "another run writes there",
+                where=where,
+                key="output_dir",
+                value=str(folder),
+                fix="give this run another --output_dir, or end the other one first",
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
