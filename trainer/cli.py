@@ -189,11 +189,12 @@ def _train(context: typer.Context) -> int:
 
 
 def _plan(context: typer.Context, json_: bool, audit: str | None, ranks: int | None, local_ranks: int | None) -> int:
+    from trainer.parallel.world import planned_world
     from trainer.plan import plan_dict, plan_sections
 
     if audit is not None:
         return _audit(_load(context.obj), audit, json_)
-    plan = _built_plan(_load(context.obj), _planned_world(ranks, local_ranks))
+    plan = _built_plan(_load(context.obj), planned_world(ranks, local_ranks))
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
@@ -214,19 +215,6 @@ def _audit(config: Config, device: str, json_: bool) -> int:
     else:
         _print_sections(audit_sections(found))
     return EXIT_RUN_FAILED if found.missing else EXIT_OK
-
-
-def _planned_world(ranks: int | None, local_ranks: int | None) -> World:
-    """The job that a plan is for: the one that the flags name, or the one around this process."""
-    from trainer.parallel.world import world_from_environment, world_of
-
-    if ranks is None and local_ranks is None:
-        return world_from_environment()
-    ranks = ranks or local_ranks
-    if local_ranks is not None and local_ranks > ranks:
-        fix = f"write --local_ranks {ranks} or less"
-        raise UserError(f"more than the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
-    return world_of(ranks, local_ranks)
 
 
 def _built_plan(config: Config, world: World) -> Plan:
@@ -345,7 +333,8 @@ def _path(name: str, text: str) -> inspect.Parameter:
 
 def _count(name: str, text: str) -> inspect.Parameter:
     """A flag of one command that counts something."""
-    option = typer.Option(f"--{name}", help=text, metavar="INT", min=1, show_default=False)
+    # Without a range, which would widen the column of every flag: `planned_world` checks it.
+    option = typer.Option(f"--{name}", help=text, metavar="INT", show_default=False)
     return _parameter(Annotated[int | None, option])
 
 

@@ -35,7 +35,8 @@ workers_per_node="${WORKERS_PER_NODE:-8}"
 # Even: the launchers of the nodes talk on the port after it.
 master_port="${MASTER_PORT:-$((20000 + 2 * (SLURM_JOB_ID % 5000)))}"
 cluster_time_out="${CLUSTER_TIME_OUT:-600}"
-master_addr="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+master_addr="${hosts%%$'\n'*}"
 
 # Since 22.05 srun does not take this over from sbatch.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-}"

@@ -75,7 +75,7 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
     parameters = model.decoder.parameters_by_name
 
     def scaled(inputs, scale):
-        loss = model.decoder(inputs, dropout)
+        loss = model.decoder(inputs, dropout).total
         return loss * scale, loss
 
     backward = mindspore.value_and_grad(scaled, None, list(parameters.values()), has_aux=True)
@@ -173,7 +173,7 @@ def test_range_of_the_residual_stream_and_the_norms() -> None:
         model = build_new(level, False, frozenset())  # its weights change
         embedding = model.decoder.embedding
         embedding.set_data(Tensor(embedding.asnumpy() * np.float32(3e5)))
-        losses[level] = float(model.decoder(model.build_inputs(BATCH)).asnumpy())
+        losses[level] = float(model.decoder(model.build_inputs(BATCH)).tokens.asnumpy())
     assert losses["O1"] == pytest.approx(losses[None], rel=2 * U)
     assert losses["O2"] == pytest.approx(losses[None], rel=2 * U)
     assert not np.isfinite(losses["O3"])

@@ -33,6 +33,24 @@ def world_of(ranks: int, local_ranks: int | None = None) -> World:
     return World(0, ranks, 0, local_ranks or ranks)
 
 
+def planned_world(ranks: int | None, local_ranks: int | None) -> World:
+    """The job that a plan is for: the one that the flags name, or the one around this process.
+
+    Raises:
+        UserError: A number below 1, or more ranks on a host than in the job.
+    """
+    if ranks is None and local_ranks is None:
+        return world_from_environment()
+    for key, value in (("--ranks", ranks), ("--local_ranks", local_ranks)):
+        if value is not None and value < 1:
+            raise UserError("must be at least 1", where=f"flag {key}", key=key, value=value, fix="write 8 for example")
+    ranks = ranks or local_ranks
+    if local_ranks is not None and local_ranks > ranks:
+        fix = f"write --local_ranks {ranks} or less"
+        raise UserError(f"more than the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
+    return world_of(ranks, local_ranks)
+
+
 def world_from_environment(environment: Mapping[str, str] | None = None) -> World:
     """Reads what msrun gives its workers: MS_WORKER_NUM, RANK_ID and DEVICE_ID.
 
