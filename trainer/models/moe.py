@@ -191,7 +191,7 @@ class MoeLayer:
         )
         self.dispatcher = TokenDispatcher(kernels)
         self.gate, self.up, self.down = (kernels.grouped_matmul() for _ in range(3))
-        self.swiglu = kernels.swiglu()
+        self.swiglu = compile_cell(kernels.swiglu()) if compiled else kernels.swiglu()
 
     def choose(self, scores_NE: Tensor, weights: Sequence[Tensor], drops: bool) -> Any:
         """The routing of a micro-batch; tokens over capacity are dropped in training only."""
