@@ -145,7 +145,7 @@ def test_before_the_first_step_nothing_is_waited_for(number: int, code: int, hom
     returned, printed, errors = finish(process, 20)
     assert (returned, errors) == (code, "")
     assert f"stopped by {signal.Signals(number).name} before the first step" in printed
-    assert files_below(output) == {"config.yaml", "plan.txt", "logs/rank-0.log"}
+    assert files_below(output) == {"logs/rank-0.log"}  # nothing is replaced by a run that does not start
 
 
 # A terminal: what is written to standard input is typed there.
