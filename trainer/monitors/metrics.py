@@ -193,7 +193,7 @@ def peak_rss_bytes() -> int:
     status = Path("/proc/self/status")
     if status.exists():
         # getrusage would count the memory of the process that started this one, from before it did.
-        line = next((line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM")), "")
+        line = next((line for line in status.read_text(errors="replace").splitlines() if line.startswith("VmHWM")), "")
         if line:
             return int(line.split()[1]) * 1024
     import resource
