@@ -6,12 +6,20 @@ normalised per micro-batch is off by 1e-1). Where the same numbers are added in 
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 from numpy_kernels import distance
-from tiny_trainer import TOKENS, VOCABULARY, TinyTrainer, assert_same_bits, join, make_batch, same_bits, state_of
+from tiny_trainer import (
+    TOKENS,
+    VOCABULARY,
+    TinyTrainer,
+    assert_same_bits,
+    garbage_of,
+    join,
+    make_batch,
+    same_bits,
+    state_of,
+)
 
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.shapes import CHOICE_BIAS, HEAD
@@ -252,14 +260,7 @@ def test_the_module_for_further_tokens_sees_no_other_document(tiny: TinyTrainer)
 
 def test_training_with_experts_leaves_no_garbage(tiny: TinyTrainer, window: list[Batch]) -> None:
     step = tiny.step()
-    step(window)
-    gc.collect()
-    gc.disable()
-    try:
-        step(window)
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+    assert garbage_of(step, window) == 0
 
 
 def test_the_same_training_twice_has_the_same_bits(tiny: TinyTrainer, window: list[Batch]) -> None:

@@ -6,7 +6,6 @@ value at most, 1e-6 asked for. A window normalised per micro-batch is off by 1e-
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, ops
 from numpy_kernels import distance
-from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, join, make_batch, state_of
+from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, garbage_of, join, make_batch, state_of
 
 from trainer.data import Batch
 from trainer.errors import RunError
@@ -224,14 +223,7 @@ def test_training_lowers_the_loss(tiny: TinyTrainer, window: list[Batch]) -> Non
 def test_a_step_leaves_no_garbage(tiny: TinyTrainer, window: list[Batch]) -> None:
     """Reference cycles would hold the activations of every micro-batch until Python's collector comes by."""
     step = tiny.step()
-    step(window)
-    gc.collect()
-    gc.disable()
-    try:
-        step(window)
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+    assert garbage_of(step, window) == 0
 
 
 def test_gradients_of_earlier_micro_batches_are_let_go(tiny: TinyTrainer, window: list[Batch]) -> None:

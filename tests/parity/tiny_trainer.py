@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -81,6 +82,18 @@ class TinyTrainer:
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, peers=peers,
             stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         )  # fmt: skip
+
+
+def garbage_of(step: TrainStep, window: list[Batch]) -> int:
+    """Objects that a step, after a first one, leaves to Python's collector."""
+    step(window)
+    gc.collect()
+    gc.disable()
+    try:
+        step(window)
+        return gc.collect()
+    finally:
+        gc.enable()
 
 
 def make_batch(seed: int, valid: int, rows: int = 1) -> Batch:

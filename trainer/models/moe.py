@@ -178,9 +178,15 @@ class MoeLayer:
         moe = settings.experts
         self.moe, self.names = moe, list(moe_shapes(settings))
         self.has_shared = settings.shared_expert_size > 0
-        pieces = Router(settings, kernels), Gates(settings), RouterLosses(settings), SharedExperts(kernels)
-        made = [compile_cell(piece, compiled) if compiled else piece for piece in pieces]
-        self.router, self.gates, self.losses, self.shared = made
+        pieces = (
+            Router(settings, kernels),
+            Gates(settings),
+            RouterLosses(settings),
+            SharedExperts(kernels),
+            kernels.swiglu(),
+        )
+        made = [compile_cell(piece, compiled) for piece in pieces]
+        self.router, self.gates, self.losses, self.shared, self.swiglu = made
         self.route = kernels.route(
             moe.expert_num,
             moe.num_experts_chosen,
@@ -191,7 +197,6 @@ class MoeLayer:
         )
         self.dispatcher = TokenDispatcher(kernels)
         self.gate, self.up, self.down = (kernels.grouped_matmul() for _ in range(3))
-        self.swiglu = compile_cell(kernels.swiglu()) if compiled else kernels.swiglu()
 
     def choose(self, scores_NE: Tensor, weights: Sequence[Tensor], drops: bool) -> Any:
         """The routing of a micro-batch; tokens over capacity are dropped in training only."""

@@ -38,7 +38,7 @@ class Differentiable:
 
     def __init__(self, cell: nn.Cell, compiled: Compiled) -> None:
         self.cell, self.compiled = cell, compiled
-        self.plain = compile_cell(cell, compiled) if compiled else cell
+        self.plain = compile_cell(cell, compiled)
         self._forms: dict[tuple[str, tuple[int, ...]], Callable] = {}
 
     def stopped_at(self, places: tuple[int, ...]) -> Callable:
@@ -61,16 +61,18 @@ class Differentiable:
     def _form(self, name: str, places: tuple[int, ...], kind: type[nn.Cell]) -> Callable:
         if (name, places) not in self._forms:
             cell = kind(self.cell, places)
-            self._forms[name, places] = compile_cell(cell, self.compiled) if self.compiled else cell
+            self._forms[name, places] = compile_cell(cell, self.compiled)
         return self._forms[name, places]
 
 
-def compile_cell(cell: nn.Cell, compiled: Compiled = True) -> Callable:
-    """`mindspore.jit` of a cell, with the options that `compiled` is, that leaves no garbage behind.
+def compile_cell(cell: nn.Cell, compiled: Compiled) -> Callable:
+    """`mindspore.jit` of a cell, with the options that `compiled` is, that leaves no garbage; or the cell itself.
 
-    It marks each argument that carries a gradient with a reference to itself. With that, the activations of a
+    `jit` marks each argument that carries a gradient with a reference to itself. With that, the activations of a
     micro-batch would live until Python's collector comes by.
     """
+    if not compiled:
+        return cell
     run = mindspore.jit(cell.construct, **({} if compiled is True else compiled))
 
     def call(*arguments):
