@@ -13,6 +13,13 @@
 
 set -euo pipefail
 
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 python="${PYTHON:-}"

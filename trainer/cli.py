@@ -249,7 +249,13 @@ def _launch(context: typer.Context) -> int:
     from trainer.launch.checks import check_launch
     from trainer.launch.command import launch
 
-    return launch(context.obj, check_launch)
+    def check(options: LaunchOptions) -> None:
+        """As a plan would, so that one message says what each of the workers would say after some seconds."""
+        work = check_launch(options)
+        if work is not None:
+            _built_plan(*work)
+
+    return launch(context.obj, check)
 
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of logs of the job.")]

@@ -77,6 +77,13 @@ def test_this_trainer_is_found_from_anywhere(tmp_path: Path) -> None:
     assert job.end() == EXIT_BAD_INPUT and "write `plan --ranks 8`" in job.errors
 
 
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help(tmp_path: Path, flag: str) -> None:
+    job = script(tmp_path, flag)
+    assert job.end() == 0
+    assert "WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT" in job.printed and "root=" not in job.printed
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -67,6 +67,11 @@ def test_the_first_failure_ends_the_job_and_is_told(tmp_path: Path) -> None:
     assert "saved after SIGTERM" in job.log(0)  # the others have time to end as they should
     code, said, _ = call(tmp_path, "status", "logs")
     assert code == 1 and "rank 1 failed, exit code 7" in said
+    assert "(failed first)" in line_of(1, said) and "(ended because of that)" in line_of(0, said)
+
+
+def line_of(rank: int, said: str) -> str:
+    return next(line for line in said.splitlines() if line.startswith(f"  rank {rank}:"))
 
 
 def test_an_exception_in_a_worker(tmp_path: Path) -> None:

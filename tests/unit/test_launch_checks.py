@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.cli import dispatch
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.checks import check_launch
@@ -162,6 +163,21 @@ def test_what_would_end_every_worker_at_once_is_found_before(
 ) -> None:
     message = refusal(replace(options, arguments=arguments))
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--train_dataset_dir", "/nowhere"], "train_dataset.data_loader.dataset_dir = '/nowhere': the path does not"),
+        (["--resume_training"], "there is nothing to resume"),
+    ],
+)
+def test_data_and_checkpoint_are_looked_for_by_the_launcher(tmp_path: Path, flags: list[str], part: str) -> None:
+    with pytest.raises(UserError) as caught:
+        own = ["--nproc", "2", "--log_dir", str(tmp_path / "logs"), "--output_dir", str(tmp_path / "run")]
+        dispatch(["launch", *own, "--config", QUICKSTART, *flags])
+    assert part in str(caught.value)
+    assert not list((tmp_path / "logs").iterdir()), "no job was begun"
 
 
 @pytest.mark.parametrize(

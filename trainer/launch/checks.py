@@ -14,7 +14,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from trainer.config import check_runnable, load_config
+from trainer.config import Config, check_runnable, load_config
 from trainer.device import resolve_device
 from trainer.doctor import memory_left_bytes
 from trainer.errors import UserError
@@ -29,12 +29,15 @@ _MIB = 1 << 20
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?\Z")
 
 
-def check_launch(options: LaunchOptions, *, left_bytes: int | None = None) -> None:
+def check_launch(options: LaunchOptions, *, left_bytes: int | None = None) -> tuple[Config, World] | None:
     """Checks what `launch` and msrun_launcher.sh are told, on the machine of this node.
 
     Args:
         options: The job, as it was read.
         left_bytes: Memory that is left on this host; None: look.
+
+    Returns:
+        What its first worker will run, and its place in the job; None where the workers run another script.
 
     Raises:
         UserError: The job could not run, or would need more memory than there is (`force` starts it even so).
@@ -48,8 +51,11 @@ def check_launch(options: LaunchOptions, *, left_bytes: int | None = None) -> No
     addresses = _resolved(options.master_addr)
     _check_port(options, addresses)
     _check_folder(options.log_dir)
-    if options.script is None:
-        _check_memory(options, _worker_bytes(options), left_bytes)
+    if options.script is not None:
+        return None
+    config, world = _work(options)
+    _check_memory(options, config, world, left_bytes)
+    return config, world
 
 
 def _error(key: str, value: object, rule: str, fix: str) -> UserError:
@@ -136,8 +142,8 @@ def _check_folder(folder: Path) -> None:
         raise _error("log_dir", str(folder), rule, "give another --log_dir, or make room there") from None
 
 
-def _worker_bytes(options: LaunchOptions) -> int | None:
-    """The memory of a worker as `plan` estimates it; None on devices that have memory of their own.
+def _work(options: LaunchOptions) -> tuple[Config, World]:
+    """What the first worker of this host runs, and its place in the job.
 
     Raises:
         UserError: The workers would all end at once: mistakes in flags and file, or another number of ranks; or their
@@ -158,12 +164,13 @@ def _worker_bytes(options: LaunchOptions) -> int | None:
     if options.log_dir.expanduser().resolve() == logs.resolve():
         rule = "is where the run itself keeps its logs (output_dir/logs), under the same names"
         raise _error("log_dir", str(options.log_dir), rule, "use another one, or leave it out")
-    return memory_estimate(config, config.trains, world)["total"] if resolve_device(config) == "CPU" else None
+    return config, world
 
 
-def _check_memory(options: LaunchOptions, worker_bytes: int | None, left_bytes: int | None) -> None:
-    if worker_bytes is None or options.force:
+def _check_memory(options: LaunchOptions, config: Config, world: World, left_bytes: int | None) -> None:
+    if options.force or resolve_device(config) != "CPU":  # other devices have memory of their own
         return
+    worker_bytes = memory_estimate(config, config.trains, world)["total"]
     left = memory_left_bytes() if left_bytes is None else left_bytes
     workers = options.local_worker_num
     if worker_bytes * workers <= left:

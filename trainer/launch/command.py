@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,7 +55,7 @@ _ENCODING = "PYTHONIOENCODING"
 _OF_A_CLUSTER = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
-def launch(options: LaunchOptions, check: Callable[[LaunchOptions], None] | None = None) -> int:
+def launch(options: LaunchOptions, check: Callable[[LaunchOptions], object] | None = None) -> int:
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
 
     Args:
@@ -249,7 +250,7 @@ def status(folder: Path, as_json: bool = False) -> int:
     else:
         print(f"{path}: {words}" + (f", exit code {state.exit_code}" if state.exit_code is not None else ""))
         until = state.ended or time.time()
-        print(f"  {' '.join(state.command)}; {until - state.began:.0f} s; launcher: process {state.launcher.pid}")
+        print(f"  {shlex.join(state.command)}; {until - state.began:.0f} s; launcher: process {state.launcher.pid}")
         for worker in state.workers:
             print(f"  {_worker_line(worker, lost)}")
     return EXIT_RUN_FAILED if lost or state.exit_code else EXIT_OK
@@ -263,6 +264,8 @@ def _worker_line(worker, lost: bool) -> str:
         words.append(f"with exit code {worker.exit_code}")
     if worker.step is not None:
         words.append(f"at step {worker.step}")
+    if worker.role:
+        words.append(f"({worker.role})")
     return " ".join([*words, worker.log])
 
 

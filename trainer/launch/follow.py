@@ -87,10 +87,11 @@ def out_of_pipe(descriptor: int) -> Callable[[], bytes]:
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
-    """The end of a log without chatter and blank lines; of progress that overwrote itself the last state."""
+    """The end of a log without blank lines, and without chatter where there is more; of progress that overwrote itself the last state."""
     data = b""
     with contextlib.suppress(OSError), path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         data = log.read()
-    lines = [line for line in data.split(b"\n") if line.strip() and not _CHATTER.match(line)]
+    every = [line for line in data.split(b"\n") if line.strip()]
+    lines = [line for line in every if not _CHATTER.match(line)] or every
     return [line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace") for line in lines[-count:]]

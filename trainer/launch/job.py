@@ -59,6 +59,7 @@ class WorkerState:
         pid: Of the worker proper.
         exit_code: As a shell gives it: 128 + n for signal n.
         step: The last step that it did; None before the first.
+        role: In a job that failed: ``failed first``, or ``ended because of that``.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class WorkerState:
     exit_code: int | None = None
     step: int | None = None
     log: str = ""
+    role: str = ""
 
 
 @dataclass

@@ -252,8 +252,17 @@ class Supervisor:
             worker.exit_code = ward.end.exit_code if ward.end else None
             worker.state = "ended" if ward.end else "running" if ward.process else "waiting"
         if outcome is not None:
+            self._write_roles(outcome)
             self.state.outcome, self.state.exit_code, self.state.ended = outcome.words, outcome.exit_code, time.time()
         write_state(self.files, self.state)
+
+    def _write_roles(self, outcome: Outcome) -> None:
+        others = {end.rank for end in outcome.others}
+        for worker in self.state.workers:
+            if outcome.first is not None and worker.rank == outcome.first.rank:
+                worker.role = "failed first"
+            elif worker.rank in others:
+                worker.role = "ended because of that"
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def planned_world(ranks: int | None, local_ranks: int | None) -> World:
     """The job that a plan is for: the one that the flags name, or the one around this process.
 
     Raises:
-        UserError: A number below 1, or more ranks on a host than in the job.
+        UserError: A number below 1, or one on a host that does not divide the job's.
     """
     if ranks is None and local_ranks is None:
         return world_from_environment()
@@ -48,6 +48,10 @@ def planned_world(ranks: int | None, local_ranks: int | None) -> World:
     if local_ranks is not None and local_ranks > ranks:
         fix = f"write --local_ranks {ranks} or less"
         raise UserError(f"more than the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
+    if local_ranks is not None and ranks % local_ranks:
+        rule = f"every host has equally many, and {ranks} ranks are no multiple of it"
+        below = next(number for number in range(local_ranks, 0, -1) if ranks % number == 0)
+        raise UserError(rule, key="--local_ranks", value=local_ranks, fix=f"write --local_ranks {below}")
     return world_of(ranks, local_ranks)
 
 
