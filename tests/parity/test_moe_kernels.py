@@ -18,12 +18,14 @@ from numpy_kernels import central_differences, distance, swiglu
 
 from trainer.config import parse_config
 from trainer.config.model_schema import ModelConfig
-from trainer.ops import moe_reference, reference
+from trainer.host_threads import HostThreads
+from trainer.ops import host_arrays, moe_reference, moe_swiglu, reference
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import select_kernels
 
 TOLERANCE = 3e-6
+NAMES = ("gate", "up", "down")
 TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 4, 2, 5, 3
 DROPLESS = (None, None, "position")  # no bias, no capacity
 RANDOM = np.random.default_rng(5)
@@ -142,8 +144,8 @@ def test_unpermute(safe_tokens: bool, capacity: int | None) -> None:
     check(lambda y, gates: kernel(y, gates, routing), right, [normal(rows, HIDDEN), normal(TOKENS, CHOSEN)])
 
 
-class Experts(nn.Cell):
-    """All of a layer's kernels of experts, as a model calls them: SwiGLU experts, weighted and added up."""
+class Chain(nn.Cell):
+    """All of a layer's kernels of experts, one after the other: SwiGLU experts, weighted and added up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,6 +157,9 @@ class Experts(nn.Cell):
         rows_RD, counts_E = self.permute(x_ND, routing), routing.counts_E
         inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
         return self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
+
+
+KERNELS = pytest.mark.parametrize("experts_kernel", [Chain, moe_swiglu.LocalExperts], ids=["chain", "one_kernel"])
 
 
 def experts_literally(routing: Routing) -> Callable[..., np.ndarray]:
@@ -180,9 +185,12 @@ def layer_arrays(tokens: int, experts: int, hidden: int, width: int) -> list[np.
 @pytest.mark.parametrize("policy", ["position", "probability"])
 @ROUTINGS
 @CAPACITIES
-def test_experts_of_a_layer(safe_tokens: bool, capacity: int | None, policy: str) -> None:
+@KERNELS
+def test_experts_of_a_layer(
+    safe_tokens: bool, capacity: int | None, policy: str, experts_kernel: type[nn.Cell]
+) -> None:
     routing = sorted_tokens(safe_tokens, capacity, policy).routing
-    layer = Experts()
+    layer = experts_kernel()
     found = check(
         lambda *arrays: layer(*arrays, routing),
         experts_literally(routing),
@@ -194,7 +202,7 @@ def test_experts_of_a_layer(safe_tokens: bool, capacity: int | None, policy: str
     assert not any(gradient[1].any() for gradient in found[2:]), "the weights of an expert without tokens"
 
 
-def outputs_and_gradients(layer: Experts, arrays: list[np.ndarray], routing: Routing) -> list[np.ndarray]:
+def outputs_and_gradients(layer: nn.Cell, arrays: list[np.ndarray], routing: Routing) -> list[np.ndarray]:
     """As a run computes them: weights are parameters, and the gradient is that of a number."""
     inputs = [Tensor(array) for array in arrays[:2]]
     weights = [Parameter(Tensor(array), name=f"weight_{place}") for place, array in enumerate(arrays[2:])]
@@ -215,8 +223,11 @@ def uneven_scores(tokens: int, experts: int) -> np.ndarray:
     return scores
 
 
+@KERNELS
 @pytest.mark.parametrize("capacity", [None, 40])
-def test_an_expert_without_tokens_works_with_and_without_safe_tokens(capacity: int | None) -> None:
+def test_an_expert_without_tokens_works_with_and_without_safe_tokens(
+    capacity: int | None, experts_kernel: type[nn.Cell]
+) -> None:
     """The case for which enable_gmm_safe_tokens was made. Here both settings work, and compute the same bits."""
     tokens, experts, hidden, width = 300, 16, 48, 72
     scores, arrays = uneven_scores(tokens, experts), layer_arrays(tokens, experts, hidden, width)
@@ -226,22 +237,23 @@ def test_an_expert_without_tokens_works_with_and_without_safe_tokens(capacity: i
             Tensor(scores), None, capacity, "position"
         )
         assert (routing.counts_E.asnumpy() == 0).sum() == (0 if safe_tokens else 6)
-        results.append(outputs_and_gradients(Experts(), arrays, routing))
+        results.append(outputs_and_gradients(experts_kernel(), arrays, routing))
     for plain, safe in zip(*results, strict=True):
         assert plain.tobytes() == safe.tobytes()
 
 
 def leave_dirty_memory(*shapes: tuple[int, ...]) -> None:
     """Memory of these sizes, given back to where the next tensors come from, is full of what is no number."""
-    tensors = [moe_reference._empty(*shape) for shape in shapes for _ in range(12)]
+    tensors = [host_arrays.empty(*shape) for shape in shapes for _ in range(12)]
     for _, array in tensors:
         array[:] = np.nan
 
 
-def test_experts_without_tokens_get_zero_gradients_after_a_full_batch() -> None:
+@KERNELS
+def test_experts_without_tokens_get_zero_gradients_after_a_full_batch(experts_kernel: type[nn.Cell]) -> None:
     """Never None, and never what the memory held before."""
     tokens, experts, hidden, width = 256, 8, 32, 40
-    rows, arrays, layer = tokens * CHOSEN, layer_arrays(tokens, experts, hidden, width), Experts()
+    rows, arrays, layer = tokens * CHOSEN, layer_arrays(tokens, experts, hidden, width), experts_kernel()
     shapes = [(rows, hidden), (rows, width), (tokens, hidden), (experts, width, hidden), (experts, hidden, width)]
     scores = RANDOM.random((tokens, experts)).astype(np.float32)
     everybody = moe_reference.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
@@ -267,13 +279,14 @@ def test_experts_without_tokens_get_zero_gradients_after_a_full_batch() -> None:
         assert kept[: tokens // 2].any() and not kept[tokens // 2 :].any(), "whatever is dropped adds nothing"
 
 
-def test_the_same_bits_every_time() -> None:
+@KERNELS
+def test_the_same_bits_every_time(experts_kernel: type[nn.Cell]) -> None:
     tokens, experts = 512, 8
     arrays, scores = layer_arrays(tokens, experts, 64, 88), uneven_scores(tokens, experts)
     routing = moe_reference.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
-    first = [array.tobytes() for array in outputs_and_gradients(Experts(), arrays, routing)]
+    first = [array.tobytes() for array in outputs_and_gradients(experts_kernel(), arrays, routing)]
     for _ in range(5):
-        assert [array.tobytes() for array in outputs_and_gradients(Experts(), arrays, routing)] == first
+        assert [array.tobytes() for array in outputs_and_gradients(experts_kernel(), arrays, routing)] == first
 
 
 @pytest.fixture
@@ -281,7 +294,7 @@ def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many each product of NumPy makes, one entry for each."""
     counted: list[int] = []
 
-    def counting(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def counting(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         counted.append(a.shape[0] * a.shape[1] * b.shape[1])
         return matmul(a, b, out=out)
 
@@ -290,21 +303,70 @@ def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
+@KERNELS
 @pytest.mark.parametrize("experts", [2, 8, 64])
 @pytest.mark.parametrize("capacity", [None, 10])
-def test_the_cost_is_that_of_the_rows(experts: int, capacity: int | None, multiplications: list[int]) -> None:
+def test_the_cost_is_that_of_the_rows(
+    experts: int, capacity: int | None, multiplications: list[int], experts_kernel: type[nn.Cell]
+) -> None:
     """Not of experts times tokens: three products of each kept row forwards, six backwards; none for empty experts."""
     tokens, hidden, width = 60, 8, 12
     arrays, scores = layer_arrays(tokens, experts, hidden, width), uneven_scores(tokens, experts)
     routing = moe_reference.Route(experts, CHOSEN)(Tensor(scores), None, capacity, "position")
     kept_E = routing.kept_E.asnumpy()
-    layer = Experts()
+    layer = experts_kernel()
     layer(*map(Tensor, arrays), routing)
     assert sum(multiplications) == 3 * kept_E.sum() * hidden * width
     assert len(multiplications) == 3 * np.count_nonzero(kept_E)
     multiplications.clear()
     outputs_and_gradients(layer, arrays, routing)
     assert sum(multiplications) == 9 * kept_E.sum() * hidden * width
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_an_expert_with_most_of_the_rows_is_cut(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one kernel: products of few rows each, segments that several threads take, and the same bits as with one."""
+    monkeypatch.setattr(moe_swiglu, "_MOST_ROWS", 4)
+    monkeypatch.setattr(moe_swiglu, "host_threads", lambda: HostThreads(threads))
+    random = np.random.default_rng(3)
+    scores = random.random((23, EXPERTS)).astype(np.float32)
+    scores[:, 2] += 1  # everybody's choice: four segments of more than four rows
+    routing = moe_reference.Route(EXPERTS, CHOSEN)(Tensor(scores), *DROPLESS)
+    assert routing.counts_E.asnumpy()[2] == 23
+    check(
+        lambda *arrays: moe_swiglu.LocalExperts()(*arrays, routing),
+        experts_literally(routing),
+        layer_arrays(23, EXPERTS, HIDDEN, WIDTH),
+    )
+
+
+def test_the_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_swiglu, "_MOST_ROWS", 16)
+    arrays, scores = layer_arrays(300, 8, 32, 24), uneven_scores(300, 8)
+    routing = moe_reference.Route(8, CHOSEN)(Tensor(scores), *DROPLESS)
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(moe_swiglu, "host_threads", lambda threads=threads: HostThreads(threads))
+        found.append([a.tobytes() for a in outputs_and_gradients(moe_swiglu.LocalExperts(), arrays, routing)])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("frozen", ["gate", "up", "down"])
+def test_one_kernel_leaves_out_the_gradients_of_frozen_experts(frozen: str, multiplications: list[int]) -> None:
+    arrays, scores = layer_arrays(30, 4, 8, 12), uneven_scores(30, 4)
+    routing = moe_reference.Route(4, CHOSEN)(Tensor(scores), *DROPLESS)
+    weights = [Parameter(Tensor(array), name=name) for name, array in zip(NAMES, arrays[2:], strict=True)]
+    layer, products, found = moe_swiglu.LocalExperts(), [], []
+    for is_frozen in (False, True):
+        weights[NAMES.index(frozen)].requires_grad = not is_frozen
+        trained = [weight for weight in weights if weight.requires_grad]
+        loss = mindspore.grad(lambda x, g: (layer(x * 1.0, g, *weights, routing) ** 2).sum(), (0, 1), trained)
+        multiplications.clear()
+        of_inputs, of_weights = loss(*map(Tensor, arrays[:2]))
+        products.append(sum(multiplications) // (60 * 8 * 12))
+        kept = [g for g, weight in zip(of_weights, trained, strict=True) if weight.name != frozen]
+        found.append([gradient.asnumpy().tobytes() for gradient in (*of_inputs, *kept)])
+    assert products == [9, 8] and found[0] == found[1]
 
 
 def test_frozen_experts_cost_no_gradient(multiplications: list[int]) -> None:

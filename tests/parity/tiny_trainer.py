@@ -16,6 +16,7 @@ from trainer.data.batch import concatenate, padding_rows
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
+from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
@@ -50,7 +51,7 @@ class TinyTrainer:
         self.sections = {"model": model} | (sections or {})
         config = config_of(**self.sections)
         settings = config.decoder
-        self.kernels = load_kernels(select_kernels(settings, "CPU"))
+        self.kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
         self.model = Decoder(
             settings, self.kernels, seed=5, compiled=compiled, frozen=frozen_names(config),
             recomputed=recomputed_parts(config),

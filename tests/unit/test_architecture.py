@@ -61,7 +61,8 @@ FUSED_OPERATORS = frozenset(
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
 ASCEND_MODULES = ("trainer.ops.ascend", "trainer.ops.moe_ascend")
-KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.reference", "trainer.ops.moe_reference")
+KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.reference", "trainer.ops.moe_reference", "trainer.ops.moe_router",
+                  "trainer.ops.moe_swiglu")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
     "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "

@@ -87,7 +87,7 @@ def out_of_pipe(descriptor: int) -> Callable[[], bytes]:
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
-    """The end of a log without blank lines, and without chatter where there is more; of progress that overwrote itself the last state."""
+    """The end of a log without blank lines, and without chatter where there is more; of progress the last state."""
     data = b""
     with contextlib.suppress(OSError), path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - _TAIL_BYTES))

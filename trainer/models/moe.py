@@ -18,12 +18,13 @@ from mindspore.ops import operations as P
 
 from trainer.models.recompute import compile_cell
 from trainer.models.shapes import CHOICE_BIAS, moe_shapes
-from trainer.ops.routing import RoutingCounts
+from trainer.ops.routing import Routing, RoutingCounts
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import RowShares
     from trainer.ops.kernel_set import KernelSet
+    from trainer.ops.moe_router import Routed
 
 
 @dataclass
@@ -33,13 +34,14 @@ class Tally:
     Attributes:
         shares: Which token belongs to which row, for the balance loss.
         balance, z: Sums of both losses over the layers, float32 scalars; None before the first layer with experts.
-        routings: (layer, its routing, the router's scores), one for each layer with experts, in forward order.
+        routings: (layer, its routing, the router's scores), one for each layer with experts, in forward order; arrays
+            or tensors, as the routing was decided on the host or in a graph.
     """
 
     shares: RowShares | None
     balance: Tensor | None = None
     z: Tensor | None = None
-    routings: list[tuple[int, Any, Tensor]] = field(default_factory=list)
+    routings: list[tuple[int, Any, Any]] = field(default_factory=list)
 
     def add(self, balance: Tensor, z: Tensor) -> None:
         self.balance = balance if self.balance is None else self.balance + balance
@@ -52,17 +54,16 @@ class Tally:
         layers, routings, scores = zip(*self.routings, strict=True)
         return RoutingCounts(
             layers=layers,
-            kept=np.stack([routing.kept_E.asnumpy() for routing in routings]),
-            requested=np.stack([routing.requested_E.asnumpy() for routing in routings]),
-            entropy=np.array([_entropy(scores_NE.asnumpy()) for scores_NE in scores]),
+            kept=np.stack([np.asarray(routing.kept_E) for routing in routings]),
+            requested=np.stack([np.asarray(routing.requested_E) for routing in routings]),
+            entropy=np.array([_entropy(np.asarray(scores_NE)) for scores_NE in scores]),
         )
 
 
 def _entropy(scores_NE: np.ndarray) -> float:
     """Mean over tokens of the entropy of the normalised scores, in nats."""
-    p_NE = scores_NE.astype(np.float64)
-    p_NE /= p_NE.sum(axis=1, keepdims=True) + 1e-20
-    return float(-(p_NE * np.log(p_NE + 1e-20)).sum(axis=1).mean())
+    p_NE = scores_NE / (scores_NE.sum(axis=1, keepdims=True) + np.float32(1e-20))
+    return float(-(p_NE * np.log(p_NE + np.float32(1e-20))).sum(axis=1, dtype=np.float64).mean())
 
 
 class Router(nn.Cell):
@@ -179,6 +180,7 @@ class MoeLayer:
         self.moe, self.names = moe, list(moe_shapes(settings))
         self.has_shared = settings.shared_expert_size > 0
         pieces = (
+            kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
             Gates(settings),
             RouterLosses(settings),
@@ -186,7 +188,9 @@ class MoeLayer:
             kernels.swiglu(),
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
-        self.router, self.gates, self.losses, self.shared, self.swiglu = made
+        self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu = made
+        self.host_router = kernels.host_router(moe) if kernels.host_router else None
+        self.local_experts = kernels.local_experts() if kernels.local_experts else None
         self.route = kernels.route(
             moe.expert_num,
             moe.num_experts_chosen,
@@ -198,18 +202,21 @@ class MoeLayer:
         self.dispatcher = TokenDispatcher(kernels)
         self.gate, self.up, self.down = (kernels.grouped_matmul() for _ in range(3))
 
-    def choose(self, scores_NE: Tensor, weights: Sequence[Tensor], drops: bool) -> Any:
-        """The routing of a micro-batch; tokens over capacity are dropped in training only."""
+    def rule(self, tokens: int, weights: Sequence[Tensor], drops: bool) -> tuple[Tensor | None, int | None, str]:
+        """What the choice depends on beside the scores; tokens over capacity are dropped in training only."""
         bias_E = weights[self.names.index(CHOICE_BIAS)] if CHOICE_BIAS in self.names else None
-        capacity = self.moe.capacity(scores_NE.shape[0]) if drops else None
-        return self.route(scores_NE, bias_E, capacity, self.moe.drop_policy)
+        return bias_E, self.moe.capacity(tokens) if drops else None, self.moe.drop_policy
 
     def experts(self, y_ND: Tensor, gates_Nk: Tensor, routing: Any, weights: Sequence[Tensor]) -> Tensor:
         """What routed and shared experts add to the residual stream, [N, D]."""
         gate_EFD, up_EFD, down_EDF = (weights[self.names.index(f"mlp.experts.{name}_proj.weight")] for name in _NAMES)
-        rows_RD, counts_E = self.dispatcher.dispatch(y_ND, routing)
-        inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
-        added_ND = self.dispatcher.combine(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
+        if self.local_experts is not None:
+            added_ND = self.local_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
+        else:
+            routing = Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
+            rows_RD, counts_E = self.dispatcher.dispatch(y_ND, routing)
+            inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
+            added_ND = self.dispatcher.combine(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
         if self.has_shared:
             first = self.names.index("mlp.shared_experts.gate_proj.weight")
             added_ND = added_ND + self.shared(y_ND, *weights[first : first + 3])
@@ -218,7 +225,7 @@ class MoeLayer:
     def __call__(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Evaluation and prediction: nothing is dropped, no losses."""
         y_ND, _, scores_NE = self.router(x_ND, weights[0], weights[1])
-        routing = self.choose(scores_NE, weights, drops=False)
+        routing = self.route(scores_NE, *self.rule(scores_NE.shape[0], weights, drops=False))
         return x_ND + self.experts(y_ND, self.gates(scores_NE, routing.experts_Nk), routing, weights)
 
     def train(
@@ -236,12 +243,26 @@ class MoeLayer:
         Returns:
             Residual stream, balance and z loss, the routing, the router's scores.
         """
-        y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
-        if routing is None:
-            routing = self.choose(scores_NE, weights, drops=True)
-        added_ND = self.experts(y_ND, self.gates(scores_NE, routing.experts_Nk), routing, weights)
-        balance, z = self.losses(logits_NE, scores_NE, routing.experts_Nk, *shares)
+        if self.host_router is not None:
+            y_ND = self.norm(x_ND, weights[0])
+            gates_Nk, balance, z, routing, scores_NE = self.routed_on_host(y_ND, weights, shares, routing)
+        else:
+            y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
+            if routing is None:
+                routing = self.route(scores_NE, *self.rule(scores_NE.shape[0], weights, drops=True))
+            gates_Nk = self.gates(scores_NE, routing.experts_Nk)
+            balance, z = self.losses(logits_NE, scores_NE, routing.experts_Nk, *shares)
+        added_ND = self.experts(y_ND, gates_Nk, routing, weights)
         return x_ND + (added_ND if dropped_ND is None else added_ND * dropped_ND), balance, z, routing, scores_NE
+
+    def routed_on_host(self, y_ND: Tensor, weights: Sequence[Tensor], shares: RowShares, routing: Any) -> Routed:
+        """What the cells `router`, `gates` and `losses` and the choice between them say, from one kernel."""
+        rule = self.rule(y_ND.shape[0], weights, drops=True)
+
+        def decide(scores_NE: np.ndarray) -> Any:
+            return self.route.of_arrays(scores_NE, *rule) if routing is None else routing
+
+        return self.host_router(y_ND, weights[1], shares.tokens_B1, shares.valid_N1, decide)
 
 
 class MoePart:

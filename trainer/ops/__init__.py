@@ -27,6 +27,9 @@ Permute             (x_ND, routing)                                     the rows
 Unpermute           (y_RD, gates_Nk, routing)                           sum of each token's rows, [N, D]
 ==================  ==================================================  ==================================
 
+Where the host computes, two kernels take the place of several in a training: `moe_router.py` (the router's product,
+scores, choice, gates and losses) and, in float32, `moe_swiglu.py` (permute, the experts' products, unpermute).
+
 `precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
 x, y and what flows between kernels have the dtype of the matrix products; weights and the residual stream arrive in
 float32, and so do gradients of weights leave.

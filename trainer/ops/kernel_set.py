@@ -10,7 +10,7 @@ from functools import partial
 from mindspore import dtype as mstype
 from mindspore import nn
 
-from trainer.ops import ascend, graph_parts, moe_ascend, moe_reference, reference
+from trainer.ops import ascend, graph_parts, moe_ascend, moe_reference, moe_router, moe_swiglu, reference
 from trainer.ops.cast import InDtype, rounded
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
@@ -46,6 +46,18 @@ class KernelSet:
     logits: Callable
     sum_of_squares: Callable
     compute_dtype: mstype.Type = mstype.float32
+
+    @property
+    def local_experts(self) -> MakeCell | None:
+        """One kernel for the whole way of tokens through experts of this device, where there is one."""
+        parts = self.permute, self.grouped_matmul, self.swiglu, self.unpermute
+        together = moe_reference.Permute, moe_reference.GroupedMatmul, reference.SwiGLU, moe_reference.Unpermute
+        return moe_swiglu.LocalExperts if parts == together else None
+
+    @property
+    def host_router(self) -> MakeCell | None:
+        """One kernel for all that a router does in a training, where the host decides."""
+        return moe_router.HostRouter if self.route is moe_reference.Route else None
 
 
 def load_kernels(

@@ -8,25 +8,21 @@ It sees tensors in the host's memory as arrays without copying them, and so does
 So these cells run operator by operator only. MindSpore runs `construct` and `bprop` of a cell with a `bprop` without
 recording them. Arithmetic is float32; what leaves has the dtype of what came in.
 
-Results stand in memory of MindSpore's pool, which is used again and again: fresh memory from the operating system costs
-a product another tenth of its time.
-
 Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each token, D hidden, I/O in/out features.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, nn
 
-from trainer.host_threads import HostThreads
+from trainer.ops.host_arrays import cast, empty, host_threads, on_host, parts
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
 
 _MOST_ROWS = 512  # of one product
+_MOST_MOVED = 128  # rows that a thread copies at once
 
 
 class Route(nn.Cell):
@@ -42,9 +38,14 @@ class Route(nn.Cell):
     def construct(
         self, scores_NE: Tensor, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
     ) -> Routing:
-        bias = None if bias_E is None else _on_host(bias_E)
-        routing = route(self.rule, _on_host(scores_NE), bias, capacity, drop_policy)
-        return Routing(*map(Tensor.from_numpy, routing))
+        return Routing(*map(Tensor.from_numpy, self.of_arrays(on_host(scores_NE), bias_E, capacity, drop_policy)))
+
+    def of_arrays(
+        self, scores_NE: np.ndarray, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
+    ) -> Routing:
+        """The same from an array, and of arrays."""
+        bias = None if bias_E is None else on_host(bias_E)
+        return route(self.rule, scores_NE, bias, capacity, drop_policy)
 
 
 class GroupedMatmul(nn.Cell):
@@ -69,65 +70,59 @@ class GroupedMatmul(nn.Cell):
 class _GroupedMatmulCore(nn.Cell):
     def __init__(self, trained: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.trained, self.threads = trained, _threads()
+        self.trained = trained
 
     def construct(self, x_RI, weight_EOI, counts_E):
-        x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
-        result, y = _empty(len(x), weight.shape[1])
+        x, weight, counts = on_host(x_RI), on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
+        result, y = empty(len(x), weight.shape[1])
         y[counts.sum() :] = 0
 
         def multiply(part: tuple[int, slice], thread: int) -> None:
             expert, rows = part
             np.matmul(x[rows], weight[expert].T, out=y[rows])
 
-        self.threads.run(_parts(counts), multiply)
-        return _cast(result, x_RI.dtype)
+        host_threads().run(expert_parts(counts), multiply)
+        return cast(result, x_RI.dtype)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
-        x, weight, counts = _on_host(x_RI), _on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
-        grad, (result, grad_x) = _on_host(grad_RO), _empty(*x.shape)
+        x, weight, counts = on_host(x_RI), on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
+        grad, (result, grad_x) = on_host(grad_RO), empty(*x.shape)
         grad_x[counts.sum() :] = 0
 
         def multiply(part: tuple[int, slice], thread: int) -> None:
             expert, rows = part
             np.matmul(grad[rows], weight[expert], out=grad_x[rows])
 
-        self.threads.run(_parts(counts), multiply)
-        grad_weight_EOI = _cast(self.weight_gradient(x, grad, counts), weight_EOI.dtype) if self.trained else None
-        return _cast(result, x_RI.dtype), grad_weight_EOI, None
-
-    def weight_gradient(self, x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Tensor:
-        result, grad_weight = _empty(len(counts_E), grad.shape[1], x.shape[1])
-        grad_weight[counts_E == 0] = 0
-
-        def multiply(part: tuple[int, slice, slice], thread: int) -> None:
-            expert, rows, columns = part
-            np.matmul(grad[rows, columns].T, x[rows], out=grad_weight[expert, columns])
-
-        # An expert that has most of the rows would keep one thread busy: its matrix is cut instead.
-        half = -(-grad.shape[1] // 2)
-        halves = (slice(0, half), slice(half, None))
-        self.threads.run(((*group, columns) for group in _groups(counts_E) for columns in halves), multiply)
-        return result
+        host_threads().run(expert_parts(counts), multiply)
+        grad_weight_EOI = cast(weight_gradient(x, grad, counts), weight_EOI.dtype) if self.trained else None
+        return cast(result, x_RI.dtype), grad_weight_EOI, None
 
 
-@functools.cache
-def _threads() -> HostThreads:
-    """One pool for all products of the process."""
-    return HostThreads()
+def weight_gradient(x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Tensor:
+    """[E, O, I] from what went into a grouped product [R, I] and the gradient of what came out [R, O]."""
+    result, grad_weight = empty(len(counts_E), grad.shape[1], x.shape[1])
+    grad_weight[counts_E == 0] = 0
+
+    def multiply(part: tuple[int, slice, slice], thread: int) -> None:
+        expert, rows, columns = part
+        np.matmul(grad[rows, columns].T, x[rows], out=grad_weight[expert, columns])
+
+    # An expert that has most of the rows would keep one thread busy: its matrix is cut instead.
+    half = -(-grad.shape[1] // 2)
+    halves = (slice(0, half), slice(half, None))
+    host_threads().run(((*group, columns) for group in expert_rows(counts_E) for columns in halves), multiply)
+    return result
 
 
-def _groups(counts_E: np.ndarray) -> list[tuple[int, slice]]:
+def expert_rows(counts_E: np.ndarray) -> list[tuple[int, slice]]:
     """Experts that have rows, and these."""
     ends = np.cumsum(counts_E)
     return [(expert, slice(ends[expert] - counts_E[expert], ends[expert])) for expert in np.flatnonzero(counts_E)]
 
 
-def _parts(counts_E: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Experts and at most so many of their rows that all threads have work until the end."""
-    for expert, rows in _groups(counts_E):
-        for start in range(rows.start, rows.stop, _MOST_ROWS):
-            yield expert, slice(start, min(start + _MOST_ROWS, rows.stop))
+def expert_parts(counts_E: np.ndarray, most: int = _MOST_ROWS) -> Iterator[tuple[int, slice]]:
+    """Experts, and at most so many of their rows."""
+    return ((expert, part) for expert, rows in expert_rows(counts_E) for part in parts(rows, most))
 
 
 class Permute(nn.Cell):
@@ -143,15 +138,18 @@ class Permute(nn.Cell):
 
 class _PermuteCore(nn.Cell):
     def construct(self, x_ND, token_R, row_Nk):
-        return _cast(_rows_of_tokens(_on_host(x_ND), token_R.asnumpy(), row_Nk.size)[0], x_ND.dtype)
+        x, token, (result, rows_RD) = on_host(x_ND), token_R.asnumpy(), empty(len(token_R), x_ND.shape[1])
+
+        def copy(rows: slice, thread: int) -> None:
+            take_tokens(x, token[rows], rows_RD[rows])
+
+        host_threads().run(parts(slice(0, len(token)), _MOST_MOVED), copy)
+        return cast(result, x_ND.dtype)
 
     def bprop(self, x_ND, token_R, row_Nk, out, grad_RD):
-        rows, row = _on_host(grad_RD), row_Nk.asnumpy()
-        result, grad_x = _empty(*x_ND.shape)
-        np.take(rows, row[:, 0], axis=0, out=grad_x, mode="clip")
-        for choice in range(1, row.shape[1]):
-            grad_x += rows[row[:, choice]]
-        return _cast(result, x_ND.dtype), None, None
+        (result, grad_x), row = empty(*x_ND.shape), row_Nk.asnumpy()
+        add_rows(on_host(grad_RD), row, None, grad_x)
+        return cast(result, x_ND.dtype), None, None
 
 
 class Unpermute(nn.Cell):
@@ -167,39 +165,43 @@ class Unpermute(nn.Cell):
 
 class _UnpermuteCore(nn.Cell):
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
-        result, sum_ND = _empty(row_Nk.shape[0], y_RD.shape[1])
-        np.einsum("nk,nkd->nd", _on_host(gates_Nk), _on_host(y_RD)[row_Nk.asnumpy()], out=sum_ND)
-        return _cast(result, y_RD.dtype)
+        result, sum_ND = empty(row_Nk.shape[0], y_RD.shape[1])
+        add_rows(on_host(y_RD), row_Nk.asnumpy(), on_host(gates_Nk), sum_ND)
+        return cast(result, y_RD.dtype)
 
     def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
-        row = row_Nk.asnumpy()
-        result, grad_y = _rows_of_tokens(_on_host(grad_ND), token_R.asnumpy(), row.size)
-        grad_gates = Tensor.from_numpy(np.einsum("rd,rd->r", _on_host(y_RD), grad_y)[row])
-        gate_R = np.zeros(len(grad_y), np.float32)
-        gate_R[row] = _on_host(gates_Nk)
-        grad_y *= gate_R[:, None]
-        return _cast(result, y_RD.dtype), _cast(grad_gates, gates_Nk.dtype), None, None
+        y, grad, row, token = on_host(y_RD), on_host(grad_ND), row_Nk.asnumpy(), token_R.asnumpy()
+        (result, grad_y), (gate_R, grad_gate_R) = empty(*y.shape), np.zeros((2, len(y)), np.float32)
+        gate_R[row] = on_host(gates_Nk)
+
+        def spread(rows: slice, thread: int) -> None:
+            take_tokens(grad, token[rows], grad_y[rows])
+            np.einsum("rd,rd->r", y[rows], grad_y[rows], out=grad_gate_R[rows])
+            grad_y[rows] *= gate_R[rows, None]
+
+        host_threads().run(parts(slice(0, len(token)), _MOST_MOVED), spread)
+        return cast(result, y_RD.dtype), cast(Tensor.from_numpy(grad_gate_R[row]), gates_Nk.dtype), None, None
 
 
-def _rows_of_tokens(x: np.ndarray, token_R: np.ndarray, assignments: int) -> tuple[Tensor, np.ndarray]:
-    """x[token_R], and zeros where there is no such token."""
-    result, rows = _empty(len(token_R), x.shape[1])
-    np.take(x, token_R, axis=0, out=rows, mode="clip")  # other modes copy `out`
-    if len(token_R) > assignments:
-        rows[token_R == len(x)] = 0
-    return result, rows
+def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
+    """out = x[tokens], and zeros where there is no such token."""
+    np.take(x, tokens, axis=0, out=out, mode="clip")  # other modes copy `out`
+    out[tokens == len(x)] = 0
 
 
-def _empty(*shape: int) -> tuple[Tensor, np.ndarray]:
-    """A tensor in the host's memory, and the array that writes to it."""
-    tensor = mint.empty(shape, dtype=mstype.float32, device="CPU")
-    return tensor, tensor.asnumpy()
+def add_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out: np.ndarray) -> None:
+    """out = the sum of each token's rows of y, weighted by the gates where there are some."""
+    threads = host_threads()
+    scratch = np.empty((threads.threads, _MOST_MOVED, y.shape[1]), np.float32)
 
+    def add(tokens: slice, thread: int) -> None:
+        total, row = out[tokens], scratch[thread, : tokens.stop - tokens.start]
+        for choice in range(row_Nk.shape[1]):
+            into = row if choice else total
+            np.take(y, row_Nk[tokens, choice], axis=0, out=into, mode="clip")
+            if gates_Nk is not None:
+                into *= gates_Nk[tokens, choice : choice + 1]
+            if choice:
+                total += row
 
-def _on_host(tensor: Tensor, rounded_to=mstype.float32) -> np.ndarray:
-    """The numbers of a tensor in float32, only to be read."""
-    return _cast(_cast(tensor, rounded_to), mstype.float32).asnumpy()
-
-
-def _cast(tensor: Tensor, dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+    threads.run(parts(slice(0, len(out)), _MOST_MOVED), add)
