@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import RowShares
     from trainer.ops.kernel_set import KernelSet
-    from trainer.ops.moe_router import Routed
 
 
 @dataclass
@@ -255,8 +254,10 @@ class MoeLayer:
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
         return x_ND + (added_ND if dropped_ND is None else added_ND * dropped_ND), balance, z, routing, scores_NE
 
-    def routed_on_host(self, y_ND: Tensor, weights: Sequence[Tensor], shares: RowShares, routing: Any) -> Routed:
-        """What the cells `router`, `gates` and `losses` and the choice between them say, from one kernel."""
+    def routed_on_host(
+        self, y_ND: Tensor, weights: Sequence[Tensor], shares: RowShares, routing: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any, np.ndarray]:
+        """Gates, balance and z loss, routing and scores, as of the cells with the choice between them."""
         rule = self.rule(y_ND.shape[0], weights, drops=True)
 
         def decide(scores_NE: np.ndarray) -> Any:

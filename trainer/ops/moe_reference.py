@@ -13,16 +13,24 @@ Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from trainer.ops.host_arrays import cast, empty, host_threads, on_host, parts
+from trainer.ops.host_arrays import (
+    MOST_MOVED,
+    add_rows,
+    cast,
+    empty,
+    expert_parts,
+    expert_rows,
+    host_threads,
+    on_host,
+    parts,
+    take_tokens,
+)
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
 
 _MOST_ROWS = 512  # of one product
-_MOST_MOVED = 128  # rows that a thread copies at once
 
 
 class Route(nn.Cell):
@@ -81,7 +89,7 @@ class _GroupedMatmulCore(nn.Cell):
             expert, rows = part
             np.matmul(x[rows], weight[expert].T, out=y[rows])
 
-        host_threads().run(expert_parts(counts), multiply)
+        host_threads().run(expert_parts(counts, _MOST_ROWS), multiply)
         return cast(result, x_RI.dtype)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
@@ -93,7 +101,7 @@ class _GroupedMatmulCore(nn.Cell):
             expert, rows = part
             np.matmul(grad[rows], weight[expert], out=grad_x[rows])
 
-        host_threads().run(expert_parts(counts), multiply)
+        host_threads().run(expert_parts(counts, _MOST_ROWS), multiply)
         grad_weight_EOI = cast(weight_gradient(x, grad, counts), weight_EOI.dtype) if self.trained else None
         return cast(result, x_RI.dtype), grad_weight_EOI, None
 
@@ -114,17 +122,6 @@ def weight_gradient(x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Te
     return result
 
 
-def expert_rows(counts_E: np.ndarray) -> list[tuple[int, slice]]:
-    """Experts that have rows, and these."""
-    ends = np.cumsum(counts_E)
-    return [(expert, slice(ends[expert] - counts_E[expert], ends[expert])) for expert in np.flatnonzero(counts_E)]
-
-
-def expert_parts(counts_E: np.ndarray, most: int = _MOST_ROWS) -> Iterator[tuple[int, slice]]:
-    """Experts, and at most so many of their rows."""
-    return ((expert, part) for expert, rows in expert_rows(counts_E) for part in parts(rows, most))
-
-
 class Permute(nn.Cell):
     """rows_RD from (x_ND, routing): each row is the one of its token."""
 
@@ -143,7 +140,7 @@ class _PermuteCore(nn.Cell):
         def copy(rows: slice, thread: int) -> None:
             take_tokens(x, token[rows], rows_RD[rows])
 
-        host_threads().run(parts(slice(0, len(token)), _MOST_MOVED), copy)
+        host_threads().run(parts(slice(0, len(token)), MOST_MOVED), copy)
         return cast(result, x_ND.dtype)
 
     def bprop(self, x_ND, token_R, row_Nk, out, grad_RD):
@@ -179,29 +176,5 @@ class _UnpermuteCore(nn.Cell):
             np.einsum("rd,rd->r", y[rows], grad_y[rows], out=grad_gate_R[rows])
             grad_y[rows] *= gate_R[rows, None]
 
-        host_threads().run(parts(slice(0, len(token)), _MOST_MOVED), spread)
+        host_threads().run(parts(slice(0, len(token)), MOST_MOVED), spread)
         return cast(result, y_RD.dtype), cast(Tensor.from_numpy(grad_gate_R[row]), gates_Nk.dtype), None, None
-
-
-def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
-    """out = x[tokens], and zeros where there is no such token."""
-    np.take(x, tokens, axis=0, out=out, mode="clip")  # other modes copy `out`
-    out[tokens == len(x)] = 0
-
-
-def add_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out: np.ndarray) -> None:
-    """out = the sum of each token's rows of y, weighted by the gates where there are some."""
-    threads = host_threads()
-    scratch = np.empty((threads.threads, _MOST_MOVED, y.shape[1]), np.float32)
-
-    def add(tokens: slice, thread: int) -> None:
-        total, row = out[tokens], scratch[thread, : tokens.stop - tokens.start]
-        for choice in range(row_Nk.shape[1]):
-            into = row if choice else total
-            np.take(y, row_Nk[tokens, choice], axis=0, out=into, mode="clip")
-            if gates_Nk is not None:
-                into *= gates_Nk[tokens, choice : choice + 1]
-            if choice:
-                total += row
-
-    threads.run(parts(slice(0, len(out)), _MOST_MOVED), add)

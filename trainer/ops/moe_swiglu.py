@@ -14,11 +14,20 @@ from collections.abc import Iterator
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from trainer.ops.host_arrays import empty, host_threads, on_host
-from trainer.ops.moe_reference import add_rows, expert_parts, expert_rows, take_tokens
+from trainer.ops.host_arrays import (
+    add_rows,
+    empty,
+    expert_parts,
+    expert_rows,
+    host_threads,
+    on_host,
+    parts,
+    take_tokens,
+)
 from trainer.ops.routing import Routing
 
 _MOST_ROWS = 1024  # that a thread takes at once: products of fewer than some hundred are slower
+_SCRATCH_NUMBERS = 1 << 21  # of a thread: large models have enough work in fewer rows
 _MOST_SEGMENTS = 4  # of one expert's rows, each with a gradient of the weights of its own
 
 
@@ -70,9 +79,12 @@ class _Once(nn.Cell):
             inner *= gate_R[rows, None]
             np.matmul(inner, down[expert].T, out=y[rows])
 
-        threads.run(expert_parts(self.counts_E, _MOST_ROWS), compute)
+        threads.run(expert_parts(self.counts_E, self.most_rows(gate)), compute)
         add_rows(y, self.row_Nk, None, out)
         return result
+
+    def most_rows(self, gate_EFD: np.ndarray) -> int:
+        return max(1, min(_MOST_ROWS, _SCRATCH_NUMBERS // (3 * sum(gate_EFD.shape[1:]))))
 
     def gate_of_rows(self, gates_Nk: Tensor) -> np.ndarray:
         gate_R = np.zeros(len(self.token_R), np.float32)
@@ -85,7 +97,7 @@ class _Once(nn.Cell):
         gate_R, grad_gate_R = self.gate_of_rows(gates_Nk), np.zeros(len(self.token_R), np.float32)
         grad_rows[self.rows :] = 0
         threads, shapes = host_threads(), [weight.shape[1:] for weight in (gate, up, down)]
-        width, hidden = shapes[0]
+        (width, hidden), most = shapes[0], self.most_rows(gate)
         weights = [
             _WeightGradient(self.counts_E, shape) if trained else None
             for shape, trained in zip(shapes, self.trained, strict=True)
@@ -93,7 +105,7 @@ class _Once(nn.Cell):
 
         def compute(segment: tuple[int, int, slice], thread: int) -> None:
             expert, number, every = segment
-            for rows in _chunks(every):
+            for rows in parts(every, most):
                 widths = (hidden, hidden, hidden, width, width, width)
                 x_rD, grad_rD, other, grad_inner, inner, work = self.scratch.take(thread, rows, *widths)
                 take_tokens(x, self.token_R[rows], x_rD)
@@ -124,13 +136,12 @@ class Scratch:
 
     def take(self, thread: int, rows: slice, *widths: int) -> Iterator[np.ndarray]:
         """Arrays of so many rows, one for each width, all of them in the memory of the thread."""
-        needed = _MOST_ROWS * sum(widths)
-        if self.memory[thread].size < needed:
-            self.memory[thread] = np.empty(needed, np.float32)
         size, start = rows.stop - rows.start, 0
+        if self.memory[thread].size < size * sum(widths):
+            self.memory[thread] = np.empty(size * sum(widths), np.float32)
         for width in widths:
             yield self.memory[thread][start : start + size * width].reshape(size, width)
-            start += _MOST_ROWS * width
+            start += size * width
 
 
 class _WeightGradient:
@@ -169,11 +180,6 @@ def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
         for segment in range(number):
             first, last = (rows.start + size * place // number for place in (segment, segment + 1))
             yield expert, segment, slice(first, last)
-
-
-def _chunks(rows: slice) -> Iterator[slice]:
-    for start in range(rows.start, rows.stop, _MOST_ROWS):
-        yield slice(start, min(start + _MOST_ROWS, rows.stop))
 
 
 def _swiglu(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
