@@ -257,6 +257,7 @@ class _Training:
             skipped=result.skipped,
             extra=result.losses,
             details=self.details(result),
+            labels=config.network.labels_text,
             tokens=result.tokens,
             tokens_per_second=result.tokens / seconds,
             step_seconds=seconds,

@@ -58,10 +58,11 @@ ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttent
     ("changes", "expected"),
     [
         ({}, ROPE | ATTENTION | SWIGLU | both("RmsNorm", 13)),
-        ({"use_fused_rope": False, "use_fused_swiglu": False}, ATTENTION | both("RmsNorm", 13)),
+        ({"use_fused_rope": False}, ATTENTION | SWIGLU | both("RmsNorm", 13)),
+        ({"use_fused_swiglu": False}, ROPE | ATTENTION | both("RmsNorm", 13)),
         ({"use_flash_attention": False, "use_qk_norm": True}, ROPE | SWIGLU | both("RmsNorm", 25)),
     ],
-    ids=["all", "attention", "others"],
+    ids=["all", "without rope", "without swiglu", "without attention"],
 )
 def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
     audit = audit_ascend(config_of(**changes))

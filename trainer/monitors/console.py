@@ -204,7 +204,7 @@ class ProgressMonitor(Monitor):
             return Text("first step: compiling", style="dim")
         step = f"step {metrics.step:>{len(str(self._last_step))}}/{self._last_step}  "
         norm = "" if metrics.global_norm is None else f"norm {metrics.global_norm:.3g}  "
-        rate = f"{wording.count(metrics.tokens_per_second)} tokens/s"
+        rate = f"{wording.count(metrics.tokens_per_second)} {metrics.labels}/s"
         left = self._eta.seconds(metrics)
         eta = f"  eta {wording.duration(left)}" if left is not None else ""
         more = "".join(f"{name} {value:.4g}  " for name, value in metrics.extra.items())

@@ -56,6 +56,7 @@ class StepMetrics:
         skipped: Why the step updated nothing; empty when it did.
         details: What metrics.jsonl keeps beside, for example the norm of each parameter's gradient, or lists with a
             number for each layer with experts.
+        labels: What ``tokens`` counts, in a word: images for a classifier.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepMetrics:
     extra: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""
     details: Mapping[str, object] = field(default_factory=dict)
+    labels: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class RunSummary:
         skipped: How many steps updated nothing, by reason.
         peak_rss_bytes: Highest resident memory of this process.
         places: What lies where, for example ``{"metrics": Path("output/metrics.jsonl")}``.
+        labels: What ``tokens`` counts, as in `StepMetrics`.
     """
 
     outcome: str
@@ -138,6 +141,7 @@ class RunSummary:
     peak_rss_bytes: int
     places: Mapping[str, Path]
     skipped: Mapping[str, int] = field(default_factory=dict)
+    labels: str = "tokens"
 
 
 class Monitor:

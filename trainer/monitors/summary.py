@@ -70,4 +70,5 @@ class Totals(Monitor):
             peak_rss_bytes=peak_rss_bytes(),
             places=dict(places),
             skipped=dict(self._skipped),
+            labels=self._last.labels if self._last else "tokens",
         )

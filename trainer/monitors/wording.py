@@ -61,7 +61,7 @@ def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
     if metrics.overflow:
         parts.append("OVERFLOW, update skipped")
     parts += [f"{name} {value:.4g}" for name, value in metrics.extra.items()]
-    parts.append(f"{count(metrics.tokens_per_second)} tokens/s")
+    parts.append(f"{count(metrics.tokens_per_second)} {metrics.labels}/s")
     if eta_seconds is not None:
         parts.append(f"eta {duration(eta_seconds)}")
     return " | ".join(parts)
@@ -122,7 +122,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = [("run", f"{where}: {done} in {duration(summary.seconds)}")]
     if summary.steps:
         after = f" (median; first step {duration(summary.first_step_seconds)})" if summary.steps > 1 else ""
-        rows.append(("tokens", f"{count(summary.tokens)}, {count(summary.tokens_per_second)} tokens/s{after}"))
+        rate = f"{count(summary.tokens_per_second)} {summary.labels}/s{after}"
+        rows.append((summary.labels, f"{count(summary.tokens)}, {rate}"))
     if summary.skipped:
         reasons = ", ".join(f"{number} x {reason}" for reason, number in summary.skipped.items())
         rows.append(("skipped", f"{sum(summary.skipped.values())} steps updated nothing: {reasons}"))
