@@ -76,6 +76,7 @@ def test_the_stop_is_where_it_is_hardest(whole: Path) -> None:
 
 
 def test_stopped_and_resumed_equals_never_stopped(whole: Path, halves: Path) -> None:
+    """Bug 8 of trainers."""
     assert figures(halves) == figures(whole)
     assert_same_bits(arrays_of(halves), arrays_of(whole))
     last = column(eval_records(whole), "eval_loss")[-1]

@@ -66,6 +66,7 @@ def test_a_run_leaves_what_is_promised(first_run: tuple[Path, str, str]) -> None
 
 
 def test_metrics_hold_every_step_with_all_its_fields(first_run: tuple[Path, str, str]) -> None:
+    """Bug 20 of trainers."""
     records = step_records(first_run[0])
     assert column(records, "step") == list(range(1, len(records) + 1))
     names = "step epoch loss lr global_norm loss_scale overflow tokens tokens_per_second step_seconds peak_rss_bytes"
@@ -137,6 +138,24 @@ def test_accumulated_micro_batches_equal_one_large_batch(home: Path) -> None:
     # Sums in another order, float32's 6e-8 a number: 2e-7 was measured over eight updates.
     for name in ("loss", "global_norm"):
         np.testing.assert_allclose(column(split, name), column(whole, name), rtol=1e-6)
+
+
+def test_the_last_window_of_an_epoch_steps_with_its_own_tokens(home: Path) -> None:
+    """Bug 2 of trainers: three micro-batches where the others have four are one batch of as many rows."""
+    data = write_instructions(home / "few.jsonl")
+    loader = {"type": "JsonlDataset", "dataset_dir": str(data), "shuffle": False, "num_samples": 14}
+    changes = {"train_dataset.data_loader": loader, "train_dataset.drop_remainder": False, "lr_schedule": {
+        "type": "CosineWithWarmUpLR", "learning_rate": 1e-3, "warmup_steps": 1, "total_steps": -1,
+    }}  # fmt: skip
+    path = write_config(home / "partial", data, changes)
+    whole = step_records(train(path, output_dir=home / "rows", runner_config={"epochs": 2, "batch_size": 8}))
+    split = {"epochs": 2, "batch_size": 2, "gradient_accumulation_steps": 4}
+    windows = step_records(train(path, output_dir=home / "windows", runner_config=split))
+    assert column(windows, "epoch") == [1, 1, 2, 2] and windows[1]["tokens"] < windows[0]["tokens"]
+    for name in ("tokens", "lr"):
+        assert column(windows, name) == column(whole, name)
+    for name in ("loss", "global_norm"):
+        np.testing.assert_allclose(column(windows, name), column(whole, name), rtol=1e-6)
 
 
 def test_the_learning_rate_follows_the_schedule(home: Path) -> None:

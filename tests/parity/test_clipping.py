@@ -62,7 +62,7 @@ def test_a_gradient_that_is_not_finite_is_reported_by_the_norm(bad: float) -> No
 
 
 def test_squares_of_float16_gradients_are_summed_in_float32() -> None:
-    """1000 squared is beyond float16's 65504."""
+    """Bug 5 of trainers. 1000 squared is beyond float16's 65504."""
     gradient = Tensor(np.full((64, 64), 1000.0, np.float16))
     assert global_norm([gradient], sum_of_squares) == pytest.approx(64 * 1000.0, rel=1e-6)
     small = Tensor(np.full((64, 64), 1e-4, np.float16))  # its square is below float16's smallest number

@@ -83,7 +83,7 @@ def test_a_tied_embedding_is_frozen_in_both_places(window: list[Batch]) -> None:
 def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(
     full: TinyTrainer, partial: TinyTrainer, window: list[Batch], optimizer: dict
 ) -> None:
-    """Correctness 19: frozen parameters counted in the norm, decayed by the optimizer, or given state."""
+    """Bug 19 of trainers. Frozen parameters counted in the norm, decayed by the optimizer, or given state."""
     trained = set(partial.model.trained_parameters)
     right = {name: gradient for name, gradient in gradients(full, window).items() if name in trained}
     clipping = {"use_clip_grad": True, "max_grad_norm": 0.1}

@@ -50,7 +50,7 @@ def poison(tiny: TinyTrainer) -> None:
 def test_results_do_not_depend_on_the_loss_scale(
     tiny: TinyTrainer, window: list[Batch], optimizer: dict, clip: dict
 ) -> None:
-    """Clipping before unscaling would clip almost everything away at the large scale."""
+    """Bug 3 of trainers. Clipping before unscaling would clip almost everything away at the large scale."""
     plain = tiny.step(optimizer=optimizer, runner_wrapper=clip)
     right = [plain(window), plain(window)]
     weights = state_of(plain.optimizer, tiny)
@@ -74,7 +74,7 @@ def test_a_scale_that_is_no_power_of_two_only_rounds(tiny: TinyTrainer, window: 
 def test_overflow_in_one_micro_batch_skips_the_update_once(
     tiny: TinyTrainer, window: list[Batch], place: int
 ) -> None:
-    """One update less, one decrease of the scale; learning rate, optimizer and the next window as if it never was."""
+    """Bug 4 of trainers. One update less, one decrease of the scale; all else as if the window never was."""
     step = tiny.step(schedule=lambda n: 0.1 / (1 + n), optimizer=ADAMW, runner_wrapper={"scale_sense": DYNAMIC})
     step(window)
     poison(tiny)

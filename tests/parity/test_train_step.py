@@ -61,7 +61,7 @@ def assert_same_window(ours: WindowGradients, right: WindowGradients) -> None:
 def test_a_window_of_unequal_micro_batches_is_one_large_batch(
     tiny: TinyTrainer, window: list[Batch], length: int
 ) -> None:
-    """Whole and partial windows; the counts of valid tokens are 12, 3, 0 and 7."""
+    """Bug 1 of trainers. Whole and partial windows; the counts of valid tokens are 12, 3, 0 and 7."""
     step = tiny.step()
     parts = accumulate(window[:length], step.backward)
     assert parts.tokens == sum(VALID_COUNTS[:length])
@@ -146,6 +146,7 @@ def test_the_applied_gradient_has_the_largest_norm_allowed(
 
 
 def test_the_norm_is_that_of_the_whole_gradient(tiny: TinyTrainer, window: list[Batch]) -> None:
+    """Bug 6 of trainers."""
     step = tiny.step(optimizer=SGD)
     norm = step(window).global_norm
     applied = step.optimizer.state_arrays()
@@ -155,7 +156,7 @@ def test_the_norm_is_that_of_the_whole_gradient(tiny: TinyTrainer, window: list[
 
 @pytest.mark.parametrize("optimizer", [ADAMW | {"weight_decay": 0.0}, SGD], ids=["AdamW", "SGD"])
 def test_a_gradient_of_zero_is_no_nan(tiny: TinyTrainer, window: list[Batch], optimizer: dict) -> None:
-    """Final norm and head of zero: every logit is 0, so is every gradient, and the loss is log(V)."""
+    """Bug 5 of trainers. Final norm and head of zero: logits and gradients are 0, and the loss is log(V)."""
     step = tiny.step(optimizer=optimizer, runner_wrapper=clip(1.0))
     for name in (FINAL_NORM, HEAD):
         tiny.set_weight(name, np.zeros_like(tiny.initial[name]))
@@ -167,6 +168,7 @@ def test_a_gradient_of_zero_is_no_nan(tiny: TinyTrainer, window: list[Batch], op
 
 
 def test_learning_rates_do_not_depend_on_accumulation(tiny: TinyTrainer, window: list[Batch]) -> None:
+    """Bug 7 of trainers."""
     section = {"type": "CosineWithWarmUpLR", "learning_rate": 0.01, "warmup_steps": 2}
     schedule = build_schedule(config_of(lr_schedule=section).lr_schedule, 5)
     rates = {}

@@ -264,6 +264,7 @@ print(len(stages))
 
 @pytest.mark.parametrize("step", [4, 3], ids=["new step", "same step again"])
 def test_sigkill_at_every_stage_leaves_a_complete_checkpoint(tmp_path: Path, step: int) -> None:
+    """Bug 15 of trainers."""
     command = [sys.executable, "-c", _KILLED_WRITERS, str(tmp_path), str(REPOSITORY), str(step)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

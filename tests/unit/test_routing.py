@@ -154,7 +154,7 @@ def test_a_bias_chooses_but_does_not_decide_who_is_dropped() -> None:
 def test_drop_rate_counts_integers_and_capacity_is_rounded_up(
     factor: float, tokens: int, capacity: int, policy: str
 ) -> None:
-    """The rate is that of whole assignments against the rounded capacity, not one that fractions predict."""
+    """Bug 14 of trainers. The rate is that of whole assignments against the rounded capacity."""
     experts, chosen = 8, 2
     moe = MoEConfig(expert_num=experts, num_experts_chosen=chosen, capacity_factor=factor)
     assert moe.capacity(tokens) == capacity
