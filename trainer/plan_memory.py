@@ -113,9 +113,9 @@ def _activations_of_halves(settings: ModelConfig, layer: int) -> dict[str, int]:
 
 
 def _activations_of_experts(settings: ModelConfig) -> int:
-    """Scores of the router; of each chosen expert its rows, before and after, gate, up and product; shared ones."""
+    """Scores of the router; of each chosen expert its row, gate and up; shared ones."""
     moe, hidden = settings.experts, settings.hidden_size
-    rows = moe.num_experts_chosen * (2 * hidden + 3 * settings.expert_size)
+    rows = moe.num_experts_chosen * (hidden + 2 * settings.expert_size)
     return 6 * moe.expert_num + rows + 3 * settings.shared_expert_size + hidden * bool(settings.shared_expert_size)
 
 
