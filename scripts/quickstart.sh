@@ -13,7 +13,7 @@ cd "$root"
 export PATH="$root/.venv/bin:$PATH"
 
 show() {
-    printf '\n$ %s\n' "$*"
+    printf '\n$%s\n' "$(printf ' %q' "$@")"
     "$@"
 }
 

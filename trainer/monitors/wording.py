@@ -133,6 +133,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         best, last = summary.best_eval, summary.last_eval
         last_text = f"last {last.loss:.4f} at step {last.step}"
         rows.append(("eval loss", f"best {best.loss:.4f} at step {best.step}, {last_text}"))
+        if last.accuracy is not None:
+            rows.append(("accuracy", f"last {100 * last.accuracy:.2f} % at step {last.step}"))
     rows.append(("peak memory", size(summary.peak_rss_bytes)))
     rows += [(name, str(path)) for name, path in summary.places.items()]
     return rows

@@ -94,7 +94,7 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
 def _flash_attention_obstacle(settings: ModelConfig, compute_dtype: str) -> str:
     """Why flash_attention_score cannot compute this model's attention; empty when it can."""
     if settings.attention_dropout > 0:
-        return "attention_dropout > 0: the same masks on every device"
+        return "attention_dropout > 0: its masks are those of every device, which the operator cannot take; 0 lets it"
     if compute_dtype == "float32":
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if settings.head_size % 16 or settings.head_size > 512:

@@ -7,6 +7,7 @@ byte as they came; so does the bias on the choice of a frozen router, which no g
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -104,6 +105,10 @@ def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
 def freeze_notices(config: Config) -> Iterator[str]:
     """What a reader of the file might not expect of freezing."""
     trains = config.trains and config.freeze != FreezeConfig()
+    if trains:
+        shapes, frozen = all_shapes(config.network), frozen_names(config)
+        every, still = (sum(math.prod(shapes[name]) for name in names) for names in (shapes, frozen))
+        yield f"freeze: {still:,} of {every:,} weights are frozen"
     if trains and config.decoder.tie_word_embeddings and EMBEDDING in frozen_names(config):
         yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
     moe = config.decoder.experts
