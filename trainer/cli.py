@@ -314,8 +314,8 @@ def _print_sections(sections: list[tuple[str, list[tuple[str, ...]]]]) -> None:
     for title, (header, *rows) in sections:
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.show_header = any(header)
-        for place, name in enumerate(header):
-            table.add_column(name, overflow="fold", no_wrap=place == 0 and len(header) > 1)
+        for name in header:
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
