@@ -193,7 +193,7 @@ def _plan(context: typer.Context, json_: bool, audit: str | None, ranks: int | N
     from trainer.plan import plan_dict, plan_sections
 
     if audit is not None:
-        return _audit(_load(context.obj), audit, json_)
+        return _audit(_load(context.obj), audit, json_, planned_world(ranks, local_ranks))
     plan = _built_plan(_load(context.obj), planned_world(ranks, local_ranks))
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
@@ -202,14 +202,14 @@ def _plan(context: typer.Context, json_: bool, audit: str | None, ranks: int | N
     return EXIT_OK
 
 
-def _audit(config: Config, device: str, json_: bool) -> int:
+def _audit(config: Config, device: str, json_: bool, world: World) -> int:
     """Exit code 1 where a fused operator that the configuration asks for is missing."""
     if device.lower() != "ascend":
         rule = "there is an audit for ascend alone"
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
     from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 
-    found = audit_ascend(config)
+    found = audit_ascend(config, world=world)
     if json_:
         print(json.dumps(audit_dict(found), indent=1))
     else:

@@ -4,6 +4,7 @@ that the loss that is cut is the loss of a run."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import mindspore
 import numpy as np
@@ -13,6 +14,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 from numpy_kernels import distance
 
+from trainer.cli import dispatch
 from trainer.config import Config, parse_config
 from trainer.data import Batch
 from trainer.errors import UserError
@@ -130,6 +132,7 @@ def test_strategies_come_from_parallel_config(dtype: str) -> None:
         ({"parallel_config": {"pipeline_stage": 8, "micro_batch_num": 8}, "runner_config": {"batch_size": 8}}, {},
          ["pipeline_stage = 8", "the model has 4 layers"]),
         ({"parallel_config": {"model_parallel": 8}}, {}, ["model_parallel = 8", "4 and 2 of keys"]),
+        ({"parallel_config": {"data_parallel": 3}}, {}, ["data_parallel 3 is for 3 ranks, and this job has 8"]),
         ({"parallel_config": {"context_parallel": 2}}, {}, ["context_parallel = 2", "not yet supported in semi"]),
         ({"parallel_config": {"expert_parallel": 2}}, {}, ["expert_parallel = 2", "not yet supported in semi"]),
         ({"optimizer": {"type": "Muon"}}, {}, ["optimizer.type = 'Muon'", "AdamW or SGD"]),
@@ -142,6 +145,26 @@ def test_what_the_mode_cannot_do_is_an_error(top: dict, changes: dict, parts: li
     with pytest.raises(UserError) as error:
         built(top, **changes)
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_the_audit_shows_what_is_built(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    section = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}
+    steps = {"batch_size": ROWS, "gradient_accumulation_steps": 2}
+    mode = {"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": True}
+    config = {"use_parallel": True, "parallel": mode, "parallel_config": section, "runner_config": steps}
+    file = tmp_path / "semi.json"
+    file.write_text(json.dumps(config | {"model": {"model_config": SIZES | {"num_layers": 3}}}))
+    assert dispatch(["plan", "--audit", "ascend", "--json", "--config", str(file)]) == 0
+    pairs = json.loads(capsys.readouterr().out)["semi_auto"]
+    found = dict(pairs)
+    assert found["network"] == "AutoParallel ( Pipeline, 2 micro-batches ( LossCell ) )"
+    assert (found["stage 0"], found["stage 1"]) == ("layers 0-1", "layer 2")
+    assert found["mlp.down"] == "input (2, 2), weight (1, 2)" and found["mlp.up"] == "input (2, 1), weight (2, 1)"
+    assert "hsdp" in found["optimizer state"] and "no_init_parameters" in found["weights"]
+    assert "gradient_accumulation_steps 2: no effect in a pipeline" in found["note"]
+    assert dispatch(["plan", "--audit", "ascend", "--json", "--config", str(file), "--use_parallel", "False",
+                     "--parallel_fallback", "explicit"]) == 0  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["semi_auto"] == []
 
 
 # ---- the loss is that of a run ---------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.audit.graph import Node, export_step, trained_names
+from trainer.audit.semi_auto import semi_auto_rows
+from trainer.config.parallel_rules import is_semi_auto
 from trainer.errors import UserError
 from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
 from trainer.ops.ascend_support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
@@ -20,6 +22,7 @@ from trainer.ops.kernel_set import KernelSet, for_one_graph, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import KernelChoice, select_kernels
 from trainer.optim.freeze import frozen_names
+from trainer.parallel.world import ALONE, World
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -75,6 +78,7 @@ class Audit:
         others: Operators without a kernel of MindSpore's own for Ascend, the most doubtful first.
         checked: How many different operators were looked up.
         host: What leaves the device, in words.
+        semi_auto: What MindSpore's semi-automatic mode is given, by name; empty where it is not asked for.
         limits: What this does not show.
     """
 
@@ -83,6 +87,7 @@ class Audit:
     others: tuple[Other, ...]
     checked: int
     host: tuple[str, ...]
+    semi_auto: tuple[tuple[str, str], ...]
     limits: tuple[str, ...]
 
     @property
@@ -111,15 +116,18 @@ class _Kind(NamedTuple):
         return len(self.trained) < sum(not is_buffer(name) for name in self.weights)
 
 
-def audit_ascend(config: Config, change: Callable[[KernelSet], KernelSet] | None = None) -> Audit:
+def audit_ascend(
+    config: Config, change: Callable[[KernelSet], KernelSet] | None = None, world: World = ALONE
+) -> Audit:
     """Builds the graphs and counts.
 
     Args:
         config: Of the run; its device does not matter.
         change: Takes the kernels that are looked at and gives others; for tests.
+        world: The job, for semi-automatic mode.
 
     Raises:
-        UserError: The model is no decoder, or `freeze` names no weight.
+        UserError: The model is no decoder, `freeze` names no weight, or semi-automatic mode cannot do what is asked.
     """
     if config.classifier is not None:
         key, kind = "model.arch.type", config.model.arch.type
@@ -143,6 +151,7 @@ def audit_ascend(config: Config, change: Callable[[KernelSet], KernelSet] | None
         () if sources is None else tuple(_others(counts, sources)),
         len(total),
         tuple(_on_host(choices)),
+        tuple(semi_auto_rows(config, world)) if is_semi_auto(config) else (),
         tuple(_limits(config, sources is not None)),
     )
 
@@ -317,6 +326,8 @@ def audit_sections(audit: Audit) -> list[tuple[str, list[tuple[str, ...]]]]:
         ("Fused operators", fused),
         ("Other operators", others),
     ]
+    if audit.semi_auto:
+        sections.append(("Semi-automatic parallelism, built and not compiled", [("", ""), *audit.semi_auto]))
     if audit.host:
         sections.append(("On the host", [("",), *((text,) for text in audit.host)]))
     sections.append(("What this shows", [("",), *((text,) for text in audit.limits)]))

@@ -126,13 +126,16 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
         return []
     if is_semi_auto(config):
         return [_semi_auto(config)]
-    found = [*_degrees_not_yet(config)]
-    if not found:
-        misfit = misfit_of(degrees_of(config, world), world.size, may_change=("data_parallel",))
-        found += [_misfit(config, world, misfit)] if misfit else []
+    found = [*_degrees_not_yet(config)] or fit_problems(config, world)
     if world.size > 1:
         found += [*_mode(config, world), *_optimizer(config)]
     return found
+
+
+def fit_problems(config: Config, world: World) -> list[Problem]:
+    """Degrees whose product is not the number of ranks."""
+    misfit = misfit_of(degrees_of(config, world), world.size, may_change=("data_parallel",))
+    return [_misfit(config, world, misfit)] if misfit else []
 
 
 def _problem(config: Config, key: str, value: Any, rule: str, fix: str) -> Problem:

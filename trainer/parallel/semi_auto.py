@@ -21,7 +21,13 @@ from mindspore.nn.utils import no_init_parameters
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
-from trainer.config.parallel_rules import degrees_of, semi_auto_notices, semi_auto_problems, shard_threshold_bytes
+from trainer.config.parallel_rules import (
+    degrees_of,
+    fit_problems,
+    semi_auto_notices,
+    semi_auto_problems,
+    shard_threshold_bytes,
+)
 from trainer.config.problems import raise_problems
 from trainer.data.batch import IGNORE_INDEX
 from trainer.models.init import initial_value
@@ -65,7 +71,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     Raises:
         UserError: The configuration asks for what this mode cannot do.
     """
-    raise_problems(list(semi_auto_problems(config)))
+    raise_problems(list(semi_auto_problems(config)) or fit_problems(config, world))
     settings, degrees = config.decoder, degrees_of(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = load_kernels(select_kernels(settings, device, precision), precision, sharded=True)
