@@ -172,10 +172,15 @@ def split_arguments(
             continue
         name, _, given = token[2:].partition("=")
         if f"--{name}" in own_values:
-            reader.rest += [f"--{name}", reader.value(f"--{name}", given if "=" in token else None, "PATH")]
+            value = reader.value(f"--{name}", given if "=" in token else None, _SHAPES.get(name, "PATH"))
+            reader.rest += [f"--{name}", value]
             continue
         _read_flag(reader, name, given if "=" in token else None)
     return Arguments(reader.config, reader.options + reader.named + reader.dotted, reader.rest)
+
+
+_SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend"}
+"""What the value of a command's own flag looks like, where it is no path."""
 
 
 def _is_flag(token: str) -> bool:

@@ -16,6 +16,7 @@ from trainer.audit import report
 from trainer.audit.graph import export_step, trained_names
 from trainer.audit.report import Audit, audit_ascend, audit_sections
 from trainer.config import Config, parse_config
+from trainer.errors import UserError
 from trainer.ops.ascend_support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
 from trainer.ops.kernel_set import for_one_graph, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -124,6 +125,43 @@ def test_a_grouped_product_that_is_taken_out_is_missing() -> None:
     stand_in = for_one_graph(load_kernels([])).grouped_matmul
     audit = audit_ascend(config_of(experts, num_layers=1), lambda kernels: replace(kernels, grouped_matmul=stand_in))
     assert audit.missing == ("GroupedMatmul",)
+
+
+LORA = {"pet_config": {"pet_type": "lora", "lora_rank": 4, "target_modules": ".*wq"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "top", "asked"),
+    [
+        (LORA, {}, 12),  # of each layer three products forwards, and three back to the adapters of its attention
+        ({}, {"freeze": {"include": [{"layers": 0}]}}, 15),  # through the frozen layer to the embedding: no weights
+        ({}, {"freeze": {"include": ["embeddings", {"layers": 0}]}}, 12),  # of layer 0 the forward pass alone
+        ({}, {"freeze": {"include": ["embeddings", {"layers": 0}, "*.1.self_attn.*", "*.1.*norm*"]}}, 10),
+    ],
+    ids=["adapters", "one layer", "from below", "the experts alone"],
+)
+def test_grouped_products_where_a_part_is_trained(changes: dict, top: dict, asked: int) -> None:
+    config = config_of({"use_gmm": True, "first_k_dense_replace": 0}, top, num_layers=2, **changes)
+    assert counted(audit_ascend(config))["GroupedMatmul"] == (asked, asked)
+    stand_in = for_one_graph(load_kernels([])).grouped_matmul
+    audit = audit_ascend(config, lambda kernels: replace(kernels, grouped_matmul=stand_in))
+    assert counted(audit)["GroupedMatmul"] == (asked, 0) and audit.missing == ("GroupedMatmul",)
+
+
+def test_gradients_of_frozen_layers_are_missed_too() -> None:
+    """A gradient passes through layer 0 to the embedding, and from the adapters of a layer through its other half."""
+    for changes, top in ((LORA, {}), ({}, {"freeze": {"include": [{"layers": 0}]}})):
+        config = config_of(top=top, num_layers=2, **changes)
+        precision = resolve_precision(config.decoder, None, "Ascend")
+        plain = load_kernels(select_kernels(config.decoder, "CPU", precision), precision)
+        audit = audit_ascend(config, lambda kernels, plain=plain: replace(kernels, swiglu=plain.swiglu))
+        assert audit.missing == ("Swiglu", "SwigluGrad")
+        assert {each.asked for each in audit.fused if each.missing} == {2}
+
+
+def test_what_an_ascend_would_refuse_of_the_context_is_refused() -> None:
+    with pytest.raises(UserError, match="mempool_block_size"):
+        audit_ascend(config_of(top={"context": {"mempool_block_size": "5XB"}}))
 
 
 def test_gradients_end_at_frozen_layers() -> None:

@@ -94,6 +94,21 @@ def test_shared_optimizer_state() -> None:
     assert not found.network._full_batch and found.network._dataset_strategy_config == "data_parallel"
 
 
+def test_recomputation_without_effect_is_said() -> None:
+    found = built({"recompute_config": {"recompute": True}})
+    assert len(found.notices) == 1 and "recompute_config: no effect" in found.notices[0]
+
+
+def test_shares_of_rows_are_those_of_the_host() -> None:
+    config = config_of(moe_config={"expert_num": 4, "num_experts_chosen": 2, "use_gmm": True})
+    kernels = load_kernels(select_kernels(config.decoder, "Ascend"))
+    data = batch()
+    right = InputBuilder(config.decoder, kernels)(data).shares
+    found = LossCell(config, kernels).shares(Tensor(data.labels))
+    for mine, expected in zip(found, right[:3], strict=True):
+        np.testing.assert_array_equal(mine.asnumpy(), expected.asnumpy())
+
+
 def test_no_weight_is_drawn_before_mindspore_compiles() -> None:
     found = built()
     loss = found.network.network
@@ -139,6 +154,8 @@ def test_strategies_come_from_parallel_config(dtype: str) -> None:
         ({}, {"hidden_dropout": 0.1}, ["hidden_dropout = 0.1", "set it to 0"]),
         ({}, {"pet_config": {"pet_type": "lora"}}, ["pet_config = 'lora'", "not yet supported in semi"]),
         ({}, {"moe_config": {"expert_num": 4}}, ["use_gmm = False", "set it to True"]),
+        ({}, {"moe_config": {"expert_num": 4, "use_gmm": True, "balance_via_topk_bias": True}},
+         ["balance_via_topk_bias = True", "the bias would stay"]),
     ],
 )  # fmt: skip
 def test_what_the_mode_cannot_do_is_an_error(top: dict, changes: dict, parts: list[str]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.audit.graph import Node, export_step, trained_names
 from trainer.audit.semi_auto import semi_auto_rows
 from trainer.config.parallel_rules import is_semi_auto
+from trainer.device_settings import device_calls, jit_options
 from trainer.errors import UserError
 from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
 from trainer.ops.ascend_support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
@@ -127,12 +128,14 @@ def audit_ascend(
         world: The job, for semi-automatic mode.
 
     Raises:
-        UserError: The model is no decoder, `freeze` names no weight, or semi-automatic mode cannot do what is asked.
+        UserError: The model is no decoder, `freeze` names no weight, an Ascend would refuse a key of `context`, or
+            semi-automatic mode cannot do what is asked.
     """
     if config.classifier is not None:
         key, kind = "model.arch.type", config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
+    device_calls(config, "Ascend"), jit_options(config, "Ascend")  # a run there would refuse what these refuse
     settings = config.decoder
     precision = resolve_precision(settings, config.amp_level, "Ascend")
     choices = select_kernels(settings, "Ascend", precision)
@@ -231,8 +234,6 @@ def _asked(
 ) -> int:
     """How often an operator stands in a step of the whole model when every kernel is what was asked for.
 
-    In a layer that is frozen in part, or that no gradient passes through, it stands where a gradient needs it: there
-    its gradients are taken as found.
     """
     is_gradient = operator.endswith("Grad")
     final = 1 if kernel == _NORM else 0
@@ -241,19 +242,34 @@ def _asked(
     for kind, layers in kinds.items():
         each = _in_layer(settings, kernel, kind)
         if kernel == "grouped_matmul" and each:
-            each = graphs.of_kind(kind, layers)[operator] if _is_partial(kind) else 3 * each
+            each = _grouped_products(kind)
         elif kind.is_module and kernel == _NORM:
             # Norms of token and stream and the one before the head; that of the stream before it is the main head's,
             # which a graph computes once, but each has its own gradient.
             each += 4 if is_gradient else 3
-        if is_gradient and _is_partial(kind):
-            each = max(0, graphs.of_kind(kind, layers)[operator])
+        if is_gradient and not kind.reached:
+            # What is trained of the lowest trained layer decides what has a gradient: as found, but for the sure ones.
+            each = max(_sure_gradients(kernel, kind, each), graphs.of_kind(kind, layers)[operator])
         total += each * len(layers)
     return total
 
 
-def _is_partial(kind: _Kind) -> bool:
-    return not kind.reached or kind.is_partly_frozen
+def _grouped_products(kind: _Kind) -> int:
+    """Of a layer with experts: three forwards, one for each operand whose gradient is needed."""
+    gate, up, down = (f"mlp.experts.{name}_proj.weight" in kind.trained for name in ("gate", "up", "down"))
+    rows = kind.reached or _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
+    return 3 + 2 * rows + (rows or gate or up) + gate + up + down
+
+
+def _sure_gradients(kernel: str, kind: _Kind, each: int) -> int:
+    """Gradients that what is trained in a layer needs, whatever else is frozen."""
+    through_scores = _trains(kind, "self_attn.q_", "self_attn.k_", "self_attn.v_", "input_layernorm.")
+    through_mlp = _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
+    return {"attention": each * through_scores, "swiglu": each * through_mlp}.get(kernel, 0)
+
+
+def _trains(kind: _Kind, *beginnings: str) -> bool:
+    return any(name.startswith(beginnings) for name in kind.trained)
 
 
 def _in_layer(settings: ModelConfig, kernel: str, kind: _Kind) -> int:

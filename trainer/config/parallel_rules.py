@@ -67,6 +67,8 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
             f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
             f" be; parallel_config.micro_batch_num {config.parallel_config.micro_batch_num} says how many there are"
         )
+    if config.recompute_config.recompute or config.recompute_config.select_recompute:
+        yield "recompute_config: no effect in semi-automatic mode yet, whose graph keeps all activations"
 
 
 def semi_auto_problems(config: Config) -> Iterator[Problem]:
@@ -107,6 +109,10 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if settings.experts is not None and not settings.experts.use_gmm:
         rule, key = "experts on the host do not fit into one graph", f"{model}.moe_config.use_gmm"
         yield _problem(config, key, False, rule, "set it to True")
+    if settings.experts is not None and settings.experts.balance_via_topk_bias:
+        rule, key = "not yet supported in semi-automatic mode: the bias would stay", f"{model}.moe_config"
+        key += ".balance_via_topk_bias"
+        yield _problem(config, key, True, rule, "set it to False, and aux_loss_factor above 0")
     if config.optimizer.type == "Muon":
         rule = "not yet supported in semi-automatic mode"
         yield _problem(config, "optimizer.type", "Muon", rule, "use AdamW or SGD")
@@ -155,9 +161,8 @@ def _degrees_not_yet(config: Config) -> Iterator[Problem]:
 def _misfit(config: Config, world: World, misfit: Misfit) -> Problem:
     """The ways out that a user of the command has: other degrees, another number of ranks, or no job at all."""
     key = f"parallel_config.{misfit.key}"
-    fix = misfit.change
-    if misfit.ranks:
-        fix = f"start it with `run_trainer.py launch --nproc {misfit.ranks}`, or {fix}"
+    ways = [f"start it with `run_trainer.py launch --nproc {misfit.ranks}`"] if misfit.ranks else []
+    fix = ", or ".join([*ways, *([misfit.change] if misfit.change else [])])
     alone = "to run alone, add --use_parallel False"
     left_out = "an unset data_parallel takes the ranks that are left"
     fix += f"; {alone if world.size == 1 else left_out}"

@@ -145,7 +145,9 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     if "literal_error" in types and isinstance(value, str):
         names = [name for item in items if item["type"] == "literal_error" for name in _expected(item)]
         guess = nearest(value, names)
-        return f"write {guess}" if guess else f"write one of {one_of(names)}"
+        if guess or len(names) == 1:
+            return f"write {guess or names[0]}"
+        return f"write one of {one_of(names)}"
     if isinstance(value, str) and types & {"int_type", "float_type", "bool_type"}:
         bare = value.strip().replace("_", "")
         if bare.replace(".", "", 1).lstrip("+-").isdigit() or bare.lower() in ("true", "false"):

@@ -86,6 +86,9 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     if kernel == "rotary_embedding" and settings.rotary_size != settings.head_size:
         part = f"{settings.rotary_size} of it turn (rotary_pct {settings.rotary_pct:g})"
         return f"rotary_position_embedding turns a whole head of {settings.head_size}, here {part}"
+    if kernel == "rotary_embedding" and (settings.head_size >= 896 or settings.num_heads >= 1000):
+        here = f"here {settings.num_heads} of {settings.head_size}"
+        return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"
     if kernel == "token_permute":
         return _token_permute_obstacle(settings)
     return ""

@@ -120,7 +120,8 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
     """
     misfit = misfit_of(degrees, ranks)
     if misfit is not None:
-        fix = f"start {misfit.ranks}, or {misfit.change}" if misfit.ranks else misfit.change
+        ways = [f"start {misfit.ranks}"] if misfit.ranks else []
+        fix = ", or ".join([*ways, *([misfit.change] if misfit.change else [])])
         raise UserError(misfit.rule, key=misfit.key, value=getattr(degrees, misfit.key), fix=fix)
     return Mesh(degrees)
 
@@ -131,7 +132,7 @@ class Misfit(NamedTuple):
     Attributes:
         key: The degree to blame.
         rule: What is wrong.
-        change: Which degrees would fit.
+        change: Which degrees would fit; empty where none of those that may change does.
         ranks: How many ranks would; 0 where no number of them does.
     """
 
@@ -157,7 +158,7 @@ def misfit_of(degrees: Degrees, ranks: int, may_change: Collection[str] = Degree
         near = nearest_degrees(degrees, ranks, may_change)
         choices = "; or ".join(_changes(degrees, choice) for choice in near)
         key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
-        return Misfit(key, f"{rule}, and this job has {ranks}", f"set {choices}", degrees.ranks)
+        return Misfit(key, f"{rule}, and this job has {ranks}", f"set {choices}" if near else "", degrees.ranks)
     places = degrees.data_parallel * degrees.context_parallel
     if places % degrees.expert_parallel:
         near = sorted(_divisors(places), key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
