@@ -61,9 +61,10 @@ def eval_run(config: Config, world: World) -> int:
     data = eval_batches(config, (world.rank, world.size), show_build, console.on_notice)
     weights, folder = starting_weights(config, console.on_notice), Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
-    from trainer.session import open_session
-
     with StopSignals() as stop:
+        # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
+        from trainer.session import open_session
+
         session = open_session(config, weights, world)
         metrics = None if session.peers.any(bool(stop)) else evaluate_now(session, data, stop, step=0, epoch=1)
     if metrics is None:

@@ -99,18 +99,20 @@ def test_during_an_evaluation(home: Path) -> None:
     assert newest_complete(output / "checkpoints").name == "step-00000002"
 
 
-def test_run_mode_eval_says_that_it_was_stopped(home: Path, uninterrupted: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.3, 3], ids=["while MindSpore loads", "while it evaluates"])
+def test_run_mode_eval_says_that_it_was_stopped(home: Path, uninterrupted: Path, seconds: float) -> None:
     endless = {"data_loader": {"type": "SyntheticDataset", "num_samples": 10_000_000}}
     changes = {"run_mode": "eval", "load_checkpoint": str(uninterrupted), "eval_dataset": endless}
-    path = write_config(home / "eval_mode", home / "data", changes)
+    folder = home / f"eval_mode-{seconds}"
+    path = write_config(folder, home / "data", changes)
     process = start("--config", path, cwd=home, sigint=signal.SIG_IGN)
-    wait_until((home / "eval_mode" / "output").is_dir, process)  # MindSpore loads, and the evaluation begins
-    time.sleep(3)
+    wait_until((folder / "output").is_dir, process)  # MindSpore loads, and the evaluation begins
+    time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    returned, printed, errors = finish(process, 20)
+    returned, printed, errors = finish(process, 60)
     assert (returned, errors) == (EXIT_SIGINT, "")
     assert "stopped by SIGINT: the evaluation has no result" in printed
-    assert not (home / "eval_mode" / "output" / "eval.json").exists()
+    assert not (folder / "output" / "eval.json").exists()
 
 
 def test_a_second_signal_acts_at_once(home: Path) -> None:

@@ -242,7 +242,11 @@ def test_a_signal_to_every_process_of_a_job_is_one_signal(tmp_path: Path) -> Non
 
 
 def test_a_terminal_that_is_closed_ends_the_job(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests run under
+    try:
+        job = launch(tmp_path, 1000)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     job.wait_for_step(2)
     job.process.send_signal(signal.SIGHUP)
     assert job.end() == 128 + signal.SIGTERM
