@@ -209,7 +209,7 @@ class MoeLayer:
     def experts(self, y_ND: Tensor, gates_Nk: Tensor, routing: Any, weights: Sequence[Tensor]) -> Tensor:
         """What routed and shared experts add to the residual stream, [N, D]."""
         gate_EFD, up_EFD, down_EDF = (weights[self.names.index(f"mlp.experts.{name}_proj.weight")] for name in _NAMES)
-        if self.local_experts is not None:
+        if self.local_experts is not None:  # all experts are here: nothing is exchanged between dispatch and combine
             added_ND = self.local_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
         else:
             routing = Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
