@@ -192,9 +192,10 @@ def _plan(context: typer.Context, json_: bool, audit: str | None, ranks: int | N
     from trainer.parallel.world import planned_world
     from trainer.plan import plan_dict, plan_sections
 
+    config, world = _load(context.obj), planned_world(ranks, local_ranks)
     if audit is not None:
-        return _audit(_load(context.obj), audit, json_, planned_world(ranks, local_ranks))
-    plan = _built_plan(_load(context.obj), planned_world(ranks, local_ranks))
+        return _audit(config, audit, json_, world)
+    plan = _built_plan(config, world)
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:

@@ -135,7 +135,8 @@ def audit_ascend(
         key, kind = "model.arch.type", config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
-    device_calls(config, "Ascend"), jit_options(config, "Ascend")  # a run there would refuse what these refuse
+    for checked in (device_calls, jit_options):
+        checked(config, "Ascend")  # a run there refuses what these refuse
     settings = config.decoder
     precision = resolve_precision(settings, config.amp_level, "Ascend")
     choices = select_kernels(settings, "Ascend", precision)
@@ -232,9 +233,7 @@ def _fused(
 def _asked(
     settings: ModelConfig, operator: str, kernel: str, kinds: dict[_Kind, list[int]], graphs: _Graphs
 ) -> int:
-    """How often an operator stands in a step of the whole model when every kernel is what was asked for.
-
-    """
+    """How often an operator stands in a step of the whole model when every kernel is what was asked for."""
     is_gradient = operator.endswith("Grad")
     final = 1 if kernel == _NORM else 0
     base = [] if not is_gradient else graphs.count([], any(kind.reached or kind.trained for kind in kinds))

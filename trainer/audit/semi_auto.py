@@ -72,6 +72,6 @@ def _cuts(loss: LossCell) -> list[tuple[str, str]]:
     for name, cell in loss.decoder.layers[0].cells_and_names():
         strategy = getattr(getattr(cell, "product", None), "in_strategy", None)
         if strategy:
-            inner = name.removeprefix("block.").removesuffix(".linear").removesuffix(".kernel").removesuffix(".linear")
-            found.append((inner, f"input {strategy[0]}, weight {strategy[1]}"))
+            projection = name.removeprefix("block.").partition(".linear")[0]
+            found.append((projection, f"input {strategy[0]}, weight {strategy[1]}"))
     return found

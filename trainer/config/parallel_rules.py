@@ -110,9 +110,9 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
         rule, key = "experts on the host do not fit into one graph", f"{model}.moe_config.use_gmm"
         yield _problem(config, key, False, rule, "set it to True")
     if settings.experts is not None and settings.experts.balance_via_topk_bias:
-        rule, key = "not yet supported in semi-automatic mode: the bias would stay", f"{model}.moe_config"
-        key += ".balance_via_topk_bias"
-        yield _problem(config, key, True, rule, "set it to False, and aux_loss_factor above 0")
+        rule, key = "not yet supported in semi-automatic mode: the bias would stay", "balance_via_topk_bias"
+        fix = "set it to False, and aux_loss_factor above 0"
+        yield _problem(config, f"{model}.moe_config.{key}", True, rule, fix)
     if config.optimizer.type == "Muon":
         rule = "not yet supported in semi-automatic mode"
         yield _problem(config, "optimizer.type", "Muon", rule, "use AdamW or SGD")
@@ -161,8 +161,7 @@ def _degrees_not_yet(config: Config) -> Iterator[Problem]:
 def _misfit(config: Config, world: World, misfit: Misfit) -> Problem:
     """The ways out that a user of the command has: other degrees, another number of ranks, or no job at all."""
     key = f"parallel_config.{misfit.key}"
-    ways = [f"start it with `run_trainer.py launch --nproc {misfit.ranks}`"] if misfit.ranks else []
-    fix = ", or ".join([*ways, *([misfit.change] if misfit.change else [])])
+    fix = misfit.fix("start it with `run_trainer.py launch --nproc {ranks}`")
     alone = "to run alone, add --use_parallel False"
     left_out = "an unset data_parallel takes the ranks that are left"
     fix += f"; {alone if world.size == 1 else left_out}"

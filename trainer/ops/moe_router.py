@@ -67,11 +67,11 @@ class _Once(nn.Cell):
     def construct(self, y_ND, router_ED):
         moe = self.moe
         logits_NE = on_host(y_ND) @ on_host(router_ED).T
-        largest_N1 = logits_NE.max(1, keepdims=True)
         if self.is_sigmoid:
             with np.errstate(over="ignore"):  # exp = inf: the score is 0
                 self.scores_NE = 1 / (1 + np.exp(-logits_NE))
         if self.with_z or not self.is_sigmoid:
+            largest_N1 = logits_NE.max(1, keepdims=True)
             self.softmax_NE = np.exp(logits_NE - largest_N1)
             sums_N1 = self.softmax_NE.sum(1, keepdims=True)
             self.softmax_NE /= sums_N1

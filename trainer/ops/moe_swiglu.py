@@ -98,15 +98,15 @@ class _Once(nn.Cell):
         grad_rows[self.rows :] = 0
         threads, shapes = host_threads(), [weight.shape[1:] for weight in (gate, up, down)]
         (width, hidden), most = shapes[0], self.most_rows(gate)
+        widths = (hidden, hidden, hidden, width, width, width)
         weights = [
             _WeightGradient(self.counts_E, shape) if trained else None
             for shape, trained in zip(shapes, self.trained, strict=True)
         ]
 
         def compute(segment: tuple[int, int, slice], thread: int) -> None:
-            expert, number, every = segment
+            expert, _, every = segment
             for rows in parts(every, most):
-                widths = (hidden, hidden, hidden, width, width, width)
                 x_rD, grad_rD, other, grad_inner, inner, work = self.scratch.take(thread, rows, *widths)
                 take_tokens(x, self.token_R[rows], x_rD)
                 take_tokens(grad, self.token_R[rows], grad_rD)

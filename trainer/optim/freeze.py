@@ -104,13 +104,12 @@ def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
 
 def freeze_notices(config: Config) -> Iterator[str]:
     """What a reader of the file might not expect of freezing."""
-    trains = config.trains and config.freeze != FreezeConfig()
-    if trains:
+    if config.trains and config.freeze != FreezeConfig():
         shapes, frozen = all_shapes(config.network), frozen_names(config)
-        every, still = (sum(math.prod(shapes[name]) for name in names) for names in (shapes, frozen))
-        yield f"freeze: {still:,} of {every:,} weights are frozen"
-    if trains and config.decoder.tie_word_embeddings and EMBEDDING in frozen_names(config):
-        yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
+        every, left = (sum(math.prod(shapes[name]) for name in names) for names in (shapes, frozen))
+        yield f"freeze: {left:,} of {every:,} weights are frozen"
+        if config.decoder.tie_word_embeddings and EMBEDDING in frozen:
+            yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
     moe = config.decoder.experts
     if config.trains and moe is not None and moe.balance_via_topk_bias and moe.topk_bias_update_rate:
         still = set(config.decoder.moe_layers) - set(balanced_layers(config.decoder, frozen_names(config)))

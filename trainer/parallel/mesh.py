@@ -120,8 +120,7 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
     """
     misfit = misfit_of(degrees, ranks)
     if misfit is not None:
-        ways = [f"start {misfit.ranks}"] if misfit.ranks else []
-        fix = ", or ".join([*ways, *([misfit.change] if misfit.change else [])])
+        fix = misfit.fix("start {ranks}")
         raise UserError(misfit.rule, key=misfit.key, value=getattr(degrees, misfit.key), fix=fix)
     return Mesh(degrees)
 
@@ -140,6 +139,10 @@ class Misfit(NamedTuple):
     rule: str
     change: str
     ranks: int
+
+    def fix(self, start: str) -> str:
+        """The ways out: so many `{ranks}` started, other degrees, or either."""
+        return ", or ".join(filter(None, (start.format(ranks=self.ranks) if self.ranks else "", self.change)))
 
 
 def misfit_of(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> Misfit | None:
