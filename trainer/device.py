@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.config import check_runnable
+from trainer.config.parallel_rules import runs_semi_auto, semi_auto_without_device
 from trainer.device_settings import device_calls, jit_options, unused_keys
 from trainer.doctor import find_ascend, missing_for_ascend
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.parallel.world import World
 
 _KEY = "context.device_target"
 _NO_GPU = "MindSpore 2.10 from the package index has no GPU kernels"
@@ -37,6 +40,20 @@ def resolve_device(config: Config) -> str:
     device = "CPU" if lacks else wanted or "Ascend"
     device_calls(config, device)
     jit_options(config, device)
+    return device
+
+
+def check_run(config: Config, world: World) -> str:
+    """Checks what a run needs, as far as configuration and machine say it, and returns the device.
+
+    Raises:
+        UserError: Semi-automatic mode is asked for on a CPU, which is said before anything else; as `resolve_device`;
+            as `check_runnable`.
+    """
+    device = resolve_device(config)
+    if device == "CPU" and runs_semi_auto(config, world):
+        raise semi_auto_without_device(config)
+    check_runnable(config, world)
     return device
 
 

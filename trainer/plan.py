@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import check_runnable, config_notices
-from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.config import config_notices
+from trainer.config.parallel_rules import degrees_of, runs_semi_auto, shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.runner_schema import LossScaleSection
+from trainer.config.semi_auto_rules import micro_batches_of
 from trainer.data import batch_size, estimate_rows
-from trainer.device import device_notices, resolve_device
+from trainer.device import check_run, device_notices
 from trainer.errors import UserError
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision
@@ -131,21 +132,20 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
     Raises:
         UserError: The run could not start.
     """
-    check_runnable(config, world)
-    device, settings, runner = resolve_device(config), config.network, config.runner_config
+    device, settings, runner = check_run(config, world), config.network, config.runner_config
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
     trains = config.trains
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     estimate = estimate_rows(config) if trains else None
+    degrees, micro_batches = degrees_of(config, world), micro_batches_of(config, world)
     rows = estimate.rows if estimate else 0
-    degrees = degrees_of(config, world)
     batch_rows = runner.batch_size * degrees.data_parallel
     batches = rows // batch_rows if config.train_dataset.drop_remainder else -(-rows // batch_rows)
     if estimate and estimate.exact and not batches:
         raise _no_batch(config, rows, degrees.data_parallel)
-    steps = -(-batches // runner.gradient_accumulation_steps)
+    steps = -(-batches // micro_batches)
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
@@ -157,7 +157,7 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
         host_ranks=world.local_size,
         layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
         optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
-        execution="blocks compiled once, run layer by layer" if config.context.mode == 0 else "operator by operator",
+        execution=_execution(config, world),
         output_dir=str(Path(config.output_dir).expanduser()),
         optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
         clipping=_clipping(config),
@@ -176,9 +176,9 @@ def build_plan(config: Config, world: World = ALONE) -> Plan:
         rows=rows,
         rows_exact=estimate.exact if estimate else True,
         batch_rows=runner.batch_size,
-        micro_batches=runner.gradient_accumulation_steps,
-        rows_per_step=batch_rows * runner.gradient_accumulation_steps,
-        tokens_per_step=batch_rows * runner.gradient_accumulation_steps * settings.labels_of_row,
+        micro_batches=micro_batches,
+        rows_per_step=batch_rows * micro_batches,
+        tokens_per_step=batch_rows * micro_batches * settings.labels_of_row,
         steps_per_epoch=steps,
         epochs=runner.epochs,
         total_steps=total,
@@ -211,6 +211,12 @@ def _no_batch(config: Config, rows: int, ranks: int) -> UserError:
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
     return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
+
+
+def _execution(config: Config, world: World) -> str:
+    if runs_semi_auto(config, world):
+        return "one graph, cut by MindSpore"
+    return "blocks compiled once, run layer by layer" if config.context.mode == 0 else "operator by operator"
 
 
 def _optimizer_sharing(config: Config, world: World) -> str:

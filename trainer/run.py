@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.adapters import base_record, starting_weights
 from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, plan_resumed, read_resumed, save
 from trainer.checkpoint.store import prepare_folder, put_aside
-from trainer.config import check_runnable, config_notices, dump_config
+from trainer.config import config_notices, dump_config
 from trainer.config.moe_rules import watches_drop_rate
+from trainer.config.parallel_rules import runs_semi_auto
+from trainer.config.semi_auto_rules import as_read
 from trainer.data.loaders import training_batches
-from trainer.device import device_notices, resolve_device
+from trainer.device import check_run, device_notices
 from trainer.errors import EXIT_OK, RunError
 from trainer.evaluation import eval_run, evaluate_now, show_build
 from trainer.launch import heartbeat
@@ -36,6 +38,7 @@ from trainer.monitors.summary import Totals
 from trainer.ops.select import kernel_notices
 from trainer.optim.freeze import freeze_notices
 from trainer.optim.schedules import build_schedule
+from trainer.parallel.regions import check_same_values
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan import build_plan, plan_text
 from trainer.stop_signals import EXIT_CODES, StopSignals
@@ -59,8 +62,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     """
     world = world_from_environment()
     heartbeat.start()
-    check_runnable(config, world)
-    resolve_device(config)
+    check_run(config, world)
     if config.run_mode == "predict":
         from trainer.predict import predict
 
@@ -86,7 +88,8 @@ class _Training:
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        self.config, self.world, self.in_one_graph = config, world, runs_semi_auto(config, world)
+        self.read = as_read(config, world) if self.in_one_graph else config
         self.folder = Path(config.output_dir).expanduser()
         self.checkpoints = self.folder / "checkpoints"
         self.save_every, self.keep_max = _checkpoint_settings(config)
@@ -135,8 +138,9 @@ class _Training:
         resume_from = checkpoint_to_resume(config) if config.resume_training else None
         plan = build_plan(config, self.world)
         notices += kernel_notices(plan.kernels)
-        self.data = training_batches(config, (self.world.rank, self.world.size), show_build, notices.append)
-        self.layout = data_layout(config, self.data.rows.num_rows, self.data.rows.content, self.world.size)
+        ranks = (0, 1) if self.in_one_graph else (self.world.rank, self.world.size)
+        self.data = training_batches(self.read, ranks, show_build, notices.append)
+        self.layout = data_layout(self.read, self.data.rows.num_rows, self.data.rows.content, ranks[1])
         # A run that resumes takes its weights from the checkpoint it resumes from.
         self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
         self.weights = self.resumed.weights if self.resumed else starting_weights(config, notices.append)
@@ -144,7 +148,7 @@ class _Training:
         if self.resumed:
             self.position, plan = self.resumed.position, plan_resumed(plan, self.resumed)
             notices += self.resumed.notices
-        window, epochs = config.runner_config.gradient_accumulation_steps, config.runner_config.epochs
+        window, epochs = self.read.runner_config.gradient_accumulation_steps, config.runner_config.epochs
         self.steps_per_epoch = -(-self.data.loader.batches_per_epoch // window)
         total_steps = self.steps_per_epoch * epochs
         self.schedule = build_schedule(config.lr_schedule, total_steps, where=config.source.where)
@@ -173,13 +177,18 @@ class _Training:
 
     def load_engine(self) -> None:
         """Builds what computes; here MindSpore loads."""
-        from trainer.session import Session, open_training
+        if self.in_one_graph:
+            from trainer.semi_auto_training import open_semi_auto_training as open_training
+        else:
+            from trainer.session import open_training
+        from trainer.session import Session
 
         self.step = open_training(self.config, self.schedule, self.weights, self.world)
-        self.optimizer = self.step.optimizer
         self.session = Session(self.step.model, self.step.build_inputs, self.step.peers)
+        if self.in_one_graph:  # every rank reads what it believes all to read
+            check_same_values(self.layout, "data", self.session.peers)
         if self.resumed:
-            self.optimizer.load_state(self.resumed.optimizer, self.resumed.updates)
+            self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)
         if self.resumed and self.resumed.step:
             self.step.load_state(self.resumed.step)
         self.weights = self.resumed = None  # the model has them now
@@ -214,7 +223,7 @@ class _Training:
 
     def epoch_steps(self, batches: Iterator[Batch]) -> Iterator[StepMetrics]:
         """Does the steps of what is left of the current epoch, the last, partial window included."""
-        window = self.config.runner_config.gradient_accumulation_steps
+        window = self.read.runner_config.gradient_accumulation_steps
         while True:
             began = time.perf_counter()
             micro_batches = list(itertools.islice(batches, window))
@@ -247,7 +256,7 @@ class _Training:
             total_steps=self.info.total_steps,
             epoch=epoch + 1,
             epochs=config.runner_config.epochs,
-            step_in_epoch=-(-batch // config.runner_config.gradient_accumulation_steps),
+            step_in_epoch=-(-batch // self.read.runner_config.gradient_accumulation_steps),
             steps_per_epoch=self.steps_per_epoch,
             loss=result.loss,
             lr=result.lr,
@@ -267,7 +276,7 @@ class _Training:
     def details(self, result: StepResult) -> dict[str, object]:
         """What only metrics.jsonl keeps of a step: norms of parameters, numbers of layers with experts, waiting."""
         kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
-        if self.world.size > 1:
+        if self.world.size > 1 and not self.in_one_graph:
             kept["reduce_seconds"] = result.reduce_seconds
         watched = result.routing is not None and watches_drop_rate(self.config)
         return kept | (routing_details(result.routing) if watched else {})
@@ -301,8 +310,7 @@ class _Training:
         path = save(
             self.checkpoints,
             self.position,
-            self.session.model,
-            self.optimizer,
+            self.step.to_save(),
             step_state=self.step.state(),
             config=self.config,
             layout=self.layout,

@@ -58,7 +58,7 @@ def overflow_of_one_rank(trainer: TinyTrainer, peers: DataParallel) -> dict[str,
     step.backward = overflowing
     result = step(window(0, peers.rank, peers.size, 1))
     same = all(np.array_equal(value, before[name]) for name, value in trainer.weights().items())
-    return {"overflow": np.array([result.overflow, result.updated, step.loss_scale.value, same])}
+    return {"overflow": np.array([result.overflow, result.updated, step.guards.loss_scale.value, same])}
 
 
 def evaluated(trainer: TinyTrainer, peers: DataParallel) -> dict[str, np.ndarray]:

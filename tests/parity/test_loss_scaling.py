@@ -16,7 +16,8 @@ from trainer.data import Batch
 from trainer.errors import RunError
 from trainer.models.shapes import EMBEDDING, HEAD
 from trainer.session import open_training
-from trainer.step.train_step import MOST_OVERFLOWS_IN_A_ROW, TrainStep
+from trainer.step.guards import MOST_OVERFLOWS_IN_A_ROW
+from trainer.step.train_step import TrainStep
 
 ADAMW = {"type": "AdamW", "weight_decay": 0.1}
 SGD = {"type": "SGD"}
@@ -82,7 +83,7 @@ def test_overflow_in_one_micro_batch_skips_the_update_once(
     result = step(poisoned(window, place))
     assert (result.updated, result.overflow, result.skipped) == (False, True, "overflow")
     assert (result.loss_scale, result.lr) == (1024, 0.05)
-    assert (step.loss_scale.value, step.loss_scale.overflows) == (512, 1)
+    assert (step.guards.loss_scale.value, step.guards.loss_scale.overflows) == (512, 1)
     assert_same_bits(state_of(step.optimizer, tiny), before)
     following = step(window)  # nothing of the bad window is left in an accumulator
     assert (following.updated, following.loss_scale, following.lr) == (True, 512, 0.05)
@@ -121,7 +122,7 @@ def test_nine_overflows_and_a_good_step_begin_the_count_anew(tiny: TinyTrainer, 
     for _ in range(2):
         assert all(step(bad).overflow for _ in range(MOST_OVERFLOWS_IN_A_ROW - 1))
         assert step(window).updated
-    assert step.loss_scale.overflows == 18
+    assert step.guards.loss_scale.overflows == 18
 
 
 def test_a_bad_loss_stops_at_once_when_asked_to(tiny: TinyTrainer, window: list[Batch]) -> None:
@@ -157,9 +158,9 @@ def test_a_spike_is_skipped_and_counted(tiny: TinyTrainer, window: list[Batch]) 
     before = state_of(step.optimizer, tiny)
     result = step([spike])
     assert not result.updated and not result.overflow and result.global_norm > threshold
-    assert "spike" in result.skipped and step.spikes == 1
+    assert "spike" in result.skipped and step.guards.spikes == 1
     assert_same_bits(state_of(step.optimizer, tiny), before)
-    assert step([quiet]).updated and step.spikes_in_a_row == 0
+    assert step([quiet]).updated and step.guards.spikes_in_a_row == 0
     off = tiny.step(optimizer=ADAMW, runner_wrapper={"global_norm_spike_threshold": threshold})
     assert off([spike]).updated  # the threshold alone skips nothing
 

@@ -45,7 +45,10 @@ ROOMS = (
     ("trainer.checkpoint",),
     ("trainer.cpu_threads",),
     ("trainer.session", "trainer.parallel.semi_auto"),
-    ("trainer.predict", "trainer.export", "trainer.evaluation", "trainer.audit"),
+    (
+        "trainer.predict", "trainer.export", "trainer.evaluation", "trainer.audit",
+        "trainer.semi_auto_training",
+    ),
     ("trainer.run",),
     ("trainer.cli",),
 )
@@ -60,9 +63,9 @@ FUSED_OPERATORS = frozenset(
     "ApplyRotaryPosEmb flash_attention_score FlashAttentionScore grouped_matmul grouped_matmul_v2 GroupedMatmul "
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
-ASCEND_MODULES = ("trainer.ops.ascend", "trainer.ops.moe_ascend")
+ASCEND_MODULES = ("trainer.ops.ascend", "trainer.ops.moe_ascend", "trainer.ops.sharded_ascend")
 KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.reference", "trainer.ops.moe_reference", "trainer.ops.moe_router",
-                  "trainer.ops.moe_swiglu")
+                  "trainer.ops.moe_swiglu", "trainer.ops.sharded")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
     "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "

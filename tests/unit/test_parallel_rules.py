@@ -7,6 +7,9 @@ from config_helpers import BASE, error_of, failure, load
 
 from trainer.config import check_runnable, config_notices, dump_config, parse_config
 from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.config.semi_auto_rules import as_read
+from trainer.device import check_run
+from trainer.errors import UserError
 from trainer.flags import split_arguments
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import ALONE, world_of
@@ -14,9 +17,9 @@ from trainer.parallel.world import ALONE, world_of
 EIGHT = world_of(8)
 
 
-def run_error(text: str, world=EIGHT) -> str:
+def run_error(text: str, world=EIGHT, *overrides: str) -> str:
     """The message that a job ends in before it starts."""
-    return failure(lambda: check_runnable(load(BASE + text), world))
+    return failure(lambda: check_runnable(load(BASE + text, *overrides), world))
 
 
 def told(text: str, world=EIGHT) -> str:
@@ -64,15 +67,6 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         (
             "parallel_config: {pipeline_stage: 2, model_parallel: 2}\n",
             ["2 problems", "pipeline_stage = 2: not yet supported", "model_parallel = 2: not yet supported"],
-        ),
-        (
-            "parallel: {parallel_mode: 1}\n",
-            ["a.yaml:16: parallel.parallel_mode = 1: not yet supported: MindSpore compiles semi-automatic parallelism",
-             "never for a CPU", "add --parallel_fallback explicit"],
-        ),
-        (
-            "parallel: {parallel_mode: semi_auto_parallel}\nparallel_config: {model_parallel: 2}\n",
-            ["= 'semi_auto_parallel': not yet", "set it to 0"],  # the mode knows that degree
         ),
         (
             "parallel: {parallel_mode: 1, parallel_fallback: explicit}\nparallel_config: {model_parallel: 2}\n",
@@ -134,6 +128,75 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     check_runnable(flagged, EIGHT)
     assert split_arguments(["--parallel_fallback", "explicit"]).overrides[0].key == "parallel.parallel_fallback"
     assert "parallel_fallback" in error_of("parallel: {parallel_fallback: automatic}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("parallel_config: {pipeline_stage: 2}\nrunner_config: {gradient_accumulation_steps: 4}\n",
+         ["micro_batch_num = 1: a pipeline of 2 stages needs as many", "set it to 2 or more"]),
+        ("parallel_config: {pipeline_stage: 8, micro_batch_num: 8}\n", ["stage = 8: the model has 2 layers"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nfreeze: {layers: 0}\n",
+         ["freeze = {'layers': 0}: not yet supported in semi-automatic mode with a pipeline", "pipeline_stage to 1"]),
+        ("parallel_config: {model_parallel: 8}\n", ["= 8: must divide what it cuts: 4 heads, 4 heads of k"]),
+        ("parallel_config: {model_parallel: 2}\nparallel.full_batch=False", ["full_batch = False: not yet", "to True"]),
+        ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 is for 3 ranks, and this job has 8"]),
+        ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: not yet supported in semi-automatic"]),
+        ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: not yet supported in semi-automatic"]),
+        ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
+        ("run_mode: eval\nload_checkpoint: .\n", ["run_mode = 'eval': semi-automatic mode trains only"]),
+        ("do_eval: True\neval_dataset: {data_loader: {type: SyntheticDataset}}\n", ["do_eval = True: not yet"]),
+        ("runner_wrapper: {use_clip_grad: True, clip_type: value}\n", ["clip_type = 'value': not yet", "mode 0"]),
+        ("runner_wrapper: {local_norm: True}\n", ["local_norm = True: not yet supported in semi-automatic mode"]),
+        ("model.model_config.pet_config.pet_type=lora", ["pet_config = 'lora': not yet", "remove it, or use data"]),
+        ("model.model_config.hidden_dropout=0.1", ["hidden_dropout = 0.1: not yet", "draws no masks", "set it to 0"]),
+        ("model.model_config.moe_config.expert_num=4", ["expert_num = 4: not yet", "set it to 1"]),
+    ],
+)  # fmt: skip
+def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[str]) -> None:
+    mode = "parallel: {parallel_mode: 1}\n"
+    lines = text.splitlines()
+    flags = [line for line in lines if "=" in line]
+    message = run_error(mode + "".join(f"{line}\n" for line in lines if line not in flags), EIGHT, *flags)
+    assert all(part in message for part in parts), message
+    assert "Fix: " in message
+
+
+def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> None:
+    """Before anything else is found wanting, whatever else there is."""
+    text = BASE + "parallel: {parallel_mode: semi_auto_parallel}\nparallel_config: {model_parallel: 2}\n"
+    with pytest.raises(UserError) as error:
+        check_run(load(text), EIGHT)
+    said = str(error.value)
+    assert "a.yaml:16: parallel.parallel_mode = 'semi_auto_parallel': MindSpore compiles semi-automatic" in said
+    assert "never for a CPU" in said and "add --parallel_fallback explicit" in said
+    assert check_run(load(text), ALONE) == "CPU"  # not in force
+    explicit = load(BASE + "parallel: {parallel_mode: 1}\n", "parallel.parallel_fallback=explicit")
+    assert check_run(explicit, EIGHT) == "CPU"
+    check_runnable(load(text), EIGHT)  # nothing else is wrong with it
+
+
+def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
+    pipeline = "parallel: {parallel_mode: 1}\nparallel_config: {pipeline_stage: 2, micro_batch_num: 4}\n"
+    more = "runner_config: {gradient_accumulation_steps: 4}\nrecompute_config: {recompute: True}\n"
+    notices = told(pipeline + more, EIGHT)
+    assert "gradient_accumulation_steps 4: no effect in a pipeline" in notices
+    assert "micro_batch_num 4 says how many" in notices and "recompute_config: no effect" in notices
+    alone = "parallel: {parallel_mode: 1}\nparallel_config: {micro_batch_num: 4}\ncontext: {mode: 1}\n"
+    notices = told(alone, EIGHT)
+    assert "micro_batch_num 4: no effect without a pipeline" in notices and "context.mode 1: no effect" in notices
+    assert "full_batch" not in told("parallel: {parallel_mode: 1, full_batch: False}\n", EIGHT)
+    assert "full_batch False: not used" in told("parallel: {full_batch: False}\n", EIGHT)
+    one = told("use_parallel: True\nparallel: {parallel_mode: 1}\n", ALONE)
+    assert "parallel_mode" not in one and "this job has one rank" in one
+
+
+def test_every_rank_of_semi_automatic_mode_reads_the_rows_of_all() -> None:
+    config = load(BASE + "parallel: {parallel_mode: 1}\nparallel_config: {model_parallel: 2, data_parallel: 4}\n"
+                  "runner_config: {batch_size: 3, gradient_accumulation_steps: 5}\n")  # fmt: skip
+    read = as_read(config, EIGHT).runner_config
+    assert (read.batch_size, read.gradient_accumulation_steps) == (12, 5)
+    assert config.runner_config.batch_size == 3
 
 
 def test_sharing_optimizer_state_needs_several_ranks() -> None:

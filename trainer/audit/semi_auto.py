@@ -9,6 +9,7 @@ from mindspore import nn
 
 from trainer.config.layer_ranges import layer_text
 from trainer.config.parallel_rules import degrees_of
+from trainer.config.semi_auto_rules import semi_auto_notices
 from trainer.parallel.semi_auto import LossCell, SemiAuto, build_semi_auto
 from trainer.parallel.world import World, world_of
 
@@ -36,11 +37,11 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
         ("network", " ( ".join(_name(cell) for cell in cells) + " )" * (len(cells) - 1)),
         ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"),
         ("data of a rank", "the whole batch" if network._full_batch else "its part of the batch"),
-        ("optimizer", type(built.optimizer).__name__),
+        ("optimizer", config.optimizer.type),
         ("optimizer state", threshold if shared else "whole on every rank"),
-        ("weights", f"{len(loss.parameters)}, drawn when MindSpore compiles (no_init_parameters)"),
+        ("weights", f"{len(loss.by_name)}, set part by part once MindSpore has cut them (no_init_parameters)"),
     ]
-    return [*rows, *_stages(loss), *_cuts(loss), *(("note", notice) for notice in built.notices)]
+    return [*rows, *_stages(loss), *_cuts(loss), *(("note", notice) for notice in semi_auto_notices(config))]
 
 
 def _cells(built: SemiAuto) -> Iterator[nn.Cell]:
@@ -59,7 +60,7 @@ def _name(cell: nn.Cell) -> str:
 def _stages(loss: LossCell) -> list[tuple[str, str]]:
     """Layers by the stage of a pipeline; nothing without one."""
     decoder, found = loss.decoder, {}
-    for number, layer in zip(decoder.numbers, (*decoder.layers, *decoder.modules), strict=True):
+    for number, layer in enumerate((*decoder.layers, *decoder.modules)):
         found.setdefault(getattr(layer, "pipeline_stage", None), set()).add(number)
     if len(found) < 2:
         return []

@@ -38,8 +38,8 @@ from trainer.parallel.peers import Alone, Peers
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.models.decoder import Decoder
-    from trainer.optim.optimizer import Optimizer
     from trainer.plan import Plan
+    from trainer.step.train_step import Saved
 
 OPTIMIZER = "optimizer"
 """Name of the part that holds the optimizer's state."""
@@ -115,8 +115,7 @@ def data_layout(config: Config, num_rows: int | None, content: str | None, ranks
 def save(
     folder: Path,
     position: Position,
-    model: Decoder,
-    optimizer: Optimizer,
+    saved: Saved,
     *,
     step_state: Mapping[str, Any],
     config: Config,
@@ -129,7 +128,7 @@ def save(
 
     Args:
         folder: Of the run's checkpoints.
-        position, model, optimizer: What to write.
+        position, saved: What to write.
         step_state: Of the training step, see `TrainStep.state`.
         config: Of the run.
         layout: See `data_layout`.
@@ -143,19 +142,18 @@ def save(
     peers = peers or Alone()
     tensors, documents = {}, {}
     if peers.rank == 0:
-        arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
         if base is None:
-            tensors["model"] = to_disk(arrays, config.model.arch.type)
+            tensors["model"] = to_disk(saved.weights, config.model.arch.type)
         else:
-            tensors[PART] = {PREFIX + name: arrays[name] for name in adapter_shapes(model.settings)}
-            documents[CONFIG_FILE] = description(model.settings, base["load_checkpoint"])
-    if optimizer.parts:
-        tensors[shard_name(OPTIMIZER, peers.rank, peers.size)] = optimizer.state_arrays()
+            tensors[PART] = {PREFIX + name: saved.weights[name] for name in adapter_shapes(config.decoder)}
+            documents[CONFIG_FILE] = description(config.decoder, base["load_checkpoint"])
+    if saved.in_parts:
+        tensors[shard_name(OPTIMIZER, peers.rank, peers.size)] = saved.optimizer
     elif peers.rank == 0:
-        tensors[OPTIMIZER] = optimizer.state_arrays()
+        tensors[OPTIMIZER] = saved.optimizer
     state = {
         "position": asdict(position),
-        "optimizer": {"type": config.optimizer.type, "updates": optimizer.updates},
+        "optimizer": {"type": config.optimizer.type, "updates": saved.updates},
         "step": dict(step_state),
         "settings": settings_record(config),
         "data": dict(layout),

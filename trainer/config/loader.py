@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from trainer.config.implied import fill_in
 from trainer.config.layout import arrange
 from trainer.config.overrides import Override, apply_overrides
-from trainer.config.parallel_rules import parallel_notices
+from trainer.config.parallel_rules import parallel_notices, runs_semi_auto
 from trainer.config.problems import raise_problems
 from trainer.config.resolve import resolve
 from trainer.config.rules import rule_notices, rule_problems
 from trainer.config.schema import Config, Source
+from trainer.config.semi_auto_rules import semi_auto_notices
 from trainer.config.support import ignored_notices, not_yet_problems
 from trainer.config.validation import validate
 from trainer.config.yaml_reader import parse_document, read_text
@@ -55,4 +56,5 @@ def config_notices(config: Config, world: World = ALONE) -> list[str]:
         world: The job it runs in.
     """
     own = [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
-    return [*own, *parallel_notices(config, world)]
+    semi_auto = semi_auto_notices(config) if runs_semi_auto(config, world) else ()
+    return [*own, *parallel_notices(config, world), *semi_auto]

@@ -59,63 +59,9 @@ def is_semi_auto(config: Config) -> bool:
     return config.parallel.parallel_mode in _SEMI_AUTO and config.parallel.parallel_fallback is None
 
 
-def semi_auto_notices(config: Config) -> Iterator[str]:
-    """What of the file has no effect, or another one, in semi-automatic mode."""
-    steps, stages = config.runner_config.gradient_accumulation_steps, config.parallel_config.pipeline_stage
-    if steps > 1 and stages > 1:
-        yield (
-            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
-            f" be; parallel_config.micro_batch_num {config.parallel_config.micro_batch_num} says how many there are"
-        )
-    if config.recompute_config.recompute or config.recompute_config.select_recompute:
-        yield "recompute_config: no effect in semi-automatic mode yet, whose graph keeps all activations"
-
-
-def semi_auto_problems(config: Config) -> Iterator[Problem]:
-    """What semi-automatic mode cannot do."""
-    section, settings = config.parallel_config, config.decoder
-    if section.micro_batch_num < section.pipeline_stage:
-        key, rule = "parallel_config.micro_batch_num", f"a pipeline of {section.pipeline_stage} stages needs as many"
-        yield _problem(config, key, section.micro_batch_num, rule, f"set it to {section.pipeline_stage} or more")
-    micro_batches = section.micro_batch_num if section.pipeline_stage > 1 else 1
-    if config.runner_config.batch_size % micro_batches:
-        rule = f"must be a multiple of parallel_config.micro_batch_num {micro_batches}, which it is cut into"
-        key, rows = "runner_config.batch_size", config.runner_config.batch_size
-        yield _problem(config, key, rows, rule, f"set it to {-(-rows // micro_batches) * micro_batches}")
-    if settings.num_layers + settings.mtp_depth < section.pipeline_stage:
-        key, rule = "parallel_config.pipeline_stage", f"the model has {settings.num_layers + settings.mtp_depth} layers"
-        yield _problem(config, key, section.pipeline_stage, rule, "set it to that or less")
-    if settings.num_heads % section.model_parallel or settings.kv_heads % section.model_parallel:
-        key = "parallel_config.model_parallel"
-        rule = f"must divide the heads, {settings.num_heads} and {settings.kv_heads} of keys and values"
-        yield _problem(config, key, section.model_parallel, rule, "set it to a divisor of both")
-    for name in ("context_parallel", "expert_parallel"):
-        if getattr(section, name) > 1:
-            rule = "not yet supported in semi-automatic mode"
-            yield _problem(config, f"parallel_config.{name}", getattr(section, name), rule, "set it to 1")
-    yield from _not_in_one_graph(config)
-
-
-def _not_in_one_graph(config: Config) -> Iterator[Problem]:
-    """What a run does on the host, or between the graphs of its blocks."""
-    settings, model = config.decoder, "model.model_config"
-    for name in ("hidden_dropout", "attention_dropout"):
-        if getattr(settings, name):
-            rule = "not yet supported in semi-automatic mode, whose graph draws no masks"
-            yield _problem(config, f"{model}.{name}", getattr(settings, name), rule, "set it to 0")
-    if settings.pet_config is not None:
-        rule, fix = "not yet supported in semi-automatic mode", "remove it, or use data parallelism (parallel_mode 0)"
-        yield _problem(config, f"{model}.pet_config", settings.pet_config.pet_type, rule, fix)
-    if settings.experts is not None and not settings.experts.use_gmm:
-        rule, key = "experts on the host do not fit into one graph", f"{model}.moe_config.use_gmm"
-        yield _problem(config, key, False, rule, "set it to True")
-    if settings.experts is not None and settings.experts.balance_via_topk_bias:
-        rule, key = "not yet supported in semi-automatic mode: the bias would stay", "balance_via_topk_bias"
-        fix = "set it to False, and aux_loss_factor above 0"
-        yield _problem(config, f"{model}.moe_config.{key}", True, rule, fix)
-    if config.optimizer.type == "Muon":
-        rule = "not yet supported in semi-automatic mode"
-        yield _problem(config, "optimizer.type", "Muon", rule, "use AdamW or SGD")
+def runs_semi_auto(config: Config, world: World) -> bool:
+    """Whether this job runs in MindSpore's semi-automatic mode."""
+    return _in_force(config, world) and is_semi_auto(config)
 
 
 def _in_force(config: Config, world: World) -> bool:
@@ -127,11 +73,9 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
     """What keeps this job from running on its ranks."""
     if world.size > 1 and config.use_parallel is False:
         fix = "remove the key or set it to True; to run alone, leave `launch` out"
-        return [_problem(config, "use_parallel", False, f"this job has {world.size} ranks", fix)]
+        return [problem(config, "use_parallel", False, f"this job has {world.size} ranks", fix)]
     if not _in_force(config, world):
         return []
-    if is_semi_auto(config):
-        return [_semi_auto(config)]
     found = [*_degrees_not_yet(config)] or fit_problems(config, world)
     if world.size > 1:
         found += [*_mode(config, world), *_optimizer(config)]
@@ -144,7 +88,8 @@ def fit_problems(config: Config, world: World) -> list[Problem]:
     return [_misfit(config, world, misfit)] if misfit else []
 
 
-def _problem(config: Config, key: str, value: Any, rule: str, fix: str) -> Problem:
+def problem(config: Config, key: str, value: Any, rule: str, fix: str) -> Problem:
+    """What is wrong with a key, at its place in the file."""
     place = config.source.place(key)
     if place == NOWHERE:  # a default: the file as a whole is to blame
         place = Place(0, config.source.path)
@@ -155,7 +100,7 @@ def _degrees_not_yet(config: Config) -> Iterator[Problem]:
     for name, fix in _MEANWHILE.items():
         value = getattr(config.parallel_config, name)
         if value > 1:
-            yield _problem(config, f"parallel_config.{name}", value, "not yet supported", fix)
+            yield problem(config, f"parallel_config.{name}", value, "not yet supported", fix)
 
 
 def _misfit(config: Config, world: World, misfit: Misfit) -> Problem:
@@ -165,17 +110,16 @@ def _misfit(config: Config, world: World, misfit: Misfit) -> Problem:
     alone = "to run alone, add --use_parallel False"
     left_out = "an unset data_parallel takes the ranks that are left"
     fix += f"; {alone if world.size == 1 else left_out}"
-    return _problem(config, key, getattr(config.parallel_config, misfit.key), misfit.rule, fix)
+    return problem(config, key, getattr(config.parallel_config, misfit.key), misfit.rule, fix)
 
 
-def _semi_auto(config: Config) -> Problem:
-    key, value = "parallel.parallel_mode", config.parallel.parallel_mode
+def semi_auto_without_device(config: Config) -> UserError:
+    """Says that semi-automatic mode is not for this machine."""
     rule = (
-        "not yet supported: MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU,"
-        " and this trainer builds its network for that mode but has no training loop around it"
+        "MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU, which this run is on"
     )
     fix = "add --parallel_fallback explicit for data parallelism, the trainer's own; or set it to 0, which is the same"
-    return _problem(config, key, value, rule, fix)
+    return problem(config, "parallel.parallel_mode", config.parallel.parallel_mode, rule, fix).error
 
 
 def _mode(config: Config, world: World) -> Iterator[Problem]:
@@ -183,18 +127,20 @@ def _mode(config: Config, world: World) -> Iterator[Problem]:
     if value in (*_DATA_PARALLEL, *_SEMI_AUTO):
         return
     rule = f"runs one rank alone, and this job has {world.size}" if value == "stand_alone" else "not yet supported"
-    yield _problem(config, key, value, rule, "set it to 0, data parallelism, or leave it out")
+    yield problem(config, key, value, rule, "set it to 0, data parallelism, or leave it out")
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     if config.parallel.enable_parallel_optimizer and config.optimizer.type == "Muon" and config.trains:
         fix = "use optimizer.type AdamW, or set it to False: every rank then keeps Muon's whole state"
         rule = "not yet supported with optimizer.type Muon, which needs whole matrices"
-        yield _problem(config, "parallel.enable_parallel_optimizer", True, rule, fix)
+        yield problem(config, "parallel.enable_parallel_optimizer", True, rule, fix)
 
 
 def parallel_notices(config: Config, world: World) -> Iterator[str]:
     """What of the file does not count in this job, and what was chosen for it."""
+    if config.parallel.full_batch is False and not runs_semi_auto(config, world):
+        yield "parallel.full_batch False: not used, every rank reads rows of its own"
     if world.size > 1:
         if config.use_parallel is None:
             yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
@@ -212,7 +158,8 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
     if config.use_parallel:
         yield "use_parallel True: this job has one rank; `run_trainer.py launch --nproc 8` starts eight"
     mode, sharded = config.parallel.parallel_mode, config.parallel.enable_parallel_optimizer
-    keys = [f"parallel_mode {mode}"] * (mode not in (*_DATA_PARALLEL, "stand_alone"))
+    plain = mode in (*_DATA_PARALLEL, "stand_alone") or runs_semi_auto(config, world)
+    keys = [] if plain else [f"parallel_mode {mode}"]
     keys += ["enable_parallel_optimizer"] * sharded
     if keys:
         yield f"parallel ({', '.join(keys)}): not used, one device runs it all"

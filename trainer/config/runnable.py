@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.parallel_rules import parallel_problems
+from trainer.config.parallel_rules import fit_problems, parallel_problems, runs_semi_auto
 from trainer.config.problems import NOWHERE, Place, Problem, raise_problems
 from trainer.config.schema import Config
+from trainer.config.semi_auto_rules import semi_auto_problems
 from trainer.errors import UserError
 from trainer.parallel.world import ALONE, World
 
@@ -25,7 +26,11 @@ def check_runnable(config: Config, world: World = ALONE) -> None:
             ``output_dir`` is a file, or the file asks for other ranks than the job has.
     """
     checks = (_model, _weights, _adapters, _evaluation, _prompts, _output)
-    raise_problems([problem for check in checks for problem in check(config)] + parallel_problems(config, world))
+    found = [problem for check in checks for problem in check(config)]
+    if runs_semi_auto(config, world):
+        raise_problems(found + (list(semi_auto_problems(config)) or fit_problems(config, world)))
+    else:
+        raise_problems(found + parallel_problems(config, world))
 
 
 def _problem(config: Config, key: str, rule: str, fix: str, *, because: str = "", value: object = None) -> Problem:

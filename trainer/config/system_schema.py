@@ -7,10 +7,10 @@ from trainer.config.fields import Section, ignored, section, setting
 
 _ASCEND = "only Ascend devices have it"
 _WHOLE_WEIGHTS = "every rank has whole weights and gradients; optimizer state alone is cut"
-_OWN_ROWS = "every rank reads rows of its own"
+_OWN_ROWS = "data_parallel alone says how a batch is cut"
 _NO_STRATEGY = "parallel_config alone says how a run is spread; checkpoints load on any number of ranks"
-_NO_PIPELINE = "no pipeline is built"
-_NO_TENSOR = "no tensor parallelism is built"
+_NO_PIPELINE = "a pipeline is cut by pipeline_stage and micro_batch_num alone"
+_NO_TENSOR = "tensor parallelism cuts products alone"
 _NO_CONTEXT = "no context parallelism is built"
 _BUCKETS = "gradients are reduced in buckets of a fixed size"
 # A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
@@ -111,13 +111,15 @@ class ParallelSection(Section):
         | Literal["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"]
     ) = setting(
         0,
-        "0 or data_parallel; with several ranks 1 semi-automatic, 2 automatic and 3 hybrid are not yet supported."
-        " Default 0.",
+        "0 or data_parallel; with several ranks 1 is MindSpore's semi-automatic mode (Ascend only), 2 automatic and 3"
+        " hybrid are not yet supported. Default 0.",
     )
     parallel_fallback: Literal["explicit"] | None = setting(
         None, "explicit: data parallelism, the trainer's own, in the place of semi-automatic mode. Default null: none."
     )
-    full_batch: bool = ignored(True, "Every rank reads the whole batch.", _OWN_ROWS)
+    full_batch: bool = setting(
+        True, "Semi-automatic mode: a rank hands MindSpore the whole batch, or its own part. Default True."
+    )
     gradients_mean: bool = ignored(
         False, "Average gradients over ranks.", "the loss is always divided by the valid tokens of all ranks"
     )

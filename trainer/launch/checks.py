@@ -14,8 +14,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-from trainer.config import Config, check_runnable, load_config
-from trainer.device import resolve_device
+from trainer.config import Config, load_config
+from trainer.device import check_run, resolve_device
 from trainer.doctor import memory_left_bytes
 from trainer.errors import UserError
 from trainer.flags import split_arguments
@@ -159,7 +159,7 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
     config = load_config(arguments.config, arguments.overrides)
     world = World(options.ranks.start, options.worker_num, 0, options.local_worker_num)
-    check_runnable(config, world)
+    check_run(config, world)
     logs = Path(config.output_dir).expanduser() / "logs"
     if options.log_dir.expanduser().resolve() == logs.resolve():
         rule = "is where the run itself keeps its logs (output_dir/logs), under the same names"

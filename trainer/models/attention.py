@@ -35,8 +35,8 @@ class AttentionLayer(nn.Cell):
         self.value, self.out = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "vo")
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
-        self.query_norm = kernels.rms_norm(self.head_size, settings.rms_norm_eps)
-        self.key_norm = kernels.rms_norm(self.head_size, settings.rms_norm_eps)
+        self.query_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
+        self.key_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
         self.query_rotary, self.key_rotary = (kernels.rotary(self.head_size, settings.rotary_size) for _ in range(2))
         self.attention = kernels.attention(settings.num_heads, settings.kv_heads, self.head_size)
 
@@ -49,7 +49,7 @@ class AttentionLayer(nn.Cell):
         y_ND = self.norm(x_ND, weights[self.norm_weight])
         q_NC, k_NK, v_NK = self.query(y_ND, weights), self.key(y_ND, weights), self.value(y_ND, weights)
         if self.qk_norm:
-            q_NC = self.query_norm(q_NC.reshape(-1, self.head_size), weights[self.q_norm]).reshape(q_NC.shape)
-            k_NK = self.key_norm(k_NK.reshape(-1, self.head_size), weights[self.k_norm]).reshape(k_NK.shape)
+            q_NC = self.query_norm(q_NC, weights[self.q_norm])
+            k_NK = self.key_norm(k_NK, weights[self.k_norm])
         q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
         return q_NC, self.key_rotary(k_NK, key_tables[0], key_tables[1]), v_NK

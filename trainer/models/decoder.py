@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import operations as P
 
 from trainer.config.recompute import HALVES
 from trainer.models.attention import AttentionLayer
@@ -76,9 +77,9 @@ class Block(nn.Cell):
         super().__init__()
         self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
         if self.has_attention:
-            self.attention = AttentionLayer(settings, kernels)
+            self.attention, self.add_attention = AttentionLayer(settings, kernels), P.Add()
         if self.has_mlp:
-            self.mlp = MlpLayer(settings, kernels)
+            self.mlp, self.add_mlp = MlpLayer(settings, kernels), P.Add()
 
     def construct(
         self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, late_mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights
@@ -86,10 +87,10 @@ class Block(nn.Cell):
         if self.has_attention:
             masks = (mask, late_mask)
             added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), masks, drop_attention, weights)
-            x_ND = x_ND + (added_ND if drop_out_ND is None else added_ND * drop_out_ND)
+            x_ND = self.add_attention(x_ND, added_ND if drop_out_ND is None else added_ND * drop_out_ND)
         if self.has_mlp:
             added_ND = self.mlp(x_ND, weights)
-            x_ND = x_ND + (added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
+            x_ND = self.add_mlp(x_ND, added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
         return x_ND
 
 

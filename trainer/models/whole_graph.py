@@ -1,8 +1,8 @@
 """The decoder's loss as one function of its inputs and weights, which one graph can hold.
 
-A run on a CPU compiles one block and calls it for every layer from a Python loop (`decoder.py`). What needs a whole
-graph, MindSpore's semi-automatic mode and the audit of Ascend's operators, gets the same cells here, wired in the same
-order; a test holds both to the same numbers. Each layer has cells of its own: they are what a graph is cut at.
+A run compiles one block and calls it for every layer from a Python loop (`decoder.py`). The audit of Ascend's
+operators, which needs a whole graph, gets the same cells here, wired in the same order; a test holds both to the same
+numbers.
 
 Nothing of a graph can be decided on the host, so the experts' routing must be in the graph too (`use_gmm` on Ascend).
 

@@ -10,7 +10,16 @@ from functools import partial
 from mindspore import dtype as mstype
 from mindspore import nn
 
-from trainer.ops import ascend, graph_parts, moe_ascend, moe_reference, moe_router, moe_swiglu, reference
+from trainer.ops import (
+    ascend,
+    moe_ascend,
+    moe_reference,
+    moe_router,
+    moe_swiglu,
+    reference,
+    sharded,
+    sharded_ascend,
+)
 from trainer.ops.cast import InDtype, rounded
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
@@ -28,6 +37,7 @@ class KernelSet:
     linear: MakeCell
     linear_bias: MakeCell
     rms_norm: MakeCell
+    head_norm: MakeCell
     rotary: MakeCell
     swiglu: MakeCell
     attention: MakeCell
@@ -61,18 +71,19 @@ class KernelSet:
 
 
 def load_kernels(
-    choices: Sequence[KernelChoice], precision: Precision = FLOAT32, *, sharded: bool = False
+    choices: Sequence[KernelChoice], precision: Precision = FLOAT32, *, cut: bool = False
 ) -> KernelSet:
     """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them.
 
     Args:
         choices: Of `select_kernels`.
         precision: Dtype of each part.
-        sharded: Products that a graph can be cut at, for MindSpore's semi-automatic mode.
+        cut: Kernels for a graph that MindSpore cuts over ranks, in its semi-automatic mode.
     """
     fused = {choice.kernel: choice.fused for choice in choices}
     # A classifier has no choices at all, and makes none of the kernels that there is a choice for.
-    room = defaultdict(lambda: reference, {kernel: ascend for kernel, is_fused in fused.items() if is_fused})
+    plain, of_device = (sharded, sharded_ascend) if cut else (reference, ascend)
+    room = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
     # A dense model has no choices for experts, and makes none of their kernels.
     experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
     sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
@@ -90,26 +101,28 @@ def load_kernels(
         make = getattr(room[kernel], name)
         if inside == compute == mstype.float32:
             return make
-        wrap = InDtype if room[kernel] is ascend or inside == mstype.float32 else rounded
+        wrap = InDtype if room[kernel] is of_device or inside == mstype.float32 else rounded
         return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)
 
+    rms_norm = part("rms_norm", "RmsNorm", norm)
     return KernelSet(
-        linear=product(graph_parts.ShardedLinear if sharded else reference.Linear),
-        linear_bias=product(graph_parts.ShardedLinearBias if sharded else reference.LinearBias),
-        rms_norm=part("rms_norm", "RmsNorm", norm),
+        linear=product(plain.Linear),
+        linear_bias=product(plain.LinearBias),
+        rms_norm=rms_norm,
+        head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
         attention=partial(room["attention"].Attention, dtype=compute, softmax_dtype=softmax),
-        cross_entropy=partial(reference.CrossEntropy, dtype=compute),
+        cross_entropy=partial(plain.CrossEntropy, dtype=compute),
         router_linear=reference.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
         unpermute=sorting[1],
-        rotary_tables=partial(room["rotary_embedding"].rotary_tables, dtype=rotary),
-        attention_mask=room["attention"].attention_mask,
-        tables_in_graph=partial(graph_parts.RotaryTables, room["rotary_embedding"] is ascend, rotary),
-        mask_in_graph=partial(graph_parts.AttentionMask, room["attention"] is ascend),
+        rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
+        attention_mask=(ascend if fused.get("attention") else reference).attention_mask,
+        tables_in_graph=partial(sharded.RotaryTables, bool(fused.get("rotary_embedding")), rotary),
+        mask_in_graph=partial(sharded.AttentionMask, bool(fused.get("attention"))),
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),

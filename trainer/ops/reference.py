@@ -63,6 +63,17 @@ class RmsNorm(nn.Cell):
         return self.core(x_ND, weight_D)[0]
 
 
+class HeadNorm(nn.Cell):
+    """A norm of every head by itself: (x_NC, weight_d) -> [N, C]."""
+
+    def __init__(self, norm: nn.Cell, head_size: int) -> None:
+        super().__init__()
+        self.norm, self.head_size = norm, head_size
+
+    def construct(self, x_NC, weight_d):
+        return self.norm(x_NC.reshape(-1, self.head_size), weight_d).reshape(x_NC.shape)
+
+
 class _RmsNormCore(nn.Cell):
     """Returns (y, 1 / sqrt(...)): the second output is kept for the backward pass."""
 

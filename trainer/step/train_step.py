@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import mindspore
 import numpy as np
 from mindspore import Tensor
 
 from trainer.data.batch import Batch
-from trainer.errors import RunError
 from trainer.models.decoder import LossSums
 from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder
@@ -25,15 +24,12 @@ from trainer.ops.routing import RoutingCounts
 from trainer.parallel.peers import Alone, Peers
 from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate, valid_tokens
 from trainer.step.clip import clip, global_norm
-from trainer.step.loss_scale import build_loss_scale
+from trainer.step.guards import Guards
 
 if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
     from trainer.models.decoder import Decoder
     from trainer.optim.optimizer import Optimizer
-
-MOST_OVERFLOWS_IN_A_ROW = 10
-"""So many steps with overflow, one after the other, end a run: no scale will help it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,17 @@ class StepResult:
     reduce_seconds: float = 0.0
 
 
+class Saved(NamedTuple):
+    """What a checkpoint takes of a training, as one rank has it."""
+
+    weights: Mapping[str, np.ndarray]
+    """All of them by name, on rank 0."""
+    optimizer: Mapping[str, np.ndarray]
+    """State by `kind.parameter`: on rank 0, or of every rank its part."""
+    updates: int
+    in_parts: bool = False
+
+
 class TrainStep:
     """The step of a run; usable without the command line, in a notebook for example.
 
@@ -104,11 +111,9 @@ class TrainStep:
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
-        self.wrapper, self.seed, self.stop_at_bad_loss = wrapper, seed, stop_at_bad_loss
+        self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
         self.peers = Alone() if peers is None else peers
         self.sum_of_squares = model.kernels.sum_of_squares
-        self.loss_scale = build_loss_scale(wrapper)
-        self.spikes, self.spikes_in_a_row = 0, 0
 
         def scaled_loss(inputs, dropout, tally, factor):
             sums = model(inputs, dropout, tally)
@@ -127,31 +132,14 @@ class TrainStep:
             RunError: Loss or gradient is not finite and no loss scale is to blame, ten steps in a row overflowed, or
                 too many norms in a row were spikes. Nothing has been updated.
         """
-        lr, scale = self.schedule(self.optimizer.updates), self.loss_scale.value
-        window = accumulate(micro_batches, self.backward, scale, self.peers)
-
-        def result(norm: float, skipped: str = "", **more) -> StepResult:
-            return StepResult(
-                window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
-                empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
-                reduce_seconds=window.reduce_seconds, **more,
-            )  # fmt: skip
-
-        if window.gradients is None:
-            return result(0.0, "no token with a loss")
-        squares = [self.sum_of_squares(gradient) for gradient in window.gradients]
-        # Dividing the norm by the scale, and the gradients in the update, spares a pass over all of them.
-        norm = global_norm(squares, float) / scale
-        if not (math.isfinite(norm) and math.isfinite(window.loss)):
-            return self.overflow(window, norm, squares, result)
-        self.loss_scale.update(overflow=False)
-        if self.is_spike(norm):
-            return result(norm, f"spike: norm {norm:.3g}")
-        names = list(self.optimizer.parameters)
-        gradients, factors = clip(window.gradients, squares, names, self.wrapper, self.optimizer.group_of, scale)
-        self.optimizer.update(gradients, lr, factors)
-        self.model.balance_choices(window.routing)
-        return result(norm, local_norms=self.local_norms(squares, scale))
+        lr = self.schedule(self.optimizer.updates)
+        window = accumulate(micro_batches, self.backward, self.guards.scale, self.peers)
+        gradients = zip(self.optimizer.parameters, window.gradients or (), strict=window.gradients is not None)
+        squares = {name: self.sum_of_squares(gradient) for name, gradient in gradients}
+        result = apply_window(window, squares, lr, self.optimizer, self.wrapper, self.guards)
+        if result.updated:
+            self.model.balance_choices(window.routing)
+        return result
 
     def backward(self, batch: Batch, number: int, factor: float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of what is minimised times `factor`."""
@@ -174,77 +162,74 @@ class TrainStep:
         other_sums = {name: (float(value.asnumpy()), weight) for name, (value, weight) in others.items()}
         return MicroBatch(float(sums.tokens.asnumpy()), other_sums, tally.counts(), gradients)
 
-    def overflow(
-        self, window: WindowGradients, norm: float, squares: Sequence[float], result: Callable
-    ) -> StepResult:
-        """Skips the update and lowers the scale; raises where that would hide a broken training."""
-        bad_loss = self.stop_at_bad_loss and not math.isfinite(window.loss)
-        if bad_loss or not self.loss_scale.active:
-            raise self.not_finite(window, norm, squares)
-        scale = self.loss_scale.value
-        self.loss_scale.update(overflow=True)
-        if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
-            raise RunError(
-                f"{MOST_OVERFLOWS_IN_A_ROW} steps in a row overflowed, the last with loss scale {scale:g}"
-                f"{self.first_bad(squares)}; the weights were not updated in them",
-                key="runner_wrapper.scale_sense",
-                fix="lower the learning rate, compute norms and softmax in float32 (amp_level auto), or start from a "
-                "smaller scale",
-            )
-        return result(math.nan, "overflow", overflow=True)
+    def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
+        """Takes over the optimizer's state from a checkpoint, whole arrays by `kind.parameter`."""
+        self.optimizer.load_state(arrays, updates)
 
-    def is_spike(self, norm: float) -> bool:
-        """Whether this window is to be skipped for its norm.
-
-        Raises:
-            RunError: It is one spike too many in a row.
-        """
-        wrapper = self.wrapper
-        if not wrapper.use_skip_data_by_global_norm or norm <= wrapper.global_norm_spike_threshold:
-            self.spikes_in_a_row = 0
-            return False
-        self.spikes += 1
-        self.spikes_in_a_row += 1
-        if self.spikes_in_a_row >= wrapper.global_norm_spike_count_threshold:
-            raise RunError(
-                f"the gradient's norm was above {wrapper.global_norm_spike_threshold:g} in {self.spikes_in_a_row} steps"
-                f" in a row, {norm:.3g} in the last; their data was skipped",
-                key="runner_wrapper.global_norm_spike_threshold",
-                fix="raise the threshold, or lower the learning rate",
-            )
-        return True
-
-    def local_norms(self, squares: Sequence[float], scale: float) -> Mapping[str, float] | None:
-        if not self.wrapper.local_norm:
-            return None
-        return {
-            name: math.sqrt(square) / scale for name, square in zip(self.optimizer.parameters, squares, strict=True)
-        }
-
-    def not_finite(self, window: WindowGradients, norm: float, squares: Sequence[float]) -> RunError:
-        ways = ["lower the learning rate", "lengthen the warm-up"]
-        ways += [] if self.wrapper.use_clip_grad else ["turn on runner_wrapper.use_clip_grad"]
-        return RunError(
-            f"the loss is {window.loss} and the gradient's norm {norm} in optimizer step {self.optimizer.updates + 1}"
-            f"{self.first_bad(squares)}; the weights were not updated",
-            fix=f"{', '.join(ways[:-1])} or {ways[-1]}",
-        )
-
-    def first_bad(self, squares: Sequence[float]) -> str:
-        """Names the first parameter whose gradient is not finite."""
-        names = zip(self.optimizer.parameters, squares, strict=True)
-        bad = next((name for name, square in names if not math.isfinite(square)), None)
-        return f"; not finite first in the gradient of {bad}" if bad else ""
+    def to_save(self) -> Saved:
+        """What a checkpoint takes; all ranks call it."""
+        optimizer, first = self.optimizer, self.peers.rank == 0
+        parameters = self.model.parameters_by_name.items() if first else ()
+        weights = {name: parameter.asnumpy() for name, parameter in parameters}
+        in_parts = bool(optimizer.parts)
+        return Saved(weights, optimizer.state_arrays() if first or in_parts else {}, optimizer.updates, in_parts)
 
     def state(self) -> dict:
         """What a checkpoint keeps of the step, beside the optimizer."""
-        return {
-            "loss_scale": self.loss_scale.state(),
-            "spikes": self.spikes,
-            "spikes_in_a_row": self.spikes_in_a_row,
-        }
+        return self.guards.state()
 
     def load_state(self, state: Mapping) -> None:
         """Takes over what `state` gave."""
-        self.loss_scale.load_state(state["loss_scale"])
-        self.spikes, self.spikes_in_a_row = int(state["spikes"]), int(state["spikes_in_a_row"])
+        self.guards.load_state(state)
+
+
+def apply_window(
+    window: WindowGradients,
+    squares: Mapping[str, float],
+    lr: float,
+    optimizer: Optimizer,
+    wrapper: RunnerWrapper,
+    guards: Guards,
+) -> StepResult:
+    """Guards, norm, clipping and update: what follows the gradients of a window.
+
+    Args:
+        window: Of all ranks, with the gradients of what `optimizer` has, times the loss scale.
+        squares: Sum of the squares of every gradient by name; where ranks have parts of them, of the whole.
+        lr: Learning rate.
+        optimizer: Updated.
+        wrapper: The section `runner_wrapper`: clipping, local norms.
+        guards: Say whether there is an update.
+
+    Raises:
+        RunError: See `Guards.skipped`. Nothing has been updated.
+    """
+    scale = guards.scale
+
+    def result(norm: float, skipped: str = "", **more) -> StepResult:
+        return StepResult(
+            window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
+            empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
+            reduce_seconds=window.reduce_seconds, **more,
+        )  # fmt: skip
+
+    if window.gradients is None:
+        return result(0.0, "no token with a loss")
+    # Dividing the norm by the scale, and the gradients in the update, spares a pass over all of them.
+    norm = global_norm(squares.values(), float) / scale
+    skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, culprit=_first_bad(squares))
+    if skipped:
+        overflow = skipped == "overflow"
+        return result(math.nan if overflow else norm, skipped, overflow=overflow)
+    names, values = list(squares), list(squares.values())
+    gradients, factors = clip(window.gradients, values, names, wrapper, optimizer.group_of, scale)
+    factor_of = dict(zip(names, factors, strict=True))
+    optimizer.update(gradients, lr, [factor_of[name] for name in optimizer.parameters])
+    local_norms = {name: math.sqrt(square) / scale for name, square in squares.items()} if wrapper.local_norm else None
+    return result(norm, local_norms=local_norms)
+
+
+def _first_bad(squares: Mapping[str, float]) -> str:
+    """Names the first parameter whose gradient is not finite."""
+    bad = next((name for name, square in squares.items() if not math.isfinite(square)), None)
+    return f"; not finite first in the gradient of {bad}" if bad else ""

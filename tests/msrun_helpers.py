@@ -11,14 +11,15 @@ from pathlib import Path
 
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parent
+REPOSITORY = TESTS.parent
 
 
 def run_job(script: Path, *arguments: object, workers: int, folder: Path, limit_seconds: float = 150) -> None:
     """Runs a script in so many processes and waits for them.
 
     Args:
-        script: Its processes find the modules beside it and the trainer.
+        script: Its processes find the modules beside it, those of the tests, and the trainer.
         arguments: Of the script.
         workers: Number of processes.
         folder: For logs.
@@ -36,8 +37,8 @@ def run_job(script: Path, *arguments: object, workers: int, folder: Path, limit_
     command = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}"]
     command += [f"--local_worker_num={workers}", f"--master_port={_free_port()}", f"--log_dir={folder}"]
     command += ["--join=True", "--cluster_time_out=100", str(script), *map(str, arguments)]
-    environment = os.environ | {"PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+    paths = {"PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"}
+    with subprocess.Popen(command, env=os.environ | paths, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         try:
             output, _ = job.communicate(timeout=limit_seconds)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,98 @@
+"""A rank of the job of test_cut_numbers.py: lets MindSpore cut the graph for it, computes it, writes down the results.
+
+    python cut_graph_job.py folder      (configurations in cases.json, batches in NAME.npz, results in NAME-RANK.npz)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from msrun_helpers import take_a_core
+
+take_a_core()
+
+import mindspore  # noqa: E402
+import numpy as np  # noqa: E402
+from front_end import FOLDED_RANKS, CutGraph, cut_graph  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
+
+from trainer.config import Config, parse_config  # noqa: E402
+from trainer.config.parallel_rules import degrees_of  # noqa: E402
+from trainer.parallel import collectives  # noqa: E402
+from trainer.parallel.peers import DataParallel  # noqa: E402
+from trainer.parallel.semi_auto import CutParameters  # noqa: E402
+from trainer.parallel.world import world_from_environment  # noqa: E402
+
+
+def main(folder: Path) -> None:
+    world = world_from_environment()
+    cases = json.loads((folder / "cases.json").read_text())
+    configs = {name: parse_config("semi", json.dumps(given)) for name, given in cases.items()}
+    # Before the device is set: from then on MindSpore keeps its name elsewhere. The scheduler runs this script as well
+    # as far as the workers' meeting, and has no graph.
+    scheduler = os.environ.get("MS_ROLE") == "MS_SCHED"
+    graphs = {} if scheduler else {name: cut_graph(config, world, "CPU") for name, config in configs.items()}
+    mindspore.set_device("CPU")
+    peers = DataParallel(world)
+    known: set[str] = set()
+    for name, config in configs.items():
+        graph = graphs[name]
+        groups = ranks_of_groups(graph)
+        for data in peers.gather_bytes(json.dumps(groups).encode()):
+            for group, ranks in sorted(json.loads(data).items()):
+                if world.rank in ranks and group not in known:
+                    collectives.make_group(group, ranks)
+                    known.add(group)
+        parameters = CutParameters(graph.built, config, world, peers, lambda group: (0, 1))
+        parameters.start(None)
+        loss, gradients = computed(graph, parameters, dict(np.load(folder / f"{name}.npz")), folder, world.rank)
+        names = [weight.name for weight in graph.built.step.weights]
+        folded = folded_factor(config, graph, world)
+        parts = {each: gradient / folded for each, gradient in zip(names, gradients, strict=True)}
+        squares = parameters.squares({each: float((part**2).sum(dtype=np.float64)) for each, part in parts.items()})
+        whole = parameters.whole(parts)
+        arrays = {f"gradient {each}": array for each, array in whole.items()}
+        arrays |= {f"square {each}": np.array(value) for each, value in squares.items()}
+        np.savez(folder / f"{name}-{world.rank}.npz", loss=loss, **arrays)
+
+
+def ranks_of_groups(graph: CutGraph) -> dict[str, list[int]]:
+    """The groups of some ranks that the graph communicates in; that of all gets the name that a CPU knows it by."""
+    found = {}
+    for primitive in graph.model.primitives:
+        attributes = {attribute.name: attribute for attribute in primitive.attribute}
+        if "group" not in attributes:
+            continue
+        if attributes["group"].s == b"hccl_world_group":
+            attributes["group"].s = b"mccl_world_group"
+        else:
+            ranks = attributes["group_rank_ids"].values
+            found[attributes["group"].s.decode()] = [rank.ints[0] for rank in ranks]
+    return found
+
+
+def computed(
+    graph: CutGraph, parameters: CutParameters, batch: dict[str, np.ndarray], folder: Path, rank: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Loss and gradients of this rank's parts."""
+    values = parameters.own | {name: total for name, (total, _) in parameters.sums.items()}
+    for each in graph.model.graph.parameter:
+        each.raw_data = values[each.name.rpartition(":")[2]].asnumpy().tobytes()
+    file = folder / f"graph-{rank}.mindir"
+    file.write_bytes(graph.model.SerializeToString())
+    network = nn.GraphCell(mindspore.load(str(file)))
+    loss, gradients = network(*map(Tensor, batch.values()))
+    return loss.asnumpy(), [gradient.asnumpy() for gradient in gradients]
+
+
+def folded_factor(config: Config, graph: CutGraph, world) -> float:
+    """See front_end.py."""
+    degrees = degrees_of(config, world)
+    return 1.0 if graph.built.step.sums or degrees.data_parallel == 1 else FOLDED_RANKS / degrees.data_parallel
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

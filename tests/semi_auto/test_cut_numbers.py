@@ -1,0 +1,94 @@
+"""What MindSpore makes of the graph for each of four ranks, computed by four processes: together they must give the
+loss and the gradients of one rank alone.
+
+The graphs come from MindSpore's own parallel pass, as for an Ascend; only their kernels and collectives are a CPU's. A
+CPU has no maximum over ranks, so the vocabulary is one that no rank cuts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mindspore import Tensor
+from msrun_helpers import run_job
+from numpy_kernels import distance
+
+from trainer.config import Config, parse_config
+from trainer.data import Batch
+from trainer.parallel.world import ALONE, world_of
+from trainer.semi_auto_training import open_semi_auto_training, window_of
+from trainer.step.graph_step import graph_mode
+
+pytestmark = pytest.mark.slow
+
+RANKS, TOKENS, VOCABULARY = 4, 8, 33
+MODEL = {
+    "num_layers": 1, "hidden_size": 32, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 48,
+    "vocab_size": VOCABULARY, "seq_length": TOKENS, "qkv_has_bias": True,
+}  # fmt: skip
+DEGREES = {"data_parallel": 2, "model_parallel": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "micro-batches": {
+        "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2},
+        "model": {"model_config": MODEL | {"use_qk_norm": True, "mtp_depth": 1, "tie_word_embeddings": True}},
+    },
+}
+
+
+def config_of(case: str, **changes: Any) -> dict[str, Any]:
+    base = {
+        "use_parallel": True, "parallel": {"parallel_mode": 1}, "parallel_config": DEGREES,
+        "runner_config": {"batch_size": 2}, "model": {"model_config": MODEL},
+    }  # fmt: skip
+    return base | CASES[case] | changes
+
+
+def batch_of(rows: int) -> Batch:
+    random = np.random.default_rng(rows)
+    ids = random.integers(0, VOCABULARY, (rows, TOKENS + 1)).astype(np.int32)
+    segments, positions = np.zeros((rows, TOKENS), np.int32), np.tile(np.arange(TOKENS, dtype=np.int32), (rows, 1))
+    segments[1, 3:], positions[1, 3:] = 1, np.arange(TOKENS - 3)
+    labels = ids[:, 1:].copy()
+    labels[1, 2], labels[rows - 1, 1:] = -100, -100
+    return Batch(ids[:, :-1].copy(), labels, positions, segments)
+
+
+def inputs_of(config: Config) -> dict[str, np.ndarray]:
+    """Of the loss cell, for all ranks."""
+    batch = batch_of(window_of(config, world_of(RANKS)).rows)
+    share = np.full((len(batch.labels), 1), 1 / (batch.labels != -100).sum(), np.float32)
+    return dict(zip(("ids", "labels", "positions", "segments", "share"), (*batch, share), strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What came out, of one job for all cases."""
+    folder = tmp_path_factory.mktemp("cut")
+    (folder / "cases.json").write_text(json.dumps({case: config_of(case) for case in CASES}))
+    for case in CASES:
+        np.savez(folder / f"{case}.npz", **inputs_of(parse_config("semi", json.dumps(config_of(case)))))
+    job = Path(__file__).with_name("cut_graph_job.py")
+    run_job(job, folder, workers=RANKS, folder=folder / "logs", limit_seconds=300)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_give_what_the_whole_gives(folder: Path, case: str) -> None:
+    found = [dict(np.load(folder / f"{case}-{rank}.npz")) for rank in range(RANKS)]
+    inputs = dict(np.load(folder / f"{case}.npz"))
+    one = {"parallel_config": {}, "runner_config": {"batch_size": len(inputs["ids"])}}
+    config = parse_config("semi", json.dumps(config_of(case, **one)))
+    step = open_semi_auto_training(config, lambda update: 0.0, None, ALONE, "CPU")
+    with graph_mode():
+        loss, gradients = step.network(*map(Tensor, inputs.values()))
+    assert all(distance(each["loss"], loss.asnumpy()) < 1e-6 for each in found)
+    for weight, gradient in zip(step.cell.weights, gradients, strict=True):
+        right = gradient.asnumpy()
+        assert distance(found[0][f"gradient {weight.name}"], right) < 3e-6, weight.name
+        square = float((right.astype(np.float64) ** 2).sum())
+        assert all(abs(float(each[f"square {weight.name}"]) - square) <= 1e-5 * square for each in found), weight.name

@@ -1,0 +1,295 @@
+"""Semi-automatic mode as one rank alone runs it, on a CPU: what is wrapped in what, with which settings and cuts, and
+that its loss, its steps and its checkpoints are those of a run. What MindSpore makes of it for several ranks is in
+test_cut_graphs.py and test_cut_numbers.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.parallel.nn import GradAccumulation, Pipeline
+from numpy_kernels import distance
+
+import trainer.plan
+import trainer.run
+import trainer.semi_auto_training
+from trainer.checkpoint.store import read_checkpoint
+from trainer.cli import dispatch
+from trainer.config import Config, parse_config
+from trainer.data import Batch
+from trainer.errors import RunError, UserError
+from trainer.parallel.semi_auto import LossCell, SemiAuto, StagedLossCell, build_semi_auto, stages
+from trainer.parallel.world import ALONE, world_of
+from trainer.semi_auto_training import open_semi_auto_training
+from trainer.session import open_training
+from trainer.step.graph_step import GradientCell, GraphStep, graph_mode
+
+ROWS, TOKENS, VOCABULARY = 4, 8, 19
+SIZES = {
+    "num_layers": 4, "hidden_size": 16, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 24,
+    "vocab_size": VOCABULARY, "seq_length": TOKENS, "qkv_has_bias": True,
+}  # fmt: skip
+
+
+def config_of(top: dict | None = None, **changes: Any) -> Config:
+    base = {
+        "use_parallel": True, "parallel": {"parallel_mode": 1}, "runner_config": {"batch_size": ROWS},
+        "model": {"model_config": SIZES | changes},
+    }  # fmt: skip
+    return parse_config("semi", json.dumps(base | (top or {})))
+
+
+def built(top: dict | None = None, ranks: int = 8, **changes: Any) -> SemiAuto:
+    return build_semi_auto(config_of(top, **changes), world_of(ranks))
+
+
+# ---- what is wrapped in what -----------------------------------------------------------------------------------------
+
+
+def test_the_loss_alone() -> None:
+    found = built()
+    assert type(found.network) is AutoParallel and type(found.step) is GradientCell
+    assert found.network.network is found.step and found.step.network is found.loss
+    assert type(found.loss) is LossCell and found.step.sums == ()
+    assert found.network._parallel_mode == "semi_auto" and found.network._pipeline_stages == 1
+    assert not found.network._enable_parallel_optimizer and not found.network._init_param_in_compile
+    assert found.network._full_batch  # parallel.full_batch: True is the default
+
+
+def test_accumulation_stands_around_the_loss() -> None:
+    found = built({"runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 3}})
+    accumulation = found.step.network
+    assert type(accumulation) is GradAccumulation and accumulation.micro_size == 3
+    assert accumulation.network is found.loss
+    assert [total.name for total in found.step.sums] == [f"accu_grads.{each.name}" for each in found.step.weights]
+
+
+def test_a_pipeline_takes_the_place_of_accumulation() -> None:
+    found = built({
+        "runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 4},
+        "parallel_config": {"pipeline_stage": 2, "micro_batch_num": 4, "data_parallel": 4},
+    })  # fmt: skip
+    pipeline, decoder = found.step.network, found.loss.decoder
+    assert type(pipeline) is Pipeline and pipeline.micro_size == 4 and type(found.loss) is StagedLossCell
+    assert found.network._pipeline_stages == 2
+    assert [layer.pipeline_stage for layer in decoder.layers] == [0, 0, 1, 1]
+    assert decoder.embed.pipeline_stage == 0 and decoder.heads[0].pipeline_stage == 1
+
+
+def test_stages_of_layers() -> None:
+    found = stages(5, 3)
+    assert [found[f"decoder.layers.{layer}"] for layer in range(5)] == [0, 0, 1, 1, 2]
+    assert (found["decoder.embed"], found["decoder.heads.0"]) == (0, 2)
+
+
+def test_shared_optimizer_state() -> None:
+    found = built({"parallel": {
+        "parallel_mode": 1, "enable_parallel_optimizer": True, "full_batch": False,
+        "parallel_optimizer_config": {"parallel_optimizer_threshold": 16},
+    }})  # fmt: skip
+    assert found.network._enable_parallel_optimizer and found.network._parallel_optimizer_threshold == 16
+    assert not found.network._full_batch and found.network._dataset_strategy_config == "data_parallel"
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"mtp_depth": 1}])
+def test_what_two_stages_would_share_is_refused(changes: dict[str, Any]) -> None:
+    pipeline = {"parallel_config": {"pipeline_stage": 2, "micro_batch_num": 2}}
+    with pytest.raises(UserError, match="not yet supported in semi-automatic mode with a pipeline"):
+        built(pipeline, **changes)
+    built(**changes)
+
+
+def test_jit_options_reach_the_graph() -> None:
+    found = built({"context": {"jit_level": "O1", "exec_order": "dfs"}})
+    options = found.network.jit_config_dict
+    assert options["jit_level"] == "O1" and options["exec_order"] == "dfs"
+    assert not built().network.jit_config_dict
+
+
+def test_no_rank_of_several_makes_room_for_whole_weights() -> None:
+    found = built({"runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 2}})
+    assert all(parameter.has_init for parameter in found.network.get_parameters())
+
+
+def test_what_the_mode_cannot_do_is_an_error() -> None:
+    with pytest.raises(UserError, match="expert_num = 4: not yet supported in semi-automatic mode"):
+        built(moe_config={"expert_num": 4, "use_gmm": True})
+
+
+# ---- where it is cut -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strategies_come_from_parallel_config(dtype: str) -> None:
+    degrees = {"parallel_config": {"data_parallel": 4, "model_parallel": 2}}
+    layer = built(degrees, compute_dtype=dtype).loss.decoder.layers[1].block
+
+    def product(projection: nn.Cell) -> nn.Cell:
+        return projection.linear if dtype == "float32" else projection.linear.kernel
+
+    assert product(layer.attention.query).linear.product.in_strategy == ((4, 1), (2, 1))
+    assert product(layer.attention.query).bias_add.in_strategy == ((4, 2), (2,))
+    for first in (layer.mlp.gate, layer.mlp.up):
+        assert product(first).product.in_strategy == ((4, 1), (2, 1))
+    for second in (layer.attention.out, layer.mlp.down):
+        assert product(second).product.in_strategy == ((4, 2), (1, 2))
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+    degrees = {"parallel_config": {"data_parallel": 4, "model_parallel": 2}}
+    assert built(degrees).loss.decoder.embed.gather.in_strategy == ((1, 1), (4,))
+    assert built(degrees, vocab_size=20).loss.decoder.embed.gather.in_strategy == ((2, 1), (4,))
+
+
+def test_the_audit_shows_what_is_built(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    section = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}
+    steps = {"batch_size": ROWS, "gradient_accumulation_steps": 2}
+    mode = {"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": True}
+    config = {"use_parallel": True, "parallel": mode, "parallel_config": section, "runner_config": steps}
+    file = tmp_path / "semi.json"
+    file.write_text(json.dumps(config | {"model": {"model_config": SIZES | {"num_layers": 3}}}))
+    assert dispatch(["plan", "--audit", "ascend", "--json", "--config", str(file)]) == 0
+    pairs = json.loads(capsys.readouterr().out)["semi_auto"]
+    found = dict(pairs)
+    assert found["network"] == "AutoParallel ( GradientCell ( Pipeline, 2 micro-batches ( StagedLossCell ) ) )"
+    assert (found["stage 0"], found["stage 1"]) == ("layers 0-1", "layer 2")
+    assert found["mlp.down"] == "input (2, 2), weight (1, 2)" and found["mlp.up"] == "input (2, 1), weight (2, 1)"
+    assert "hsdp" in found["optimizer state"] and "no_init_parameters" in found["weights"]
+    assert "gradient_accumulation_steps 2: no effect in a pipeline" in found["note"]
+    assert dispatch(["plan", "--audit", "ascend", "--json", "--config", str(file), "--use_parallel", "False",
+                     "--parallel_fallback", "explicit"]) == 0  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["semi_auto"] == []
+
+
+# ---- its numbers are those of a run ----------------------------------------------------------------------------------
+
+
+def batch(number: int = 0, rows: int = ROWS, length: int = TOKENS) -> Batch:
+    random = np.random.default_rng(number)
+    ids = random.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
+    segments, positions = np.zeros((rows, length), np.int32), np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    segments[1, 3:], segments[1, 6:] = 1, 2
+    positions[1, 3:6], positions[1, 6:] = np.arange(3), np.arange(length - 6)
+    labels = ids[:, 1:].copy()
+    labels[1, [2, 5]], labels[rows - 1, 1 + number :] = -100, -100
+    return Batch(ids[:, :-1].copy(), labels, positions, segments)
+
+
+def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    with graph_mode():
+        return step.network(*step.window.tensors(window, 1 / (window[0].labels != -100).sum()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "close"),
+    [
+        ({}, 2e-6),
+        ({"use_qk_norm": True, "tie_word_embeddings": True, "seq_length": 7}, 2e-6),
+        ({"n_kv_heads": 4, "rotary_pct": 0.5, "qkv_has_bias": False}, 2e-6),
+        # Half precision: the kernels round in other places, by 2^-8 each time; the errors do not add up to more.
+        ({"compute_dtype": "bfloat16"}, 3e-2),
+    ],
+)
+def test_gradients_are_those_of_the_kernels_of_a_run(changes: dict[str, Any], close: float) -> None:
+    config = config_of({"optimizer": {"type": "SGD", "momentum": 0.0}}, num_layers=2, **changes)
+    window = [batch(length=config.decoder.seq_length)]
+    run = open_training(config, lambda update: 0.0)
+    right = run.backward(window[0], 0, 1 / (window[0].labels != -100).sum())
+    step = open_semi_auto_training(config, lambda update: 0.0, None, ALONE, "CPU")
+    loss, gradients = computed(step, window)
+    assert distance(loss.asnumpy(), np.float32(right.loss_sum / (window[0].labels != -100).sum())) < close
+    for name, mine, its in zip(run.optimizer.parameters, gradients, right.gradients, strict=True):
+        assert distance(mine.asnumpy(), its.asnumpy()) < close, name
+
+
+@pytest.mark.parametrize("settings", [{"type": "AdamW", "weight_decay": 0.1}, {"type": "SGD", "nesterov": True}])
+def test_steps_are_those_of_a_run(settings: dict[str, Any]) -> None:
+    """With micro-batches of unequal numbers of labels, clipping and a loss scale, and a shorter window at the end."""
+    top = {
+        "optimizer": settings | ({} if settings["type"] == "AdamW" else {"momentum": 0.9}),
+        "runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 3},
+        "runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 0.5, "scale_sense": 256.0},
+    }
+    config = config_of(top, num_layers=1)
+    run = open_training(config, lambda update: 0.02)
+    step = open_semi_auto_training(config, lambda update: 0.02, None, ALONE, "CPU")
+    windows = [[batch(number + 3 * place) for number in range(3)] for place in range(4)] + [[batch(1)]]
+    for window in windows:
+        mine, right = step(window), run(window)
+        assert mine.updated and (mine.tokens, mine.lr, mine.loss_scale) == (right.tokens, right.lr, right.loss_scale)
+        assert abs(mine.loss - right.loss) < 2e-6 * right.loss
+        assert abs(mine.global_norm - right.global_norm) < 1e-5 * right.global_norm
+    saved, expected = step.to_save(), run.to_save()
+    assert (saved.updates, saved.in_parts) == (expected.updates, False)
+    for mine, right in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):
+        assert set(mine) == set(right)
+        assert max(distance(mine[name], right[name]) for name in right) < 1e-4
+
+
+def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
+    wrapper = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 1e-6, "scale_sense": 16.0}
+    step = open_semi_auto_training(
+        config_of({"runner_wrapper": wrapper}, num_layers=1), lambda update: 0.1, None, ALONE, "CPU"
+    )
+    before = {name: array.copy() for name, array in step.to_save().weights.items()}
+    spike = step([batch()])
+    assert not spike.updated and spike.skipped.startswith("spike: norm")
+    masked = batch()
+    empty = step([masked._replace(labels=np.full_like(masked.labels, -100))])
+    assert (empty.updated, empty.skipped, empty.tokens) == (False, "no token with a loss", 0)
+    step.parameters.own["lm_head.weight"].set_data(Tensor(before["lm_head.weight"] * np.float32(np.inf)))
+    overflow = step([batch()])
+    assert (overflow.updated, overflow.overflow, step.optimizer.updates) == (False, True, 0)
+    for name, array in step.to_save().weights.items():
+        assert name == "lm_head.weight" or np.array_equal(array, before[name]), name
+    step.guards.wrapper = step.guards.wrapper.model_copy(update={"use_skip_data_by_global_norm": False})
+    step.guards.loss_scale.value = 1.0
+    with pytest.raises(RunError, match="not finite first in the gradient of"):
+        step([batch()])
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check that keeps this mode from a CPU, where one rank alone can run it."""
+    for module in (trainer.run, trainer.plan):
+        monkeypatch.setattr(module, "check_run", lambda config, world: "CPU")
+    opened = functools.partial(open_semi_auto_training, device="CPU")
+    monkeypatch.setattr(trainer.semi_auto_training, "open_semi_auto_training", opened)
+
+
+def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Steps of the metrics, and the last checkpoint."""
+    top = {
+        "output_dir": str(folder), "report": False, "parallel": {"parallel_mode": mode}, "use_parallel": mode == 1,
+        "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 60}},
+        "runner_config": {"batch_size": ROWS, "epochs": 2, "gradient_accumulation_steps": 2},
+        "optimizer": {"type": "AdamW", "weight_decay": 0.1}, "lr_schedule": {"learning_rate": 0.01},
+    }  # fmt: skip
+    assert trainer.run.run(config_of(top | more, num_layers=1)) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return [line for line in lines if "loss" in line], read_checkpoint(newest)
+
+
+def test_a_run_and_one_that_goes_on_from_its_checkpoint(tmp_path: Path, on_a_cpu: None) -> None:
+    whole, last = trained(tmp_path / "whole", 1)
+    right, expected = trained(tmp_path / "explicit", 0)
+    assert [line["tokens"] for line in whole] == [line["tokens"] for line in right] and len(whole) > 6
+    np.testing.assert_allclose([line["loss"] for line in whole], [line["loss"] for line in right], 1e-5)
+    assert set(last.tensors["model"]) == set(expected.tensors["model"])
+    half = {"batch_size": ROWS, "epochs": 2, "gradient_accumulation_steps": 2, "stop_step": 3}
+    trained(tmp_path / "resumed", 1, runner_config=half)
+    rest, again = trained(tmp_path / "resumed", 1, resume_training=True)
+    assert [line["step"] for line in rest][-len(whole) + 3 :] == [line["step"] for line in whole[3:]]
+    for part in ("model", "optimizer"):
+        for name, array in last.tensors[part].items():
+            np.testing.assert_array_equal(again.tensors[part][name], array, name)

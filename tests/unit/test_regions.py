@@ -1,0 +1,110 @@
+"""Parts of arrays from MindSpore's layouts, and whole arrays from parts; without MindSpore."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.errors import RunError
+from trainer.parallel import regions
+from trainer.parallel.regions import Region, check_same_values, first_holders, gather_whole, region
+
+RANKS = 8
+
+
+class Job:
+    """Ranks that run side by side, as far as they only gather bytes."""
+
+    def __init__(self) -> None:
+        self.meeting, self.said = threading.Barrier(RANKS), [b""] * RANKS
+
+    def run(self, work: Callable[[Any], Any]) -> list[Any]:
+        with ThreadPoolExecutor(RANKS) as ranks:
+            return list(ranks.map(work, [Member(self, rank) for rank in range(RANKS)]))
+
+
+class Member:
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        self.job.said[self.rank] = data
+        self.job.meeting.wait(20)
+        every = list(self.job.said)
+        self.job.meeting.wait(20)
+        return every
+
+
+def layout(grid: list[int], axes: list, whole: list[int], group: str = "") -> tuple:
+    """As MindSpore 2.10 gives it."""
+    part = []
+    for axis, size in zip(axes, whole, strict=True):
+        cuts = [grid[-1 - cut] for cut in (axis if isinstance(axis, list) else [axis]) if cut >= 0]
+        part.append(size // int(np.prod(cuts)))
+    return grid, axes, part, 0, True, group, whole, part, False, False, 0, 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "rank", "start", "shape"),
+    [
+        ([-1, -1], 5, (0, 0), (16, 12)),
+        ([0, -1], 5, (8, 0), (8, 12)),  # the last dimension of the grid, tensor parallelism
+        ([-1, 0], 4, (0, 0), (16, 6)),
+        ([1, 0], 5, (8, 6), (4, 6)),  # 5 is row 2, column 1 of the grid
+        ([[1, 0], -1], 5, (10, 0), (2, 12)),
+    ],
+)
+def test_a_part_from_a_layout(axes: list, rank: int, start: tuple, shape: tuple) -> None:
+    found = region(layout([4, 2], axes, [16, 12]), rank)
+    assert found == Region(start, shape)
+
+
+def test_ranks_that_share_state_cut_the_first_axis_once_more() -> None:
+    assert region(layout([4, 2], [0, -1], [16, 12], "4-1"), 5, (2, 4)) == Region((12, 0), (2, 12))
+
+
+def test_a_later_stage_has_a_grid_of_its_own() -> None:
+    assert region(layout([2, 2], [0], [6]), 5) == region(layout([2, 2], [0], [6]), 1) == Region((3,), (3,))
+
+
+def test_whole_arrays_from_the_parts_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "PIECE_BYTES", 20)  # parts go in several pieces, of unequal number
+    random = np.random.default_rng(2)
+    wholes = {"a": random.standard_normal((16, 12), np.float32), "b": random.standard_normal(8, np.float32)}
+    shapes = {"a": (16, 12), "b": (8,), "frozen": (3,)}
+    of_rank = [{"a": region(layout([4, 2], [1, 0], [16, 12]), rank)} for rank in range(RANKS)]
+    for rank in range(4):  # of the first stage only, and twice
+        of_rank[rank]["b"] = region(layout([2, 2], [0], [8]), rank)
+    holders = {name: first_holders([each.get(name) for each in of_rank]) for name in shapes}
+    assert list(holders["b"]) == [0, 1] and len(holders["a"]) == RANKS and holders["frozen"] == {}
+
+    def gathered(member: Member) -> dict[str, np.ndarray]:
+        parts = {name: own.of(wholes[name]) for name, own in of_rank[member.rank].items()}
+        return gather_whole(shapes, holders, parts, member)
+
+    found, *others = Job().run(gathered)
+    assert others == [{}] * (RANKS - 1) and set(found) == set(wholes)
+    for name, whole in wholes.items():
+        np.testing.assert_array_equal(found[name], whole)
+
+
+def test_ranks_with_other_values_are_named() -> None:
+    def checked(values: list[dict[str, int]]) -> list[str]:
+        def check(member: Member) -> str:
+            try:
+                check_same_values(values[member.rank], "weights", member)
+            except RunError as error:
+                return str(error)
+            return ""
+
+        return Job().run(check)
+
+    alike = [{"a": 1} if rank < 4 else {"b": 2} for rank in range(RANKS)]
+    assert checked(alike) == [""] * RANKS
+    messages = checked([*alike[:5], {"b": 3}, *alike[6:]])
+    assert all("the weights of rank 5 differ" in message for message in messages)

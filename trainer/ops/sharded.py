@@ -1,0 +1,285 @@
+"""Kernels for a graph that MindSpore cuts over ranks: plain operators, each of which says where it is cut.
+
+MindSpore's semi-automatic mode cuts the operators of the forward pass and derives the backward pass from the pieces.
+So no gradient is written by hand here, every operator is one that MindSpore knows to cut, and sizes stand in nothing
+but reshapes, which it adapts.
+
+`cut(data, tensor)`: how many data-parallel ranks cut the batch (N, B), and how many tensor-parallel ranks the columns.
+
+Legend: as in reference.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SiLU
+
+
+class Linear(nn.Cell):
+    """As `reference.Linear`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = P.MatMul(transpose_b=True)
+
+    def construct(self, x_NI, weight_OI):
+        return self.product(x_NI, weight_OI)
+
+    def cut(self, data: int, columns: int = 1, rows: int = 1) -> None:
+        """Over `data` ranks along N, and over others along the weight's O (`columns`) or I (`rows`)."""
+        self.product.shard(((data, rows), (columns, rows)))
+
+
+class LinearBias(nn.Cell):
+    """As `reference.LinearBias`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias_add = Linear(), P.BiasAdd()
+
+    def construct(self, x_NI, weight_OI, bias_O):
+        return self.bias_add(self.linear(x_NI, weight_OI), bias_O)
+
+    def cut(self, data: int, columns: int = 1, rows: int = 1) -> None:
+        """As `Linear.cut`."""
+        self.linear.cut(data, columns, rows)
+        self.bias_add.shard(((data, columns), (columns,)))
+
+
+class RmsNorm(nn.Cell):
+    """As `reference.RmsNorm`; every row is whole."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps, self.square, self.mean = eps, P.Square(), P.ReduceMean(keep_dims=True)
+        self.add, self.rsqrt, self.scale, self.weigh = P.Add(), P.Rsqrt(), P.Mul(), P.Mul()
+
+    def construct(self, x_ND, weight_D):
+        rstd_N1 = self.rsqrt(self.add(self.mean(self.square(x_ND), -1), self.eps))
+        return self.weigh(self.scale(x_ND, rstd_N1), weight_D)
+
+    def cut(self, *degrees: int) -> None:
+        """Along all axes but the last."""
+        whole = (*degrees, 1)
+        for part in (self.square, self.mean, self.rsqrt):
+            part.shard((whole,))
+        self.add.shard((whole, ()))
+        self.scale.shard((whole, whole))
+        self.weigh.shard((whole, (1,)))
+
+
+class HeadNorm(nn.Cell):
+    """As `reference.HeadNorm`, on [N, heads, d]."""
+
+    def __init__(self, norm: nn.Cell, head_size: int) -> None:
+        super().__init__()
+        self.norm, self.head_size, self.reshape = norm, head_size, P.Reshape()
+
+    def construct(self, x_NC, weight_d):
+        tokens, columns = x_NC.shape
+        x_NHd = self.reshape(x_NC, (tokens, columns // self.head_size, self.head_size))
+        return self.reshape(self.norm(x_NHd, weight_d), (tokens, columns))
+
+    def cut(self, data: int, tensor: int) -> None:
+        self.norm.cut(data, tensor)
+
+
+class Rotary(nn.Cell):
+    """As `reference.Rotary`, with tables [B, T, 1, d]: heads are never split, only shared out."""
+
+    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
+        super().__init__()
+        self.head_size, self.half = head_size, (rotated_size or head_size) // 2
+        self.reshape, self.slice, self.negate, self.concat = P.Reshape(), P.StridedSlice(), P.Neg(), P.Concat(3)
+        self.with_cos, self.with_sin, self.add = P.Mul(), P.Mul(), P.Add()
+
+    def construct(self, x_NC, cos_BT1d, sin_BT1d):
+        rows, length = cos_BT1d.shape[0], cos_BT1d.shape[1]
+        x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
+        turned_BTHd = self.turned(x_BTHd)
+        out_BTHd = self.add(self.with_cos(x_BTHd, cos_BT1d), self.with_sin(turned_BTHd, sin_BT1d))
+        return self.reshape(out_BTHd, x_NC.shape)
+
+    def turned(self, x_BTHd):
+        """(-second half, first half) of the columns that turn; the sine of all others is 0, so they may be anything."""
+        half, size = self.half, self.head_size
+        both = self.negate(self.columns(x_BTHd, half, 2 * half)), self.columns(x_BTHd, 0, half)
+        if 2 * half == size:
+            return self.concat(both)
+        return self.concat((*both, self.columns(x_BTHd, 2 * half, size)))
+
+    def columns(self, x_BTHd, first, end):
+        rows, length, heads = x_BTHd.shape[0], x_BTHd.shape[1], x_BTHd.shape[2]
+        return self.slice(x_BTHd, (0, 0, 0, first), (rows, length, heads, end), (1, 1, 1, 1))
+
+    def cut(self, data: int, tensor: int) -> None:
+        whole, table = (data, 1, tensor, 1), (data, 1, 1, 1)
+        parts = 2 if 2 * self.half == self.head_size else 3
+        self.slice.shard((whole,))
+        self.negate.shard((whole,))
+        self.concat.shard((whole,) * parts)
+        for part in (self.with_cos, self.with_sin):
+            part.shard((whole, table))
+        self.add.shard((whole, whole))
+
+
+class SwiGLU(nn.Cell):
+    """As `reference.SwiGLU`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silu, self.multiply = SiLU(), P.Mul()
+
+    def construct(self, gate_NF, up_NF):
+        return self.multiply(self.silu(gate_NF), up_NF)
+
+    def cut(self, data: int, tensor: int) -> None:
+        self.silu.shard(((data, tensor),))
+        self.multiply.shard(((data, tensor), (data, tensor)))
+
+
+class Attention(nn.Cell):
+    """softmax(q k^T / sqrt(d) + mask) v with the mask of `AttentionMask`; keys and values are repeated for the query
+    heads that share them.
+
+    Args:
+        heads, kv_heads, head_size: H, K, d.
+        dtype: Of q, k, v, the products and the result.
+        softmax_dtype: What goes into the softmax and what comes out is rounded to it; mask and arithmetic are float32.
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size, self.dtype = heads, kv_heads, head_size, dtype
+        self.softmax_dtype = softmax_dtype
+        self.reshape, self.cast = P.Reshape(), P.Cast()
+        self.to_heads, self.from_heads = P.Transpose(), P.Transpose()
+        self.tile = P.Tile()
+        self.score, self.scale, self.mask = P.BatchMatMul(transpose_b=True), P.Mul(), P.Add()
+        self.softmax, self.mix = P.Softmax(), P.BatchMatMul()
+        self.factor = head_size**-0.5
+
+    def construct(self, q_NC, k_NK, v_NK, bias_B1TT, late_mask, dropout):
+        rows, length = bias_B1TT.shape[0], bias_B1TT.shape[2]
+        q = self.split(q_NC, rows, length, self.heads)
+        k = self.repeat(self.split(k_NK, rows, length, self.kv_heads), rows, length)
+        v = self.repeat(self.split(v_NK, rows, length, self.kv_heads), rows, length)
+        scores = self.rounded(self.scale(self.score(q, k), self.factor))
+        probabilities = self.rounded(self.softmax(self.mask(scores, bias_B1TT)))
+        out = self.from_heads(self.mix(self.cast(probabilities, self.dtype), v), (0, 2, 1, 3))
+        return self.reshape(out, (rows * length, self.heads * self.head_size))
+
+    def split(self, x_NC, rows, length, heads):
+        return self.to_heads(self.reshape(x_NC, (rows, length, heads, self.head_size)), (0, 2, 1, 3))
+
+    def repeat(self, x_BKTd, rows, length):
+        """[B, K, T, d] -> [B, H, T, d]: each head of keys stands before its query heads."""
+        group = self.heads // self.kv_heads
+        if group == 1:
+            return x_BKTd
+        flat = self.tile(self.reshape(x_BKTd, (rows, self.kv_heads, 1, length * self.head_size)), (1, 1, group, 1))
+        return self.reshape(flat, (rows, self.heads, length, self.head_size))
+
+    def rounded(self, x):
+        return self.cast(self.cast(x, self.softmax_dtype), mstype.float32)
+
+    def cut(self, data: int, tensor: int) -> None:
+        heads = (data, tensor, 1, 1)
+        self.to_heads.shard(((data, 1, tensor, 1),))
+        for part in (self.from_heads, self.softmax, self.tile):
+            part.shard((heads,))
+        for part in (self.score, self.mix):
+            part.shard((heads, heads))
+        self.scale.shard((heads, ()))
+        self.mask.shard((heads, (data, 1, 1, 1)))
+
+
+class CrossEntropy(nn.Cell):
+    """As `reference.CrossEntropy`; the vocabulary is cut like columns, and of a row's logits no rank has them all."""
+
+    def __init__(self, dtype=mstype.float32) -> None:
+        super().__init__()
+        self.dtype, self.cast, self.logits = dtype, P.Cast(), P.MatMul(transpose_b=True)
+        self.largest, self.centre, self.exp = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp()
+        self.total, self.log = P.ReduceSum(keep_dims=True), P.Log()
+        self.one_hot, self.pick, self.picked = P.OneHot(), P.Mul(), P.ReduceSum(keep_dims=True)
+        self.difference, self.weigh, self.sum = P.Sub(), P.Mul(), P.ReduceSum()
+        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+
+    def construct(self, x_ND, weight_VD, labels_N, valid_N1):
+        logits_NV = self.logits(self.cast(x_ND, self.dtype), self.cast(weight_VD, self.dtype))
+        logits_NV = self.cast(logits_NV, mstype.float32)
+        # A constant shift: no gradient goes through it.
+        centred_NV = self.centre(logits_NV, ops.stop_gradient(self.largest(logits_NV, 1)))
+        log_sum_N1 = self.log(self.total(self.exp(centred_NV), 1))
+        label_NV = self.one_hot(labels_N, weight_VD.shape[0], self.on, self.off)
+        label_logit_N1 = self.picked(self.pick(centred_NV, label_NV), 1)
+        return self.sum(self.weigh(self.difference(log_sum_N1, label_logit_N1), valid_N1))
+
+    def cut(self, data: int, tensor: int) -> None:
+        logits, row = (data, tensor), (data, 1)
+        self.logits.shard(((data, 1), (tensor, 1)))
+        for part in (self.largest, self.exp, self.total, self.picked):
+            part.shard((logits,))
+        self.centre.shard((logits, row))
+        self.one_hot.shard((logits, (), ()))
+        self.pick.shard((logits, logits))
+        for part in (self.difference, self.weigh):
+            part.shard((row, row))
+        self.log.shard((row,))
+        self.sum.shard((row,))
+
+
+class RotaryTables(nn.Cell):
+    """(cos_Pd, sin_Pd of all positions, positions_BT) -> cos and sin [B, T, 1, d], in `dtype`, then float32 where no
+    fused operator takes them."""
+
+    def __init__(self, fused: bool, dtype: mstype.Type) -> None:
+        super().__init__(auto_prefix=False)
+        self.fused, self.dtype = fused, dtype
+        self.gather, self.reshape, self.cast = P.Gather(), P.Reshape(), P.Cast()
+
+    def construct(self, cos_Pd, sin_Pd, positions_BT):
+        return self.table(cos_Pd, positions_BT), self.table(sin_Pd, positions_BT)
+
+    def table(self, table_Pd, positions_BT):
+        rows, length = positions_BT.shape
+        table_Pd = self.cast(table_Pd, self.dtype)
+        table_BTd = self.gather(table_Pd if self.fused else self.cast(table_Pd, mstype.float32), positions_BT, 0)
+        return self.reshape(table_BTd, (rows, length, 1, table_Pd.shape[1]))
+
+    def cut(self, data: int) -> None:
+        self.gather.shard(((1, 1), (data, 1)))
+
+
+class AttentionMask(nn.Cell):
+    """segment_ids_BT -> [B, 1, T, T]: for the fused operator True where a position must not be seen, else a float32
+    bias of 0 or the least number."""
+
+    def __init__(self, fused: bool, length: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.fused, self.length = fused, length
+        self.hidden_11TT = Tensor(~np.tri(length, dtype=bool)[None, None])
+        self.reshape, self.differs, self.either, self.cast, self.bias = (
+            P.Reshape(), P.NotEqual(), P.LogicalOr(), P.Cast(), P.Mul()
+        )  # fmt: skip
+        self.least = float(np.finfo(np.float32).min)
+
+    def construct(self, segment_ids_BT):
+        rows, length = segment_ids_BT.shape
+        other_B1TT = self.differs(
+            self.reshape(segment_ids_BT, (rows, 1, length, 1)), self.reshape(segment_ids_BT, (rows, 1, 1, length))
+        )
+        hidden_B1TT = self.either(other_B1TT, self.hidden_11TT)
+        return hidden_B1TT if self.fused else self.bias(self.cast(hidden_B1TT, mstype.float32), self.least)
+
+    def cut(self, data: int) -> None:
+        batch = (data, 1, 1, 1)
+        self.differs.shard((batch, batch))
+        self.either.shard((batch, (1, 1, 1, 1)))
+        self.bias.shard((batch, ()))

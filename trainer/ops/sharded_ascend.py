@@ -1,0 +1,85 @@
+"""An Ascend's fused operators for a graph that MindSpore cuts, behind the signatures of `sharded.py`.
+
+Legend: as in reference.py.
+"""
+
+from __future__ import annotations
+
+from mindspore import dtype as mstype
+from mindspore import nn
+from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import FlashAttentionScore, RotaryPositionEmbedding, Swiglu
+from mindspore.ops.auto_generate import RmsNorm as FusedNorm
+
+
+class RmsNorm(nn.Cell):
+    """As `ascend.RmsNorm`."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.norm = FusedNorm(eps)
+
+    def construct(self, x_ND, weight_D):
+        return self.norm(x_ND, weight_D)[0]
+
+    def cut(self, *degrees: int) -> None:
+        self.norm.shard(((*degrees, 1), (1,)))
+
+
+class Rotary(nn.Cell):
+    """As `ascend.Rotary`, in layout BSND with tables BS1D."""
+
+    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
+        super().__init__()
+        self.head_size, self.reshape, self.turn = head_size, P.Reshape(), RotaryPositionEmbedding()
+
+    def construct(self, x_NC, cos_BT1d, sin_BT1d):
+        rows, length = cos_BT1d.shape[0], cos_BT1d.shape[1]
+        x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
+        return self.reshape(self.turn(x_BTHd, cos_BT1d, sin_BT1d, 0), x_NC.shape)
+
+    def cut(self, data: int, tensor: int) -> None:
+        table = (data, 1, 1, 1)
+        self.turn.shard(((data, 1, tensor, 1), table, table))
+
+
+class SwiGLU(nn.Cell):
+    """As `ascend.SwiGLU`, on gate and up side by side in an axis of their own, which no rank cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reshape, self.concat, self.swiglu = P.Reshape(), P.Concat(1), Swiglu()
+
+    def construct(self, gate_NF, up_NF):
+        tokens, features = gate_NF.shape
+        both = self.reshape(gate_NF, (tokens, 1, features)), self.reshape(up_NF, (tokens, 1, features))
+        return self.reshape(self.swiglu(self.concat(both), 1), (tokens, features))
+
+    def cut(self, data: int, tensor: int) -> None:
+        whole = (data, 1, tensor)
+        self.concat.shard((whole, whole))
+        self.swiglu.shard((whole,))
+
+
+class Attention(nn.Cell):
+    """As `ascend.Attention`."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32
+    ) -> None:
+        super().__init__()
+        self.dtype, self.reshape, self.cast = dtype, P.Reshape(), P.Cast()
+        self.flash = FlashAttentionScore(heads, scale_value=head_size**-0.5, input_layout="BSH")
+
+    def construct(self, q_NC, k_NK, v_NK, mask_B1TT, late_mask, dropout):
+        rows, length = mask_B1TT.shape[0], mask_B1TT.shape[2]
+        q, k, v = self.split(q_NC, rows, length), self.split(k_NK, rows, length), self.split(v_NK, rows, length)
+        out = self.flash(q, k, v, None, None, None, mask_B1TT, None)[3]
+        return self.cast(self.reshape(out, q_NC.shape), q_NC.dtype)
+
+    def split(self, x_NC, rows, length):
+        return self.cast(self.reshape(x_NC, (rows, length, x_NC.shape[1])), self.dtype)
+
+    def cut(self, data: int, tensor: int) -> None:
+        columns = (data, 1, tensor)
+        self.flash.shard((columns, columns, columns, (data, 1, 1, 1)))

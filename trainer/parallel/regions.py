@@ -1,0 +1,124 @@
+"""Which part of each parameter a rank has where MindSpore cuts a graph, and how whole arrays come from the parts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from trainer.errors import RunError
+
+if TYPE_CHECKING:
+    from trainer.parallel.peers import Peers
+
+
+PIECE_BYTES = 16 << 20
+
+
+class Region(NamedTuple):
+    """A box in an array: where it begins on each axis, and its size."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """The part of a whole array."""
+        return array[self.slices]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+
+def region(layout: Sequence, rank: int, shard: tuple[int, int] = (0, 1)) -> Region:
+    """The part that a rank has.
+
+    Args:
+        layout: What MindSpore says of a parameter after compiling, `Cell.parameter_layout_dict`: the grid of ranks of
+            a stage, for each axis the dimension of the grid that cuts it (counted from the last one, -1: none), the
+            shape of a part, two more, the group that shares the parameter's state, the shape of the whole.
+        rank: Of the process, over all stages.
+        shard: Its number among the ranks of that group, and how many they are: they cut the first axis once more.
+    """
+    grid, axes, part, whole = tuple(layout[0]), layout[1], tuple(layout[2]), tuple(layout[6])
+    place = np.unravel_index(rank % math.prod(grid), grid)
+    start = [0] * len(part)
+    for axis, cut_by in enumerate(axes):
+        index = 0
+        for dimension in cut_by if isinstance(cut_by, (list, tuple)) else (cut_by,):
+            if dimension >= 0:
+                at = len(grid) - 1 - dimension
+                index = index * grid[at] + int(place[at])
+        start[axis] = index * part[axis]
+    shape = list(part)
+    if shard[1] > 1:
+        shape[0] //= shard[1]
+        start[0] += shard[0] * shape[0]
+    assert all(at + size <= full for at, size, full in zip(start, shape, whole, strict=True)), layout
+    return Region(tuple(start), tuple(shape))
+
+
+def first_holders(regions: Sequence[Region | None]) -> dict[int, Region]:
+    """Of the parts that ranks have of one array, each different one with the first rank that has it."""
+    found = {}
+    for rank, where in enumerate(regions):
+        if where is not None and where not in found.values():
+            found[rank] = where
+    return found
+
+
+def gather_whole(
+    shapes: Mapping[str, tuple[int, ...]],
+    holders: Mapping[str, Mapping[int, Region]],
+    parts: Mapping[str, np.ndarray],
+    peers: Peers,
+) -> dict[str, np.ndarray]:
+    """Puts whole arrays together from the parts of all ranks, one after the other; rank 0 alone keeps them.
+
+    Args:
+        shapes: Of the whole arrays, float32.
+        holders: Of each array the ranks that give a part, see `first_holders`; the same on all ranks.
+        parts: By name, of this rank; what no rank has a part of is left out.
+        peers: The ranks.
+    """
+    found = {}
+    for name, where in holders.items():
+        if not any(peers.gather_bytes(b"." if name in parts else b"")):
+            continue
+        mine = np.ascontiguousarray(parts[name], np.float32).tobytes() if peers.rank in where else b""
+        sizes = {rank: 4 * math.prod(own.shape) for rank, own in where.items()}
+        came = {rank: bytearray() for rank in where}
+        # In pieces: what ranks gather, each of them has from all.
+        for start in range(0, max(sizes.values()), PIECE_BYTES):
+            every = peers.gather_bytes(mine[start : start + PIECE_BYTES])
+            for rank, data in came.items() if peers.rank == 0 else ():
+                data += every[rank]
+        if peers.rank == 0:
+            found[name] = np.empty(shapes[name], np.float32)
+            for rank, own in where.items():
+                found[name][own.slices] = np.frombuffer(came[rank], np.float32).reshape(own.shape)
+    return found
+
+
+def check_same_values(own: Mapping[str, object], what: str, peers: Peers) -> None:
+    """Compares what several ranks have of the same name.
+
+    Args:
+        own: Numbers or texts of this rank, by name; a rank need not have all names.
+        what: Is compared, for the message.
+        peers: The ranks.
+
+    Raises:
+        RunError: They differ; names the ranks that are not like the first one of a name.
+    """
+    first, others = {}, set()
+    for rank, data in enumerate(peers.gather_bytes(json.dumps(own).encode())):
+        others |= {str(rank) for name, value in json.loads(data).items() if first.setdefault(name, value) != value}
+    if others:
+        raise RunError(
+            f"the {what} of rank {', '.join(sorted(others))} differ from those of the ranks before",
+            fix="give every host the same configuration, data, checkpoint and versions of MindSpore and NumPy",
+        )

@@ -1,0 +1,108 @@
+"""What stands between a gradient and the update: overflow under a loss scale, and spikes of the norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer.errors import RunError
+from trainer.step.loss_scale import build_loss_scale
+
+if TYPE_CHECKING:
+    from trainer.config import RunnerWrapper
+
+MOST_OVERFLOWS_IN_A_ROW = 10
+"""So many steps with overflow, one after the other, end a run: no scale will help it."""
+
+
+class Guards:
+    """The loss scale and the counts that a run keeps of steps without an update.
+
+    Args:
+        wrapper: The section `runner_wrapper`: loss scale, skipping.
+        stop_at_bad_loss: A loss that is not finite raises, even where loss scaling would skip the step.
+    """
+
+    def __init__(self, wrapper: RunnerWrapper, stop_at_bad_loss: bool = False) -> None:
+        self.wrapper, self.stop_at_bad_loss = wrapper, stop_at_bad_loss
+        self.loss_scale = build_loss_scale(wrapper)
+        self.spikes, self.spikes_in_a_row = 0, 0
+
+    @property
+    def scale(self) -> float:
+        """Factor on the loss in the next step."""
+        return self.loss_scale.value
+
+    def skipped(self, loss: float, norm: float, *, step: int, culprit: str = "") -> str:
+        """Why a window updates nothing, in words with details behind a colon; empty when it does. Counts the step.
+
+        Args:
+            loss: Of the window.
+            norm: Of the unscaled gradient.
+            step: Number of the optimizer step, from 1.
+            culprit: Where the gradient is first not finite, as the end of a sentence.
+
+        Raises:
+            RunError: Loss or gradient is not finite and no loss scale is to blame, ten steps in a row overflowed, or
+                too many norms in a row were spikes.
+        """
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self._count_overflow(loss, norm, step, culprit)
+            return "overflow"
+        self.loss_scale.update(overflow=False)
+        return f"spike: norm {norm:.3g}" if self._is_spike(norm) else ""
+
+    def _count_overflow(self, loss: float, norm: float, step: int, culprit: str) -> None:
+        """Lowers the scale; raises where that would hide a broken training."""
+        bad_loss = self.stop_at_bad_loss and not math.isfinite(loss)
+        if bad_loss or not self.loss_scale.active:
+            raise self._not_finite(loss, norm, step, culprit)
+        scale = self.loss_scale.value
+        self.loss_scale.update(overflow=True)
+        if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
+            raise RunError(
+                f"{MOST_OVERFLOWS_IN_A_ROW} steps in a row overflowed, the last with loss scale {scale:g}"
+                f"{culprit}; the weights were not updated in them",
+                key="runner_wrapper.scale_sense",
+                fix="lower the learning rate, compute norms and softmax in float32 (amp_level auto), or start from a "
+                "smaller scale",
+            )
+
+    def _not_finite(self, loss: float, norm: float, step: int, culprit: str) -> RunError:
+        ways = ["lower the learning rate", "lengthen the warm-up"]
+        ways += [] if self.wrapper.use_clip_grad else ["turn on runner_wrapper.use_clip_grad"]
+        return RunError(
+            f"the loss is {loss} and the gradient's norm {norm} in optimizer step {step}"
+            f"{culprit}; the weights were not updated",
+            fix=f"{', '.join(ways[:-1])} or {ways[-1]}",
+        )
+
+    def _is_spike(self, norm: float) -> bool:
+        wrapper = self.wrapper
+        if not wrapper.use_skip_data_by_global_norm or norm <= wrapper.global_norm_spike_threshold:
+            self.spikes_in_a_row = 0
+            return False
+        self.spikes += 1
+        self.spikes_in_a_row += 1
+        if self.spikes_in_a_row >= wrapper.global_norm_spike_count_threshold:
+            raise RunError(
+                f"the gradient's norm was above {wrapper.global_norm_spike_threshold:g} in {self.spikes_in_a_row} steps"
+                f" in a row, {norm:.3g} in the last; their data was skipped",
+                key="runner_wrapper.global_norm_spike_threshold",
+                fix="raise the threshold, or lower the learning rate",
+            )
+        return True
+
+    def state(self) -> dict:
+        """What a checkpoint keeps of the step, beside the optimizer."""
+        return {
+            "loss_scale": self.loss_scale.state(),
+            "spikes": self.spikes,
+            "spikes_in_a_row": self.spikes_in_a_row,
+        }
+
+    def load_state(self, state: Mapping) -> None:
+        """Takes over what `state` gave."""
+        self.loss_scale.load_state(state["loss_scale"])
+        self.spikes, self.spikes_in_a_row = int(state["spikes"]), int(state["spikes_in_a_row"])
