@@ -214,8 +214,11 @@ def test_steps_are_those_of_a_run(settings: dict[str, Any]) -> None:
     top = {
         "optimizer": settings | ({} if settings["type"] == "AdamW" else {"momentum": 0.9}),
         "runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 3},
-        "runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 0.5, "scale_sense": 256.0},
-    }
+        "runner_wrapper": {
+            "use_clip_grad": True, "max_grad_norm": 0.5, "scale_sense": 256.0, "local_norm": True,
+            "clip_by_group": settings["type"] == "SGD",
+        },
+    }  # fmt: skip
     config = config_of(top, num_layers=1)
     run = open_training(config, lambda update: 0.02)
     step = open_semi_auto_training(config, lambda update: 0.02, None, ALONE, "CPU")
@@ -225,6 +228,7 @@ def test_steps_are_those_of_a_run(settings: dict[str, Any]) -> None:
         assert mine.updated and (mine.tokens, mine.lr, mine.loss_scale) == (right.tokens, right.lr, right.loss_scale)
         assert abs(mine.loss - right.loss) < 2e-6 * right.loss
         assert abs(mine.global_norm - right.global_norm) < 1e-5 * right.global_norm
+        assert mine.local_norms == pytest.approx(right.local_norms, 1e-4, 1e-6)
     saved, expected = step.to_save(), run.to_save()
     assert (saved.updates, saved.in_parts) == (expected.updates, False)
     for mine, right in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):

@@ -58,7 +58,9 @@ def semi_auto_problems(config: Config) -> Iterator[Problem]:
     yield from _degrees(config)
     yield from _pipeline(config)
     yield from _not_in_one_graph(config)
-    yield from _around_the_step(config)
+    if config.do_eval:
+        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
+        yield problem(config, "do_eval", True, _NOT_YET, fix)
 
 
 def _degrees(config: Config) -> Iterator[Problem]:
@@ -116,15 +118,3 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
         yield problem(config, key, settings.experts.expert_num, _NOT_YET, f"set it to 1, {_INSTEAD}")
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", "Muon", _NOT_YET, "use AdamW or SGD")
-
-
-def _around_the_step(config: Config) -> Iterator[Problem]:
-    wrapper, key = config.runner_wrapper, "runner_wrapper"
-    if wrapper.use_clip_grad and wrapper.clip_type != "norm":
-        yield problem(config, f"{key}.clip_type", wrapper.clip_type, _NOT_YET, f"set it to norm, {_INSTEAD}")
-    for name in ("clip_by_group",) * wrapper.use_clip_grad + ("local_norm",):
-        if getattr(wrapper, name):
-            yield problem(config, f"{key}.{name}", True, _NOT_YET, f"set it to False, {_INSTEAD}")
-    if config.do_eval:
-        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
-        yield problem(config, "do_eval", True, _NOT_YET, fix)
