@@ -38,7 +38,7 @@ from trainer.monitors.summary import Totals
 from trainer.ops.select import kernel_notices
 from trainer.optim.freeze import freeze_notices
 from trainer.optim.schedules import build_schedule
-from trainer.parallel.regions import check_same_values
+from trainer.parallel.peers import check_same_values
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan import build_plan, plan_text
 from trainer.stop_signals import EXIT_CODES, StopSignals

@@ -17,7 +17,6 @@ from trainer.config.recompute import recomputed_parts
 from trainer.cpu_threads import set_up_cpu_threads
 from trainer.device import resolve_device
 from trainer.device_settings import Call, device_calls, jit_options
-from trainer.errors import RunError
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
@@ -28,7 +27,7 @@ from trainer.optim.base import Sharing
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.peers import Alone, DataParallel, Peers
+from trainer.parallel.peers import Alone, DataParallel, Peers, check_same_values
 from trainer.parallel.shards import Shard
 from trainer.parallel.world import ALONE, World
 from trainer.step.train_step import TrainStep
@@ -99,13 +98,7 @@ def check_same_weights(model: Decoder, peers: Peers) -> None:
     checksum = 0
     for parameter in model.parameters_by_name.values():
         checksum = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), checksum)
-    every = peers.gather_bytes(checksum.to_bytes(4, "little"))
-    others = [str(rank) for rank, found in enumerate(every) if found != every[0]]
-    if others:
-        raise RunError(
-            f"the weights of rank {', '.join(others)} differ from those of rank 0 before the first step",
-            fix="give every host the same configuration, checkpoint and versions of MindSpore and NumPy",
-        )
+    check_same_values({"all": checksum}, "weights", peers)
 
 
 def open_training(

@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
         folded = folded_factor(config, graph, world)
         parts = {each: gradient / folded for each, gradient in zip(names, gradients, strict=True)}
         squares = parameters.squares({each: float((part**2).sum(dtype=np.float64)) for each, part in parts.items()})
-        whole = parameters.whole(parts)
+        whole = parameters.whole(parts, parts)
         arrays = {f"gradient {each}": array for each, array in whole.items()}
         arrays |= {f"square {each}": np.array(value) for each, value in squares.items()}
         np.savez(folder / f"{name}-{world.rank}.npz", loss=loss, **arrays)

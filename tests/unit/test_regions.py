@@ -12,7 +12,8 @@ import pytest
 
 from trainer.errors import RunError
 from trainer.parallel import regions
-from trainer.parallel.regions import Region, check_same_values, first_holders, gather_whole, region
+from trainer.parallel.peers import check_same_values
+from trainer.parallel.regions import Region, first_holders, gather_whole, region
 
 RANKS = 8
 
@@ -85,7 +86,7 @@ def test_whole_arrays_from_the_parts_of_all_ranks(monkeypatch: pytest.MonkeyPatc
 
     def gathered(member: Member) -> dict[str, np.ndarray]:
         parts = {name: own.of(wholes[name]) for name, own in of_rank[member.rank].items()}
-        return gather_whole(shapes, holders, parts, member)
+        return gather_whole({name: shapes[name] for name in wholes}, holders, parts, member)
 
     found, *others = Job().run(gathered)
     assert others == [{}] * (RANKS - 1) and set(found) == set(wholes)

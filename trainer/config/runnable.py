@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.parallel_rules import fit_problems, parallel_problems, runs_semi_auto
+from trainer.config.parallel_rules import parallel_problems, runs_semi_auto
 from trainer.config.problems import NOWHERE, Place, Problem, raise_problems
 from trainer.config.schema import Config
 from trainer.config.semi_auto_rules import semi_auto_problems
@@ -27,10 +27,8 @@ def check_runnable(config: Config, world: World = ALONE) -> None:
     """
     checks = (_model, _weights, _adapters, _evaluation, _prompts, _output)
     found = [problem for check in checks for problem in check(config)]
-    if runs_semi_auto(config, world):
-        raise_problems(found + (list(semi_auto_problems(config)) or fit_problems(config, world)))
-    else:
-        raise_problems(found + parallel_problems(config, world))
+    of_ranks = semi_auto_problems if runs_semi_auto(config, world) else parallel_problems
+    raise_problems(found + of_ranks(config, world))
 
 
 def _problem(config: Config, key: str, rule: str, fix: str, *, because: str = "", value: object = None) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config.freeze_schema import FreezeConfig
-from trainer.config.parallel_rules import degrees_of, problem
+from trainer.config.parallel_rules import degrees_of, fit_problems, problem
 from trainer.config.problems import Problem
 from trainer.config.schema import Config
 from trainer.parallel.world import World
@@ -46,8 +46,13 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
         yield "mtp_depth: the loss of a step is what is minimised, the modules for further tokens included"
 
 
-def semi_auto_problems(config: Config) -> Iterator[Problem]:
-    """What semi-automatic mode cannot do."""
+def semi_auto_problems(config: Config, world: World) -> list[Problem]:
+    """What keeps this job from running in semi-automatic mode."""
+    return list(_cannot(config)) or fit_problems(config, world)
+
+
+def _cannot(config: Config) -> Iterator[Problem]:
+    """What the mode cannot do."""
     if not config.trains:
         fix = "add --use_parallel False to run alone, or --parallel_fallback explicit for several ranks"
         yield problem(config, "run_mode", config.run_mode, "semi-automatic mode trains only", fix)

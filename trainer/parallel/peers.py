@@ -7,9 +7,12 @@ has left. Without other ranks the same questions have immediate answers.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from trainer.errors import RunError
 
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
@@ -97,3 +100,29 @@ class DataParallel:
 
     def barrier(self) -> None:
         self.collectives.barrier()
+
+
+def check_same_values(own: Mapping[str, object], what: str, peers: Peers) -> None:
+    """Compares what several ranks have of the same name.
+
+    Args:
+        own: Numbers or texts of this rank, by name; a rank need not have all names.
+        what: Is compared, for the message.
+        peers: The ranks.
+
+    Raises:
+        RunError: They differ; names the ranks that are not like the first one that has a name.
+    """
+    first, differing, right = {}, set(), set()
+    for rank, data in enumerate(peers.gather_bytes(json.dumps(own).encode())):
+        for name, value in json.loads(data).items():
+            teller, told = first.setdefault(name, (rank, value))
+            if told != value:
+                differing.add(rank)
+                right.add(teller)
+    if differing:
+        raise RunError(
+            f"the {what} of rank {', '.join(map(str, sorted(differing)))} differ from those of rank"
+            f" {', '.join(map(str, sorted(right)))} before the first step",
+            fix="give every host the same configuration, data, checkpoint and versions of MindSpore and NumPy",
+        )

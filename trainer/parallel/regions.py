@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from trainer.errors import RunError
 
 if TYPE_CHECKING:
     from trainer.parallel.peers import Peers
@@ -79,15 +76,14 @@ def gather_whole(
     """Puts whole arrays together from the parts of all ranks, one after the other; rank 0 alone keeps them.
 
     Args:
-        shapes: Of the whole arrays, float32.
+        shapes: Of the whole arrays that are wanted, float32; the same on all ranks.
         holders: Of each array the ranks that give a part, see `first_holders`; the same on all ranks.
-        parts: By name, of this rank; what no rank has a part of is left out.
+        parts: By name, of this rank.
         peers: The ranks.
     """
     found = {}
-    for name, where in holders.items():
-        if not any(peers.gather_bytes(b"." if name in parts else b"")):
-            continue
+    for name, shape in shapes.items():
+        where = holders[name]
         mine = np.ascontiguousarray(parts[name], np.float32).tobytes() if peers.rank in where else b""
         sizes = {rank: 4 * math.prod(own.shape) for rank, own in where.items()}
         came = {rank: bytearray() for rank in where}
@@ -97,28 +93,7 @@ def gather_whole(
             for rank, data in came.items() if peers.rank == 0 else ():
                 data += every[rank]
         if peers.rank == 0:
-            found[name] = np.empty(shapes[name], np.float32)
+            found[name] = np.empty(shape, np.float32)
             for rank, own in where.items():
                 found[name][own.slices] = np.frombuffer(came[rank], np.float32).reshape(own.shape)
     return found
-
-
-def check_same_values(own: Mapping[str, object], what: str, peers: Peers) -> None:
-    """Compares what several ranks have of the same name.
-
-    Args:
-        own: Numbers or texts of this rank, by name; a rank need not have all names.
-        what: Is compared, for the message.
-        peers: The ranks.
-
-    Raises:
-        RunError: They differ; names the ranks that are not like the first one of a name.
-    """
-    first, others = {}, set()
-    for rank, data in enumerate(peers.gather_bytes(json.dumps(own).encode())):
-        others |= {str(rank) for name, value in json.loads(data).items() if first.setdefault(name, value) != value}
-    if others:
-        raise RunError(
-            f"the {what} of rank {', '.join(sorted(others))} differ from those of the ranks before",
-            fix="give every host the same configuration, data, checkpoint and versions of MindSpore and NumPy",
-        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from mindspore.ops import operations as P
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
-from trainer.config.parallel_rules import degrees_of, fit_problems, shard_threshold_bytes
+from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes
 from trainer.config.problems import raise_problems
 from trainer.config.semi_auto_rules import semi_auto_problems
 from trainer.data.batch import IGNORE_INDEX
@@ -39,7 +39,8 @@ from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
-from trainer.parallel.regions import Region, check_same_values, first_holders, gather_whole, region
+from trainer.parallel.peers import check_same_values
+from trainer.parallel.regions import Region, first_holders, gather_whole, region
 from trainer.step.graph_step import GradientCell
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     Raises:
         UserError: The configuration asks for what this mode cannot do.
     """
-    raise_problems(list(semi_auto_problems(config)) or fit_problems(config, world))
+    raise_problems(semi_auto_problems(config, world))
     settings, degrees = config.decoder, degrees_of(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = load_kernels(select_kernels(settings, device, precision), precision, cut=True)
@@ -270,9 +271,9 @@ class CutParameters:
         """This rank's part of a whole array that is cut like this parameter."""
         return self.regions[name].of(whole.reshape(self.shapes[name]))
 
-    def whole(self, parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Puts arrays that are cut like these parameters together, on rank 0; all ranks call it."""
-        return gather_whole(self.shapes, self.holders, parts, self.peers)
+        return gather_whole({name: self.shapes[name] for name in names}, self.holders, parts, self.peers)
 
     def squares(self, parts: Mapping[str, float]) -> dict[str, float]:
         """Sums of squares of whole gradients, from those of the parts of all ranks, each part counted once."""

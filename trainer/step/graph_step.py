@@ -7,7 +7,7 @@ of every run, on the parts; what they ask of the whole is added up over the rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import mindspore
@@ -73,7 +73,10 @@ class CutParameters(Protocol):
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """This rank's part of a whole array that is cut like this parameter."""
 
-    def whole(self, parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all of them, whole."""
+
+    def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Puts arrays that are cut like these parameters together, on rank 0; all ranks call it."""
 
     def squares(self, parts: Mapping[str, float]) -> dict[str, float]:
@@ -90,10 +93,9 @@ class Window(NamedTuple):
 
     def tensors(self, micro_batches: Sequence[Batch], share: float) -> list[Tensor]:
         """The inputs of the loss cell; `share` stands on every row."""
-        arrays = [np.concatenate(parts) for parts in zip(*micro_batches, strict=True)]
-        missing = self.rows - len(arrays[0])
-        if missing:
-            arrays = [np.concatenate(pair) for pair in zip(arrays, padding_rows(missing, self.length), strict=True)]
+        missing = self.rows - sum(len(batch.labels) for batch in micro_batches)
+        filled = (*micro_batches, padding_rows(missing, self.length))
+        arrays = [np.concatenate(parts) for parts in zip(*filled, strict=True)]
         arrays.append(np.full((self.rows, 1), share, np.float32))
         return [Tensor(np.ascontiguousarray(array[self.own])) for array in arrays]
 
@@ -177,12 +179,13 @@ class GraphStep:
 
     def to_save(self) -> Saved:
         """As `TrainStep.to_save`; rank 0 gathers all, one array after the other."""
-        weights = self.parameters.whole({name: each.asnumpy() for name, each in self.parameters.own.items()})
-        state = self.optimizer.state_arrays()
-        found = {}
+        own = {name: each.asnumpy() for name, each in self.parameters.own.items()}
+        weights = self.parameters.whole(self.parameters.shapes, own)
+        state, found = self.optimizer.state_arrays(), {}
         for kind in self.optimizer.state:
             parts = {name: state[f"{kind}.{name}"] for name in self.optimizer.parameters}
-            found |= {f"{kind}.{name}": array for name, array in self.parameters.whole(parts).items()}
+            whole = self.parameters.whole(self.optimizer.group_of, parts)
+            found |= {f"{kind}.{name}": array for name, array in whole.items()}
         return Saved(weights, found, self.optimizer.updates)
 
     def state(self) -> dict:
