@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from trainer.cli import main
+        from trainer.cli.main import main
     except ModuleNotFoundError as missing:
         print(
             f"error: the package {missing.name} is not installed for {sys.executable}\n"

@@ -36,7 +36,7 @@ def adamw_against_copy(config_path: str = str(ROOT / "configs" / "bench_dense.ya
     from trainer.models.shapes import parameter_shapes
     from trainer.optim.groups import parameter_groups
     from trainer.optim.optimizer import AdamW
-    from trainer.session import set_up_device
+    from trainer.run.session import set_up_device
 
     config = load_config(config_path, [Override("optimizer", "{type: AdamW, weight_decay: 0.1}")])
     set_up_device(config, "CPU")

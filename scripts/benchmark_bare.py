@@ -70,7 +70,7 @@ def build_bare_step(config: Config) -> Callable[[], None]:
     import mindspore
 
     from trainer.data import build_datasets
-    from trainer.session import open_training
+    from trainer.run.session import open_training
     from trainer.step.clip import clip_coefficient, global_norm
 
     training = open_training(config, lambda update: 1e-3)
@@ -93,7 +93,7 @@ def build_bare_step(config: Config) -> Callable[[], None]:
 
 def run_trainer(config: Config, monitor: Monitor) -> None:
     """The run that `run_trainer.py` would make of this config, with one more monitor."""
-    from trainer.run import run
+    from trainer.run.loop import run
 
     run(config, [monitor])
 

@@ -44,7 +44,7 @@ def time_variants(path: str, rounds: int) -> dict[str, list[float]]:
         rounds: Steps of each variant that count.
     """
     from trainer.data import build_datasets
-    from trainer.session import open_training
+    from trainer.run.session import open_training
 
     layers = load_config(path, []).decoder.num_layers
     configs = {name: read_config(path, flags) for name, flags in variant_flags(layers).items()}

@@ -39,7 +39,7 @@ BASE = {
 # Lengths of the documents that a packed row holds.
 DOCUMENT_LENGTHS = ((7, 1, 16), (15, 9))
 
-CHOICE_BIAS = "e_score_correction_bias"
+EXPERT_BIAS = "e_score_correction_bias"
 NEVER_CHOSEN = 3
 """The expert that this bias excludes: the gradient of its weights is zero."""
 
@@ -64,7 +64,7 @@ class Case:
         neutral: Weights (by the end of their name) replaced by a value to remove it instead.
         removals: In place of these two where a case is there for several things: what removes each of them.
         salt: Chooses other weights and tokens: such that no router's choice is a close one.
-        mtp_depth: Modules for further tokens; see golden_mtp.py.
+        mtp_depth: Multi-token prediction modules; see golden_mtp.py.
     """
 
     what: str
@@ -101,7 +101,7 @@ def fill_weights(model: torch.nn.Module, seed_text: str) -> None:
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}", tuple(weight.shape))))
         for name, bias in model.named_buffers():
-            if name.endswith(CHOICE_BIAS):
+            if name.endswith(EXPERT_BIAS):
                 bias.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}.bias", tuple(bias.shape))))
                 bias[NEVER_CHOSEN] = -10.0
 
@@ -215,7 +215,7 @@ def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
 
     def watch(router: torch.nn.Module, _: Any, out: tuple[torch.Tensor, ...]) -> None:
         margins.append(margin(router, out[0], out[2]))
-        excluded = {NEVER_CHOSEN} if hasattr(router, CHOICE_BIAS) else set()
+        excluded = {NEVER_CHOSEN} if hasattr(router, EXPERT_BIAS) else set()
         unused.extend({*range(out[0].shape[1])} - {*out[2].unique().tolist()} - excluded)
 
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
@@ -230,7 +230,7 @@ def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
 
 def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Tensor) -> float:
     """How far the scores of the last expert or group chosen are above those of the first one that is not."""
-    is_sigmoid = hasattr(router, CHOICE_BIAS)
+    is_sigmoid = hasattr(router, EXPERT_BIAS)
     scores_NE = logits_NE.sigmoid() + router.e_score_correction_bias if is_sigmoid else logits_NE.softmax(-1)
     smallest, others_NE = scores_NE.gather(1, chosen_Nk).amin(1), scores_NE.scatter(1, chosen_Nk, -torch.inf)
     margins = []
@@ -266,7 +266,7 @@ def on_disk(model_type: str, name: str, array: np.ndarray) -> dict[str, np.ndarr
 def state_on_disk(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """All weights and the routers' biases under the names of published files."""
     state = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
-    state |= {name: bias.numpy() for name, bias in model.named_buffers() if name.endswith(CHOICE_BIAS)}
+    state |= {name: bias.numpy() for name, bias in model.named_buffers() if name.endswith(EXPERT_BIAS)}
     kind, found = model.config.model_type, {}
     for name, array in state.items():
         found |= on_disk(kind, name, array)

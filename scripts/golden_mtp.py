@@ -43,19 +43,19 @@ def attach_modules(case: Case, name: str) -> torch.nn.Module:
     return model
 
 
-def further(array_BT: np.ndarray, places: int, fill: int) -> np.ndarray:
+def mtp(array_BT: np.ndarray, places: int, fill: int) -> np.ndarray:
     """What stands so many places further in its row; `fill` beyond the end."""
     moved = np.full_like(array_BT, fill)
     moved[:, : TOKENS - places] = array_BT[:, places:]
     return moved
 
 
-def further_labels(batch: dict[str, np.ndarray], places: int, variant: str) -> np.ndarray:
+def mtp_labels(batch: dict[str, np.ndarray], places: int, variant: str) -> np.ndarray:
     """Labels of a module: none where the token that it sees belongs to another document."""
-    labels, segments = further(batch["labels"], places, IGNORE_INDEX), batch["segment_ids"]
+    labels, segments = mtp(batch["labels"], places, IGNORE_INDEX), batch["segment_ids"]
     if variant == "across documents":
         return labels
-    return np.where(further(segments, places, -1) == segments, labels, IGNORE_INDEX)
+    return np.where(mtp(segments, places, -1) == segments, labels, IGNORE_INDEX)
 
 
 def sums_and_logits(
@@ -73,14 +73,14 @@ def sums_and_logits(
         x = base.norm(x)
     first, losses = x, []
     for places, layer in enumerate(base.layers[-depth:], 1):
-        ids = further(batch["input_ids"], 0 if variant == "same token" else places, 0)
+        ids = mtp(batch["input_ids"], 0 if variant == "same token" else places, 0)
         embedded, known = base.embed_tokens(torch.from_numpy(ids).long()), first if variant == "all from h^0" else x
-        halves = [layer.enorm(embedded), layer.hnorm(known)]
-        x = layer(layer.eh_proj(torch.cat(halves[::-1] if variant == "hidden first" else halves, -1)), **rest)
+        sublayers = [layer.enorm(embedded), layer.hnorm(known)]
+        x = layer(layer.eh_proj(torch.cat(sublayers[::-1] if variant == "hidden first" else sublayers, -1)), **rest)
         norm = base.norm if variant == "final norm" else layer.shared_head.norm
         x = norm(x)
         all_logits.append(model.lm_head(x))
-        losses.append(loss_sum(all_logits[-1], further_labels(batch, places, variant)))
+        losses.append(loss_sum(all_logits[-1], mtp_labels(batch, places, variant)))
     return loss_sum(all_logits[0], batch["labels"]), losses, all_logits
 
 

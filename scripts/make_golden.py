@@ -117,7 +117,7 @@ CASES = {
     "glm4_moe": Case("sigmoid router with groups and correction bias, shared experts, a dense first layer, half of a"
                      " head rotated", GLM4_MOE, "glm4_moe", removals=GLM4_MOE_REMOVALS, salt="1"),
     "mtp_1": Case("one module for a further token, dense", mtp_depth=1),
-    "mtp_2": Case("two modules for further tokens, with experts; several documents in a row",
+    "mtp_2": Case("two multi-token prediction modules, with experts; several documents in a row",
                   {**GLM4_MOE, "num_hidden_layers": 1}, "glm4_moe", packed=True, mtp_depth=2, salt="10"),
 }
 
@@ -149,11 +149,11 @@ def make_mtp_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     batch = make_batch(name + case.salt, case.packed)
     model = attach_modules(case, name)
     with routers_watched(name, model) as margins:
-        total, further, (logits, *_) = sums_and_logits(model, batch, case.mtp_depth)
+        total, mtp, (logits, *_) = sums_and_logits(model, batch, case.mtp_depth)
     valid_tokens = int((batch["labels"] != IGNORE_INDEX).sum())
-    ((total + MTP_FACTOR / case.mtp_depth * sum(further)) / valid_tokens).backward()
+    ((total + MTP_FACTOR / case.mtp_depth * sum(mtp)) / valid_tokens).backward()
     tensors = _case_tensors(batch, model, logits, total, valid_tokens)
-    tensors["mtp_loss_sums"] = np.array([float(one.detach()) for one in further], np.float32)
+    tensors["mtp_loss_sums"] = np.array([float(one.detach()) for one in mtp], np.float32)
     metadata = _case_metadata(case, model, name, mtp_effects(model, batch, case), margins)
     return tensors, metadata | {"mtp_loss_factor": MTP_FACTOR}
 

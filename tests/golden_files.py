@@ -77,7 +77,7 @@ def golden_gradient(step: int, index: int, shape: tuple[int, ...]) -> np.ndarray
 
 
 def model_case_names(kind: str = "model") -> list[str]:
-    """Cases of dense models ("model"), with experts ("experts"), with modules for further tokens ("mtp")."""
+    """Cases of dense models ("model"), with experts ("experts"), with multi-token prediction modules ("mtp")."""
     return sorted(path.stem for path in GOLDEN_FOLDER.glob(f"{kind}_*.safetensors"))
 
 

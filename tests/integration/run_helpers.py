@@ -102,7 +102,7 @@ def config_of(path: Path, **flags: object) -> Config:
 
 def train(path: Path, **flags: object) -> Path:
     """Runs a configuration in this process; returns its output folder."""
-    from trainer.run import run
+    from trainer.run.loop import run
 
     config = config_of(path, **flags)
     assert run(config) == 0

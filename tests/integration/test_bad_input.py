@@ -34,7 +34,7 @@ SECONDS = 2.0
 # Runs many command lines one after the other in one process, which must never load MindSpore.
 RUNNER = """if True:
     import contextlib, io, json, sys, time
-    from trainer.cli import main
+    from trainer.cli.main import main
     answers = {}
     for name, arguments in json.load(sys.stdin).items():
         output, errors, began = io.StringIO(), io.StringIO(), time.perf_counter()
@@ -223,7 +223,7 @@ SMALL_FILES = """if True:
     from pathlib import Path
     from trainer.errors import TrainerError
     from trainer.monitors.files import write_text
-    from trainer.predict import write_records
+    from trainer.run.predict import write_records
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
     def whole(path):
         write_text(path, "x" * 101)

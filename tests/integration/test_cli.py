@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from run_helpers import PROGRAM, REPOSITORY, call, config_of, write_config, write_corpus
 
-from trainer.flags import FLAGS
+from trainer.cli.flags import FLAGS
 
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
 
 # Runs a command as the program does, then says on the last line of standard error whether MindSpore is loaded.
 WATCHED = """if True:
     import sys
-    from trainer.cli import main
+    from trainer.cli.main import main
     try:
         main(sys.argv[1:])
     finally:

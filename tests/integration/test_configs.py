@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_helpers import REPOSITORY, column, config_of, step_records, train
 
-from trainer.plan import build_plan, plan_text
+from trainer.plan.plan import build_plan, plan_text
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 names = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

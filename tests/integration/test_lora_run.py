@@ -164,8 +164,8 @@ def test_adapters_of_peft_are_taken_and_trained_further(home: Path, path: Path, 
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         shutil.copy(source / name, folder / name)
     assert loss_of(path, home / "eval_peft", adapter_id=folder) == eval_records(whole)[-1]["eval_loss"]
-    further = train(path, output_dir=home / "further", adapter_id=folder, runner_config__stop_step=2)
-    assert step_records(further)[0]["loss"] < step_records(whole)[0]["loss"]
+    mtp = train(path, output_dir=home / "further", adapter_id=folder, runner_config__stop_step=2)
+    assert step_records(mtp)[0]["loss"] < step_records(whole)[0]["loss"]
 
 
 # Export

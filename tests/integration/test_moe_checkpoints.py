@@ -12,8 +12,8 @@ from run_helpers import arrays_of, assert_same_bits, config_of, figures, step_re
 from trainer.checkpoint.store import newest_complete
 from trainer.checkpoint.weights import requested_weights
 from trainer.errors import UserError
-from trainer.export import export
 from trainer.models.shapes import parameter_shapes
+from trainer.run.export import export
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_modules_or_biases_is_trained_on(path: Path, whole:
         path, output_dir=home / "from_plain", load_checkpoint=home / "plain.safetensors", runner_config__stop_step=1
     )
     log = (output / "logs" / "rank-0.log").read_text()
-    assert "the checkpoint has no module for further tokens: layer 2 (mtp_depth 1) starts from the seed" in log
+    assert "the checkpoint has no multi-token prediction module: layer 2 (mtp_depth 1) starts from the seed" in log
     assert "balance_via_topk_bias: the checkpoint has no bias on the choice of experts, it starts at 0" in log
 
 

@@ -1,4 +1,4 @@
-"""Experts and modules for further tokens from the command line: drop rates, metrics, resuming, evaluation."""
+"""Experts and multi-token prediction modules from the command line: drop rates, metrics, resuming, evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS = {
     "runner_config.gradient_accumulation_steps": 2,
 }
 CAPACITY = {f"{MOE}capacity_factor": 1.1, f"{MOE}callback_moe_droprate": True}
-# Sigmoid scores, groups, a bias on the choice, a shared expert, a dense first layer and a module for further tokens.
+# Sigmoid scores, groups, an expert bias, a shared expert, a dense first layer and a multi-token prediction module.
 DEEPSEEK = {
     f"{MOE}use_gating_sigmoid": True,
     f"{MOE}n_group": 2,
@@ -99,7 +99,7 @@ def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) ->
     whole, parts = home / "deepseek", home / "deepseek_parts"
     printed = run(whole, home / "data", DEEPSEEK, "--stop_step", 6)
     assert "the drop rate will be 0.00000 in every layer: use_gmm computes every token" in printed
-    # Layer 0 is dense; the module for further tokens counts on after layer 1.
+    # Layer 0 is dense; the multi-token prediction module counts on after layer 1.
     assert _LINE.findall(printed) == [("1", "0.00000"), ("2", "0.00000")] * 6
     assert "| mtp_loss " in printed and "| aux_loss " in printed
     for record in step_records(whole / "output"):

@@ -32,7 +32,7 @@ def trained(home: Path) -> Path:
 
 
 def open_model(home: Path, changes: dict):
-    from trainer.session import open_session
+    from trainer.run.session import open_session
 
     changes = {"context": {"mode": 1}, **changes}  # no compilation: every length is a new shape
     return open_session(config_of(write_config(home / "model", home / "data", changes)))

@@ -244,7 +244,7 @@ def write_bfloat16(path: Path, weights: dict[str, np.ndarray]) -> None:
 
 
 def test_finetuning_starts_from_weights_in_every_form(home: Path, first_run: tuple[Path, str, str]) -> None:
-    from trainer.session import open_session
+    from trainer.run.session import open_session
 
     arrays = arrays_of(first_run[0])
     weights = {name.removeprefix("model/"): array for name, array in arrays.items() if name.startswith("model/")}

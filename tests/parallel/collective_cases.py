@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 SHAPES = ((7, 5), (3,), (), (50, 40), (1, 1, 9), (300,), (64, 64))
-HALVES = (1, 4)  # those in float16
+SUBLAYERS = (1, 4)  # those in float16
 ON_DEVICE = (0, 2, 3)  # those that are also summed as on a device
 
 
@@ -23,7 +23,7 @@ def text_of(rank: int) -> bytes:
 def gradients_of(rank: int) -> list[np.ndarray]:
     """Random gradients of `SHAPES`."""
     random = np.random.default_rng(100 + rank)
-    dtypes = [np.float16 if number in HALVES else np.float32 for number in range(len(SHAPES))]
+    dtypes = [np.float16 if number in SUBLAYERS else np.float32 for number in range(len(SHAPES))]
     return [random.normal(size=shape).astype(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
 
 

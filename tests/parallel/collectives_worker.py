@@ -36,8 +36,8 @@ from trainer.errors import RunError  # noqa: E402
 from trainer.optim.groups import parameter_groups  # noqa: E402
 from trainer.optim.optimizer import Sharing, build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
-from trainer.parallel.peers import DataParallel  # noqa: E402
-from trainer.parallel.shards import Shard, part_of  # noqa: E402
+from trainer.parallel.communicator import ProcessGroup  # noqa: E402
+from trainer.parallel.optimizer_shard import OptimizerShard, part_of  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Receive"}
@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
     world = world_from_environment()
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
-    peers = DataParallel(world)
+    communicator = ProcessGroup(world)
     found = {"folder": np.array(str(folder)), "float64": np.array(collectives.gather_float64(numbers_of(world.rank)))}
     found["no float64"] = np.array(collectives.gather_float64([]))
     for name, text in zip(("texts", "no texts"), (text_of(world.rank), b""), strict=True):
@@ -63,7 +63,7 @@ def main(folder: Path) -> None:
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
     found |= shared(world) | pairs(world)
-    found |= shared_optimizer(peers, folder)
+    found |= shared_optimizer(communicator, folder)
     found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
     collectives.barrier()
     np.savez(folder / f"rank-{world.rank}.npz", **found)
@@ -89,13 +89,15 @@ def shared(world: World) -> dict[str, np.ndarray]:
     return found
 
 
-def shared_optimizer(peers: DataParallel, folder: Path) -> dict[str, np.ndarray]:
+def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.ndarray]:
     """Weights after updates with the whole state and with a share of it, and what the states take; saves the latter."""
     settings = parse_config("worker", '{"optimizer": {"type": "AdamW"}}').optimizer
     arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}
     groups = parameter_groups({name: array.shape for name, array in arrays.items()}, 0.1)
     found = {}
-    sharing = Sharing(Shard(peers.rank, peers.size, threshold_bytes=1000), collectives.share_parts)
+    sharing = Sharing(
+        OptimizerShard(communicator.rank, communicator.size, threshold_bytes=1000), collectives.share_parts
+    )
     for way in (None, sharing):
         parameters = {name: Parameter(Tensor(array), name=name) for name, array in arrays.items()}
         optimizer = build_optimizer(parameters, groups, settings, sharing=way)
@@ -110,10 +112,10 @@ def shared_optimizer(peers: DataParallel, folder: Path) -> dict[str, np.ndarray]
         )
         if way is None:
             found |= {f"state {key}": array for key, array in optimizer.state_arrays().items()}
-    share = {shard_name("optimizer", peers.rank, peers.size): optimizer.state_arrays()}
-    write_checkpoint(folder / "checkpoints", 3, share, {}, 1, peers=peers)
+    share = {shard_name("optimizer", communicator.rank, communicator.size): optimizer.state_arrays()}
+    write_checkpoint(folder / "checkpoints", 3, share, {}, 1, communicator=communicator)
     try:
-        write_checkpoint(folder / f"what rank {peers.rank} sees", 3, share, {}, 1, peers=peers)
+        write_checkpoint(folder / f"what rank {communicator.rank} sees", 3, share, {}, 1, communicator=communicator)
     except RunError as error:
         found["refusal"] = np.array(str(error))
     return found

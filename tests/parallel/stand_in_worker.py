@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from trainer.launch import heartbeat  # noqa: E402
-from trainer.stop_signals import StopSignals  # noqa: E402
+from trainer.run.stop_signals import StopSignals  # noqa: E402
 
 RANK = int(os.environ["RANK_ID"])
 

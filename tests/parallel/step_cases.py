@@ -47,9 +47,9 @@ def uneven(rank: int, size: int) -> list[Batch]:
     return [part_of(rows, rank, size)]
 
 
-def trained(trainer: TinyTrainer, peers, rank: int, size: int, prefix: str) -> dict[str, np.ndarray]:
+def trained(trainer: TinyTrainer, communicator, rank: int, size: int, prefix: str) -> dict[str, np.ndarray]:
     """Numbers of some steps, and the weights at their end."""
-    step = trainer.step(schedule=lambda update: 0.01, peers=peers, optimizer=ADAMW, runner_wrapper=CLIP)
+    step = trainer.step(schedule=lambda update: 0.01, communicator=communicator, optimizer=ADAMW, runner_wrapper=CLIP)
     results = [step(window(number, rank, size)) for number in range(STEPS)] + [step(uneven(rank, size))]
     found = {
         "loss": [result.loss for result in results],

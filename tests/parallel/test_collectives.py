@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from collective_cases import (
-    HALVES,
     ON_DEVICE,
     PAIRS,
     SHAPES,
+    SUBLAYERS,
     ends_of_sending,
     factors_of,
     gradients_of,
@@ -61,7 +61,7 @@ def test_gradients_are_summed_to_the_same_bits_on_all_ranks(found: Found, way: s
         assert all(each.tobytes() == sums[0].tobytes() for each in sums)
         exact = sum(gradients[number].astype(np.float64) for gradients in given)
         assert sums[0].shape == shape and sums[0].dtype == given[0][number].dtype
-        accuracy = 2e-3 if number in HALVES else 1e-6
+        accuracy = 2e-3 if number in SUBLAYERS else 1e-6
         np.testing.assert_allclose(sums[0], exact, rtol=accuracy, atol=accuracy)
 
 

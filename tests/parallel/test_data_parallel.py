@@ -12,7 +12,7 @@ import pytest
 from msrun_helpers import run_job
 from step_cases import LONG, MODELS, STEPS, TinyTrainer, trained, uneven, window
 
-from trainer.parallel.peers import Alone
+from trainer.parallel.communicator import SingleProcess
 from trainer.step.accumulate import valid_tokens
 from trainer.step.evaluate import evaluate
 
@@ -44,7 +44,7 @@ def test_ranks_together_do_what_one_process_does(
     name: str, ranks: list[dict[str, np.ndarray]], alone: dict[str, TinyTrainer]
 ) -> None:
     """Bugs 1 and 6 of trainers: unequal masks over ranks, accumulation, the norm, empty micro-batches, clipping."""
-    right = trained(alone[name], Alone(), 0, 1, name)
+    right = trained(alone[name], SingleProcess(), 0, 1, name)
     assert len(set(right[f"{name} tokens"])) > 1
     for found in ranks:
         for what in ("loss", "norm", "aux_loss", "mtp_loss"):
@@ -60,7 +60,7 @@ def test_ranks_together_do_what_one_process_does(
 def test_routing_is_counted_over_all_ranks(
     ranks: list[dict[str, np.ndarray]], alone: dict[str, TinyTrainer]
 ) -> None:
-    right = trained(alone["experts"], Alone(), 0, 1, "experts")["experts requested"]
+    right = trained(alone["experts"], SingleProcess(), 0, 1, "experts")["experts requested"]
     assert right.shape[0] == STEPS
     for found in ranks:
         # Micro-batches without a valid token are left out whole: of a rank's part they may be, of all rows not.

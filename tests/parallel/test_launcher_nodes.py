@@ -12,7 +12,7 @@ import pytest
 from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
-from trainer.launch.control import LOST_SECONDS
+from trainer.launch.nodes import LOST_SECONDS
 from trainer.launch.ports import pick_free
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
 """Inputs for test_kernels.py: every reference kernel on small arrays, and what it should compute, said in two ways.
 
-Legend: as in trainer/ops/reference.py.
+Legend: as in trainer/ops/cpu/kernels.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy_kernels
 from mindspore import Tensor, nn, ops
 
 from trainer.models.dropout import DropoutKey, dropout_mask
-from trainer.ops import reference
+from trainer.ops.cpu import kernels as reference
 
 ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4
 N, HIDDEN, WIDTH, VOCABULARY, EPS = ROWS * TOKENS, 6, 9, 11, 1e-5

@@ -12,13 +12,13 @@ from pathlib import Path
 import mindspore
 import pytest
 
-from trainer import cli
 from trainer.audit import report
 from trainer.audit.graph import export_step, trained_names
 from trainer.audit.report import Audit, audit_ascend, audit_sections
+from trainer.cli import main as cli
 from trainer.config import Config, parse_config
 from trainer.errors import UserError
-from trainer.ops.ascend_support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
+from trainer.ops.ascend.support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
 from trainer.ops.kernel_set import for_one_graph, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels

@@ -19,12 +19,13 @@ from mindspore import Tensor, nn, ops
 from numpy_kernels import distance
 
 from trainer.config import parse_config
-from trainer.config.model_schema import ModelConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.data import Batch
 from trainer.models.decoder import Block
 from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import attention_shapes, mlp_shapes
-from trainer.ops import ascend, reference
+from trainer.ops.ascend import kernels as ascend
+from trainer.ops.cpu import kernels as reference
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels

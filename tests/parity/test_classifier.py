@@ -13,15 +13,15 @@ from mindspore import Tensor
 from numpy_kernels import distance
 
 from trainer.config import Config, parse_config
-from trainer.data.batch import IGNORE_INDEX, concatenate
-from trainer.data.mnist import ImageBatch
+from trainer.data.batches.batch import IGNORE_INDEX, concatenate
+from trainer.data.source.mnist import ImageBatch
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.session import build_model
+from trainer.run.session import build_model
 from trainer.step.accumulate import accumulate
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep

@@ -10,7 +10,7 @@ import pytest
 from mindspore import Parameter, Tensor
 
 from trainer.config import parse_config
-from trainer.ops.reference import sum_of_squares
+from trainer.ops.cpu.kernels import sum_of_squares
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
 from trainer.step.clip import clip, clip_by_value, global_norm

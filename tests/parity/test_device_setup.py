@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
 from test_device import Recorder, of_context  # noqa: E402
 
-from trainer import device as device_room  # noqa: E402
-from trainer import session  # noqa: E402
+from trainer.device import resolve as device_room  # noqa: E402
 from trainer.models import recompute  # noqa: E402
 from trainer.parallel.world import World, world_of  # noqa: E402
+from trainer.run import session  # noqa: E402
 
 
 @pytest.fixture

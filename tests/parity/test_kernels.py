@@ -26,11 +26,11 @@ from mindspore import Tensor, nn, ops
 from numpy_kernels import central_differences, distance
 
 from trainer.config import parse_config
-from trainer.config.model_schema import ModelConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.models.decoder import Block, Head
 from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import attention_shapes, mlp_shapes
-from trainer.ops import reference
+from trainer.ops.cpu import kernels as reference
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import select_kernels
 
@@ -219,8 +219,8 @@ def test_attention_in_halves_is_that_of_the_whole(kv_heads: int) -> None:
         inputs = [np.ascontiguousarray(array[:tokens]) for array in arrays]
         out = run(*map(Tensor, inputs)).asnumpy()
         found.append([out[:6], *(g[:6] for g in gradients(run, inputs, upstream[:tokens]))])
-    for whole, halves in zip(*found, strict=True):
-        assert distance(halves, whole) < TOLERANCE
+    for whole, sublayers in zip(*found, strict=True):
+        assert distance(sublayers, whole) < TOLERANCE
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -15,7 +15,7 @@ from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, m
 from trainer.data import Batch
 from trainer.errors import RunError
 from trainer.models.shapes import EMBEDDING, HEAD
-from trainer.session import open_training
+from trainer.run.session import open_training
 from trainer.step.guards import MOST_OVERFLOWS_IN_A_ROW
 from trainer.step.train_step import TrainStep
 

@@ -17,9 +17,12 @@ from mindspore import Parameter, Tensor, nn
 from numpy_kernels import central_differences, distance, swiglu
 
 from trainer.config import parse_config
-from trainer.config.model_schema import ModelConfig
-from trainer.host_threads import HostThreads
-from trainer.ops import host_arrays, moe_reference, moe_swiglu, reference
+from trainer.config.schema.model import ModelConfig
+from trainer.device.host_threads import HostThreads
+from trainer.ops.cpu import arrays as host_arrays
+from trainer.ops.cpu import experts as moe_swiglu
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.cpu import moe as moe_reference
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import select_kernels
@@ -159,7 +162,7 @@ class Chain(nn.Cell):
         return self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
 
 
-KERNELS = pytest.mark.parametrize("experts_kernel", [Chain, moe_swiglu.LocalExperts], ids=["chain", "one_kernel"])
+KERNELS = pytest.mark.parametrize("experts_kernel", [Chain, moe_swiglu.CpuExperts], ids=["chain", "one_kernel"])
 
 
 def experts_literally(routing: Routing) -> Callable[..., np.ndarray]:
@@ -334,7 +337,7 @@ def test_an_expert_with_most_of_the_rows_is_cut(threads: int, monkeypatch: pytes
     routing = moe_reference.Route(EXPERTS, CHOSEN)(Tensor(scores), *DROPLESS)
     assert routing.counts_E.asnumpy()[2] == 23
     check(
-        lambda *arrays: moe_swiglu.LocalExperts()(*arrays, routing),
+        lambda *arrays: moe_swiglu.CpuExperts()(*arrays, routing),
         experts_literally(routing),
         layer_arrays(23, EXPERTS, HIDDEN, WIDTH),
     )
@@ -347,7 +350,7 @@ def test_the_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) 
     found = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(moe_swiglu, "host_threads", lambda threads=threads: HostThreads(threads))
-        found.append([a.tobytes() for a in outputs_and_gradients(moe_swiglu.LocalExperts(), arrays, routing)])
+        found.append([a.tobytes() for a in outputs_and_gradients(moe_swiglu.CpuExperts(), arrays, routing)])
     assert found[0] == found[1] == found[2]
 
 
@@ -356,7 +359,7 @@ def test_one_kernel_leaves_out_the_gradients_of_frozen_experts(frozen: str, mult
     arrays, scores = layer_arrays(30, 4, 8, 12), uneven_scores(30, 4)
     routing = moe_reference.Route(4, CHOSEN)(Tensor(scores), *DROPLESS)
     weights = [Parameter(Tensor(array), name=name) for name, array in zip(NAMES, arrays[2:], strict=True)]
-    layer, products, found = moe_swiglu.LocalExperts(), [], []
+    layer, products, found = moe_swiglu.CpuExperts(), [], []
     for is_frozen in (False, True):
         weights[NAMES.index(frozen)].requires_grad = not is_frozen
         trained = [weight for weight in weights if weight.requires_grad]

@@ -1,4 +1,4 @@
-"""Models with experts against Hugging Face, and modules for further tokens against DeepSeek-V3's equations in PyTorch.
+"""Models with experts against Hugging Face, and multi-token prediction against DeepSeek-V3's equations in PyTorch.
 
 Logits, losses and every gradient, each expert's by itself, in float32, within 1e-4 of the largest value; with compiled
 pieces (context.mode 0) and operator by operator (mode 1). The model section is Hugging Face's config.json as it is.
@@ -23,7 +23,7 @@ from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
-from trainer.models.moe import Tally
+from trainer.models.moe import RouterStatistics
 from trainer.models.shapes import is_buffer
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
@@ -72,7 +72,7 @@ def with_gradients(built: Built) -> tuple[list[float], dict[str, np.ndarray]]:
     assert set(names) == set(model.trained_parameters)
 
     def losses() -> tuple[Tensor, ...]:
-        found = model(inputs, None, Tally(inputs.shares))
+        found = model(inputs, None, RouterStatistics(inputs.shares))
         return tuple(loss for loss in (found.total, found.tokens, found.mtp) if loss is not None)
 
     run = mindspore.value_and_grad(losses, None, [model.parameters_by_name[name] for name in names], has_aux=True)
@@ -112,9 +112,9 @@ def test_modules_for_further_tokens_equal_deepseeks_equations(name: str, compile
     case = built.case
     logits = built.model.logits(built.build_inputs(built.batch)).asnumpy()
     assert distance(logits.reshape(case.logits.shape), case.logits) < TOLERANCE
-    (total, tokens, further), gradients = with_gradients(built)
+    (total, tokens, mtp), gradients = with_gradients(built)
     assert tokens == pytest.approx(case.loss_sum, rel=TOLERANCE)
-    assert further == pytest.approx(case.mtp_loss_sums.sum(), rel=TOLERANCE)
+    assert mtp == pytest.approx(case.mtp_loss_sums.sum(), rel=TOLERANCE)
     factor = case.metadata["mtp_loss_factor"] / len(case.mtp_loss_sums)
     assert total == pytest.approx(case.loss_sum + factor * case.mtp_loss_sums.sum(), rel=TOLERANCE)
     check_gradients(gradients, case)

@@ -15,11 +15,11 @@ from mindspore import Tensor
 from numpy_kernels import distance
 
 from trainer.config import parse_config
-from trainer.models.inputs import RowShares
+from trainer.models.inputs import SequenceWeights
 from trainer.models.moe import Gates, Router, RouterLosses
-from trainer.ops import moe_reference
+from trainer.ops.cpu import moe as moe_reference
+from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.kernel_set import load_kernels
-from trainer.ops.moe_router import HostRouter
 from trainer.ops.routing import Routing
 from trainer.ops.select import select_kernels
 
@@ -34,10 +34,10 @@ def settings_of(**moe: Any):
     return parse_config("experts", json.dumps({"model": {"model_config": sizes}})).decoder
 
 
-def shares_of(valid: np.ndarray) -> RowShares:
+def shares_of(valid: np.ndarray) -> SequenceWeights:
     mean_BN = np.repeat(np.eye(ROWS, dtype=np.float32) / LENGTH, LENGTH, axis=1)
     arrays = mean_BN, np.repeat(mean_BN, CHOSEN, axis=1), valid.sum(1, keepdims=True), valid.reshape(-1, 1)
-    return RowShares(*(Tensor(array.astype(np.float32)) for array in arrays))
+    return SequenceWeights(*(Tensor(array.astype(np.float32)) for array in arrays))
 
 
 def weighted(gates_Nk: Tensor, balance: Tensor, z: Tensor, weights: np.ndarray) -> Tensor:
@@ -61,7 +61,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
     )
     weights = random.standard_normal((TOKENS, CHOSEN)).astype(np.float32)
     shares = shares_of(random.random((ROWS, LENGTH)) < 0.7)
-    route, host = moe_reference.Route(EXPERTS, CHOSEN), HostRouter(settings.experts)
+    route, host = moe_reference.Route(EXPERTS, CHOSEN), CpuRouter(settings.experts)
     kernels = load_kernels(select_kernels(settings, "CPU"))
     ones, norm = Tensor(np.ones(HIDDEN, np.float32)), kernels.rms_norm(HIDDEN, settings.rms_norm_eps)
     cells = Router(settings, kernels), Gates(settings), RouterLosses(settings)
@@ -94,7 +94,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_scores_of_any_size_are_numbers(sigmoid: bool) -> None:
     settings = settings_of(use_gating_sigmoid=sigmoid, z_loss_factor=0.001)
-    host, route = HostRouter(settings.experts), moe_reference.Route(EXPERTS, CHOSEN)
+    host, route = CpuRouter(settings.experts), moe_reference.Route(EXPERTS, CHOSEN)
     shares = shares_of(np.ones((ROWS, LENGTH)))
 
     def loss(x: Tensor, router: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_scores_of_any_size_are_numbers(sigmoid: bool) -> None:
 def test_half_precision_enters_and_its_gradient_leaves() -> None:
     """The arithmetic is float32, and the router's weight keeps its own gradient."""
     settings, route = settings_of(), moe_reference.Route(EXPERTS, CHOSEN)
-    host, shares, random = HostRouter(settings.experts), shares_of(np.ones((ROWS, LENGTH))), np.random.default_rng(2)
+    host, shares, random = CpuRouter(settings.experts), shares_of(np.ones((ROWS, LENGTH))), np.random.default_rng(2)
     y = random.standard_normal((TOKENS, HIDDEN)).astype(np.float16)
     router = Tensor(random.standard_normal((EXPERTS, HIDDEN)).astype(np.float32))
 
@@ -128,5 +128,5 @@ def test_the_cells_are_kept_for_graphs() -> None:
     """On Ascend the choice is in the graph, and so is the router."""
     settings = settings_of(use_gmm=True)
     of_device = {name: load_kernels(select_kernels(settings, name)) for name in ("CPU", "Ascend")}
-    assert of_device["CPU"].host_router is HostRouter and of_device["CPU"].local_experts is not None
-    assert of_device["Ascend"].host_router is None and of_device["Ascend"].local_experts is None
+    assert of_device["CPU"].cpu_router is CpuRouter and of_device["CPU"].cpu_experts is not None
+    assert of_device["Ascend"].cpu_router is None and of_device["Ascend"].cpu_experts is None

@@ -22,7 +22,7 @@ from tiny_trainer import (
 )
 
 from trainer.data import IGNORE_INDEX, Batch
-from trainer.models.shapes import CHOICE_BIAS, HEAD
+from trainer.models.shapes import EXPERT_BIAS, HEAD
 from trainer.step.accumulate import accumulate
 from trainer.step.evaluate import evaluate
 
@@ -83,8 +83,8 @@ def test_few_kernels_or_many_make_one_training(
     trainer = request.getfixturevalue(name)
     layer, step = trainer.model.moe, trainer.step()
     few = accumulate(window, step.backward)
-    assert layer.host_router is not None and layer.local_experts is not None
-    for without in (("host_router",), ("local_experts",), ("host_router", "local_experts")):
+    assert layer.cpu_router is not None and layer.cpu_experts is not None
+    for without in (("cpu_router",), ("cpu_experts",), ("cpu_router", "cpu_experts")):
         with monkeypatch.context() as patch:
             for kernel in without:
                 patch.setattr(layer, kernel, None)
@@ -100,7 +100,7 @@ def test_few_kernels_or_many_make_one_training(
 def test_experts_in_half_precision(tiny: TinyTrainer, window: list[Batch]) -> None:
     """A chain of kernels, since what flows between them is rounded; close to float32, but not equal."""
     half = TinyTrainer(moe_config=ALL_LOSSES, mtp_depth=1, compute_dtype="float16")
-    assert half.model.moe.local_experts is None
+    assert half.model.moe.cpu_experts is None
     found, right = (accumulate(window, trainer.step().backward) for trainer in (half, tiny))
     assert found.loss == pytest.approx(right.loss, rel=2e-3) and found.loss != right.loss
     for ours, exact in zip(found.gradients, right.gradients, strict=True):
@@ -128,9 +128,9 @@ def test_the_balance_loss_is_the_formula_of_the_paper(window: list[Batch]) -> No
 
     def balance() -> float:
         inputs = trainer.build_inputs(batch)
-        tally = tally_of(inputs)
-        sums = trainer.model(inputs, None, tally)
-        seen["scores"], seen["experts"] = (tally.routings[0][2], tally.routings[0][1].experts_Nk)
+        statistics = tally_of(inputs)
+        sums = trainer.model(inputs, None, statistics)
+        seen["scores"], seen["experts"] = (statistics.routings[0][2], statistics.routings[0][1].experts_Nk)
         return float(sums.balance.asnumpy())
 
     found, expected = balance(), 0.0
@@ -158,9 +158,9 @@ def test_the_balance_loss_is_the_formula_of_the_paper(window: list[Batch]) -> No
 
 
 def tally_of(inputs):
-    from trainer.models.moe import Tally
+    from trainer.models.moe import RouterStatistics
 
-    return Tally(inputs.shares)
+    return RouterStatistics(inputs.shares)
 
 
 @pytest.mark.parametrize("part", [True, {"mlp": True}, {"attention": True}], ids=["block", "experts", "attention"])
@@ -227,7 +227,7 @@ def test_capacity_drops_in_training_and_not_in_evaluation(window: list[Batch]) -
 
 
 def test_the_bias_of_the_choice_moves_against_the_load_once_a_step(deepseek: TinyTrainer, window: list[Batch]) -> None:
-    step, name = deepseek.step(), f"model.layers.1.{CHOICE_BIAS}"
+    step, name = deepseek.step(), f"model.layers.1.{EXPERT_BIAS}"
     assert name not in step.optimizer.parameters and name in deepseek.weights()
     result = step(window)
     requested_E = result.routing.requested[0]
@@ -255,7 +255,7 @@ def test_the_bias_of_a_frozen_router_stays(sections: dict, moved: list[int], win
     """Frozen weights leave byte for byte as they came, and adapters must find their base as it was."""
     model = {"moe_config": DEEPSEEK, "mtp_depth": 1, **sections.pop("model", {})}
     trainer = TinyTrainer(compiled=False, sections=sections, **model)
-    biases = {layer: f"model.layers.{layer}.{CHOICE_BIAS}" for layer in (1, 2)}
+    biases = {layer: f"model.layers.{layer}.{EXPERT_BIAS}" for layer in (1, 2)}
     for seed, name in enumerate(biases.values()):
         trainer.initial[name] = np.random.default_rng(seed).normal(0, 1e-3, 4).astype(np.float32)
     assert trainer.step()(window).updated
@@ -279,8 +279,8 @@ def test_the_loss_of_further_tokens_is_the_mean_over_their_own_labels(window: li
 def test_the_module_for_further_tokens_sees_no_other_document(tiny: TinyTrainer) -> None:
     """Ids, labels and validity by the definition, for a row whose document changes at place 7."""
     batch = make_batch(3, TOKENS)
-    further = tiny.build_inputs(batch).further[0]
-    ids, labels, valid = (tensor.asnumpy().reshape(-1) for tensor in further)
+    mtp = tiny.build_inputs(batch).mtp[0]
+    ids, labels, valid = (tensor.asnumpy().reshape(-1) for tensor in mtp)
     for place in range(TOKENS):
         inside = place + 1 < TOKENS and batch.segment_ids[0, place] == batch.segment_ids[0, place + 1]
         counts = inside and batch.labels[0, place + 1] != IGNORE_INDEX

@@ -16,7 +16,7 @@ from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, make_batch
 
 from trainer.config import parse_config
-from trainer.cpu_threads import set_up_cpu_threads
+from trainer.device.cpu_threads import set_up_cpu_threads
 from trainer.optim.groups import parameter_groups
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import build_optimizer

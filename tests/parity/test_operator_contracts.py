@@ -23,7 +23,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import gen_ops_def
 from numpy_kernels import central_differences, distance
 
-from trainer.ops import moe_reference, reference
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.cpu import moe as moe_reference
 from trainer.ops.routing import Routing
 
 RANDOM = np.random.default_rng(11)

@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 from trainer.config import parse_config
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import AdamW, Optimizer, Sharing, build_optimizer
-from trainer.parallel.shards import Shard, part_of
+from trainer.parallel.optimizer_shard import OptimizerShard, part_of
 
 SHAPES = {"embedding": (61, 9), "norm": (17,), "matrix": (40, 33), "large": (300, 700), "bias": (2,)}
 THRESHOLD_BYTES = 4 * 500  # norm and bias stay whole
@@ -48,7 +48,7 @@ class Ranks:
     def __init__(self, kind: str, weights: Mapping[str, np.ndarray], ranks: int) -> None:
         self.given: dict[int, tuple[Sequence[Parameter], Sequence[Tensor] | None]] = {}
         self.optimizers = [
-            build(kind, weights, Sharing(Shard(rank, ranks, THRESHOLD_BYTES), partial(self.share, rank)))
+            build(kind, weights, Sharing(OptimizerShard(rank, ranks, THRESHOLD_BYTES), partial(self.share, rank)))
             for rank in range(ranks)
         ]
 

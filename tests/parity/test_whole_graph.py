@@ -14,10 +14,10 @@ from trainer.audit.graph import StepGraph
 from trainer.config import parse_config
 from trainer.data import Batch
 from trainer.models.decoder import Decoder
+from trainer.models.functional import FunctionalDecoder, weight_names
 from trainer.models.inputs import InputBuilder
-from trainer.models.moe import Tally
-from trainer.models.whole_graph import WholeDecoder, weight_names
-from trainer.ops import moe_ascend
+from trainer.models.moe import RouterStatistics
+from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import REFERENCE, KernelChoice
 
@@ -47,7 +47,7 @@ def batch() -> Batch:
 
 
 def flat_arguments(model: Decoder, inputs, weights: dict) -> tuple[list[Tensor], list, list[str]]:
-    """Arguments of `WholeDecoder`, the structure that `StepGraph` wants, and the names of the weights."""
+    """Arguments of `FunctionalDecoder`, the structure that `StepGraph` wants, and the names of the weights."""
     arguments: list[Tensor] = []
 
     def put(item):
@@ -58,8 +58,8 @@ def flat_arguments(model: Decoder, inputs, weights: dict) -> tuple[list[Tensor],
 
     layers = range(model.settings.num_layers + model.settings.mtp_depth)
     shares = () if inputs.shares is None else inputs.shares[:3]
-    further = [tuple(each) for each in inputs.further]
-    groups = [inputs[:3], inputs.tables, inputs.mask, shares, further, [(None, None, None)] * len(layers)]
+    mtp = [tuple(each) for each in inputs.mtp]
+    groups = [inputs[:3], inputs.tables, inputs.mask, shares, mtp, [(None, None, None)] * len(layers)]
     structure = [put(group) for group in groups]
     names = weight_names(model.settings, layers, list(weights))
     structure.append(put([[None if name is None else weights[name] for name in group] for group in names]))
@@ -73,13 +73,13 @@ def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
     model, build = Decoder(settings, kernels, seed=3), InputBuilder(settings, kernels)
     parameters = list(model.parameters_by_name.values())
     expected, gradients = mindspore.value_and_grad(
-        lambda inputs: model(inputs, None, Tally(inputs.shares)).total, None, parameters
+        lambda inputs: model(inputs, None, RouterStatistics(inputs.shares)).total, None, parameters
     )(build(data))
 
     weights = {name: Tensor(parameter.asnumpy()) for name, parameter in model.parameters_by_name.items()}
     arguments, structure, names = flat_arguments(model, build(data), weights)
     places = tuple(range(len(arguments) - len(names), len(arguments)))
-    step = StepGraph(WholeDecoder(settings, kernels, ROWS * TOKENS), tuple(structure), places)
+    step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), tuple(structure), places)
     loss, found = mindspore.jit(step.construct)(*arguments)
     assert distance(loss.asnumpy(), expected.asnumpy()) < 1e-6
     sums: dict[str, np.ndarray] = {}
@@ -116,9 +116,9 @@ def test_experts_and_modules_are_wired_alike(changes: dict, monkeypatch: pytest.
     ascend = load_kernels([*plain, KernelChoice("grouped_matmul", "", "GroupedMatmul", "")])
     model, build = Decoder(settings, reference, seed=3, compiled=False), InputBuilder(settings, reference)
     inputs = build(data)
-    expected = model(inputs, None, Tally(inputs.shares)).total
+    expected = model(inputs, None, RouterStatistics(inputs.shares)).total
 
-    whole = WholeDecoder(settings, ascend, ROWS * TOKENS)
+    whole = FunctionalDecoder(settings, ascend, ROWS * TOKENS)
     for cell in (cell for _, cell in whole.cells_and_names() if isinstance(cell, moe_ascend.GroupedMatmul)):
         cell.product = OneProductEach()
     arguments, structure, _ = flat_arguments(model, inputs, model.parameters_by_name)

@@ -12,7 +12,7 @@ from mindspore import Tensor
 from trainer.config import Config, parse_config
 from trainer.config.recompute import recomputed_parts
 from trainer.data import IGNORE_INDEX, Batch
-from trainer.data.batch import concatenate, padding_rows
+from trainer.data.batches.batch import concatenate, padding_rows
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
@@ -21,7 +21,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
-from trainer.parallel.peers import Alone, Peers
+from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.train_step import TrainStep
 
 TOKENS, VOCABULARY = 12, 19
@@ -66,7 +66,11 @@ class TinyTrainer:
         self.model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(value, np.float32)))
 
     def step(
-        self, schedule=lambda update: 0.1, rank: int = 0, peers: Peers | None = None, **sections: dict[str, Any]
+        self,
+        schedule=lambda update: 0.1,
+        rank: int = 0,
+        communicator: Communicator | None = None,
+        **sections: dict[str, Any],
     ) -> TrainStep:
         """A step over the initial weights, with a new optimizer; `sections` are of the configuration."""
         for name, value in self.initial.items():
@@ -76,12 +80,12 @@ class TinyTrainer:
         groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
         trained = {name: self.model.parameters_by_name[name] for name in shapes}
         optimizer = build_optimizer(trained, groups, config.optimizer, compiled=False)
-        if peers is None:
-            peers = Alone()
-            peers.rank = rank
+        if communicator is None:
+            communicator = SingleProcess()
+            communicator.rank = rank
         return TrainStep(
-            self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed, peers=peers,
-            stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+            self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed,
+            communicator=communicator, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         )  # fmt: skip
 
 

@@ -16,15 +16,15 @@ take_a_core()
 
 import mindspore  # noqa: E402
 import numpy as np  # noqa: E402
-from front_end import FOLDED_RANKS, CutGraph, cut_graph  # noqa: E402
+from front_end import FOLDED_RANKS, ShardedGraph, cut_graph  # noqa: E402
 from mindspore import Tensor, nn  # noqa: E402
 
 from trainer.config import Config, parse_config  # noqa: E402
-from trainer.config.parallel_rules import degrees_of  # noqa: E402
+from trainer.config.checks.parallel import degrees_of  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
-from trainer.parallel.peers import DataParallel  # noqa: E402
-from trainer.parallel.semi_auto import CutParameters  # noqa: E402
+from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.world import world_from_environment  # noqa: E402
+from trainer.semi_auto.network import ShardedParameters  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -36,17 +36,17 @@ def main(folder: Path) -> None:
     scheduler = os.environ.get("MS_ROLE") == "MS_SCHED"
     graphs = {} if scheduler else {name: cut_graph(config, world, "CPU") for name, config in configs.items()}
     mindspore.set_device("CPU")
-    peers = DataParallel(world)
+    communicator = ProcessGroup(world)
     known: set[str] = set()
     for name, config in configs.items():
         graph = graphs[name]
         groups = ranks_of_groups(graph)
-        for data in peers.gather_bytes(json.dumps(groups).encode()):
+        for data in communicator.gather_bytes(json.dumps(groups).encode()):
             for group, ranks in sorted(json.loads(data).items()):
                 if world.rank in ranks and group not in known:
                     collectives.make_group(group, ranks)
                     known.add(group)
-        parameters = CutParameters(graph.built, config, world, peers, lambda group: (0, 1))
+        parameters = ShardedParameters(graph.built, config, world, communicator, lambda group: (0, 1))
         parameters.start(None)
         loss, gradients = computed(graph, parameters, dict(np.load(folder / f"{name}.npz")), folder, world.rank)
         names = [weight.name for weight in graph.built.step.weights]
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
         np.savez(folder / f"{name}-{world.rank}.npz", loss=loss, **arrays)
 
 
-def ranks_of_groups(graph: CutGraph) -> dict[str, list[int]]:
+def ranks_of_groups(graph: ShardedGraph) -> dict[str, list[int]]:
     """The groups of some ranks that the graph communicates in; that of all gets the name that a CPU knows it by."""
     found = {}
     for primitive in graph.model.primitives:
@@ -75,7 +75,7 @@ def ranks_of_groups(graph: CutGraph) -> dict[str, list[int]]:
 
 
 def computed(
-    graph: CutGraph, parameters: CutParameters, batch: dict[str, np.ndarray], folder: Path, rank: int
+    graph: ShardedGraph, parameters: ShardedParameters, batch: dict[str, np.ndarray], folder: Path, rank: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Loss and gradients of this rank's parts."""
     values = parameters.own | {name: total for name, (total, _) in parameters.sums.items()}
@@ -88,7 +88,7 @@ def computed(
     return loss.asnumpy(), [gradient.asnumpy() for gradient in gradients]
 
 
-def folded_factor(config: Config, graph: CutGraph, world) -> float:
+def folded_factor(config: Config, graph: ShardedGraph, world) -> float:
     """See front_end.py."""
     degrees = degrees_of(config, world)
     return 1.0 if graph.built.step.sums or degrees.data_parallel == 1 else FOLDED_RANKS / degrees.data_parallel

@@ -26,10 +26,10 @@ from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_p
 from mindspore.train import mind_ir_pb2
 
 from trainer.config import Config
-from trainer.data.batch import padding_rows
-from trainer.parallel.semi_auto import SemiAuto, build_semi_auto
+from trainer.data.batches.batch import padding_rows
 from trainer.parallel.world import World
-from trainer.semi_auto_training import window_of
+from trainer.semi_auto.network import SemiAuto, build_semi_auto
+from trainer.semi_auto.training import window_of
 
 FOLDED_RANKS = 2048
 """Of every group, where MindSpore folds the sum of a constant."""
@@ -38,7 +38,7 @@ _NAMES = []  # memory that MindSpore's context points to
 _HEADER, _OBJECT_BYTES = 24, 1024
 
 
-class CutGraph(NamedTuple):
+class ShardedGraph(NamedTuple):
     """Loss and gradients as one rank computes them."""
 
     built: SemiAuto
@@ -47,7 +47,7 @@ class CutGraph(NamedTuple):
     """The graph, as a file of MindIR holds it."""
 
 
-def cut_graph(config: Config, world: World, kernels_of: str = "Ascend") -> CutGraph:
+def cut_graph(config: Config, world: World, kernels_of: str = "Ascend") -> ShardedGraph:
     """Builds the network, lets MindSpore cut it for an Ascend, and gives back what came out.
 
     Args:
@@ -67,7 +67,7 @@ def cut_graph(config: Config, world: World, kernels_of: str = "Ascend") -> CutGr
         model = mind_ir_pb2.ModelProto()
         model.ParseFromString(_cell_graph_executor._get_func_graph_proto(network, key, "mind_ir"))
         _clear_auto_parallel_context(network)
-    return CutGraph(built, model)
+    return ShardedGraph(built, model)
 
 
 @contextlib.contextmanager

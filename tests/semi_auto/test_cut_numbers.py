@@ -19,9 +19,9 @@ from numpy_kernels import distance
 
 from trainer.config import Config, parse_config
 from trainer.data import Batch
-from trainer.parallel.world import ALONE, world_of
-from trainer.semi_auto_training import open_semi_auto_training, window_of
-from trainer.step.graph_step import graph_mode
+from trainer.parallel.world import SINGLE_PROCESS, world_of
+from trainer.semi_auto.step import graph_mode
+from trainer.semi_auto.training import open_semi_auto_training, window_of
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_the_parts_give_what_the_whole_gives(folder: Path, case: str) -> None:
     inputs = dict(np.load(folder / f"{case}.npz"))
     one = {"parallel_config": {}, "runner_config": {"batch_size": len(inputs["ids"])}}
     config = parse_config("semi", json.dumps(config_of(case, **one)))
-    step = open_semi_auto_training(config, lambda update: 0.0, None, ALONE, "CPU")
+    step = open_semi_auto_training(config, lambda update: 0.0, None, SINGLE_PROCESS, "CPU")
     with graph_mode():
         loss, gradients = step.network(*map(Tensor, inputs.values()))
     assert all(distance(each["loss"], loss.asnumpy()) < 1e-6 for each in found)

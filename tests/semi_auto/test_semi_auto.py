@@ -16,19 +16,19 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 from numpy_kernels import distance
 
-import trainer.plan
-import trainer.run
-import trainer.semi_auto_training
+import trainer.plan.plan
+import trainer.run.loop
+import trainer.semi_auto.training
 from trainer.checkpoint.store import read_checkpoint
-from trainer.cli import dispatch
+from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
 from trainer.data import Batch
 from trainer.errors import RunError, UserError
-from trainer.parallel.semi_auto import LossCell, SemiAuto, StagedLossCell, build_semi_auto, stages
-from trainer.parallel.world import ALONE, world_of
-from trainer.semi_auto_training import open_semi_auto_training
-from trainer.session import open_training
-from trainer.step.graph_step import GradientCell, GraphStep, graph_mode
+from trainer.parallel.world import SINGLE_PROCESS, world_of
+from trainer.run.session import open_training
+from trainer.semi_auto.network import LossCell, SemiAuto, StagedLossCell, build_semi_auto, stages
+from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
+from trainer.semi_auto.training import open_semi_auto_training
 
 ROWS, TOKENS, VOCABULARY = 4, 8, 19
 SIZES = {
@@ -201,7 +201,7 @@ def test_gradients_are_those_of_the_kernels_of_a_run(changes: dict[str, Any], cl
     window = [batch(length=config.decoder.seq_length)]
     run = open_training(config, lambda update: 0.0)
     right = run.backward(window[0], 0, 1 / (window[0].labels != -100).sum())
-    step = open_semi_auto_training(config, lambda update: 0.0, None, ALONE, "CPU")
+    step = open_semi_auto_training(config, lambda update: 0.0, None, SINGLE_PROCESS, "CPU")
     loss, gradients = computed(step, window)
     assert distance(loss.asnumpy(), np.float32(right.loss_sum / (window[0].labels != -100).sum())) < close
     for name, mine, its in zip(run.optimizer.parameters, gradients, right.gradients, strict=True):
@@ -221,7 +221,7 @@ def test_steps_are_those_of_a_run(settings: dict[str, Any]) -> None:
     }  # fmt: skip
     config = config_of(top, num_layers=1)
     run = open_training(config, lambda update: 0.02)
-    step = open_semi_auto_training(config, lambda update: 0.02, None, ALONE, "CPU")
+    step = open_semi_auto_training(config, lambda update: 0.02, None, SINGLE_PROCESS, "CPU")
     windows = [[batch(number + 3 * place) for number in range(3)] for place in range(4)] + [[batch(1)]]
     for window in windows:
         mine, right = step(window), run(window)
@@ -239,7 +239,7 @@ def test_steps_are_those_of_a_run(settings: dict[str, Any]) -> None:
 def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
     wrapper = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 1e-6, "scale_sense": 16.0}
     step = open_semi_auto_training(
-        config_of({"runner_wrapper": wrapper}, num_layers=1), lambda update: 0.1, None, ALONE, "CPU"
+        config_of({"runner_wrapper": wrapper}, num_layers=1), lambda update: 0.1, None, SINGLE_PROCESS, "CPU"
     )
     before = {name: array.copy() for name, array in step.to_save().weights.items()}
     spike = step([batch()])
@@ -264,10 +264,10 @@ def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check that keeps this mode from a CPU, where one rank alone can run it."""
-    for module in (trainer.run, trainer.plan):
+    for module in (trainer.run.loop, trainer.plan.plan):
         monkeypatch.setattr(module, "check_run", lambda config, world: "CPU")
     opened = functools.partial(open_semi_auto_training, device="CPU")
-    monkeypatch.setattr(trainer.semi_auto_training, "open_semi_auto_training", opened)
+    monkeypatch.setattr(trainer.semi_auto.training, "open_semi_auto_training", opened)
 
 
 def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], Any]:
@@ -278,7 +278,7 @@ def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]],
         "runner_config": {"batch_size": ROWS, "epochs": 2, "gradient_accumulation_steps": 2},
         "optimizer": {"type": "AdamW", "weight_decay": 0.1}, "lr_schedule": {"learning_rate": 0.01},
     }  # fmt: skip
-    assert trainer.run.run(config_of(top | more, num_layers=1)) == 0
+    assert trainer.run.loop.run(config_of(top | more, num_layers=1)) == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     newest = max((folder / "checkpoints").glob("step-*"))
     return [line for line in lines if "loss" in line], read_checkpoint(newest)

@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 
 from trainer.config import Config, load_config
-from trainer.data.sources import Source, find_source
-from trainer.data.token_file import Cache
+from trainer.data.source.files import Source, find_source
+from trainer.data.tokens.token_file import Cache
 
 
 def make_config(folder: Path, dataset_dir: Path | str = "", *, model=None, train=None, loader=None, **top) -> Config:

@@ -15,7 +15,7 @@ from trainer.checkpoint import writing
 from trainer.checkpoint.store import MARKER, complete_checkpoints, newest_complete, read_checkpoint, shard_name
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import RunError, UserError
-from trainer.parallel.shards import part_of
+from trainer.parallel.optimizer_shard import part_of
 
 WEIGHTS = {"w": np.arange(35, dtype=np.float32).reshape(5, 7), "b": np.float32([1, 2])}
 STATE = {"m.w": np.random.default_rng(0).normal(size=35).astype(np.float32), "m.b": np.float32([3, 4])}
@@ -24,10 +24,14 @@ STATE = {"m.w": np.random.default_rng(0).normal(size=35).astype(np.float32), "m.
 def save(folder: Path, ranks: int, step: int = 1) -> list:
     """Each rank has a range of m.w; the first also m.b and the weights. What came of it on each rank."""
 
-    def work(peers: ThreadPeers) -> Path:
-        shares = {"m.w": STATE["m.w"][part_of(35, peers.rank, ranks)]} | ({} if peers.rank else {"m.b": STATE["m.b"]})
-        tensors = {shard_name("optimizer", peers.rank, ranks): shares} | ({} if peers.rank else {"model": WEIGHTS})
-        return write_checkpoint(folder, step, tensors, {"step": step}, keep_max=2, peers=peers)
+    def work(communicator: ThreadPeers) -> Path:
+        shares = {"m.w": STATE["m.w"][part_of(35, communicator.rank, ranks)]} | (
+            {} if communicator.rank else {"m.b": STATE["m.b"]}
+        )
+        tensors = {shard_name("optimizer", communicator.rank, ranks): shares} | (
+            {} if communicator.rank else {"model": WEIGHTS}
+        )
+        return write_checkpoint(folder, step, tensors, {"step": step}, keep_max=2, communicator=communicator)
 
     return on_ranks(ranks, work)
 
@@ -61,7 +65,12 @@ def test_the_shares_of_all_ranks_are_one_checkpoint(tmp_path: Path, ranks: int) 
 
 def test_ranks_without_a_share_only_wait(tmp_path: Path) -> None:
     tensors = {"model": WEIGHTS, "optimizer": STATE}
-    paths = on_ranks(3, lambda peers: write_checkpoint(tmp_path, 1, {} if peers.rank else tensors, {}, 1, peers=peers))
+    paths = on_ranks(
+        3,
+        lambda communicator: write_checkpoint(
+            tmp_path, 1, {} if communicator.rank else tensors, {}, 1, communicator=communicator
+        ),
+    )
     assert paths == [tmp_path / "step-00000001"] * 3
     assert names(paths[0]) == ["COMPLETE", "model.safetensors", "optimizer.safetensors", "state.json"]
 
@@ -122,9 +131,11 @@ def test_a_failure_of_one_rank_ends_the_save_on_all(
 
 
 def test_a_host_that_sees_another_folder_is_told_so(tmp_path: Path) -> None:
-    def work(peers: ThreadPeers) -> Path:
-        own = tmp_path / ("shared" if peers.rank == 0 else "elsewhere")
-        return write_checkpoint(own, 1, {shard_name("optimizer", peers.rank, 2): STATE}, {}, 1, peers=peers)
+    def work(communicator: ThreadPeers) -> Path:
+        own = tmp_path / ("shared" if communicator.rank == 0 else "elsewhere")
+        return write_checkpoint(
+            own, 1, {shard_name("optimizer", communicator.rank, 2): STATE}, {}, 1, communicator=communicator
+        )
 
     errors = on_ranks(2, work)
     assert all("by rank 1: the folder that rank 0 made is not there; all hosts must see one" in str(e) for e in errors)
@@ -161,9 +172,11 @@ def test_a_marker_that_lacks_a_share_makes_it_incomplete(tmp_path: Path) -> None
     ],
 )
 def test_shares_that_do_not_fit_together_are_damage(tmp_path: Path, shares: list, message: str) -> None:
-    def work(peers: ThreadPeers) -> Path:
-        arrays = {name: np.float32([1]) for name in shares[peers.rank]}
-        return write_checkpoint(tmp_path, 1, {shard_name("optimizer", peers.rank, 3): arrays}, {}, 1, peers=peers)
+    def work(communicator: ThreadPeers) -> Path:
+        arrays = {name: np.float32([1]) for name in shares[communicator.rank]}
+        return write_checkpoint(
+            tmp_path, 1, {shard_name("optimizer", communicator.rank, 3): arrays}, {}, 1, communicator=communicator
+        )
 
     (path,) = set(on_ranks(3, work))
     assert complete_checkpoints(tmp_path) == [path]

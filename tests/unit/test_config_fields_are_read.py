@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer.config.fields import Section, shape_of, support_of
-from trainer.config.schema import Config
+from trainer.config.schema.fields import Section, shape_of, support_of
+from trainer.config.schema.root import Config
 
 ROOT = Path(trainer.__file__).parent
 DERIVED = {
@@ -62,9 +62,9 @@ ELSEWHERE = {
     "model.settings.moe_config.aux_loss_factors",
     "model.settings.moe_config.aux_loss_types",
     "model.settings.moe_config.moe_router_load_balancing_type",
-    # trainer.config.moe_rules.watches_drop_rate: it or a callback turns the monitor on.
+    # trainer.config.checks.moe.watches_drop_rate: it or a callback turns the monitor on.
     "model.settings.moe_config.callback_moe_droprate",
-    # trainer.config.parallel_rules: degrees_of, shards_optimizer, shard_threshold_bytes; what is not built is told.
+    # trainer.config.checks.parallel: degrees_of, shards_optimizer, shard_threshold_bytes; what is not built is told.
     "use_parallel",
     "parallel.parallel_mode",
     "parallel.enable_parallel_optimizer",

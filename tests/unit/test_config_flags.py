@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from config_helpers import BASE, failure
 
+from trainer.cli.flags import FLAGS, split_arguments
 from trainer.config import Config, load_config
-from trainer.config.overrides import fields_at
-from trainer.flags import FLAGS, split_arguments
+from trainer.config.read.overrides import fields_at
 
 PEER_FLAGS = (
     "mode device_id device_target run_mode do_eval train_dataset_dir eval_dataset_dir predict_data predict_batch_size"

@@ -11,8 +11,8 @@ from test_config_dump import FULL
 from test_config_places import SNIPPETS
 
 from trainer.config import json_schema
-from trainer.config.nodes import plain
-from trainer.config.yaml_reader import parse_document
+from trainer.config.read.nodes import plain
+from trainer.config.read.yaml_reader import parse_document
 
 SCHEMA = json_schema()
 TYPES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from config_helpers import BASE, error_of, failure, load
 
+from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
-from trainer.flags import split_arguments
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import sys
-import trainer.config, trainer.flags
+import trainer.config, trainer.cli.flags
 from trainer.config import json_schema, load_config, dump_config
 config = trainer.config.parse_config("a.yaml", "seed: 1")
 dump_config(config)
@@ -22,6 +22,6 @@ def test_the_configuration_imports_no_heavy_library():
 
 
 def test_the_table_of_flags_does_not_even_need_the_schema():
-    program = "import sys, trainer.flags; print('pydantic' in sys.modules, 'yaml' in sys.modules)"
+    program = "import sys, trainer.cli.flags; print('pydantic' in sys.modules, 'yaml' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "False"], done.stderr

@@ -8,8 +8,8 @@ import pytest
 from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.config import load_config
-from trainer.config.nodes import plain
-from trainer.config.yaml_reader import parse_document
+from trainer.config.read.nodes import plain
+from trainer.config.read.yaml_reader import parse_document
 
 
 def value_of(text: str) -> object:

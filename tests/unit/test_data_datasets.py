@@ -12,7 +12,7 @@ import pytest
 from data_helpers import jsonl, line_of, make_config, write_tokenizer
 
 from trainer.data import BatchLoader, SyntheticDataset, build_datasets, build_eval_dataset, estimate_rows
-from trainer.data.batch import IGNORE_INDEX
+from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.datasets import DEFAULT_CACHE_DIR, batch_size
 from trainer.errors import UserError
 
@@ -186,7 +186,7 @@ def test_the_estimate_for_synthetic_rows_is_exact(tmp_path):
 
 
 def test_other_estimates_become_exact_with_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.sources.STAMP_SETTLES_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.data.source.files.STAMP_SETTLES_SECONDS", 0.0)
     path = jsonl(tmp_path / "a.jsonl", *({"text": "the cat sat on the mat " * count} for count in range(1, 30)))
     config = make_config(tmp_path, path, loader=JSONL, train={"held_out": 0.2})
     guess = estimate_rows(config)
@@ -285,7 +285,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path):
 
 
 def test_a_token_of_the_text_beyond_the_vocabulary_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.sources.STAMP_SETTLES_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.data.source.files.STAMP_SETTLES_SECONDS", 0.0)
     path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
     train = {"tokenizer": {"type": "huggingface", "path": str(path)}}
     (tmp_path / "a.txt").write_text("the cat sat on the mat, the dog sat on the log\n" * 10)

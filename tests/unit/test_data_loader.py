@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from trainer.data.batch import IGNORE_INDEX, Batch, padding_rows
-from trainer.data.sampler import BatchLoader, epoch_order
-from trainer.data.synthetic import SyntheticDataset
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, padding_rows
+from trainer.data.batches.sampler import BatchLoader, epoch_order
+from trainer.data.source.synthetic import SyntheticDataset
 from trainer.errors import UserError
 
 

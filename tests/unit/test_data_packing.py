@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from data_helpers import cache_of, jsonl, source_of
 
-from trainer.data.batch import IGNORE_INDEX
-from trainer.data.cache import find_token_file
-from trainer.data.packing import TokenDataset
-from trainer.data.split import Spans, hold_out, whole
-from trainer.data.synthetic import SyntheticDataset
-from trainer.data.tokenizer import ByteTokenizer
+from trainer.data.batches.batch import IGNORE_INDEX
+from trainer.data.batches.packing import TokenDataset
+from trainer.data.batches.split import Spans, hold_out, whole
+from trainer.data.source.synthetic import SyntheticDataset
+from trainer.data.tokens.cache import find_token_file
+from trainer.data.tokens.tokenizer import ByteTokenizer
 
 
 def token_file_of(tmp_path, records):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from data_helpers import cache_of, jsonl, line_of, make_config, source_of
 
-from trainer.data import sources
-from trainer.data.cache import find_token_file
-from trainer.data.documents import Piece, parse_line, read_pieces, render_prompt
-from trainer.data.tokenizer import ByteTokenizer
+from trainer.data.source import files as sources
+from trainer.data.source.documents import Piece, parse_line, read_pieces, render_prompt
+from trainer.data.tokens.cache import find_token_file
+from trainer.data.tokens.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from data_helpers import cache_of, jsonl, make_config, source_of, write_tokenizer
 
-from trainer.data import sources
-from trainer.data import token_file as token_file_module
-from trainer.data.cache import find_built, find_token_file
-from trainer.data.token_file import open_token_file
-from trainer.data.tokenizer import ByteTokenizer, load_tokenizer
+from trainer.data.source import files as sources
+from trainer.data.tokens import token_file as token_file_module
+from trainer.data.tokens.cache import find_built, find_token_file
+from trainer.data.tokens.token_file import open_token_file
+from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.errors import RunError, UserError
 
 TEXTS = {"a.txt": "first", "b.txt": "second document\nwith lines\n", "c.txt": "é" * 50}
@@ -302,8 +302,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from data_helpers import cache_of, source_of
-from trainer.data.cache import find_token_file
-from trainer.data.tokenizer import ByteTokenizer
+from trainer.data.tokens.cache import find_token_file
+from trainer.data.tokens.tokenizer import ByteTokenizer
 folder = Path(sys.argv[1])
 source = source_of(folder, folder / "corpus")
 print("ready", flush=True)

@@ -9,7 +9,7 @@ import sys
 import pytest
 from data_helpers import line_of, make_config, write_tokenizer
 
-from trainer.data.tokenizer import ByteTokenizer, load_tokenizer
+from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.errors import UserError
 
 TEXTS = ["", "plain", "line\nline\r\n\ttab", "naïve café", "日本語", "🙂 family 👨‍👩‍👧", "\x00\x7f"]

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 from config_helpers import BASE, failure, load
 
-from trainer import device as device_room
-from trainer import doctor
 from trainer.config import Config
-from trainer.device import device_notices, resolve_device
-from trainer.device_settings import Call, device_calls, jit_options
-from trainer.plan import build_plan
+from trainer.device import doctor
+from trainer.device import resolve as device_room
+from trainer.device.resolve import device_notices, resolve_device
+from trainer.device.settings import Call, device_calls, jit_options
+from trainer.plan.plan import build_plan
 
 MISSING = ["no card (/dev/davinci0)", "no CANN libraries (/usr/local/Ascend, ASCEND_HOME_PATH)"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trainer import doctor
-from trainer.doctor import Check
+from trainer.device import doctor
+from trainer.device.doctor import Check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -188,7 +188,7 @@ def test_the_table_shows_everything_as_it_is() -> None:
 def test_it_answers_on_this_machine_within_a_second_and_without_mindspore() -> None:
     program = """if True:
         import sys
-        from trainer import doctor
+        from trainer.device import doctor
         print(doctor.to_json(doctor.checks()))
         assert "mindspore" not in sys.modules
     """

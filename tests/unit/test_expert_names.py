@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from trainer.checkpoint.expert_names import FUSED, MIXTRAL, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
-from trainer.config.model_schema import ModelConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.models.shapes import parameter_shapes
 
 GATE, UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down"))

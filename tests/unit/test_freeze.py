@@ -11,7 +11,7 @@ from trainer.config import Config, dump_config, parse_config
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, all_shapes, layer_prefix, parameter_shapes
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.plan import build_plan, plan_text
+from trainer.plan.plan import build_plan, plan_text
 
 LAYERS = 4
 TEXT = BASE.replace("num_layers: 2", f"num_layers: {LAYERS}")
@@ -127,11 +127,12 @@ MIXTURE = "{expert_num: 4, balance_via_topk_bias: True, topk_bias_update_rate: 0
 MODULES = (f"model.model_config.moe_config={MIXTURE}", "model.model_config.mtp_depth=1")
 
 
-def test_the_layers_of_modules_for_further_tokens_can_be_frozen() -> None:
+def test_the_layers_of_modules_for_mtp_can_be_frozen() -> None:
     frozen = frozen_names(config_of(f"{{layers: {LAYERS}}}", *MODULES))
     assert {name.split(".")[2] for name in frozen} == {str(LAYERS)}
     assert {f"model.layers.{LAYERS}.eh_proj.weight", f"model.layers.{LAYERS}.mlp.gate.weight"} < frozen
-    for modules, text in ((1, "its module for further tokens (mtp_depth) 4"), (2, "its modules")):
+    cases = ((1, "its multi-token prediction module (mtp_depth) 4"), (2, "its multi-token prediction modules"))
+    for modules, text in cases:
         config = config_of("{layers: 0-6}", *MODULES[:1], f"model.model_config.mtp_depth={modules}")
         message = failure(lambda config=config: frozen_names(config))
         assert "there is no layer 6: the model's layers are 0 to 3, and " + text in message

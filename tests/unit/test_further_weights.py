@@ -1,4 +1,4 @@
-"""Checkpoints with more or less than the model: modules for further tokens, the bias on the choice of experts."""
+"""Checkpoints with more or less than the model: multi-token prediction modules, the bias on the choice of experts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import Config, parse_config
-from trainer.export import export
 from trainer.models.init import initial_value
-from trainer.models.shapes import CHOICE_BIAS, adapter_shapes, parameter_shapes
+from trainer.models.shapes import EXPERT_BIAS, adapter_shapes, parameter_shapes
+from trainer.run.export import export
 
 SIZES = {
     "num_layers": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "vocab_size": 30, "seq_length": 8,
@@ -44,7 +44,7 @@ def weights_of(name: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
-    """A dense model with one layer and two modules for further tokens."""
+    """A dense model with one layer and two multi-token prediction modules."""
     save_file(weights_of(DENSE), tmp_path / "model.safetensors")
     return tmp_path
 
@@ -92,7 +92,7 @@ def test_modules_that_the_checkpoint_lacks_start_from_the_seed_in_a_training(
     assert found.keys() == parameter_shapes(config.decoder).keys()
     (text,) = told
     which = "layers 1-2 (mtp_depth 2) start" if len(layers) == 2 else "layer 2 (mtp_depth 2) starts"
-    assert text == f"the checkpoint has no module for further tokens: {which} from the seed"
+    assert text == f"the checkpoint has no multi-token prediction module: {which} from the seed"
     name = "model.layers.2.eh_proj.weight"
     right = initial_value(name, found[name].shape, config.decoder, config.seed)
     np.testing.assert_array_equal(found[name], right)
@@ -131,18 +131,18 @@ def test_a_bias_that_the_checkpoint_lacks_starts_at_zero_and_that_is_said(mixtra
     config, told = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
     found = requested_weights(config, told.append)
     assert told == ["balance_via_topk_bias: the checkpoint has no bias on the choice of experts, it starts at 0"]
-    biases = [array for name, array in found.items() if name.endswith(CHOICE_BIAS)]
+    biases = [array for name, array in found.items() if name.endswith(EXPERT_BIAS)]
     assert len(biases) == len(config.decoder.moe_layers) and not np.any(biases)
     assert found.keys() == parameter_shapes(config.decoder).keys()
 
 
 def test_a_bias_that_is_missing_in_some_layers_is_a_damaged_checkpoint(mixtral: Path) -> None:
     config = config_of("experts_mixtral", mixtral, moe=BALANCED)
-    name = f"model.layers.0.{CHOICE_BIAS}"
+    name = f"model.layers.0.{EXPERT_BIAS}"
     bias = np.zeros(config.decoder.experts.expert_num, np.float32)
     save_file(load_file(mixtral / "model.safetensors") | {name: bias}, mixtral / "model.safetensors")
     message = failure(lambda: requested_weights(config))
-    assert f"it lacks model.layers.1.{CHOICE_BIAS}" in message
+    assert f"it lacks model.layers.1.{EXPERT_BIAS}" in message
 
 
 def test_an_export_says_which_biases_transformers_does_not_know(mixtral: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_an_export_says_which_biases_transformers_does_not_know(mixtral: Path, t
     assert [text for text in still.notices if "transformers" in text] == []
     weights = load_file(mixtral / "model.safetensors")
     experts = config.decoder.experts.expert_num
-    moved = {f"model.layers.{n}.{CHOICE_BIAS}": np.ones(experts, np.float32) for n in config.decoder.moe_layers}
+    moved = {f"model.layers.{n}.{EXPERT_BIAS}": np.ones(experts, np.float32) for n in config.decoder.moe_layers}
     save_file(weights | moved, mixtral / "model.safetensors")
     found = export(config, tmp_path / "moved", merge=False)
     (text,) = found.notices

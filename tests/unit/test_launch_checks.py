@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import dispatch
+from trainer.cli.main import dispatch
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.checks import check_launch
@@ -130,9 +130,9 @@ def test_more_workers_than_memory_allows_are_refused(options: LaunchOptions, scr
     assert "Fix: a smaller runner_config.batch_size" in refusal(options, left_bytes=GIB // 2)
     check_launch(replace(options, force=True), left_bytes=GIB)
     check_launch(replace(options, script=script), left_bytes=GIB)
-    halves = replace(options, local_worker_num=2)
-    check_launch(halves, left_bytes=2 * GIB)  # memory is that of a host
-    assert "2 workers on this host" in refusal(halves, left_bytes=GIB)
+    sublayers = replace(options, local_worker_num=2)
+    check_launch(sublayers, left_bytes=2 * GIB)  # memory is that of a host
+    assert "2 workers on this host" in refusal(sublayers, left_bytes=GIB)
 
 
 def test_sharing_the_optimizer_state_lets_more_workers_in(options: LaunchOptions) -> None:

@@ -10,9 +10,9 @@ import pytest
 from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.checkpoint.adapters import base_record, check_base, description, digest, merged
+from trainer.cli.flags import split_arguments
 from trainer.config import Config, check_runnable, dump_config, parse_config
-from trainer.config.adapter_schema import PROJECTIONS, PetConfig
-from trainer.flags import split_arguments
+from trainer.config.schema.adapter import PROJECTIONS, PetConfig
 from trainer.models.init import initial_value
 from trainer.models.shapes import (
     adapted_projections,
@@ -22,7 +22,7 @@ from trainer.models.shapes import (
     block_weights,
     parameter_shapes,
 )
-from trainer.plan import build_plan, plan_text
+from trainer.plan.plan import build_plan, plan_text
 
 KEY = "model.model_config.pet_config"
 LINE = BASE.splitlines().index("    seq_length: 32") + 2  # where pet_config is written

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trainer.errors import UserError
-from trainer.parallel.mesh import GROUP_KINDS, Degrees, Mesh, build_mesh, misfit_of, nearest_degrees
+from trainer.parallel.mesh import GROUP_KINDS, Degrees, Mesh, build_mesh, degree_mismatch, nearest_degrees
 
 MOST = 64
 AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
@@ -90,7 +90,7 @@ def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
     }  # fmt: skip
     assert len(of_rank) == 16_384
     began = time.perf_counter()
-    assert misfit_of(Degrees(16, 32, 4, 7), 16_384) is not None
+    assert degree_mismatch(Degrees(16, 32, 4, 7), 16_384) is not None
     assert time.perf_counter() - began < 1
 
 
@@ -126,6 +126,6 @@ def test_every_choice_that_is_named_fits(ranks: int) -> None:
     for wrong in (Degrees(2, 3, 1, 5), Degrees(1, 9, 2, 1), Degrees(3, 1, 1, 4)):
         choices = nearest_degrees(wrong, ranks)
         assert choices and len(set(choices)) == len(choices)
-        assert all(misfit_of(choice, ranks) is None for choice in choices)
+        assert all(degree_mismatch(choice, ranks) is None for choice in choices)
         changed = [sum(new != old for new, old in zip(choice, wrong, strict=True)) for choice in choices]
         assert changed == sorted(changed)

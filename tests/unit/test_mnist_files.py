@@ -14,8 +14,8 @@ from config_helpers import failure, load
 
 from trainer.config import Config
 from trainer.data import build_datasets, estimate_rows
-from trainer.data.batch import IGNORE_INDEX
-from trainer.data.loaders import eval_batches, training_batches
+from trainer.data.batches.batch import IGNORE_INDEX
+from trainer.data.batches.loader import eval_batches, training_batches
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"

@@ -14,7 +14,7 @@ import pytest
 from golden_files import load_model_case, model_case_names, model_settings
 
 from trainer.config import parse_config
-from trainer.config.model_schema import ModelConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.models.init import initial_value
 from trainer.models.rotary import rotary_angles
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, attention_shapes, mlp_shapes, parameter_shapes

@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, error_of, load, notices
 
 from trainer.config import dump_config, parse_config
-from trainer.config.moe_rules import watches_drop_rate
+from trainer.config.checks.moe import watches_drop_rate
 from trainer.errors import UserError
 from trainer.optim.freeze import frozen_names, trained_shapes
 

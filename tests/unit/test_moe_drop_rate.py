@@ -17,7 +17,7 @@ from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
 from trainer.monitors.report import Curves, Panel, _draw_panel, draw_report, read_curves
 from trainer.ops.routing import RoutingCounts
 
-# Layers 1 and 2, and a module for further tokens, of 4 experts: nothing dropped, 3 of 12 dropped, all at one expert.
+# Layers 1 and 2 and an MTP module, of 4 experts: nothing dropped, 3 of 12 dropped, all at one expert.
 COUNTS = RoutingCounts(
     layers=(1, 2, 4),
     kept=np.array([[3, 3, 3, 3], [4, 4, 1, 0], [3, 0, 0, 0]]),

@@ -1,4 +1,4 @@
-"""What `plan` says of experts and modules for further tokens."""
+"""What `plan` says of experts and multi-token prediction modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config import Override, load_config
 from trainer.ops.select import kernel_notices
-from trainer.plan import Plan, build_plan, plan_dict, plan_text
+from trainer.plan.plan import Plan, build_plan, plan_dict, plan_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MIB = 1 << 20

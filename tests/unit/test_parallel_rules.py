@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from config_helpers import BASE, error_of, failure, load
 
+from trainer.cli.flags import split_arguments
 from trainer.config import check_runnable, config_notices, dump_config, parse_config
-from trainer.config.parallel_rules import degrees_of, shard_threshold_bytes, shards_optimizer
-from trainer.config.semi_auto_rules import as_read
-from trainer.device import check_run
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.semi_auto import data_config
+from trainer.device.resolve import check_run
 from trainer.errors import UserError
-from trainer.flags import split_arguments
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.world import ALONE, world_of
+from trainer.parallel.world import SINGLE_PROCESS, world_of
 
 EIGHT = world_of(8)
 
@@ -28,7 +28,7 @@ def told(text: str, world=EIGHT) -> str:
 
 def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
     config = load(BASE)
-    for world in (ALONE, world_of(2), EIGHT):
+    for world in (SINGLE_PROCESS, world_of(2), EIGHT):
         check_runnable(config, world)
         assert degrees_of(config, world) == Degrees(data_parallel=world.size)
     assert config_notices(config) == []
@@ -96,7 +96,7 @@ def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) ->
     ],
 )  # fmt: skip
 def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[str]) -> None:
-    message = run_error(text, ALONE)
+    message = run_error(text, SINGLE_PROCESS)
     assert all(part in message for part in parts), message
 
 
@@ -113,8 +113,8 @@ def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[
 )  # fmt: skip
 def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
     check_runnable(load(BASE + text))
-    assert notice in told(text, ALONE)
-    assert degrees_of(load(BASE + text), ALONE) == Degrees()
+    assert notice in told(text, SINGLE_PROCESS)
+    assert degrees_of(load(BASE + text), SINGLE_PROCESS) == Degrees()
 
 
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
@@ -168,7 +168,7 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
     said = str(error.value)
     assert "a.yaml:16: parallel.parallel_mode = 'semi_auto_parallel': MindSpore compiles semi-automatic" in said
     assert "never for a CPU" in said and "add --parallel_fallback explicit" in said
-    assert check_run(load(text), ALONE) == "CPU"  # not in force
+    assert check_run(load(text), SINGLE_PROCESS) == "CPU"  # not in force
     explicit = load(BASE + "parallel: {parallel_mode: 1}\n", "parallel.parallel_fallback=explicit")
     assert check_run(explicit, EIGHT) == "CPU"
     check_runnable(load(text), EIGHT)  # nothing else is wrong with it
@@ -185,23 +185,25 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     assert "micro_batch_num 4: no effect without a pipeline" in notices and "context.mode 1: no effect" in notices
     assert "full_batch" not in told("parallel: {parallel_mode: 1, full_batch: False}\n", EIGHT)
     assert "full_batch False: not used" in told("parallel: {full_batch: False}\n", EIGHT)
-    one = told("use_parallel: True\nparallel: {parallel_mode: 1}\n", ALONE)
+    one = told("use_parallel: True\nparallel: {parallel_mode: 1}\n", SINGLE_PROCESS)
     assert "parallel_mode" not in one and "this job has one rank" in one
 
 
 def test_every_rank_of_semi_automatic_mode_reads_the_rows_of_all() -> None:
     config = load(BASE + "parallel: {parallel_mode: 1}\nparallel_config: {model_parallel: 2, data_parallel: 4}\n"
                   "runner_config: {batch_size: 3, gradient_accumulation_steps: 5}\n")  # fmt: skip
-    read = as_read(config, EIGHT).runner_config
+    read = data_config(config, EIGHT).runner_config
     assert (read.batch_size, read.gradient_accumulation_steps) == (12, 5)
     assert config.runner_config.batch_size == 3
 
 
 def test_sharing_optimizer_state_needs_several_ranks() -> None:
     config = load(BASE + "parallel: {enable_parallel_optimizer: True}\n")
-    assert shards_optimizer(config, EIGHT) and not shards_optimizer(config, ALONE)
+    assert shards_optimizer(config, EIGHT) and not shards_optimizer(config, SINGLE_PROCESS)
     assert not shards_optimizer(load(BASE), EIGHT)
-    check_runnable(load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n"), ALONE)
+    check_runnable(
+        load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n"), SINGLE_PROCESS
+    )
 
 
 def test_the_threshold_may_stand_in_either_place() -> None:

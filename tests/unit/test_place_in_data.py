@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from test_data_loader import NumberedRows
 
-from trainer.checkpoint.place import batch_now
-from trainer.data.sampler import BatchLoader
+from trainer.checkpoint.data_position import batch_now
+from trainer.data.batches.sampler import BatchLoader
 from trainer.errors import UserError
 
 

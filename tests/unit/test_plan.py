@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Override, load_config
-from trainer.plan import build_plan, plan_dict, plan_text
-from trainer.plan_memory import memory_estimate, memory_notices
+from trainer.plan.memory import memory_estimate, memory_notices
+from trainer.plan.plan import build_plan, plan_dict, plan_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MIB = 1 << 20

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import dispatch
+from trainer.cli.main import dispatch
 from trainer.config import Config, Override, load_config
 from trainer.errors import UserError
 from trainer.parallel.world import World, world_of
-from trainer.plan import build_plan, plan_text
-from trainer.plan_memory import memory_estimate, memory_notices
+from trainer.plan.memory import memory_estimate, memory_notices
+from trainer.plan.plan import build_plan, plan_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from test_mnist_files import write_set
 
+from trainer.cli.flags import FLAGS, split_arguments
 from trainer.config import load_config, parse_config
-from trainer.data.documents import parse_line
+from trainer.data.source.documents import parse_line
 from trainer.errors import UserError
-from trainer.flags import FLAGS, split_arguments
 from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_positional
 from trainer.models.shapes import parameter_shapes
 from trainer.parallel.world import world_of
-from trainer.plan import build_plan
+from trainer.plan.plan import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from trainer.errors import RunError
-from trainer.parallel import regions
-from trainer.parallel.peers import check_same_values
-from trainer.parallel.regions import Region, first_holders, gather_whole, region
+from trainer.parallel.communicator import check_same_values
+from trainer.semi_auto import shards as regions
+from trainer.semi_auto.shards import Shard, first_holders, gather_whole, region
 
 RANKS = 8
 
@@ -62,15 +62,15 @@ def layout(grid: list[int], axes: list, whole: list[int], group: str = "") -> tu
 )
 def test_a_part_from_a_layout(axes: list, rank: int, start: tuple, shape: tuple) -> None:
     found = region(layout([4, 2], axes, [16, 12]), rank)
-    assert found == Region(start, shape)
+    assert found == Shard(start, shape)
 
 
 def test_ranks_that_share_state_cut_the_first_axis_once_more() -> None:
-    assert region(layout([4, 2], [0, -1], [16, 12], "4-1"), 5, (2, 4)) == Region((12, 0), (2, 12))
+    assert region(layout([4, 2], [0, -1], [16, 12], "4-1"), 5, (2, 4)) == Shard((12, 0), (2, 12))
 
 
 def test_a_later_stage_has_a_grid_of_its_own() -> None:
-    assert region(layout([2, 2], [0], [6]), 5) == region(layout([2, 2], [0], [6]), 1) == Region((3,), (3,))
+    assert region(layout([2, 2], [0], [6]), 5) == region(layout([2, 2], [0], [6]), 1) == Shard((3,), (3,))
 
 
 def test_whole_arrays_from_the_parts_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

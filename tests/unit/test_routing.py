@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trainer.config.moe_schema import MoEConfig
+from trainer.config.schema.moe import MoEConfig
 from trainer.ops.routing import Routing, RoutingCounts, RoutingRule, choose_experts, route
 
 RANDOM = np.random.default_rng(11)

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from trainer.config.optim_schema import LrSchedule
+from trainer.config.schema.optimizer import LrSchedule
 from trainer.errors import UserError
 from trainer.optim.schedules import build_schedule, warmup_steps
 

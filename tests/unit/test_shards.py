@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.parallel.buckets import buckets, chunks
-from trainer.parallel.shards import Shard, part_of
+from trainer.parallel.optimizer_shard import OptimizerShard, part_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -19,10 +19,10 @@ def test_the_parts_of_all_ranks_are_the_whole_and_equally_long(numbers: int, ran
 
 
 def test_small_parameters_stay_whole() -> None:
-    shard = Shard(1, 4, threshold_bytes=64 << 10)
+    shard = OptimizerShard(1, 4, threshold_bytes=64 << 10)
     assert shard.cuts(16 << 10) and not shard.cuts((16 << 10) - 1)
     assert shard.part(16 << 10) == slice(4096, 8192)
-    assert not Shard(0, 4).cuts(3) and Shard(0, 4).cuts(4)  # every rank has something of what is cut
+    assert not OptimizerShard(0, 4).cuts(3) and OptimizerShard(0, 4).cuts(4)  # every rank has something of what is cut
 
 
 def test_buckets_hold_what_fits_in_order() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
-from trainer.stop_signals import StopSignals
+from trainer.run.stop_signals import StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_a_second_one_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop
-        monkeypatch.setattr("trainer.stop_signals.time.monotonic", lambda: now + 5)
+        monkeypatch.setattr("trainer.run.stop_signals.time.monotonic", lambda: now + 5)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

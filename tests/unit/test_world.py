@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.parallel.world import ALONE, LOCAL_SIZE_VARIABLE, World, world_from_environment, world_of
+from trainer.parallel.world import LOCAL_SIZE_VARIABLE, SINGLE_PROCESS, World, world_from_environment, world_of
 
 WORKER = {"MS_WORKER_NUM": "8", "RANK_ID": "5", "DEVICE_ID": "1", LOCAL_SIZE_VARIABLE: "4"}
 
@@ -18,9 +18,9 @@ def test_what_msrun_says_is_read() -> None:
 
 
 def test_without_a_job_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert world_from_environment({"RANK_ID": "3", "DEVICE_ID": "2"}) == ALONE == World(0, 1, 0, 1)
+    assert world_from_environment({"RANK_ID": "3", "DEVICE_ID": "2"}) == SINGLE_PROCESS == World(0, 1, 0, 1)
     monkeypatch.delenv("MS_WORKER_NUM", raising=False)
-    assert world_from_environment() == ALONE
+    assert world_from_environment() == SINGLE_PROCESS
     for name, value in WORKER.items():
         monkeypatch.setenv(name, value)
     assert world_from_environment().rank == 5

@@ -11,7 +11,7 @@ _LIMIT_SECONDS = 20
 
 
 class ThreadPeers:
-    """One of several ranks; has what a save asks of `trainer.parallel.peers.Peers`. Waiting for ever is an error."""
+    """One of several ranks; has what a save asks of a `Communicator`. Waiting for ever is an error."""
 
     def __init__(self, rank: int, given: list[bytes], meeting: threading.Barrier) -> None:
         self.rank, self.size, self.given, self.meeting = rank, len(given), given, meeting

@@ -18,10 +18,10 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 
-from trainer.data.batch import Batch
+from trainer.data.batches.batch import Batch
+from trainer.models.functional import FunctionalDecoder, weight_names
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.shapes import all_shapes, attention_shapes, dropped_projections, is_buffer, mlp_shapes
-from trainer.models.whole_graph import WholeDecoder, weight_names
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -47,7 +47,7 @@ class StepGraph(nn.Cell):
         trained: Places of the tensors whose gradients are wanted; none: the loss alone.
     """
 
-    def __init__(self, decoder: WholeDecoder, structure: tuple, trained: tuple[int, ...]) -> None:
+    def __init__(self, decoder: FunctionalDecoder, structure: tuple, trained: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         self.forward, self.trained = _Flat(decoder, structure), trained
         self.step = mindspore.value_and_grad(self.forward, trained) if trained else self.forward
@@ -57,7 +57,7 @@ class StepGraph(nn.Cell):
 
 
 class _Flat(nn.Cell):
-    def __init__(self, decoder: WholeDecoder, structure: tuple) -> None:
+    def __init__(self, decoder: FunctionalDecoder, structure: tuple) -> None:
         super().__init__(auto_prefix=False)
         self.decoder, self.structure = decoder, structure
 
@@ -106,7 +106,7 @@ def export_step(
     structure.append(put([[None if name is None else described[name] for name in group] for group in names]))
     flat = [name for group in names for name in group if name is not None]
     places = tuple(place for place, name in enumerate(flat, first) if name in trained)
-    decoder = WholeDecoder(settings, kernels, rows * length, layers)
+    decoder = FunctionalDecoder(settings, kernels, rows * length, layers)
     return _exported(StepGraph(decoder, tuple(structure), places), arguments)
 
 
@@ -121,13 +121,13 @@ def _inputs(settings: ModelConfig, kernels: KernelSet, rows: int, length: int) -
 
 
 def _input_groups(settings: ModelConfig, inputs: ModelInputs, layers: Sequence[int]) -> Iterator[Any]:
-    """The arguments of `WholeDecoder` before the weights."""
+    """The arguments of `FunctionalDecoder` before the weights."""
     yield inputs.ids_N, inputs.labels_N, inputs.valid_N1
     yield inputs.tables
     yield inputs.mask
     yield () if inputs.shares is None else inputs.shares[:3]
-    further = [layer - settings.num_layers for layer in layers if layer >= settings.num_layers]
-    yield [tuple(inputs.further[module]) for module in further]
+    mtp = [layer - settings.num_layers for layer in layers if layer >= settings.num_layers]
+    yield [tuple(inputs.mtp[module]) for module in mtp]
     yield [_dropped(settings, inputs) for _ in layers]
 
 

@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.audit.graph import Node, export_step, trained_names
-from trainer.audit.semi_auto import semi_auto_rows
-from trainer.config.parallel_rules import is_semi_auto
-from trainer.device_settings import device_calls, jit_options
+from trainer.config.checks.parallel import is_semi_auto
+from trainer.device.settings import device_calls, jit_options
 from trainer.errors import UserError
 from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
-from trainer.ops.ascend_support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
+from trainer.ops.ascend.support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
 from trainer.ops.kernel_set import KernelSet, for_one_graph, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import KernelChoice, select_kernels
 from trainer.optim.freeze import frozen_names
-from trainer.parallel.world import ALONE, World
+from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.semi_auto.audit import semi_auto_rows
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -118,7 +118,7 @@ class _Kind(NamedTuple):
 
 
 def audit_ascend(
-    config: Config, change: Callable[[KernelSet], KernelSet] | None = None, world: World = ALONE
+    config: Config, change: Callable[[KernelSet], KernelSet] | None = None, world: World = SINGLE_PROCESS
 ) -> Audit:
     """Builds the graphs and counts.
 

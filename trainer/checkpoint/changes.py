@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import Section, support_of
+from trainer.config.schema.fields import Section, support_of
 
 if TYPE_CHECKING:
     from trainer.config import Config

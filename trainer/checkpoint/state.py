@@ -25,20 +25,20 @@ from trainer.checkpoint.adapters import (
     fitting_adapters,
 )
 from trainer.checkpoint.changes import changed_settings, settings_record
+from trainer.checkpoint.data_position import BATCH_KEYS, batch_now
 from trainer.checkpoint.expert_names import to_disk
-from trainer.checkpoint.place import BATCH_KEYS, batch_now
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, shard_name
 from trainer.checkpoint.weights import fitting_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes
 from trainer.optim.freeze import trained_shapes
-from trainer.parallel.peers import Alone, Peers
+from trainer.parallel.communicator import Communicator, SingleProcess
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.models.decoder import Decoder
-    from trainer.plan import Plan
+    from trainer.plan.plan import Plan
     from trainer.step.train_step import Saved
 
 OPTIMIZER = "optimizer"
@@ -122,7 +122,7 @@ def save(
     layout: Mapping[str, Any],
     base: Mapping[str, Any] | None,
     keep_max: int,
-    peers: Peers | None = None,
+    communicator: Communicator | None = None,
 ) -> Path:
     """Writes a checkpoint of the run as it stands; returns its folder. All ranks call it: each writes what is its own.
 
@@ -139,17 +139,17 @@ def save(
     Raises:
         RunError: The disk is full or does not let us write, for one of the ranks; earlier checkpoints are untouched.
     """
-    peers = peers or Alone()
+    communicator = communicator or SingleProcess()
     tensors, documents = {}, {}
-    if peers.rank == 0:
+    if communicator.rank == 0:
         if base is None:
             tensors["model"] = to_disk(saved.weights, config.model.arch.type)
         else:
             tensors[PART] = {PREFIX + name: saved.weights[name] for name in adapter_shapes(config.decoder)}
             documents[CONFIG_FILE] = description(config.decoder, base["load_checkpoint"])
     if saved.in_parts:
-        tensors[shard_name(OPTIMIZER, peers.rank, peers.size)] = saved.optimizer
-    elif peers.rank == 0:
+        tensors[shard_name(OPTIMIZER, communicator.rank, communicator.size)] = saved.optimizer
+    elif communicator.rank == 0:
         tensors[OPTIMIZER] = saved.optimizer
     state = {
         "position": asdict(position),
@@ -159,7 +159,9 @@ def save(
         "data": dict(layout),
     }
     state |= {"base": dict(base)} if base is not None else {}
-    return write_checkpoint(folder, position.step, tensors, state, keep_max, documents=documents, peers=peers)
+    return write_checkpoint(
+        folder, position.step, tensors, state, keep_max, documents=documents, communicator=communicator
+    )
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:

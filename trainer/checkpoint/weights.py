@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
-from trainer.checkpoint.further_weights import fix_for, missing_biases, missing_modules, unused_modules
+from trainer.checkpoint.mtp_weights import fix_for, missing_biases, missing_modules, unused_modules
 from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
 from trainer.errors import UserError
 from trainer.models.init import initial_value
@@ -34,7 +34,7 @@ def requested_weights(
     Args:
         config: Names the checkpoint and describes the model.
         notice: Told what of the checkpoint is left out, and what it lacks that starts anew.
-        new_modules: Modules for further tokens that the checkpoint lacks start from the seed: a training moves them.
+        new_modules: Multi-token prediction modules that the checkpoint lacks start from the seed.
 
     Raises:
         UserError: Nothing readable there, or weights of another model.
@@ -84,7 +84,7 @@ def fitting_weights(
 
 
 def _is_copy(name: str, weights: Mapping[str, np.ndarray], settings: ModelConfig) -> bool:
-    """Whether it is the embedding or head that published modules for further tokens repeat from the main model."""
+    """Whether it is the embedding or head that published multi-token prediction modules repeat from the main model."""
     for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
         if name.endswith(ending) and name != main and settings.mtp_depth:
             whole = EMBEDDING if settings.tie_word_embeddings else main

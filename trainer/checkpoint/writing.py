@@ -35,7 +35,7 @@ from trainer.checkpoint.store import (
     step_folders,
 )
 from trainer.errors import RunError
-from trainer.parallel.peers import Alone, Peers
+from trainer.parallel.communicator import Communicator, SingleProcess
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _SAVABLE_DTYPES = frozenset(
@@ -54,7 +54,7 @@ def write_checkpoint(
     keep_max: int,
     on_stage: OnStage | None = None,
     documents: Mapping[str, Mapping[str, object]] | None = None,
-    peers: Peers | None = None,
+    communicator: Communicator | None = None,
 ) -> Path:
     """Saves a checkpoint and removes the oldest ones beyond ``keep_max``. Of several ranks, all must call it.
 
@@ -78,13 +78,13 @@ def write_checkpoint(
             untouched, nothing half is left.
         TypeError: An array's dtype has no place in safetensors.
     """
-    stage, peers = on_stage or (lambda name: None), peers or Alone()
+    stage, communicator = on_stage or (lambda name: None), communicator or SingleProcess()
     unfinished = folder / f"{UNFINISHED}{folder_name(step)}"
     _check_dtypes(tensors)
     texts = {name: json.dumps(content, indent=1) for name, content in {**(documents or {}), STATE: state}.items()}
     own_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
-    needed_bytes = sum(int(text) for text in peers.gather_bytes(str(own_bytes).encode()))
-    first = peers.rank == 0
+    needed_bytes = sum(int(text) for text in communicator.gather_bytes(str(own_bytes).encode()))
+    first = communicator.rank == 0
 
     def prepare() -> None:
         if first:
@@ -104,7 +104,7 @@ def write_checkpoint(
             _move_in_place(folder, unfinished, step, file_bytes, stage)
 
     def together(work: Callable[[], Result]) -> list[Result]:
-        return _together(work, peers, folder, needed_bytes)
+        return _together(work, communicator, folder, needed_bytes)
 
     together(prepare)
     file_bytes = {name: length for lengths in together(write) for name, length in lengths.items()}
@@ -118,7 +118,7 @@ def write_checkpoint(
     return path
 
 
-def _together(work: Callable[[], Result], peers: Peers, folder: Path, needed_bytes: int) -> list[Result]:
+def _together(work: Callable[[], Result], communicator: Communicator, folder: Path, needed_bytes: int) -> list[Result]:
     """Does a part of a save on all ranks.
 
     Returns:
@@ -132,15 +132,15 @@ def _together(work: Callable[[], Result], peers: Peers, folder: Path, needed_byt
         result = work()
     except OSError as error:
         failure, cause = _failure(folder, error, needed_bytes), error
-    every = [json.loads(text) for text in peers.gather_bytes(json.dumps([result, failure]).encode())]
+    every = [json.loads(text) for text in communicator.gather_bytes(json.dumps([result, failure]).encode())]
     failures = [(rank, told) for rank, (_, told) in enumerate(every) if told is not None]
     if not failures:
         return [result for result, _ in every]
-    if peers.rank == 0:  # nobody writes any more
+    if communicator.rank == 0:  # nobody writes any more
         with contextlib.suppress(OSError):
             _clear_leftovers(folder)
     rank, (reason, fix) = failures[0]
-    who = f" by rank {rank}" if peers.size > 1 else ""
+    who = f" by rank {rank}" if communicator.size > 1 else ""
     rule = f"a checkpoint cannot be written{who}: {reason}; earlier checkpoints are untouched"
     raise RunError(rule, key="checkpoint folder", value=str(folder), fix=fix) from cause
 

@@ -1,12 +1,12 @@
 """Configuration: YAML and flags in, one checked tree of values out. Never imports MindSpore."""
 
-from trainer.config.dump import dump_config
-from trainer.config.json_schema import json_schema
-from trainer.config.loader import config_notices, load_config, parse_config
-from trainer.config.overrides import Override, is_boolean, is_top_level
-from trainer.config.resolve import sections_with
-from trainer.config.runnable import check_runnable
-from trainer.config.schema import Config
+from trainer.config.checks.preflight import check_runnable
+from trainer.config.read.dump import dump_config
+from trainer.config.read.json_schema import json_schema
+from trainer.config.read.loader import config_notices, load_config, parse_config
+from trainer.config.read.overrides import Override, is_boolean, is_top_level
+from trainer.config.read.resolve import sections_with
+from trainer.config.schema.root import Config
 
 __all__ = [
     "Config",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from trainer.config.problems import Problem
-from trainer.config.schema import Config
+from trainer.config.checks.problem import Problem
+from trainer.config.schema.root import Config
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"

@@ -19,7 +19,7 @@ def layer_numbers(written: Any, num_layers: int, modules: int = 0) -> list[int]:
     Args:
         written: An integer, a text, or a list of them.
         num_layers: Layers of the model.
-        modules: Modules for further tokens, which count on after the last layer.
+        modules: Multi-token prediction modules, which count on after the last layer.
 
     Raises:
         LayerError: It names no layers, or layers that the model does not have.
@@ -30,8 +30,8 @@ def layer_numbers(written: Any, num_layers: int, modules: int = 0) -> list[int]:
     if beyond:
         rule = f"there is no layer {beyond[-1]}: the model's layers are {all_layers(num_layers)}"
         kind = "module" if modules == 1 else "modules"
-        further = layer_text(range(num_layers, num_layers + modules)).removeprefix("layers ").removeprefix("layer ")
-        raise LayerError(f"{rule}, and its {kind} for further tokens (mtp_depth) {further}" if modules else rule)
+        mtp = layer_text(range(num_layers, num_layers + modules)).removeprefix("layers ").removeprefix("layer ")
+        raise LayerError(f"{rule}, and its multi-token prediction {kind} (mtp_depth) {mtp}" if modules else rule)
     if not numbers:
         raise LayerError("it names no layer")
     return sorted(numbers)

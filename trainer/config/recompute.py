@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
+from trainer.config.checks.problem import Problem
 from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
-from trainer.config.problems import Problem
-from trainer.config.schema import Config
-from trainer.config.system_schema import RecomputeConfig
+from trainer.config.schema.root import Config
+from trainer.config.schema.system import RecomputeConfig
 
 Part: TypeAlias = Literal["", "attention", "mlp", "block"]
 """What of a layer is computed again: nothing, a half, or all of it."""
 
-HALVES = ("attention", "mlp")
+SUBLAYERS = ("attention", "mlp")
 _NAMES = {"attention": "the attention half", "mlp": "the feed-forward half", "block": "the whole block"}
 _KEY = "recompute_config"
 # Words of operators' names in MindSpore Transformers and Hugging Face.
@@ -37,19 +37,19 @@ class _Choice:
     """Layers of each half, as one key says it, with the layers and halves that were read from regular expressions."""
 
     def __init__(self) -> None:
-        self.layers: dict[str, set[int]] = {half: set() for half in HALVES}
-        self.guessed: dict[str, list[str]] = {half: [] for half in HALVES}
+        self.layers: dict[str, set[int]] = {half: set() for half in SUBLAYERS}
+        self.guessed: dict[str, list[str]] = {half: [] for half in SUBLAYERS}
         self.unknown: list[str] = []
 
     def add(self, pattern: str, layers: list[int]) -> None:
         """Adds the half or halves that a pattern means."""
         plain = pattern.strip().lower()
-        halves = [half for half in HALVES if plain == half] or [h for h in HALVES if _WORDS[h].search(plain)]
-        for half in halves:
+        sublayers = [half for half in SUBLAYERS if plain == half] or [h for h in SUBLAYERS if _WORDS[h].search(plain)]
+        for half in sublayers:
             self.layers[half].update(layers)
             if plain != half:
                 self.guessed[half].append(pattern)
-        if not halves:
+        if not sublayers:
             self.unknown.append(pattern)
 
 
@@ -61,16 +61,16 @@ def recomputed_parts(config: Config) -> tuple[Part, ...]:
     """
     settings, count = config.recompute_config, config.decoder.num_layers
     whole = _whole(True if config.recompute else settings.recompute, count)
-    selected = _halves(settings.select_recompute, count)
-    excluded = _halves(settings.select_recompute_exclude, count, HALVES)
+    selected = _sublayers(settings.select_recompute, count)
+    excluded = _sublayers(settings.select_recompute_exclude, count, SUBLAYERS)
     parts: list[Part] = []
     for layer in range(count):
-        halves = [
+        sublayers = [
             half
-            for half in HALVES
+            for half in SUBLAYERS
             if (layer in whole or layer in selected.layers[half]) and layer not in excluded.layers[half]
         ]
-        parts.append("block" if len(halves) == 2 else halves[0] if halves else "")  # type: ignore[arg-type]
+        parts.append("block" if len(sublayers) == 2 else sublayers[0] if sublayers else "")  # type: ignore[arg-type]
     return tuple(parts)
 
 
@@ -90,7 +90,7 @@ def _layers(written: Any, num_layers: int) -> list[int]:
     return list(range(written))
 
 
-def _halves(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",)) -> _Choice:
+def _sublayers(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",)) -> _Choice:
     """What a key says about halves: patterns for all layers, or a mapping of patterns to layers.
 
     Without a pattern `meant` is: to select, the feed-forward half, as MindSpore Transformers then takes
@@ -118,7 +118,11 @@ def _halves(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",)) ->
 
 def recompute_problems(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
     """Layers and parts that the model does not have."""
-    for name, read in (("recompute", _whole), ("select_recompute", _halves), ("select_recompute_exclude", _halves)):
+    for name, read in (
+        ("recompute", _whole),
+        ("select_recompute", _sublayers),
+        ("select_recompute_exclude", _sublayers),
+    ):
         written = getattr(config.recompute_config, name)
         try:
             read(written, config.decoder.num_layers)
@@ -138,7 +142,7 @@ def recompute_notices(config: Config) -> Iterator[str]:
     if settings.select_recompute is True:
         yield f"{_KEY}.select_recompute True: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
     for name in ("select_recompute", "select_recompute_exclude"):
-        choice = _halves(getattr(settings, name), count)
+        choice = _sublayers(getattr(settings, name), count)
         verb = "kept" if name == "select_recompute_exclude" else "computed again"
         for half, patterns in choice.guessed.items():
             if patterns and choice.layers[half]:
@@ -154,7 +158,7 @@ def recompute_notices(config: Config) -> Iterator[str]:
 def recompute_text(parts: tuple[Part, ...]) -> str:
     """What is computed again, for `plan`; empty for nothing."""
     texts = []
-    for part, name in (("block", "blocks"), *((half, _NAMES[half]) for half in HALVES)):
+    for part, name in (("block", "blocks"), *((half, _NAMES[half]) for half in SUBLAYERS)):
         layers = [layer for layer, found in enumerate(parts) if found == part]
         if layers:
             texts.append(f"{name} of {layer_text(layers)}")

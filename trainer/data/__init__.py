@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.data.batch import IGNORE_INDEX, Batch
+from trainer.data.batches.batch import IGNORE_INDEX, Batch
+from trainer.data.batches.packing import RowDataset, TokenDataset
+from trainer.data.batches.sampler import BatchLoader
 from trainer.data.datasets import RowEstimate, batch_size, build_datasets, build_eval_dataset, estimate_rows
-from trainer.data.documents import render_prompt
-from trainer.data.packing import RowDataset, TokenDataset
-from trainer.data.sampler import BatchLoader
-from trainer.data.synthetic import SyntheticDataset
-from trainer.data.tokenizer import TextStream, Tokenizer, load_tokenizer
+from trainer.data.source.documents import render_prompt
+from trainer.data.source.synthetic import SyntheticDataset
+from trainer.data.tokens.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORE_INDEX",

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.data import sources, split
-from trainer.data.cache import Notice, find_built, find_token_file
-from trainer.data.documents import is_text
-from trainer.data.mnist import build_images, count_images
-from trainer.data.packing import RowDataset, TokenDataset, count_rows
-from trainer.data.sources import Source, find_source
-from trainer.data.split import Spans
-from trainer.data.synthetic import SyntheticDataset
-from trainer.data.token_file import Cache, Progress
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.batches import split
+from trainer.data.batches.packing import RowDataset, TokenDataset, count_rows
+from trainer.data.batches.split import Spans
+from trainer.data.source import files as sources
+from trainer.data.source.documents import is_text
+from trainer.data.source.files import Source, find_source
+from trainer.data.source.mnist import build_images, count_images
+from trainer.data.source.synthetic import SyntheticDataset
+from trainer.data.tokens.cache import Notice, find_built, find_token_file
+from trainer.data.tokens.token_file import Cache, Progress
+from trainer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ import socket
 import tempfile
 from pathlib import Path
 
+from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
-from trainer.device import check_run, resolve_device
-from trainer.doctor import memory_left_bytes
+from trainer.device.doctor import memory_left_bytes
+from trainer.device.resolve import check_run, resolve_device
 from trainer.errors import UserError
-from trainer.flags import split_arguments
 from trainer.launch.arguments import LaunchOptions
 from trainer.parallel.world import World
-from trainer.plan_memory import memory_estimate
+from trainer.plan.memory import memory_estimate
 
 _LAST_PORT = 65_535
 _MIB = 1 << 20

@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
+from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
-from trainer.launch.control import CONTROL_PORT_VARIABLE, connect_nodes
 from trainer.launch.follow import Follower, growth_of, out_of_pipe
 from trainer.launch.heartbeat import JOB_VARIABLE
 from trainer.launch.job import (
@@ -37,13 +37,13 @@ from trainer.launch.msrun import (
     warden_command,
     worker_command,
 )
+from trainer.launch.nodes import CONTROL_PORT_VARIABLE, connect_nodes
+from trainer.launch.pool import WorkerHandle, WorkerPool, listen
 from trainer.launch.ports import pick_free
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
 from trainer.launch.screen import Screen
-from trainer.launch.supervise import Supervisor
+from trainer.launch.supervisor import Supervisor
 from trainer.launch.terminal import make_pipe, terminal_size
-from trainer.launch.warden import SOCKET_VARIABLE
-from trainer.launch.wards import Ward, Wards, listen
 from trainer.launch.wire import Message
 
 MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
@@ -86,13 +86,15 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
     scratch = Scratch()
     listener = listen(scratch.socket)
     try:
-        wards = Wards(
-            {rank: Ward(rank, files.log(rank)) for rank in options.ranks}, Ward(None, files.scheduler_log), listener
+        pool = WorkerPool(
+            {rank: WorkerHandle(rank, files.log(rank)) for rank in options.ranks},
+            WorkerHandle(None, files.scheduler_log),
+            listener,
         )
-        wards.orders = orders(options, files)
-        screen = _screen(wards.orders[options.ranks[0]], scratch)
+        pool.orders = orders(options, files)
+        screen = _screen(pool.orders[options.ranks[0]], scratch)
         supervisor = Supervisor(
-            wards, lambda: _engine(options, files, scratch), files, state, nodes, options.hang_timeout, screen
+            pool, lambda: _engine(options, files, scratch), files, state, nodes, options.hang_timeout, screen
         )
         screen.tell([_announcement(options, files)])
         code = supervisor.run().exit_code

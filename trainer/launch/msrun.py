@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.errors import RunError
+from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import PROGRAM, REPOSITORY, LaunchOptions
 from trainer.launch.processes import die_with
-from trainer.launch.warden import SOCKET_VARIABLE
 
 # Isolated from the working directory and from PYTHON* variables: a warden needs the standard library and this package.
-_WARDEN = "import sys; sys.path.insert(0, {root!r}); from trainer.launch.warden import main; sys.exit(main())"
-_TRAINER = "import sys; sys.path.insert(0, {root!r}); from trainer.cli import main; main()"
+_WARDEN = "import sys; sys.path.insert(0, {root!r}); from trainer.launch.agent import main; sys.exit(main())"
+_TRAINER = "import sys; sys.path.insert(0, {root!r}); from trainer.cli.main import main; main()"
 
 # MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time, in two thirds of the
 # memory: so it listens before the first worker asks, which would otherwise wait some seconds before it asks again.

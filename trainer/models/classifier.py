@@ -15,17 +15,17 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.data.batch import IGNORE_INDEX
-from trainer.data.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
+from trainer.data.batches.batch import IGNORE_INDEX
+from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
 from trainer.models.init import initial_value
 from trainer.models.losses import LossSums
 from trainer.models.recompute import Differentiable
 from trainer.models.shapes import classifier_names, parameter_shapes
 
 if TYPE_CHECKING:
-    from trainer.config.classifier_schema import ClassifierConfig
+    from trainer.config.schema.classifier import ClassifierConfig
     from trainer.models.dropout import DropoutKey
-    from trainer.models.moe import Tally
+    from trainer.models.moe import RouterStatistics
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
 
@@ -109,11 +109,13 @@ class Classifier(nn.Cell):
         """What an optimizer updates, by name."""
         return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
 
-    def construct(self, inputs: ImageInputs, dropout: DropoutKey | None = None, tally: Tally | None = None) -> LossSums:
+    def construct(
+        self, inputs: ImageInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
+    ) -> LossSums:
         """Sum of the images' losses, not divided by anything; without `tally`, in evaluation, hits are counted too."""
         logits_BC = self.run_layers(inputs.pixels_BP, *(each.view(each.shape) for each in self.ordered))
         loss = -(self.log_softmax(logits_BC) * inputs.targets_BC).sum()
-        return LossSums(loss, loss, correct=self._hits(logits_BC, inputs.targets_BC) if tally is None else None)
+        return LossSums(loss, loss, correct=self._hits(logits_BC, inputs.targets_BC) if statistics is None else None)
 
     def _hits(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
         found_B1 = ops.argmax(logits_BC, -1).reshape(-1, 1)

@@ -17,20 +17,20 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import operations as P
 
-from trainer.config.recompute import HALVES
+from trainer.config.recompute import SUBLAYERS
 from trainer.models.attention import AttentionLayer
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
-from trainer.models.inputs import FurtherTokens, ModelInputs
+from trainer.models.inputs import ModelInputs, MtpInputs
 from trainer.models.lora import AdapterMasks
 from trainer.models.losses import LossSums
 from trainer.models.mlp import MlpLayer
-from trainer.models.moe import MoeLayer, MoePart, Tally
-from trainer.models.multi_token import NORM, WEIGHTS, MergeTokens
+from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
+from trainer.models.mtp import NORM, WEIGHTS, MergeTokens
 from trainer.models.recompute import Differentiable, LayerPart
 from trainer.models.shapes import (
-    CHOICE_BIAS,
     EMBEDDING,
+    EXPERT_BIAS,
     FINAL_NORM,
     HEAD,
     all_shapes,
@@ -150,7 +150,7 @@ class Decoder(nn.Cell):
         self.head_weight = self.embedding if settings.tie_word_embeddings else self.parameters_by_name[HEAD]
         self.block, self.head = Block(settings, kernels), Head(settings, kernels)
         self.moe = MoeLayer(settings, kernels, compiled) if settings.moe_layers else None
-        # Modules for further tokens do as the last layer does.
+        # Multi-token prediction modules do as the last layer does.
         again = list(recomputed) or [""] * settings.num_layers
         self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled)
         of_head = enumerate((self.final_norm, self.head_weight))
@@ -169,7 +169,7 @@ class Decoder(nn.Cell):
         A layer with experts is its attention half and, in place of the feed-forward half, its experts.
         """
         functions = {"block": Differentiable(self.block, compiled)}
-        for half in HALVES if self.moe is not None or set(HALVES) & set(recomputed) else ():
+        for half in SUBLAYERS if self.moe is not None or set(SUBLAYERS) & set(recomputed) else ():
             functions[half] = Differentiable(Block(self.settings, self.kernels, half), compiled)
         # A gradient flows through a layer when something in it or below it is trained.
         reached, layers = self.embedding.requires_grad, []
@@ -177,8 +177,8 @@ class Decoder(nn.Cell):
             experts = self._experts_of_layer(layer) if self.settings.is_moe_layer(layer) else None
             reached = reached or any(one is not None and one.requires_grad for one in (*weights, *(experts or ())))
             parts: dict[str, LayerPart | MoePart] = {}
-            halves = ("attention",) if experts else HALVES if again in HALVES and reached else ("block",)
-            for name in halves:
+            sublayers = ("attention",) if experts else SUBLAYERS if again in SUBLAYERS and reached else ("block",)
+            for name in sublayers:
                 own, redone = self._of_part(name, weights), again == name or (experts is not None and again == "block")
                 parts[name] = LayerPart(functions[name], own, reached=reached, recomputed=redone)
             if experts:
@@ -200,38 +200,40 @@ class Decoder(nn.Cell):
         names = [layer_prefix(layer) + name for name in block_weights(self.settings)]
         return [self.parameters_by_name[name] if name in self.parameters_by_name else None for name in names]
 
-    def construct(self, inputs: ModelInputs, dropout: DropoutKey | None = None, tally: Tally | None = None) -> LossSums:
+    def construct(
+        self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
+    ) -> LossSums:
         """Sums of losses over the valid labels, not divided by anything.
 
         Args:
             inputs: One micro-batch, see `trainer.models.inputs`.
             dropout: Names the masks; None (evaluation) or rates of 0 drop nothing.
             tally: A training's: takes what routers say, and has tokens beyond the experts' capacity dropped and the
-                modules for further tokens run. None: evaluation.
+                multi-token prediction modules run. None: evaluation.
         """
-        x_ND = self.hidden_states(inputs, dropout, tally)
+        x_ND = self.hidden_states(inputs, dropout, statistics)
         head_weight = _view(self.head_weight)
         tokens = self.run_head(x_ND, _view(self.final_norm), head_weight, inputs.labels_N, inputs.valid_N1)
-        if tally is None or not (self.settings.experts or self.settings.mtp_depth):
+        if statistics is None or not (self.settings.experts or self.settings.mtp_depth):
             return LossSums(tokens, tokens)
-        mtp = self._further_losses(x_ND, inputs, dropout, tally) if self.settings.mtp_depth else None
+        mtp = self._mtp_losses(x_ND, inputs, dropout, statistics) if self.settings.mtp_depth else None
         total = tokens
         if mtp is not None:
             total = total + mtp * (self.settings.mtp_loss_factor / self.settings.mtp_depth)
         moe = self.settings.experts
         if moe is not None and moe.aux_loss_factor:
-            total = total + tally.balance * moe.aux_loss_factor
+            total = total + statistics.balance * moe.aux_loss_factor
         if moe is not None and moe.z_loss_factor:
-            total = total + tally.z * moe.z_loss_factor
-        return LossSums(total, tokens, tally.balance, tally.z, mtp)
+            total = total + statistics.z * moe.z_loss_factor
+        return LossSums(total, tokens, statistics.balance, statistics.z, mtp)
 
     def hidden_states(
-        self, inputs: ModelInputs, dropout: DropoutKey | None = None, tally: Tally | None = None
+        self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
     ) -> Tensor:
         """The residual stream after the last block, before the final norm: [N, D]."""
         x_ND = ops.gather(_view(self.embedding), inputs.ids_N, 0)
         for layer, parts in enumerate(self.layers[: self.settings.num_layers]):
-            x_ND = self._run_layer(layer, parts, x_ND, inputs, dropout, tally)
+            x_ND = self._run_layer(layer, parts, x_ND, inputs, dropout, statistics)
         return x_ND
 
     def _run_layer(
@@ -241,28 +243,30 @@ class Decoder(nn.Cell):
         x_ND: Tensor,
         inputs: ModelInputs,
         dropout: DropoutKey | None,
-        tally: Tally | None,
+        statistics: RouterStatistics | None,
     ) -> Tensor:
         for name, part in parts.items():
             if name == "experts":
-                x_ND = part(x_ND, lambda: self._dropout_masks(dropout, layer, inputs, "mlp").mlp_out, tally)
+                x_ND = part(x_ND, lambda: self._dropout_masks(dropout, layer, inputs, "mlp").mlp_out, statistics)
             else:
                 x_ND = part(x_ND, partial(self._constants, name, layer, inputs, dropout))
         return x_ND
 
-    def _further_losses(self, x_ND: Tensor, inputs: ModelInputs, dropout: DropoutKey | None, tally: Tally) -> Tensor:
-        """Sum of the token losses of all modules for further tokens, see `trainer.models.multi_token`."""
+    def _mtp_losses(
+        self, x_ND: Tensor, inputs: ModelInputs, dropout: DropoutKey | None, statistics: RouterStatistics
+    ) -> Tensor:
+        """Sum of the token losses of all multi-token prediction modules, see `trainer.models.mtp`."""
         total, final_norm = None, _view(self.final_norm)
-        for layer, further in enumerate(inputs.further, self.settings.num_layers):
-            x_ND = self._merged(x_ND, final_norm, further, layer)
-            x_ND = self._run_layer(layer, self.layers[layer], x_ND, inputs, dropout, tally)
+        for layer, mtp in enumerate(inputs.mtp, self.settings.num_layers):
+            x_ND = self._merged(x_ND, final_norm, mtp, layer)
+            x_ND = self._run_layer(layer, self.layers[layer], x_ND, inputs, dropout, statistics)
             final_norm = _view(self.parameters_by_name[layer_prefix(layer) + NORM])
-            loss = self.run_head(x_ND, final_norm, _view(self.head_weight), further.labels_N, further.valid_N1)
+            loss = self.run_head(x_ND, final_norm, _view(self.head_weight), mtp.labels_N, mtp.valid_N1)
             total = loss if total is None else total + loss
         return total
 
-    def _merged(self, x_ND: Tensor, final_norm: Tensor, further: FurtherTokens, layer: int) -> Tensor:
-        embedded_ND = ops.gather(_view(self.embedding), further.ids_N, 0)
+    def _merged(self, x_ND: Tensor, final_norm: Tensor, mtp: MtpInputs, layer: int) -> Tensor:
+        embedded_ND = ops.gather(_view(self.embedding), mtp.ids_N, 0)
         weights = (_view(self.parameters_by_name[layer_prefix(layer) + name]) for name in WEIGHTS)
         return self.merge(embedded_ND, x_ND, final_norm, *weights)
 
@@ -288,7 +292,7 @@ class Decoder(nn.Cell):
         for layer, requested_E in zip(counts.layers, counts.requested, strict=True):
             if layer not in self.balanced_layers:
                 continue
-            bias_E = self.parameters_by_name[layer_prefix(layer) + CHOICE_BIAS]
+            bias_E = self.parameters_by_name[layer_prefix(layer) + EXPERT_BIAS]
             step_E = np.sign(requested_E.mean() - requested_E) * moe.topk_bias_update_rate
             bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from mindspore import Tensor
 
-from trainer.data.batch import IGNORE_INDEX, Batch
+from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.models.rotary import rotary_angles
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainer.ops.kernel_set import KernelSet
 
 
-class RowShares(NamedTuple):
+class SequenceWeights(NamedTuple):
     """Which row of the batch each token belongs to, for losses that are means over rows. k: experts of a token."""
 
     mean_BN: Tensor
@@ -28,7 +28,7 @@ class RowShares(NamedTuple):
     """As in `ModelInputs`."""
 
 
-class FurtherTokens(NamedTuple):
+class MtpInputs(NamedTuple):
     """What a module for the token after next sees and is asked, in the manner of `ModelInputs`."""
 
     ids_N: Tensor
@@ -50,10 +50,10 @@ class ModelInputs(NamedTuple):
     """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
     mask: tuple[Tensor, Tensor | None]
     """Causal and within a document, in the kernels' layout; the second half of the queries may have one of its own."""
-    shares: RowShares | None
+    shares: SequenceWeights | None
     """None for a dense model."""
-    further: tuple[FurtherTokens, ...]
-    """One for each module for further tokens (mtp_depth)."""
+    mtp: tuple[MtpInputs, ...]
+    """One for each multi-token prediction module (mtp_depth)."""
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -91,14 +91,14 @@ class InputBuilder:
             tuple(_further(batch, places) for places in range(1, self.settings.mtp_depth + 1)),
         )
 
-    def _shares(self, batch: Batch, valid_N1: Tensor) -> RowShares:
+    def _shares(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:
         rows, length = batch.input_ids.shape
         if self._means is None or self._means[0] != (rows, length):
             mean_BN = np.repeat(np.eye(rows, dtype=np.float32) / np.float32(length), length, axis=1)
             mean_BR = np.repeat(mean_BN, self.settings.experts.num_experts_chosen, axis=1)
             self._means = (rows, length), Tensor(mean_BN), Tensor(mean_BR)
         tokens_B1 = (batch.labels != IGNORE_INDEX).sum(axis=1, keepdims=True).astype(np.float32)
-        return RowShares(*self._means[1:], Tensor(tokens_B1), valid_N1)
+        return SequenceWeights(*self._means[1:], Tensor(tokens_B1), valid_N1)
 
     def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
         """Position tables of tokens at these positions."""
@@ -122,7 +122,7 @@ class InputBuilder:
         return tables, mask
 
 
-def _further(batch: Batch, places: int) -> FurtherTokens:
+def _further(batch: Batch, places: int) -> MtpInputs:
     """Tokens and labels so many places further in the same document."""
     rows, length = batch.input_ids.shape
     ids_BT, labels_BT = np.zeros((rows, length), np.int32), np.full((rows, length), IGNORE_INDEX, np.int32)
@@ -131,7 +131,7 @@ def _further(batch: Batch, places: int) -> FurtherTokens:
         same_BT = batch.segment_ids[:, places:] == batch.segment_ids[:, :-places]
         labels_BT[:, :-places][~same_BT] = IGNORE_INDEX
     valid_BT = labels_BT != IGNORE_INDEX
-    return FurtherTokens(
+    return MtpInputs(
         Tensor(ids_BT.reshape(-1)),
         Tensor(np.where(valid_BT, labels_BT, 0).reshape(-1)),
         Tensor(valid_BT.reshape(-1, 1).astype(np.float32)),

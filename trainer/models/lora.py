@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mindspore import Tensor, nn
 
-from trainer.config.adapter_schema import PROJECTIONS
+from trainer.config.schema.adapter import PROJECTIONS
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.shapes import (
     adapted_projections,

@@ -17,17 +17,17 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.models.recompute import compile_cell
-from trainer.models.shapes import CHOICE_BIAS, moe_shapes
+from trainer.models.shapes import EXPERT_BIAS, moe_shapes
 from trainer.ops.routing import Routing, RoutingCounts
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
-    from trainer.models.inputs import RowShares
+    from trainer.models.inputs import SequenceWeights
     from trainer.ops.kernel_set import KernelSet
 
 
 @dataclass
-class Tally:
+class RouterStatistics:
     """What the routers of one forward pass of a training leave beside the residual stream.
 
     Attributes:
@@ -37,7 +37,7 @@ class Tally:
             or tensors, as the routing was decided on the host or in a graph.
     """
 
-    shares: RowShares | None
+    shares: SequenceWeights | None
     balance: Tensor | None = None
     z: Tensor | None = None
     routings: list[tuple[int, Any, Any]] = field(default_factory=list)
@@ -188,8 +188,8 @@ class MoeLayer:
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu = made
-        self.host_router = kernels.host_router(moe) if kernels.host_router else None
-        self.local_experts = kernels.local_experts() if kernels.local_experts else None
+        self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None
+        self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
         self.route = kernels.route(
             moe.expert_num,
             moe.num_experts_chosen,
@@ -203,14 +203,14 @@ class MoeLayer:
 
     def rule(self, tokens: int, weights: Sequence[Tensor], drops: bool) -> tuple[Tensor | None, int | None, str]:
         """What the choice depends on beside the scores; tokens over capacity are dropped in training only."""
-        bias_E = weights[self.names.index(CHOICE_BIAS)] if CHOICE_BIAS in self.names else None
+        bias_E = weights[self.names.index(EXPERT_BIAS)] if EXPERT_BIAS in self.names else None
         return bias_E, self.moe.capacity(tokens) if drops else None, self.moe.drop_policy
 
     def experts(self, y_ND: Tensor, gates_Nk: Tensor, routing: Any, weights: Sequence[Tensor]) -> Tensor:
         """What routed and shared experts add to the residual stream, [N, D]."""
         gate_EFD, up_EFD, down_EDF = (weights[self.names.index(f"mlp.experts.{name}_proj.weight")] for name in _NAMES)
-        if self.local_experts is not None:  # all experts are here: nothing is exchanged between dispatch and combine
-            added_ND = self.local_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
+        if self.cpu_experts is not None:  # all experts are here: nothing is exchanged between dispatch and combine
+            added_ND = self.cpu_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
         else:
             routing = Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
             rows_RD, counts_E = self.dispatcher.dispatch(y_ND, routing)
@@ -228,7 +228,12 @@ class MoeLayer:
         return x_ND + self.experts(y_ND, self.gates(scores_NE, routing.experts_Nk), routing, weights)
 
     def train(
-        self, x_ND: Tensor, weights: Sequence[Tensor], shares: RowShares, dropped_ND: Tensor | None, routing: Any = None
+        self,
+        x_ND: Tensor,
+        weights: Sequence[Tensor],
+        shares: SequenceWeights,
+        dropped_ND: Tensor | None,
+        routing: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor, Any, Tensor]:
         """A layer of a training.
 
@@ -242,7 +247,7 @@ class MoeLayer:
         Returns:
             Residual stream, balance and z loss, the routing, the router's scores.
         """
-        if self.host_router is not None:
+        if self.cpu_router is not None:
             y_ND = self.norm(x_ND, weights[0])
             gates_Nk, balance, z, routing, scores_NE = self.routed_on_host(y_ND, weights, shares, routing)
         else:
@@ -255,7 +260,7 @@ class MoeLayer:
         return x_ND + (added_ND if dropped_ND is None else added_ND * dropped_ND), balance, z, routing, scores_NE
 
     def routed_on_host(
-        self, y_ND: Tensor, weights: Sequence[Tensor], shares: RowShares, routing: Any
+        self, y_ND: Tensor, weights: Sequence[Tensor], shares: SequenceWeights, routing: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any, np.ndarray]:
         """Gates, balance and z loss, routing and scores, as of the cells with the choice between them."""
         rule = self.rule(y_ND.shape[0], weights, drops=True)
@@ -263,7 +268,7 @@ class MoeLayer:
         def decide(scores_NE: np.ndarray) -> Any:
             return self.route.of_arrays(scores_NE, *rule) if routing is None else routing
 
-        return self.host_router(y_ND, weights[1], shares.tokens_B1, shares.valid_N1, decide)
+        return self.cpu_router(y_ND, weights[1], shares.tokens_B1, shares.valid_N1, decide)
 
 
 class MoePart:
@@ -284,21 +289,21 @@ class MoePart:
         self.keeps_activations = reached and not recomputed
 
     def __call__(
-        self, x_ND: Tensor, mask: Callable[[], Tensor | None] = lambda: None, tally: Tally | None = None
+        self, x_ND: Tensor, mask: Callable[[], Tensor | None] = lambda: None, statistics: RouterStatistics | None = None
     ) -> Tensor:
         # Compiled pieces take views, see decoder.py; the grouped product reads the stacked experts where they are.
         views = [weight if weight.ndim == 3 else weight.view(weight.shape) for weight in self.weights]
-        if tally is None:
+        if statistics is None:
             return self.function(x_ND, views)
         if self.keeps_activations:
-            x_ND, balance, z, routing, scores_NE = self.function.train(x_ND, views, tally.shares, mask())
+            x_ND, balance, z, routing, scores_NE = self.function.train(x_ND, views, statistics.shares, mask())
         else:
             trained = [place for place, weight in enumerate(self.weights) if weight.requires_grad]
-            once = _Replayed(self.function, views, trained, tally.shares, mask)
+            once = _Replayed(self.function, views, trained, statistics.shares, mask)
             x_ND, balance, z = once(x_ND, *(views[place] for place in trained))
             routing, scores_NE = once.routing, once.scores_NE
-        tally.add(balance, z)
-        tally.routings.append((self.layer, routing, scores_NE))
+        statistics.add(balance, z)
+        statistics.routings.append((self.layer, routing, scores_NE))
         return x_ND
 
 
@@ -310,7 +315,7 @@ class _Replayed(nn.Cell):
         function: MoeLayer,
         views: Sequence[Tensor],
         trained: Sequence[int],
-        shares: RowShares,
+        shares: SequenceWeights,
         mask: Callable[[], Tensor | None],
     ) -> None:
         super().__init__(auto_prefix=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from trainer.config.model_schema import ModelConfig, RopeScaling
+    from trainer.config.schema.model import ModelConfig, RopeScaling
 
 
 def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ Pure Python: `plan` counts weights with it.
 
 The names are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE and Glm4Moe, and so is the layout [out, in] of every
 matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by; on
-disk each has its own name. Modules for further tokens follow the last layer, as in DeepSeek-V3's files.
+disk each has its own name. Multi-token prediction modules follow the last layer, as in DeepSeek-V3's files.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from trainer.config.adapter_schema import PROJECTIONS
-from trainer.config.classifier_schema import ClassifierConfig
+from trainer.config.schema.adapter import PROJECTIONS
+from trainer.config.schema.classifier import ClassifierConfig
 
 if TYPE_CHECKING:
-    from trainer.config.model_schema import ModelConfig
+    from trainer.config.schema.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 ROUTER = "mlp.gate.weight"
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
 
 
@@ -55,7 +55,7 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
     shapes[ROUTER] = (moe.expert_num, hidden)
     if moe.has_choice_bias:
-        shapes[CHOICE_BIAS] = (moe.expert_num,)
+        shapes[EXPERT_BIAS] = (moe.expert_num,)
     sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
     shapes |= {f"mlp.experts.{name}.weight": (moe.expert_num, *size) for name, size in sizes.items()}
     if shared:
@@ -65,7 +65,7 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def multi_token_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What a module for further tokens has beside its block."""
+    """What a multi-token prediction module has beside its block."""
     hidden = settings.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
     return shapes | {"eh_proj.weight": (hidden, 2 * hidden), "shared_head.norm.weight": (hidden,)}
@@ -80,7 +80,7 @@ def layer_shapes(settings: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
 
 def is_buffer(name: str) -> bool:
     """Whether no gradient moves this parameter and no optimizer knows it."""
-    return name.endswith(CHOICE_BIAS)
+    return name.endswith(EXPERT_BIAS)
 
 
 def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]:
@@ -88,7 +88,7 @@ def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]
     moe = settings.experts
     if moe is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
         return []
-    parts = ROUTER, CHOICE_BIAS
+    parts = ROUTER, EXPERT_BIAS
     return [n for n in settings.moe_layers if not any(layer_prefix(n) + part in frozen for part in parts)]
 
 

@@ -29,7 +29,7 @@ def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]
     """Makes the lines of a step, one for each layer with experts, in MindSpore Transformers' form.
 
     Args:
-        layers: Their numbers; those of modules for further tokens count on after the last layer.
+        layers: Their numbers; those of multi-token prediction modules count on after the last layer.
     """
 
     def lines(metrics: StepMetrics) -> list[str]:

@@ -10,17 +10,14 @@ from functools import partial
 from mindspore import dtype as mstype
 from mindspore import nn
 
-from trainer.ops import (
-    ascend,
-    moe_ascend,
-    moe_reference,
-    moe_router,
-    moe_swiglu,
-    reference,
-    sharded,
-    sharded_ascend,
-)
+from trainer.ops import sharded, sharded_ascend
+from trainer.ops.ascend import kernels as ascend
+from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cast import InDtype, rounded
+from trainer.ops.cpu import experts as moe_swiglu
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.cpu import moe as moe_reference
+from trainer.ops.cpu import router as moe_router
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
 
@@ -58,16 +55,16 @@ class KernelSet:
     compute_dtype: mstype.Type = mstype.float32
 
     @property
-    def local_experts(self) -> MakeCell | None:
+    def cpu_experts(self) -> MakeCell | None:
         """One kernel for the whole way of tokens through experts of this device, where there is one."""
         parts = self.permute, self.grouped_matmul, self.swiglu, self.unpermute
         together = moe_reference.Permute, moe_reference.GroupedMatmul, reference.SwiGLU, moe_reference.Unpermute
-        return moe_swiglu.LocalExperts if parts == together else None
+        return moe_swiglu.CpuExperts if parts == together else None
 
     @property
-    def host_router(self) -> MakeCell | None:
+    def cpu_router(self) -> MakeCell | None:
         """One kernel for all that a router does in a training, where the host decides."""
-        return moe_router.HostRouter if self.route is moe_reference.Route else None
+        return moe_router.CpuRouter if self.route is moe_reference.Route else None
 
 
 def load_kernels(

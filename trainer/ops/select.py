@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.classifier_schema import ClassifierConfig
+from trainer.config.schema.classifier import ClassifierConfig
 from trainer.ops.precision import PartDtype, Precision, resolve_precision
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.optim.groups import ParameterGroup
-from trainer.parallel.shards import Shard
+from trainer.parallel.optimizer_shard import OptimizerShard
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Sharing:
             stands in it when there are no ranges. See `trainer.parallel.collectives.share_parts`.
     """
 
-    shard: Shard
+    shard: OptimizerShard
     share: Callable[[Sequence[Parameter], Sequence[Tensor] | None], None]
 
 

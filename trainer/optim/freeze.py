@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config.freeze_schema import FreezeConfig
 from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
+from trainer.config.schema.freeze import FreezeConfig
 from trainer.errors import UserError
 from trainer.models.shapes import (
     EMBEDDING,

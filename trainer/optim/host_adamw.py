@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.host_threads import HostThreads
+from trainer.device.host_threads import HostThreads
 
 _BLOCK = 1 << 17  # numbers; shorter ones spend their time in NumPy's calls, longer ones leave the cache
 

@@ -25,8 +25,8 @@ from mindspore.ops import operations as P
 
 from trainer.errors import RunError
 from trainer.parallel.buckets import FLOAT32_BYTES, buckets, chunks
-from trainer.parallel.shards import part_of
-from trainer.parallel.turns import threads_that_wait_for_their_turn
+from trainer.parallel.optimizer_shard import part_of
+from trainer.parallel.serial_init import serialized_init
 from trainer.parallel.world import World
 
 BUCKET_BYTES = 25 << 20
@@ -46,7 +46,7 @@ def start(world: World) -> None:
         return
     os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
-        with threads_that_wait_for_their_turn():
+        with serialized_init():
             communication.init()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]

@@ -46,7 +46,7 @@ class Degrees(NamedTuple):
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
 
-class Place(NamedTuple):
+class MeshCoordinate(NamedTuple):
     """Coordinates of a rank."""
 
     pipeline: int
@@ -104,12 +104,12 @@ class Mesh:
         first = rank - rank // stride % size * stride
         return range(first, first + size * stride, stride)
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> MeshCoordinate:
         """The coordinates of a rank."""
         rest, tensor = divmod(rank, self.degrees.model_parallel)
         rest, context = divmod(rest, self.degrees.context_parallel)
         pipeline, data = divmod(rest, self.degrees.data_parallel)
-        return Place(pipeline, data, context, tensor)
+        return MeshCoordinate(pipeline, data, context, tensor)
 
 
 def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
@@ -118,14 +118,14 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
     Raises:
         UserError: The degrees do not fit the number of ranks; the message names the nearest that do.
     """
-    misfit = misfit_of(degrees, ranks)
-    if misfit is not None:
-        fix = misfit.fix("start {ranks}")
-        raise UserError(misfit.rule, key=misfit.key, value=getattr(degrees, misfit.key), fix=fix)
+    mismatch = degree_mismatch(degrees, ranks)
+    if mismatch is not None:
+        fix = mismatch.fix("start {ranks}")
+        raise UserError(mismatch.rule, key=mismatch.key, value=getattr(degrees, mismatch.key), fix=fix)
     return Mesh(degrees)
 
 
-class Misfit(NamedTuple):
+class DegreeMismatch(NamedTuple):
     """Why degrees and ranks do not go together, in words.
 
     Attributes:
@@ -145,7 +145,9 @@ class Misfit(NamedTuple):
         return ", or ".join(filter(None, (start.format(ranks=self.ranks) if self.ranks else "", self.change)))
 
 
-def misfit_of(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> Misfit | None:
+def degree_mismatch(
+    degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields
+) -> DegreeMismatch | None:
     """What is wrong with these degrees for so many ranks; None when they fit.
 
     Args:
@@ -161,12 +163,14 @@ def misfit_of(degrees: Degrees, ranks: int, may_change: Collection[str] = Degree
         near = nearest_degrees(degrees, ranks, may_change)
         choices = "; or ".join(_changes(degrees, choice) for choice in near)
         key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
-        return Misfit(key, f"{rule}, and this job has {ranks}", f"set {choices}" if near else "", degrees.ranks)
+        return DegreeMismatch(key, f"{rule}, and this job has {ranks}", f"set {choices}" if near else "", degrees.ranks)
     places = degrees.data_parallel * degrees.context_parallel
     if places % degrees.expert_parallel:
         near = sorted(_divisors(places), key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
         rule = f"must divide data_parallel x context_parallel = {places}: that many ranks share a layer's experts"
-        return Misfit("expert_parallel", rule, f"set it to {' or '.join(str(size) for size in sorted(near))}", 0)
+        return DegreeMismatch(
+            "expert_parallel", rule, f"set it to {' or '.join(str(size) for size in sorted(near))}", 0
+        )
     return None
 
 

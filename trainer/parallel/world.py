@@ -25,7 +25,7 @@ class World(NamedTuple):
     """Number of ranks of this host."""
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
 def world_of(ranks: int, local_ranks: int | None = None) -> World:
@@ -62,14 +62,14 @@ def world_from_environment(environment: Mapping[str, str] | None = None) -> Worl
         environment: Of the process; None for that of this one.
 
     Returns:
-        `ALONE` where no job is around this process.
+        `SINGLE_PROCESS` where no job is around this process.
 
     Raises:
         UserError: The variables do not fit together: a job that was started by hand, or in another way.
     """
     variables = os.environ if environment is None else environment
     if "MS_WORKER_NUM" not in variables:
-        return ALONE
+        return SINGLE_PROCESS
     size = _number(variables, "MS_WORKER_NUM", 1)
     if "RANK_ID" not in variables:
         raise UserError(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from mindspore import Tensor, ops
 
-from trainer.data.batch import IGNORE_INDEX, Batch
+from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.ops.routing import RoutingCounts
-from trainer.parallel.peers import Alone, Peers
+from trainer.parallel.communicator import Communicator, SingleProcess
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def accumulate(
     micro_batches: Sequence[Batch],
     backward: Callable[[Batch, int, float], MicroBatch],
     loss_scale: float = 1.0,
-    peers: Peers | None = None,
+    communicator: Communicator | None = None,
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
@@ -81,9 +81,9 @@ def accumulate(
         loss_scale: Factor on the gradients, see `trainer.step.loss_scale`.
         peers: The other ranks; None: there are none.
     """
-    peers = Alone() if peers is None else peers
+    communicator = SingleProcess() if communicator is None else communicator
     counts = [valid_tokens(batch) for batch in micro_batches]
-    tokens, empty = (int(number) for number in peers.all_sum([sum(counts), counts.count(0)]))
+    tokens, empty = (int(number) for number in communicator.all_sum([sum(counts), counts.count(0)]))
     if tokens == 0:
         return WindowGradients(0.0, 0, empty, None)
     loss_sum, others, routing, total = 0.0, {}, None, None
@@ -97,22 +97,22 @@ def accumulate(
         # Summed one by one and dropped at once: memory does not grow with the number of micro-batches.
         total = list(part.gradients) if total is None else _add(total, part.gradients)
         del part
-    loss_sum, *sums = peers.all_sum([loss_sum, *(float(number) for pair in others.values() for number in pair)])
+    loss_sum, *sums = communicator.all_sum([loss_sum, *(float(number) for pair in others.values() for number in pair)])
     pairs = zip(others, sums[::2], sums[1::2], strict=True)
     means = {name: value / max(weight, 1) for name, value, weight in pairs}
-    routing = None if routing is None else _over_ranks(routing, peers)
+    routing = None if routing is None else _over_ranks(routing, communicator)
     began = time.perf_counter()
-    total = peers.sum_gradients(total)
+    total = communicator.sum_gradients(total)
     reduce_seconds = time.perf_counter() - began
     return WindowGradients(loss_sum / tokens, tokens, empty, total, means, routing, reduce_seconds)
 
 
-def _over_ranks(routing: RoutingCounts, peers: Peers) -> RoutingCounts:
-    if peers.size == 1:
+def _over_ranks(routing: RoutingCounts, communicator: Communicator) -> RoutingCounts:
+    if communicator.size == 1:
         return routing
     assigned_L = routing.requested.sum(1)
     numbers = [*routing.kept.ravel(), *routing.requested.ravel(), *(routing.entropy * assigned_L)]
-    sums, size = np.array(peers.all_sum([float(number) for number in numbers])), routing.kept.size
+    sums, size = np.array(communicator.all_sum([float(number) for number in numbers])), routing.kept.size
     kept, requested = sums[: 2 * size].reshape(2, *routing.kept.shape).astype(np.int64)
     return RoutingCounts(routing.layers, kept, requested, sums[2 * size :] / np.maximum(requested.sum(1), 1))
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.data.batch import Batch
+from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
-from trainer.parallel.peers import Alone, Peers
+from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import valid_tokens
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def evaluate(
     build_inputs: InputBuilder,
     batches: Iterable[Batch],
     stop: Callable[[], bool],
-    peers: Peers | None = None,
+    communicator: Communicator | None = None,
 ) -> Evaluation | None:
     """Mean loss over all valid labels of all ranks.
 
@@ -48,7 +48,7 @@ def evaluate(
     Raises:
         RunError: There was no valid token.
     """
-    peers = Alone() if peers is None else peers
+    communicator = SingleProcess() if communicator is None else communicator
     began = time.perf_counter()
     loss_sum, tokens, stopped, hits = 0.0, 0, False, None
     for batch in batches:
@@ -62,7 +62,7 @@ def evaluate(
             hits = hits if sums.correct is None else (hits or 0.0) + float(sums.correct.asnumpy())
             tokens += count
     counts = [loss_sum, tokens, stopped, hits or 0.0, hits is not None]
-    loss_sum, total, stops, all_hits, counted = peers.all_sum(counts)
+    loss_sum, total, stops, all_hits, counted = communicator.all_sum(counts)
     if stops:
         return None
     if total == 0:

@@ -15,13 +15,13 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from trainer.data.batch import Batch
+from trainer.data.batches.batch import Batch
 from trainer.models.decoder import LossSums
 from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder
-from trainer.models.moe import Tally
+from trainer.models.moe import RouterStatistics
 from trainer.ops.routing import RoutingCounts
-from trainer.parallel.peers import Alone, Peers
+from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate, valid_tokens
 from trainer.step.clip import clip, global_norm
 from trainer.step.guards import Guards
@@ -49,7 +49,7 @@ class StepResult:
         local_norms: Norm of each parameter's gradient by name, unscaled and before clipping; empty unless
             `runner_wrapper.local_norm` asks for them.
         losses: Further losses by name, before their factors: aux_loss (mean over the layers with experts; 1 is an even
-            load), z_loss (likewise), mtp_loss (mean over the labels of the modules for further tokens).
+            load), z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
         routing: What the routers of the window did; None for a dense model.
         reduce_seconds: Time that the sum of gradients over the ranks took, waiting for the last rank included.
     """
@@ -107,16 +107,16 @@ class TrainStep:
         wrapper: RunnerWrapper,
         *,
         seed: int = 1,
-        peers: Peers | None = None,
+        communicator: Communicator | None = None,
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
-        self.peers = Alone() if peers is None else peers
+        self.communicator = SingleProcess() if communicator is None else communicator
         self.sum_of_squares = model.kernels.sum_of_squares
 
-        def scaled_loss(inputs, dropout, tally, factor):
-            sums = model(inputs, dropout, tally)
+        def scaled_loss(inputs, dropout, statistics, factor):
+            sums = model(inputs, dropout, statistics)
             return sums.total * factor, *sums[1:]
 
         parameters = list(optimizer.parameters.values())
@@ -133,7 +133,7 @@ class TrainStep:
                 too many norms in a row were spikes. Nothing has been updated.
         """
         lr = self.schedule(self.optimizer.updates)
-        window = accumulate(micro_batches, self.backward, self.guards.scale, self.peers)
+        window = accumulate(micro_batches, self.backward, self.guards.scale, self.communicator)
         gradients = zip(self.optimizer.parameters, window.gradients or (), strict=window.gradients is not None)
         squares = {name: self.sum_of_squares(gradient) for name, gradient in gradients}
         result = apply_window(window, squares, lr, self.optimizer, self.wrapper, self.guards)
@@ -143,24 +143,24 @@ class TrainStep:
 
     def backward(self, batch: Batch, number: int, factor: float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of what is minimised times `factor`."""
-        dropout = DropoutKey(self.seed, self.peers.rank, self.optimizer.updates, number)
+        dropout = DropoutKey(self.seed, self.communicator.rank, self.optimizer.updates, number)
         inputs = self.build_inputs(batch)
-        tally = Tally(inputs.shares)
+        statistics = RouterStatistics(inputs.shares)
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.
-        outputs, gradients = self.gradients_of(inputs, dropout, tally, Tensor(np.float32(factor)))
+        outputs, gradients = self.gradients_of(inputs, dropout, statistics, Tensor(np.float32(factor)))
         sums = LossSums(*outputs)
         settings, tokens = self.model.settings, valid_tokens(batch)
         others = {}
         if settings.mtp_depth:
             # A module has fewer labels than the main model: none for the last tokens of a row or document.
-            labels = sum(float(further.valid_N1.asnumpy().sum()) for further in inputs.further)
+            labels = sum(float(mtp.valid_N1.asnumpy().sum()) for mtp in inputs.mtp)
             others["mtp_loss"] = (sums.mtp, labels)
         if settings.moe_layers:
             others["aux_loss"] = (sums.balance, tokens * len(settings.moe_layers))
         if settings.moe_layers and settings.experts.z_loss_factor:
             others["z_loss"] = (sums.z, tokens * len(settings.moe_layers))
         other_sums = {name: (float(value.asnumpy()), weight) for name, (value, weight) in others.items()}
-        return MicroBatch(float(sums.tokens.asnumpy()), other_sums, tally.counts(), gradients)
+        return MicroBatch(float(sums.tokens.asnumpy()), other_sums, statistics.counts(), gradients)
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """Takes over the optimizer's state from a checkpoint, whole arrays by `kind.parameter`."""
@@ -168,7 +168,7 @@ class TrainStep:
 
     def to_save(self) -> Saved:
         """What a checkpoint takes; all ranks call it."""
-        optimizer, first = self.optimizer, self.peers.rank == 0
+        optimizer, first = self.optimizer, self.communicator.rank == 0
         parameters = self.model.parameters_by_name.items() if first else ()
         weights = {name: parameter.asnumpy() for name, parameter in parameters}
         in_parts = bool(optimizer.parts)

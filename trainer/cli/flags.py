@@ -1,0 +1,280 @@
+"""The command line's flags as plain data, and pure functions that turn arguments into overrides of the configuration.
+
+Named flags are MindSpore Transformers' (``run_mindformer.py``); each sets one dotted key. Every other key of the
+configuration is a flag as well: ``--runner_config.epochs 3``, ``--callbacks.0.save_checkpoint_steps=50``,
+``--log_format plain``, or ``--options a.b=c d.e=f``. Strength, weakest first: file, ``--options``, named flags,
+dotted flags; of two alike the later one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from trainer.errors import UserError
+
+# Only functions import trainer.config: --help shows the table without loading the schema.
+if TYPE_CHECKING:
+    from trainer.config import Override
+
+FlagKind = Literal["value", "bool", "list", "optional"]
+"""One value; True when alone; one or more texts; True when alone but a name is possible too."""
+
+
+class Flag(NamedTuple):
+    """A named flag."""
+
+    name: str
+    key: str
+    kind: FlagKind
+    help: str
+    metavar: str = "TEXT"
+    also: str = ""
+    """A second key which gets the same value where its section is in the file."""
+
+
+_DATA, _MODEL, _MOE = "train_dataset.data_loader", "model.model_config", "model.model_config.moe_config"
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("run_mode", "run_mode", "value", "What to do: train, finetune, eval or predict.", "MODE"),
+    Flag("output_dir", "output_dir", "value", "Folder for all a run leaves.", "DIR"),
+    Flag("seed", "seed", "value", "Seed of weights, dropout and the order of data.", "INT"),
+    Flag("epochs", "runner_config.epochs", "value", "Passes over the training data.", "INT"),
+    Flag("batch_size", "runner_config.batch_size", "value", "Rows in one micro-batch.", "INT"),
+    Flag(
+        "gradient_accumulation_steps",
+        "runner_config.gradient_accumulation_steps",
+        "value",
+        "Micro-batches summed before one optimizer step.",
+        "INT",
+    ),
+    Flag("stop_step", "runner_config.stop_step", "value", "End after this optimizer step; 0: off.", "INT"),
+    Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink of MindSpore Transformers; ignored with a notice."),
+    Flag("use_clip_grad", "runner_wrapper.use_clip_grad", "bool", "Clip gradients by their global norm."),
+    Flag("max_grad_norm", "runner_wrapper.max_grad_norm", "value", "Largest global norm after clipping.", "FLOAT"),
+    Flag("train_dataset_dir", f"{_DATA}.dataset_dir", "value", 'Data to train on: file, folder or "stdlib".', "PATH"),
+    Flag("eval_dataset_dir", "eval_dataset.data_loader.dataset_dir", "value", "Data to evaluate on.", "PATH"),
+    Flag(
+        "num_samples",
+        f"{_DATA}.num_samples",
+        "value",
+        "At most so many rows of each data set.",
+        "INT",
+        also="eval_dataset.data_loader.num_samples",
+    ),
+    Flag("do_eval", "do_eval", "bool", "Evaluate while training."),
+    Flag("load_checkpoint", "load_checkpoint", "value", "Weights to start from.", "PATH"),
+    Flag(
+        "resume_training", "resume_training", "optional", "Go on from the newest, or the named, checkpoint.", "[NAME]"
+    ),
+    Flag("predict_data", "predict_data", "list", "predict: prompts, or a file of prompts.", "TEXT..."),
+    Flag("predict_batch_size", "predict_batch_size", "value", "predict: prompts generated at once.", "INT"),
+    Flag("do_sample", f"{_MODEL}.do_sample", "bool", "predict: draw tokens instead of taking the likeliest."),
+    Flag("mode", "context.mode", "value", "0: compiled blocks; 1: no compilation.", "0|1"),
+    Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
+    Flag("device_fallback", "context.device_fallback", "bool", "Take the best device where that is not there."),
+    Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
+    Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; as the job is when left out."),
+    Flag(
+        "parallel_fallback",
+        "parallel.parallel_fallback",
+        "value",
+        "explicit: data parallelism in the place of semi-automatic mode.",
+        "NAME",
+    ),
+    Flag("use_fused_rope", f"{_MODEL}.use_fused_rope", "bool", "Fused rotary embedding where there is one."),
+    Flag("use_fused_swiglu", f"{_MODEL}.use_fused_swiglu", "bool", "Fused SwiGLU where there is one."),
+    Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),
+    Flag("enable_gmm_safe_tokens", f"{_MOE}.enable_gmm_safe_tokens", "bool", "At least one token for each expert."),
+    Flag("callback_moe_droprate", f"{_MOE}.callback_moe_droprate", "bool", "Report the tokens that experts dropped."),
+    Flag("log_format", "log_format", "value", "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT"),
+    Flag("profile", "profile", "bool", "Record what the device does; not yet."),
+    Flag("auto_trans_ckpt", "auto_trans_ckpt", "bool", "Cut checkpoints for another layout; ignored with a notice."),
+    Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value", "Layout of a checkpoint; ignored.", "PATH"),
+    Flag("strategy_load_checkpoint", "strategy_load_checkpoint", "value", "Layout of a checkpoint; ignored.", "PATH"),
+    Flag("only_save_strategy", "only_save_strategy", "bool", "Write the layout and end; not yet."),
+    Flag("transform_process_num", "transform_process_num", "value", "Processes that cut a checkpoint; ignored.", "INT"),
+    Flag(
+        "remote_save_url",
+        "remote_save_url",
+        "value",
+        "Where MindSpore Transformers uploads to; ignored with a notice.",
+        "URL",
+    ),
+    Flag("register_path", "register_path", "value", "Folder of own Python classes; not yet.", "DIR"),
+    Flag("trust_remote_code", "trust_remote_code", "bool", "Run code of a model repository; ignored with a notice."),
+    Flag("adapter_id", "adapter_id", "value", "Adapters (pet_config) to start from.", "PATH"),
+    Flag("modal_type", "modal_type", "list", "Kinds of the inputs of predict_data; not yet.", "TEXT..."),
+)
+
+
+class Arguments(NamedTuple):
+    """A command line, taken apart."""
+
+    config: str | None
+    """The path after ``--config``, as typed: it counts from the working directory."""
+    overrides: list[Override]
+    """All values, the weakest first."""
+    rest: list[str]
+    """Sub-commands and flags of the caller, in their order."""
+
+
+@dataclass
+class _Reader:
+    """Reads arguments from left to right."""
+
+    tokens: list[str]
+    own_flags: Collection[str]
+    config: str | None = None
+    options: list[Override] = field(default_factory=list)
+    named: list[Override] = field(default_factory=list)
+    dotted: list[Override] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
+
+    def next_is_value(self) -> bool:
+        return bool(self.tokens) and not _is_flag(self.tokens[0])
+
+    def value(self, flag: str, given: str | None, example: str) -> str:
+        """The value of a flag: after ``=``, or the next argument."""
+        if given is not None:
+            return given
+        if self.next_is_value():
+            return self.tokens.pop(0)
+        raise UserError("needs a value", where=f"flag {flag}", fix=f"write {flag} {example}")
+
+    def values(self, flag: str, given: str | None, example: str) -> list[str]:
+        """All values up to the next flag."""
+        found = [self.value(flag, given, example)]
+        while self.next_is_value():
+            found.append(self.tokens.pop(0))
+        return found
+
+
+def split_arguments(
+    argv: Sequence[str], own_flags: Collection[str] = ("--help",), own_values: Collection[str] = ()
+) -> Arguments:
+    """Takes a command line apart.
+
+    Args:
+        argv: The arguments after the program's name.
+        own_flags: Flags that stay in ``rest``: those of the caller, without values.
+        own_values: Further ones of the caller, which stay there with their value.
+
+    Raises:
+        UserError: An unknown flag (with the nearest one), or a missing value.
+    """
+    reader = _Reader(list(argv), own_flags)
+    while reader.tokens:
+        token = reader.tokens.pop(0)
+        if not token.startswith("--") or token in own_flags:
+            reader.rest.append(token)
+            continue
+        name, _, given = token[2:].partition("=")
+        if f"--{name}" in own_values:
+            value = reader.value(f"--{name}", given if "=" in token else None, _SHAPES.get(name, "PATH"))
+            reader.rest += [f"--{name}", value]
+            continue
+        _read_flag(reader, name, given if "=" in token else None)
+    return Arguments(reader.config, reader.options + reader.named + reader.dotted, reader.rest)
+
+
+_SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend"}
+"""What the value of a command's own flag looks like, where it is no path."""
+
+
+def _is_flag(token: str) -> bool:
+    return token.startswith("--") and token != "--"
+
+
+def _read_flag(reader: _Reader, name: str, given: str | None) -> None:
+    from trainer.config import Override
+
+    if name == "config":
+        if reader.config is not None:
+            raise UserError("is given twice", where="flag --config", fix="give one configuration file")
+        reader.config = reader.value("--config", given, "configs/quickstart.yaml")
+        return
+    if name == "options":
+        for pair in reader.values("--options", given, "runner_config.epochs=3"):
+            key, equals, text = pair.partition("=")
+            if not equals or not key:
+                raise UserError(
+                    f"{pair!r} is not key=value", where="flag --options", fix="write --options runner_config.epochs=3"
+                )
+            reader.options.append(Override(key, text, "--options"))
+        return
+    plain = name.replace("-", "_")
+    by_name = {flag.name: flag for flag in FLAGS}
+    if plain in by_name:
+        reader.named += _named(reader, by_name[plain], given)
+    elif name.startswith("no-") and plain[3:] in by_name:
+        reader.named += _negated(by_name[plain[3:]], given)
+    else:
+        reader.dotted.append(_dotted(reader, name, given))
+
+
+def _named(reader: _Reader, flag: Flag, given: str | None) -> list[Override]:
+    from trainer.config import Override
+
+    shown, example = f"--{flag.name}", flag.metavar.split("|")[0].strip("[].")
+    texts: tuple[str, ...] = ()
+    if flag.kind == "list":
+        texts = tuple(reader.values(shown, given, "TEXT"))
+    elif flag.kind == "value" or given is not None or reader.next_is_value():
+        texts = (reader.value(shown, given, example),)
+    text = texts[0] if texts else "True"
+    if flag.kind == "bool":
+        _check_boolean(shown, text)
+    overrides = [Override(flag.key, text, f"flag {shown}", texts=texts if flag.kind == "list" else ())]
+    if flag.also:
+        overrides.append(Override(flag.also, text, f"flag {shown}", only_if_present=True))
+    return overrides
+
+
+def _check_boolean(shown: str, text: str) -> None:
+    if text.lower() not in ("true", "false"):
+        raise UserError(
+            "must be True or False",
+            where=f"flag {shown}",
+            key=shown[2:],
+            value=text,
+            fix=f"write {shown}, {shown} False or --no-{shown[2:]}",
+        )
+
+
+def _negated(flag: Flag, given: str | None) -> list[Override]:
+    from trainer.config import Override
+
+    shown = f"--no-{flag.name}"
+    if flag.kind not in ("bool", "optional"):
+        raise UserError(
+            "only a True/False flag can be negated", where=f"flag {shown}", fix=f"write --{flag.name} VALUE"
+        )
+    if given is not None:
+        raise UserError("takes no value", where=f"flag {shown}", fix=f"write --{flag.name} {given} or {shown}")
+    return [Override(flag.key, "False", f"flag {shown}")]
+
+
+def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
+    """A key of the configuration as a flag; unknown keys with a dot are found out when the file is read."""
+    from trainer.config import Override, is_boolean, is_top_level, sections_with
+    from trainer.config.checks.problem import nearest, one_of
+
+    shown = f"--{name}"
+    key = name[3:] if name.startswith("no-") else name
+    if "." not in key and not is_top_level(key):
+        known = [flag.name for flag in FLAGS] + ["config", "options"]
+        guess = nearest(name.replace("-", "_"), known)
+        fix = f"you probably mean --{guess}" if guess else "run_trainer.py --help lists the flags"
+        homes = sections_with(key)
+        if homes and guess.lower() != name.lower():
+            fix = f"name its section: {one_of([f'--{home}.{key}' for home in homes])}"
+        raise UserError("unknown flag", where=f"flag {shown}", fix=fix)
+    if name.startswith("no-"):
+        if not is_boolean(key):
+            raise UserError("only a True/False key can be negated", where=f"flag {shown}", fix=f"write --{key} VALUE")
+        return Override(key, "False", f"flag {shown}")
+    if given is None and not reader.next_is_value() and is_boolean(key):
+        return Override(key, "True", f"flag {shown}")
+    return Override(key, reader.value(shown, given, "VALUE"), f"flag {shown}")

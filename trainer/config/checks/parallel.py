@@ -1,0 +1,165 @@
+"""Several ranks: how many the degrees of a file mean in a job, what fits and what is not yet built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation
+from trainer.config.schema.root import Config
+from trainer.errors import UserError
+from trainer.parallel.mesh import DegreeMismatch, Degrees, degree_mismatch
+from trainer.parallel.world import World
+
+# What to do where a degree is asked for that nothing cuts yet.
+_MEANWHILE = {
+    "pipeline_stage": "set it to 1: with data_parallel alone every rank has all layers, and"
+    " parallel.enable_parallel_optimizer, recompute_config.recompute and freeze save memory",
+    "model_parallel": "set it to 1: with data_parallel alone every rank has whole matrices, and"
+    " parallel.enable_parallel_optimizer shares the optimizer's part of the memory",
+    "context_parallel": "set it to 1: a shorter seq_length, or recompute_config.recompute, saves activations",
+    "expert_parallel": "set it to 1: every rank then has all experts, and parallel.enable_parallel_optimizer shares"
+    " their optimizer state",
+}
+_DATA_PARALLEL = (0, "data_parallel")  # values of parallel_mode
+_SEMI_AUTO = (1, "semi_auto_parallel")
+_KIB = 1024
+
+
+def degrees_of(config: Config, world: World) -> Degrees:
+    """The degrees in this job: all 1 where one rank runs alone; an unset data_parallel takes the ranks that are left.
+
+    `parallel_problems` has the mistakes.
+    """
+    if not _in_force(config, world):
+        return Degrees()
+    section = config.parallel_config
+    others = Degrees(
+        pipeline_stage=section.pipeline_stage,
+        context_parallel=section.context_parallel,
+        model_parallel=section.model_parallel,
+        expert_parallel=section.expert_parallel,
+    )
+    data = section.data_parallel
+    return others._replace(data_parallel=max(1, world.size // others.ranks) if data is None else data)
+
+
+def shards_optimizer(config: Config, world: World) -> bool:
+    """Whether the data-parallel ranks share the optimizer state instead of having a copy each."""
+    return config.parallel.enable_parallel_optimizer and degrees_of(config, world).data_parallel > 1
+
+
+def shard_threshold_bytes(config: Config) -> int:
+    """Optimizer state of a smaller parameter stays whole on every rank."""
+    return config.parallel.parallel_optimizer_config.parallel_optimizer_threshold * _KIB
+
+
+def is_semi_auto(config: Config) -> bool:
+    """Whether MindSpore's semi-automatic mode is asked for, and nothing in its place."""
+    return config.parallel.parallel_mode in _SEMI_AUTO and config.parallel.parallel_fallback is None
+
+
+def runs_semi_auto(config: Config, world: World) -> bool:
+    """Whether this job runs in MindSpore's semi-automatic mode."""
+    return _in_force(config, world) and is_semi_auto(config)
+
+
+def _in_force(config: Config, world: World) -> bool:
+    """Whether `parallel_config` counts: an unset use_parallel follows the job."""
+    return world.size > 1 if config.use_parallel is None else config.use_parallel
+
+
+def parallel_problems(config: Config, world: World) -> list[Problem]:
+    """What keeps this job from running on its ranks."""
+    if world.size > 1 and config.use_parallel is False:
+        fix = "remove the key or set it to True; to run alone, leave `launch` out"
+        return [problem(config, "use_parallel", False, f"this job has {world.size} ranks", fix)]
+    if not _in_force(config, world):
+        return []
+    found = [*_degrees_not_yet(config)] or fit_problems(config, world)
+    if world.size > 1:
+        found += [*_mode(config, world), *_optimizer(config)]
+    return found
+
+
+def fit_problems(config: Config, world: World) -> list[Problem]:
+    """Degrees whose product is not the number of ranks."""
+    mismatch = degree_mismatch(degrees_of(config, world), world.size, may_change=("data_parallel",))
+    return [_mismatch(config, world, mismatch)] if mismatch else []
+
+
+def problem(config: Config, key: str, value: Any, rule: str, fix: str) -> Problem:
+    """What is wrong with a key, at its place in the file."""
+    place = config.source.place(key)
+    if place == NOWHERE:  # a default: the file as a whole is to blame
+        place = SourceLocation(0, config.source.path)
+    return Problem(place, UserError(rule, where=place.text, key=key, value=value, fix=fix))
+
+
+def _degrees_not_yet(config: Config) -> Iterator[Problem]:
+    for name, fix in _MEANWHILE.items():
+        value = getattr(config.parallel_config, name)
+        if value > 1:
+            yield problem(config, f"parallel_config.{name}", value, "not yet supported", fix)
+
+
+def _mismatch(config: Config, world: World, mismatch: DegreeMismatch) -> Problem:
+    """The ways out that a user of the command has: other degrees, another number of ranks, or no job at all."""
+    key = f"parallel_config.{mismatch.key}"
+    fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
+    alone = "to run alone, add --use_parallel False"
+    left_out = "an unset data_parallel takes the ranks that are left"
+    fix += f"; {alone if world.size == 1 else left_out}"
+    return problem(config, key, getattr(config.parallel_config, mismatch.key), mismatch.rule, fix)
+
+
+def semi_auto_without_device(config: Config) -> UserError:
+    """Says that semi-automatic mode is not for this machine."""
+    rule = (
+        "MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU, which this run is on"
+    )
+    fix = "add --parallel_fallback explicit for data parallelism, the trainer's own; or set it to 0, which is the same"
+    return problem(config, "parallel.parallel_mode", config.parallel.parallel_mode, rule, fix).error
+
+
+def _mode(config: Config, world: World) -> Iterator[Problem]:
+    key, value = "parallel.parallel_mode", config.parallel.parallel_mode
+    if value in (*_DATA_PARALLEL, *_SEMI_AUTO):
+        return
+    rule = f"runs one rank alone, and this job has {world.size}" if value == "stand_alone" else "not yet supported"
+    yield problem(config, key, value, rule, "set it to 0, data parallelism, or leave it out")
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    if config.parallel.enable_parallel_optimizer and config.optimizer.type == "Muon" and config.trains:
+        fix = "use optimizer.type AdamW, or set it to False: every rank then keeps Muon's whole state"
+        rule = "not yet supported with optimizer.type Muon, which needs whole matrices"
+        yield problem(config, "parallel.enable_parallel_optimizer", True, rule, fix)
+
+
+def parallel_notices(config: Config, world: World) -> Iterator[str]:
+    """What of the file does not count in this job, and what was chosen for it."""
+    if config.parallel.full_batch is False and not runs_semi_auto(config, world):
+        yield "parallel.full_batch False: not used, every rank reads rows of its own"
+    if world.size > 1:
+        if config.use_parallel is None:
+            yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
+        if config.parallel.parallel_mode in _SEMI_AUTO and config.parallel.parallel_fallback:
+            yield (
+                f"parallel.parallel_mode {config.parallel.parallel_mode}: data parallelism in its place, as"
+                f" parallel_fallback {config.parallel.parallel_fallback} says"
+            )
+        return
+    section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")
+    used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]
+    if used and not config.use_parallel:
+        because = "use_parallel is False" if config.use_parallel is False else "start several with `launch --nproc`"
+        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: {because}"
+    if config.use_parallel:
+        yield "use_parallel True: this job has one rank; `run_trainer.py launch --nproc 8` starts eight"
+    mode, sharded = config.parallel.parallel_mode, config.parallel.enable_parallel_optimizer
+    plain = mode in (*_DATA_PARALLEL, "stand_alone") or runs_semi_auto(config, world)
+    keys = [] if plain else [f"parallel_mode {mode}"]
+    keys += ["enable_parallel_optimizer"] * sharded
+    if keys:
+        yield f"parallel ({', '.join(keys)}): not used, one device runs it all"

@@ -1,0 +1,125 @@
+"""MindSpore's semi-automatic mode: what it cannot do, what has no effect in it, and what a step of it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.config.checks.parallel import degrees_of, fit_problems, problem
+from trainer.config.checks.problem import Problem
+from trainer.config.schema.freeze import FreezeConfig
+from trainer.config.schema.root import Config
+from trainer.parallel.world import World
+
+_NOT_YET = "not yet supported in semi-automatic mode"
+_INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
+
+
+def micro_batches_of(config: Config, world: World) -> int:
+    """How many a step has: of a pipeline what `micro_batch_num` says."""
+    piped = degrees_of(config, world).pipeline_stage > 1
+    return config.parallel_config.micro_batch_num if piped else config.runner_config.gradient_accumulation_steps
+
+
+def data_config(config: Config, world: World) -> Config:
+    """The configuration as the data sees it: every rank reads the rows of all, and cuts the batch afterwards."""
+    runner = config.runner_config
+    rows = runner.batch_size * degrees_of(config, world).data_parallel
+    changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches_of(config, world)}
+    return config.model_copy(update={"runner_config": runner.model_copy(update=changes)})
+
+
+def semi_auto_notices(config: Config) -> Iterator[str]:
+    """What of the file has no effect, or another one, in semi-automatic mode."""
+    steps, stages = config.runner_config.gradient_accumulation_steps, config.parallel_config.pipeline_stage
+    if steps > 1 and stages > 1:
+        yield (
+            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
+            f" be; parallel_config.micro_batch_num {config.parallel_config.micro_batch_num} says how many there are"
+        )
+    if stages == 1 and config.parallel_config.micro_batch_num > 1:
+        yield f"parallel_config.micro_batch_num {config.parallel_config.micro_batch_num}: no effect without a pipeline"
+    if config.context.mode == 1:
+        yield "context.mode 1: no effect in semi-automatic mode, which is one graph"
+    if config.recompute_config.recompute or config.recompute_config.select_recompute:
+        yield "recompute_config: no effect in semi-automatic mode yet, whose graph keeps all activations"
+    if config.network.labels_text == "tokens" and config.decoder.mtp_depth:
+        yield "mtp_depth: the loss of a step is what is minimised, the multi-token prediction modules included"
+
+
+def semi_auto_problems(config: Config, world: World) -> list[Problem]:
+    """What keeps this job from running in semi-automatic mode."""
+    return list(_cannot(config)) or fit_problems(config, world)
+
+
+def _cannot(config: Config) -> Iterator[Problem]:
+    """What the mode cannot do."""
+    if not config.trains:
+        fix = "add --use_parallel False to run alone, or --parallel_fallback explicit for several ranks"
+        yield problem(config, "run_mode", config.run_mode, "semi-automatic mode trains only", fix)
+        return
+    if config.classifier is not None:
+        yield problem(config, "model.arch.type", config.model.arch.type, _NOT_YET, f"use a decoder, {_INSTEAD}")
+        return
+    yield from _degrees(config)
+    yield from _pipeline(config)
+    yield from _not_in_one_graph(config)
+    if config.do_eval:
+        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
+        yield problem(config, "do_eval", True, _NOT_YET, fix)
+
+
+def _degrees(config: Config) -> Iterator[Problem]:
+    section, settings = config.parallel_config, config.decoder
+    parts = {
+        "heads": settings.num_heads,
+        "heads of keys and values": settings.kv_heads,
+        "columns of the feed-forward layer": settings.ffn_size,
+    }
+    uneven = [f"{count} {what}" for what, count in parts.items() if count % section.model_parallel]
+    if uneven:
+        key, rule = "parallel_config.model_parallel", f"must divide what it cuts: {', '.join(uneven)}"
+        yield problem(config, key, section.model_parallel, rule, "set it to a divisor of each")
+    if section.model_parallel > 1 and not config.parallel.full_batch:
+        # MindSpore would take the rows of tensor-parallel ranks for different ones.
+        yield problem(config, "parallel.full_batch", False, f"{_NOT_YET} with model_parallel above 1", "set it to True")
+    for name in ("context_parallel", "expert_parallel"):
+        if getattr(section, name) > 1:
+            yield problem(config, f"parallel_config.{name}", getattr(section, name), _NOT_YET, "set it to 1")
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    section, settings, model = config.parallel_config, config.decoder, "model.model_config"
+    number = section.pipeline_stage
+    if number == 1:
+        return
+    if section.micro_batch_num < number:
+        key, rule = "parallel_config.micro_batch_num", f"a pipeline of {number} stages needs as many"
+        yield problem(config, key, section.micro_batch_num, rule, f"set it to {number} or more")
+    if settings.num_layers < number:
+        rule = f"the model has {settings.num_layers} layers"
+        yield problem(config, "parallel_config.pipeline_stage", number, rule, "set it to that or less")
+    # MindSpore 2.10 does not compile a weight that two stages use, nor a stage in which nothing is trained.
+    rule = f"{_NOT_YET} with a pipeline"
+    if settings.tie_word_embeddings:
+        yield problem(config, f"{model}.tie_word_embeddings", True, rule, "set pipeline_stage to 1")
+    if settings.mtp_depth:
+        yield problem(config, f"{model}.mtp_depth", settings.mtp_depth, rule, "set it to 0, or pipeline_stage to 1")
+    if config.freeze != FreezeConfig():
+        chosen = config.freeze.model_dump(exclude_unset=True)
+        yield problem(config, "freeze", chosen, rule, "remove it, or set pipeline_stage to 1")
+
+
+def _not_in_one_graph(config: Config) -> Iterator[Problem]:
+    """What a run does on the host, or between the graphs of its blocks."""
+    settings, model = config.decoder, "model.model_config"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(settings, name):
+            rule = f"{_NOT_YET}, whose graph draws no masks"
+            yield problem(config, f"{model}.{name}", getattr(settings, name), rule, "set it to 0")
+    if settings.pet_config is not None:
+        yield problem(config, f"{model}.pet_config", settings.pet_config.pet_type, _NOT_YET, f"remove it, {_INSTEAD}")
+    if settings.experts is not None:
+        key = f"{model}.moe_config.expert_num"
+        yield problem(config, key, settings.experts.expert_num, _NOT_YET, f"set it to 1, {_INSTEAD}")
+    if config.optimizer.type == "Muon":
+        yield problem(config, "optimizer.type", "Muon", _NOT_YET, "use AdamW or SGD")

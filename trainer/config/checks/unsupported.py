@@ -1,0 +1,94 @@
+"""What a configuration asks for that a run cannot honour: notices for what changes nothing, errors for what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from trainer.config.checks.problem import Problem
+from trainer.config.schema.fields import Section, Support, support_of
+from trainer.config.schema.moe import MoEConfig
+from trainer.config.schema.root import Config
+from trainer.errors import UserError
+
+
+class Finding(NamedTuple):
+    """A key that was set to something a run does not honour."""
+
+    key: str
+    value: Any
+    support: Support
+    reason: str
+
+
+def findings(section: Section, path: str = "") -> Iterator[Finding]:
+    """All keys below a section whose value is not honoured."""
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{path}{field.alias or name}"
+        support, reason = support_of(field)
+        if support != "honoured" and not _neutral(value, field.get_default(call_default_factory=True)):
+            yield Finding(key, _shown(value), support, reason)
+        elif isinstance(value, Section):
+            yield from _of_section(value, key)
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                if isinstance(item, Section):
+                    yield from _of_section(item, f"{key}.{number}")
+
+
+def _neutral(value: Any, default: Any) -> bool:
+    """The default, or an empty value where the default says "off": files from elsewhere write '' or 'None' for null."""
+    return value == default or (not default and value in (None, False, "", "None", [], {}))
+
+
+def _of_section(section: Section, key: str) -> Iterator[Finding]:
+    # A mixture of experts with one expert is a dense model, and a notice says that nothing of it acts.
+    if isinstance(section, MoEConfig) and section.expert_num == 1:
+        return
+    if section.support != "honoured":
+        yield Finding(key, getattr(section, "type", _shown(section)), section.support, section.support_reason)
+    else:
+        yield from findings(section, f"{key}.")
+
+
+def _shown(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+
+
+def not_yet_problems(config: Config) -> list[Problem]:
+    """An error for every key that only its default can be honoured of."""
+    problems = []
+    for finding in findings(config):
+        if finding.support == "not_yet" and not _unread(config, finding.key):
+            place, key = config.source.place(finding.key), config.source.name(finding.key)
+            error = UserError(
+                "not yet supported", where=place.text, key=key, value=finding.value, fix=finding.reason
+            )
+            problems.append(Problem(place, error))
+    return problems
+
+
+def _unread(config: Config, key: str) -> str:
+    """Why this run does not read a data set, though it is there; empty when it does."""
+    trains = config.trains
+    if key == "eval_dataset.data_loader":
+        if trains:
+            return "" if config.do_eval else "do_eval is False"
+        return "" if config.run_mode == "eval" else f"run_mode is {config.run_mode}"
+    if key == "train_dataset.data_loader" and not trains:
+        return "" if config.run_mode == "eval" and config.eval_dataset is None else f"run_mode is {config.run_mode}"
+    return ""
+
+
+def ignored_notices(config: Config) -> list[str]:
+    """One notice a reason, naming the keys that are ignored for it."""
+    keys: dict[str, list[str]] = {}
+    for finding in findings(config):
+        unread = _unread(config, finding.key)
+        if finding.support == "not_yet" and unread:
+            keys.setdefault(f"not read, {unread}", []).append(f"{finding.key} {finding.value}")
+        if finding.support == "ignored":
+            where = config.source.where(finding.key)
+            name = config.source.name(finding.key)
+            keys.setdefault(finding.reason, []).append(f"{name} ({where})" if where else name)
+    return [f"ignored: {', '.join(names)}: {reason}" for reason, names in keys.items()]

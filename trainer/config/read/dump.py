@@ -1,0 +1,74 @@
+"""Config -> YAML text that loads to an equal Config."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from yaml.emitter import Emitter
+from yaml.nodes import SequenceNode
+from yaml.representer import SafeRepresenter
+from yaml.serializer import Serializer
+
+from trainer.config.read.yaml_reader import ScalarResolver
+from trainer.config.schema.fields import Section, support_of
+from trainer.config.schema.root import Config
+
+
+class _Dumper(Emitter, Serializer, SafeRepresenter, ScalarResolver):
+    """PyYAML's dumper, with the scalars of our reader: it quotes a text that the reader would take for a number."""
+
+    def __init__(self, stream: io.StringIO) -> None:
+        Emitter.__init__(self, stream, width=120, allow_unicode=True)
+        Serializer.__init__(self)
+        SafeRepresenter.__init__(self, default_flow_style=False, sort_keys=False)
+        ScalarResolver.__init__(self)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_list(self, data: list[Any]) -> SequenceNode:
+        """Lists of plain values in one line, lists of sections with a dash each."""
+        is_flat = not any(isinstance(item, (list, dict)) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=is_flat)
+
+
+_Dumper.add_representer(list, _Dumper.represent_list)
+
+
+def dump_config(config: Config) -> str:
+    """Writes the resolved configuration: every key that acts, and what else differs from its default.
+
+    Returns:
+        YAML text; :func:`trainer.config.load_config` reads an equal configuration from it.
+    """
+    stream = io.StringIO()
+    stream.write("# The resolved configuration: every key that acts, and what else was set.\n")
+    dumper = _Dumper(stream)
+    dumper.open()
+    plain = values(config)
+    if config.classifier is not None:
+        del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
+    dumper.represent(plain)
+    dumper.close()
+    return stream.getvalue()
+
+
+def values(section: Section) -> dict[str, Any]:
+    """A section as plain values under the names of the file, ``type`` first."""
+    plain: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        written = _written(value)
+        acts = support_of(field)[0] == "honoured" and value is not None and written != {}
+        if acts or value != field.get_default(call_default_factory=True):
+            plain[field.alias or name] = written
+    return {"type": plain["type"], **plain} if "type" in plain else plain
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Section):
+        return values(value)
+    if isinstance(value, list):
+        return [_written(item) for item in value]
+    return value

@@ -1,0 +1,60 @@
+"""YAML file and overrides -> Config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.config.checks.parallel import parallel_notices, runs_semi_auto
+from trainer.config.checks.problem import raise_problems
+from trainer.config.checks.rules import rule_notices, rule_problems
+from trainer.config.checks.semi_auto import semi_auto_notices
+from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
+from trainer.config.checks.validation import validate
+from trainer.config.read.defaults import fill_in
+from trainer.config.read.overrides import Override, apply_overrides
+from trainer.config.read.relocate import arrange
+from trainer.config.read.resolve import resolve
+from trainer.config.read.yaml_reader import parse_document, read_text
+from trainer.config.schema.root import Config, Source
+from trainer.parallel.world import SINGLE_PROCESS, World
+
+
+def load_config(path: str, overrides: Sequence[Override] = ()) -> Config:
+    """Reads a configuration: defaults, then the file, then each override in order.
+
+    Args:
+        path: The YAML file; relative paths count from the working directory.
+        overrides: Values from the command line, the strongest last.
+
+    Raises:
+        UserError: With the place, key, value, rule and fix of every mistake; nothing is ever taken silently.
+    """
+    return parse_config(path, read_text(path), overrides)
+
+
+def parse_config(name: str, text: str, overrides: Sequence[Override] = ()) -> Config:
+    """The same for the text of a file; ``name`` is what messages call it."""
+    root, notices = parse_document(name, text)
+    notices += arrange(root)
+    problems, more = apply_overrides(root, overrides)
+    found = resolve(root)
+    problems += found.problems
+    fill_in(found)
+    config, invalid = validate(found.data, found.positions, found.written, told=bool(problems))
+    raise_problems(problems + invalid)
+    assert config is not None, "a configuration without problems is valid"
+    config = config.with_source(Source(name, found.positions, tuple(notices + more + found.notices), found.written))
+    raise_problems(not_yet_problems(config) + rule_problems(config))
+    return config
+
+
+def config_notices(config: Config, world: World = SINGLE_PROCESS) -> list[str]:
+    """What the user should know before the run: keys that change nothing, guesses, and what works differently here.
+
+    Args:
+        config: Of the run.
+        world: The job it runs in.
+    """
+    own = [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
+    semi_auto = semi_auto_notices(config) if runs_semi_auto(config, world) else ()
+    return [*own, *parallel_notices(config, world), *semi_auto]

@@ -1,0 +1,86 @@
+"""A YAML document as a tree that remembers lines and anchors, so that an override of an anchor reaches its aliases.
+
+A node stands once for an anchor and all its aliases; an :class:`Entry` is one place where it is used. Changing the node
+where the anchor is defined changes it everywhere; at an alias, the entry gets its own copy first, so that only that
+place changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from trainer.config.checks.problem import NOWHERE, SourceLocation
+
+
+@dataclass(eq=False)
+class Scalar:
+    """A value without parts: str, int, float, bool or None."""
+
+    value: Any
+
+
+@dataclass(eq=False)
+class Entry:
+    """One place of the document that holds a node."""
+
+    node: Node
+    place: SourceLocation = NOWHERE
+    is_alias: bool = False
+
+
+@dataclass(eq=False)
+class Items:
+    """A list."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Table:
+    """A mapping with string keys. ``bases`` are what merge keys (``<<``) refer to; own entries win over them."""
+
+    own: dict[str, Entry] = field(default_factory=dict)
+    bases: list[Table] = field(default_factory=list)
+
+    def entries(self) -> dict[str, Entry]:
+        """All entries; those of the bases count as aliases."""
+        merged: dict[str, Entry] = {}
+        for base in reversed(self.bases):
+            for key, entry in base.entries().items():
+                merged[key] = Entry(entry.node, entry.place, is_alias=True)
+        merged.update(self.own)
+        return merged
+
+
+Node: TypeAlias = Scalar | Items | Table
+
+
+def copy_of(node: Node) -> Node:
+    """A copy of the node itself; what it holds stays shared, as aliases."""
+    if isinstance(node, Scalar):
+        return Scalar(node.value)
+    if isinstance(node, Items):
+        return Items([Entry(entry.node, entry.place, is_alias=True) for entry in node.entries])
+    return Table({key: Entry(entry.node, entry.place, is_alias=True) for key, entry in node.entries().items()})
+
+
+def own_node(entry: Entry) -> Node:
+    """The entry's node, ready to be changed: a copy when the entry is an alias."""
+    if entry.is_alias:
+        entry.node, entry.is_alias = copy_of(entry.node), False
+    return entry.node
+
+
+def plain(node: Node) -> Any:
+    """The node as Python values."""
+    if isinstance(node, Scalar):
+        return node.value
+    if isinstance(node, Items):
+        return [plain(entry.node) for entry in node.entries]
+    return {key: plain(entry.node) for key, entry in node.entries().items()}
+
+
+def is_null(node: Node) -> bool:
+    """True for an empty value or ``null``."""
+    return isinstance(node, Scalar) and node.value is None

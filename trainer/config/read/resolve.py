@@ -1,0 +1,218 @@
+"""Walks a tree along the schema: main names for aliases, a section for each ``type``, unknown keys are problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from trainer.config.checks.problem import Problem, SourceLocation, nearest, one_of
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain
+from trainer.config.read.relocate import disagreement, merge
+from trainer.config.schema.fields import (
+    Section,
+    aliases_of,
+    fields_by_yaml_name,
+    scalar_kinds,
+    shape_of,
+    support_of,
+    types_of,
+    yaml_names,
+)
+from trainer.config.schema.root import Config
+from trainer.errors import UserError
+
+_SUGGESTED = 3
+"""At most so many sections are named for a key that stands in the wrong place."""
+_LISTED = 15
+"""A section with at most so many keys has them listed when an unknown one resembles none."""
+
+
+@dataclass
+class Resolved:
+    """Plain values under their main names, and what was met on the way."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    positions: dict[str, SourceLocation] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    """Dotted keys as they were written, for those that were not under their main name."""
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def resolve(root: Table) -> Resolved:
+    """Turns a tree into the values that the schema is then validated with."""
+    found = Resolved()
+    found.data = _section(root, Config, "", found)
+    return found
+
+
+def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> dict[str, Any]:
+    names = yaml_names(kind)
+    chosen: dict[str, Entry] = {}
+    for name, entry in table.entries().items():
+        if name not in names:
+            found.problems.append(Problem(entry.place, _unknown(name, kind, path, entry.place)))
+        elif names[name] not in chosen:
+            chosen[names[name]] = entry
+            if name != names[name]:
+                found.written[f"{path}{names[name]}"] = f"{path}{name}"
+        else:
+            chosen[names[name]] = _same(f"{path}{names[name]}", chosen[names[name]], entry, found)
+    fields = fields_by_yaml_name(kind)
+    data = {}
+    for name, entry in chosen.items():
+        found.positions[f"{path}{name}"] = entry.place
+        value = _value(entry, fields[name], f"{path}{name}", found)
+        if value is not _ABSENT:
+            data[name] = value
+    return data
+
+
+_ABSENT = object()
+
+
+def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
+    """One entry for two names of one key; a problem when they differ."""
+    try:
+        return Entry(merge(first, second, key), first.place)
+    except UserError:
+        found.problems.append(Problem(max(first.place, second.place), disagreement(key, first, second)))
+        return first
+
+
+def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation) -> UserError:
+    guess = nearest(name, list(yaml_names(kind)))
+    homes = [home for home in sections_with(name) if f"{home}." != path]
+    if homes and guess.lower() != name.lower():
+        fix = f"write it in its section: {one_of([f'{home}.{name}' for home in homes])}"
+    elif path and name in yaml_names(Config):
+        fix = f"write {name} at the top level"
+    elif guess:
+        fix = f"you probably mean {path}{guess}"
+    else:
+        known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "honoured"]
+        listed = (
+            f"the keys here are {', '.join(known)}" if len(known) <= _LISTED else "`run_trainer.py schema` lists all"
+        )
+        fix = f"remove it; {listed}"
+    section = path.rstrip(".")
+    return UserError(
+        f"unknown key {'in ' + section if section else 'at the top level'}",
+        where=place.text,
+        key=f"{path}{name}",
+        fix=fix,
+    )
+
+
+def sections_with(name: str) -> list[str]:
+    """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first."""
+    homes: dict[str, bool] = {}
+    for path, info in _keys_named(name, Config, ()):
+        homes[path] = homes.get(path, False) or support_of(info)[0] == "honoured"
+    acting = [path for path, acts in homes.items() if acts]
+    # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
+    acting = ["lr_schedule"] if "lr_schedule" in acting and "optimizer" in acting else acting
+    return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
+
+
+def _keys_named(name: str, kind: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, FieldInfo]]:
+    """Each section below the top level with a key of this name, and the key's declaration."""
+    for main, info in fields_by_yaml_name(kind).items():
+        if path and name != "type" and name in (main, *aliases_of(info)):
+            yield ".".join(path), info
+        shape = shape_of(info)
+        for each in shape.kinds:
+            yield from _keys_named(name, each, (*path, main, *(["0"] if shape.is_list else [])))
+
+
+def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:
+    shape = shape_of(info)
+    node = entry.node
+    if not shape.kinds:
+        if isinstance(node, Items):
+            found.positions |= {f"{path}.{number}": item.place for number, item in enumerate(node.entries)}
+        return plain(node)
+    if is_null(node) and not shape.nullable:
+        return _ABSENT
+    if shape.is_list and isinstance(node, Items):
+        return [_item(item, shape.kinds, f"{path}.{number}", found) for number, item in enumerate(node.entries)]
+    if shape.is_list and not is_null(node):
+        found.problems.append(_wrong(entry, path, "must be a list", "start each item with '- '"))
+        return _ABSENT
+    if isinstance(node, Table):
+        return _one(entry, node, shape.kinds, path, found)
+    if is_null(node) or _takes_values(info):
+        return plain(node)
+    found.problems.append(
+        _wrong(entry, path, "must be a section", f"write {path.split('.')[-1]}: and its keys indented below")
+    )
+    return _ABSENT
+
+
+def _takes_values(info: FieldInfo) -> bool:
+    """True for keys that are a section or a plain value, such as ``scale_sense``."""
+    return any(not issubclass(kind, Section) for kind in scalar_kinds(info))
+
+
+def _wrong(entry: Entry, path: str, rule: str, fix: str) -> Problem:
+    return Problem(entry.place, UserError(rule, where=entry.place.text, key=path, value=plain(entry.node), fix=fix))
+
+
+def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, found: Resolved) -> Any:
+    found.positions[path] = entry.place
+    if isinstance(entry.node, Table):
+        value = _one(entry, entry.node, kinds, path, found)
+        return {} if value is _ABSENT else value
+    found.problems.append(_wrong(entry, path, "must be a section", "write '- type: ...' and its keys below"))
+    return {}
+
+
+def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, found: Resolved) -> Any:
+    """Resolves a section of one or several kinds; the latter are told apart by ``type``."""
+    entries = table.entries()
+    kind, alias = kinds[0], {}
+    if "type" in kind.model_fields:
+        alias = {other: main for each in kinds for other, main in each.type_aliases.items()}
+    if "type" in entries and alias:
+        table, entries = _renamed_type(table, alias, path, found)
+    if len(kinds) > 1:
+        by_type = {name: each for each in kinds for name in types_of(each)}
+        name = plain(entries["type"].node) if "type" in entries else kind.default_type
+        if not name:
+            found.problems.append(
+                Problem(
+                    entry.place,
+                    UserError("the key type is missing", where=entry.place.text, key=path, fix=_types_fix("", by_type)),
+                )
+            )
+            return _ABSENT
+        if not isinstance(name, str) or name not in by_type:
+            place = entries["type"].place
+            error = UserError(
+                "unknown type", where=place.text, key=f"{path}.type", value=name, fix=_types_fix(name, by_type)
+            )
+            found.problems.append(Problem(place, error))
+            return _ABSENT
+        kind = by_type[name]
+        return {"type": name, **_section(table, kind, f"{path}.", found)}
+    return _section(table, kind, f"{path}.", found)
+
+
+def _renamed_type(table: Table, alias: dict[str, str], path: str, found: Resolved) -> tuple[Table, dict[str, Entry]]:
+    entries = table.entries()
+    entry = entries["type"]
+    name = plain(entry.node)
+    if isinstance(name, str) and name in alias:
+        found.notices.append(f"{entry.place.text}: {path}.type {name} is taken as {alias[name]}")
+        node: Node = Scalar(alias[name])
+        entries = {**entries, "type": Entry(node, entry.place)}
+        table = Table(entries)
+    return table, entries
+
+
+def _types_fix(name: object, by_type: dict[str, type[Section]]) -> str:
+    guess = nearest(str(name), list(by_type))
+    return f"you probably mean {guess}" if guess else f"write one of {one_of(list(by_type))}"

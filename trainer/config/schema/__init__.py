@@ -1,0 +1,1 @@
+"""The keys of a configuration file: a pydantic model for each section."""

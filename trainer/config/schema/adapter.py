@@ -1,0 +1,58 @@
+"""Adapters: YAML ``model_config.pet_config``."""
+
+# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+import re
+from typing import Any, Literal
+
+from trainer.config.schema.fields import Section, ignored, not_yet, setting
+
+PROJECTIONS = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+"""The matrices of a block that can be adapted: Hugging Face's name -> MindSpore Transformers'."""
+
+_ADAPTERS_ONLY = "only the adapters are trained, all other weights are frozen"
+_HU = "A is drawn by the seed and B is zero, so that training starts from the base model"
+
+
+class PetConfig(Section):
+    """Low-rank adapters (YAML ``model_config.pet_config``): Hu et al. 2021, y = x W^T + alpha / rank x A^T B^T."""
+
+    pet_type: Literal["lora"] = setting("lora", "Kind of adapter. Default lora.")
+    lora_rank: int = setting(8, "Rows of A and columns of B. Default 8.", ge=1)
+    lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank. Default 16.", gt=0)
+    lora_dropout: float = setting(0.0, "Dropout on what enters an adapter. Default 0.", ge=0, lt=1)
+    target_modules: str = setting(
+        ".*wq|.*wk|.*wv|.*wo",
+        "Regular expression for the whole name of the matrices to adapt: q_proj, k_proj, v_proj, o_proj, gate_proj,"
+        " up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without what stands before, as in"
+        " model.layers.0.self_attn.q_proj. Default .*wq|.*wk|.*wv|.*wo.",
+        min_length=1,
+    )
+    exclude_layers: str | list[str] | None = not_yet(None, "Matrices left out.", "leave them out of target_modules")
+    freeze_include: list[str] | None = ignored(None, "Weights to freeze.", _ADAPTERS_ONLY)
+    freeze_exclude: list[str] | None = ignored(None, "Weights to train as well.", _ADAPTERS_ONLY)
+    lora_a_init: Any = ignored("normal", "Initial value of A.", _HU)
+    lora_b_init: Any = ignored("zero", "Initial value of B.", _HU)
+    param_init_type: str | None = ignored(None, "Dtype of adapters.", "they have the dtypes of the model's weights")
+    compute_dtype: str | None = ignored(None, "Dtype of adapters.", "they have the dtypes of the model's weights")
+
+    @property
+    def scale(self) -> float:
+        """Factor on an adapter's output."""
+        return self.lora_alpha / self.lora_rank
+
+    def targets(self, layer: int) -> tuple[str, ...]:
+        """The matrices of a layer that have an adapter, by their name in the block, in forward order."""
+        return tuple(name for name in PROJECTIONS if self._is_target(layer, name))
+
+    def _is_target(self, layer: int, name: str) -> bool:
+        both = (name, PROJECTIONS[name])
+        names = [f"model.layers.{layer}.{one}" for one in both] + [one.split(".")[-1] for one in both]
+        return any(re.fullmatch(self.target_modules, one) for one in names)

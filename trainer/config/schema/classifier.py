@@ -1,0 +1,51 @@
+"""The classifier of images: YAML ``model.classifier``."""
+
+# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from trainer.config.schema.fields import Section, setting
+
+
+class ClassifierConfig(Section):
+    """Fully connected layers with ReLU between them, for images (YAML ``model.classifier``).
+
+    The defaults are the network of MindSpore's tutorial on gradient accumulation.
+    """
+
+    pixels: int = setting(784, "Pixels of an image. Default 784: 28 x 28.", ge=1)
+    hidden_sizes: list[Annotated[int, Field(ge=1)]] = setting(
+        [512, 512], "Width of each hidden layer. Default [512, 512].", min_length=1
+    )
+    classes: int = setting(10, "Kinds of images; labels are 0 to one less. Default 10.", ge=2)
+    initializer_range: float = setting(
+        0.01, 'Standard deviation of new weights; 0.01 is MindSpore\'s weight_init "normal". Default 0.01.', gt=0
+    )
+
+    # What a decoder may have and a classifier never has.
+    experts: ClassVar[None] = None
+    moe_layers: ClassVar[tuple[int, ...]] = ()
+    mtp_depth: ClassVar[int] = 0
+    pet_config: ClassVar[None] = None
+    tie_word_embeddings: ClassVar[bool] = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Width of what enters the first layer, and of what leaves each."""
+        return (self.pixels, *self.hidden_sizes, self.classes)
+
+    @property
+    def labels_of_row(self) -> int:
+        """Labels of a row: an image has one."""
+        return 1
+
+    @property
+    def labels_text(self) -> str:
+        """What has a label, in the plural."""
+        return "images"
+
+    @property
+    def rows_text(self) -> str:
+        """What a row is, in the plural."""
+        return "images"

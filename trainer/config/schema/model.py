@@ -1,0 +1,390 @@
+"""The decoder: YAML ``model.model_config``."""
+
+# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainer.config.schema.adapter import PetConfig
+from trainer.config.schema.fields import Section, ignored, not_yet, setting
+from trainer.config.schema.moe import MoEConfig
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+_MLA_LATER = "multi-head latent attention is not built; use n_kv_heads"
+_ASCEND_ONLY = "it steers a kernel that only exists on Ascend"
+_SEPARATE = "weights keep Hugging Face's names, separate ones"
+_PAGED = "generation keeps its own key/value cache"
+_HF_ONLY = "a key of Hugging Face's config.json that changes nothing in training"
+
+
+class RopeScaling(Section):
+    """Stretches rotary positions beyond the trained length (YAML ``model_config.rope_scaling``)."""
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = setting(
+        "linear", "Kind of scaling; default means none. Default linear.", aliases=("type",)
+    )
+    factor: float = setting(1.0, "How many times longer the context gets. Default 1.", ge=1)
+    low_freq_factor: float = setting(1.0, "llama3: frequencies below are scaled wholly. Default 1.", gt=0)
+    high_freq_factor: float = setting(4.0, "llama3: frequencies above are kept. Default 4.", gt=0)
+    original_max_position_embeddings: int | None = setting(
+        None, "Trained length in tokens. Default null: max_position_embeddings.", ge=1
+    )
+    attention_factor: float | None = setting(
+        None, "yarn: factor on cosine and sine. Default null: from the scaling factor.", gt=0
+    )
+    beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept. Default 32.", gt=0)
+    beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is scaled. Default 1.", gt=0)
+    mscale: float | None = setting(None, "yarn: numerator of the attention factor. Default null.", ge=0)
+    mscale_all_dim: float | None = setting(None, "yarn: denominator of the attention factor. Default null.", ge=0)
+
+
+class ModelConfig(Section):
+    """The decoder (YAML ``model.model_config``, or ``model_config`` at the top level)."""
+
+    type: str = ignored(
+        "LlamaConfig", "MindSpore Transformers' class of this section.", "model.arch.type says which model it is"
+    )
+    model_type: str | None = setting(
+        None, "Hugging Face's name of the family: says model.arch.type where that is left out. Default null."
+    )
+    architectures: list[str] | str | None = setting(
+        None, "Hugging Face's class: says model.arch.type where that is left out. Default null."
+    )
+    batch_size: int = setting(1, "predict: prompts generated at once. Default 1.", ge=1)
+    seq_length: int = setting(2048, "Tokens in a row. Default 2048.", ge=1, aliases=("max_seq_len",))
+    num_layers: int = setting(32, "Decoder blocks. Default 32.", ge=1, aliases=("num_hidden_layers", "n_layers"))
+    hidden_size: int = setting(4096, "Width of the residual stream. Default 4096.", ge=1, aliases=("dim",))
+    num_heads: int = setting(32, "Query heads. Default 32.", ge=1, aliases=("num_attention_heads", "n_heads"))
+    n_kv_heads: int | None = setting(
+        None,
+        "Key and value heads. Default null: num_heads.",
+        ge=1,
+        aliases=("num_key_value_heads", "num_query_groups", "multi_query_group_num"),
+    )
+    head_dim: int | None = setting(
+        None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, aliases=("kv_channels",)
+    )
+    intermediate_size: int | None = setting(
+        None,
+        "Width of the feed-forward layer. Default null: 2/3 of 4 x hidden_size, rounded up to multiple_of.",
+        ge=1,
+        aliases=("ffn_hidden_size",),
+    )
+    multiple_of: int = setting(256, "What the default of intermediate_size is rounded up to. Default 256.", ge=1)
+    ffn_dim_multiplier: float | None = setting(
+        None, "Factor on the default of intermediate_size before rounding. Default null: 1.", gt=0
+    )
+    vocab_size: int = setting(32000, "Tokens of the vocabulary. Default 32000.", ge=2, aliases=("padded_vocab_size",))
+    max_position_embeddings: int | None = setting(
+        None, "Longest context in tokens. Default null: seq_length.", ge=1, aliases=("max_position_embedding",)
+    )
+    rms_norm_eps: float = setting(
+        1e-6,
+        "Added to the mean square in RMSNorm. Default 1e-6.",
+        gt=0,
+        aliases=("layernorm_epsilon", "layer_norm_epsilon"),
+    )
+    rope_theta: float = setting(
+        10000.0,
+        "Base of the rotary frequencies. Default 10000.",
+        gt=0,
+        aliases=("theta", "rotary_base", "rotary_emb_base"),
+    )
+    rope_scaling: RopeScaling | None = setting(None, "Stretching of the positions. Default null: none.")
+    qkv_has_bias: bool = setting(
+        False,
+        "Biases on query, key and value (Qwen2). As attention_bias it means what it means to Hugging Face's class: for"
+        " Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well. Default False.",
+        aliases=("attention_bias", "add_qkv_bias"),
+    )
+    attn_proj_has_bias: bool = setting(
+        False, "Bias on the attention's output. Default False.", aliases=("out_proj_has_bias",)
+    )
+    mlp_has_bias: bool = setting(
+        False, "Biases in the feed-forward layer. Default False.", aliases=("mlp_bias", "add_bias_linear")
+    )
+    use_qk_norm: bool = setting(
+        False, "RMSNorm on query and key of each head (Qwen3). Default False.", aliases=("qk_layernorm", "qk_norm")
+    )
+    tie_word_embeddings: bool = setting(False, "One matrix for embedding and head. Default False.")
+    untie_embeddings_and_output_weights: bool | None = setting(
+        None, "The opposite of tie_word_embeddings, Megatron's name. Default null: tie_word_embeddings decides."
+    )
+    hidden_dropout: Probability = setting(
+        0.0,
+        "Dropout on each sub-layer's output. Default 0.",
+        aliases=("hidden_dropout_rate", "hidden_dropout_prob", "resid_pdrop"),
+    )
+    attention_dropout: Probability = setting(
+        0.0,
+        "Dropout on attention weights. Default 0.",
+        aliases=("attention_dropout_rate", "attention_dropout_prob", "attn_dropout"),
+    )
+    emb_dropout_prob: Probability = not_yet(
+        0.0, "Dropout on the embedding.", "it is not built; use hidden_dropout", aliases=("embed_dropout_prob",)
+    )
+    initializer_range: float = setting(
+        0.02, "Standard deviation of new weights. Default 0.02.", gt=0, aliases=("init_method_std",)
+    )
+    hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = setting(
+        "silu", "Activation: silu with a gate (SwiGLU), under each of its names. Default silu."
+    )
+    compute_dtype: Dtype | None = setting(
+        None, "Dtype of matrix products. Default null: amp_level decides; without it float32."
+    )
+    layernorm_compute_type: Dtype | None = setting(
+        None,
+        "Dtype of RMSNorm's input, weight and output. Default null: amp_level decides; without it float32.",
+        aliases=("layernorm_compute_dtype",),
+    )
+    softmax_compute_type: Dtype | None = setting(
+        None,
+        "Dtype of the attention's softmax. Default null: amp_level decides; without it float32.",
+        aliases=("softmax_compute_dtype",),
+    )
+    rotary_dtype: Dtype | None = setting(
+        None, "Dtype of rotary tables and rotation. Default null: amp_level decides; without it float32."
+    )
+    param_init_type: Dtype = setting(
+        "float32",
+        "Dtype of the parameters. Default float32, which they are kept in whatever is written.",
+        aliases=("param_init_dtype", "params_dtype"),
+    )
+    use_flash_attention: bool = setting(False, "Fused attention where the device has it. Default False.")
+    use_fused_rope: bool = setting(
+        False, "Fused rotary embedding where the device has it. Default False.", aliases=("apply_rope_fusion",)
+    )
+    use_fused_swiglu: bool = setting(
+        False, "Fused SwiGLU where the device has it. Default False.", aliases=("bias_swiglu_fusion",)
+    )
+    moe_config: MoEConfig | None = setting(None, "Mixture of experts. Default null: dense.")
+    mtp_depth: int = setting(
+        0,
+        "Modules that each predict one token further (DeepSeek-V3, section 2.2). Default 0.",
+        ge=0,
+        aliases=("mtp_num_layers", "num_nextn_predict_layers", "num_mtp_layers"),
+    )
+    mtp_loss_factor: float = setting(
+        0.3,
+        "Weight of the mean of their losses. Default 0.3.",
+        ge=0,
+        aliases=("mtp_loss_scaling_factor",),
+    )
+    eos_token_id: int | list[int] | None = setting(None, "Token that ends a document. Default null: the tokenizer's.")
+    bos_token_id: int | None = setting(None, "Token that starts a document. Default null: the tokenizer's.")
+    pad_token_id: int | None = ignored(
+        None, "Token that fills a row.", "rows are packed full, and what fills a last one carries no loss"
+    )
+    ignore_token_id: int = not_yet(-100, "Label without loss. Default -100.", "labels without loss are always -100")
+
+    checkpoint_name_or_path: str | None = not_yet(
+        None,
+        "Where MindSpore Transformers' model class finds its weights.",
+        "use load_checkpoint",
+        aliases=("pretrained_model_name_or_path",),
+    )
+    max_decode_length: int | None = setting(
+        None, "predict: tokens of prompt and answer. Default null: seq_length.", ge=1
+    )
+    max_length: int | None = ignored(
+        None, "predict: tokens of prompt and answer.", "max_decode_length and max_new_tokens say it"
+    )
+    max_new_tokens: int | None = setting(
+        None, "predict: tokens of the answer. Default null: up to max_decode_length.", ge=1
+    )
+    do_sample: bool = setting(False, "predict: draw tokens instead of taking the likeliest. Default False.")
+    temperature: float = setting(1.0, "predict: divides the logits before drawing. Default 1.", gt=0)
+    top_k: int = setting(0, "predict: draw among this many likeliest tokens. Default 0: all.", ge=0)
+    top_p: float = setting(
+        1.0, "predict: draw among the likeliest tokens of this total probability. Default 1: all.", gt=0, le=1
+    )
+    repetition_penalty: float = setting(
+        1.0, "predict: divides the scores of tokens already there. Default 1: off.", gt=0
+    )
+    use_past_shard: bool = ignored(False, "Cut the key/value cache.", "every rank keeps its own, whole")
+    use_past: bool = ignored(False, "predict: keep keys and values.", "generation always keeps them")
+    is_dynamic: bool = ignored(False, "Shapes that change.", _PAGED)
+    block_size: int | None = ignored(None, "Tokens of a block of the key/value cache.", _PAGED)
+    num_blocks: int | None = ignored(None, "Blocks of the key/value cache.", _PAGED)
+    parallel_decoding_params: dict[str, Any] | None = not_yet(
+        None, "Speculative decoding.", "it is not built; leave it out"
+    )
+    offset: int | list[Any] = ignored(0, "Moves layers between pipeline stages.", "there is one stage")
+    pp_interleave_num: int = ignored(1, "Interleaved pipeline parts.", "there is one stage")
+    input_sliced_sig: bool = ignored(
+        False, "The data set's rows hold one token more than seq_length.", "rows are always cut with their labels"
+    )
+    return_extra_loss: bool = ignored(False, "Return extra losses.", "the step always has them")
+    fine_grain_interleave: int = ignored(1, "Interleave parts of a batch.", _ASCEND_ONLY)
+    fine_grain_config: dict[str, Any] | None = ignored(None, "Interleave parts of a batch.", _ASCEND_ONLY)
+    ffn_concat: bool = ignored(False, "One matrix for gate and up.", _SEPARATE, aliases=("mlp_concat",))
+    mla_qkv_concat: bool = ignored(False, "One matrix for query, key and value.", _SEPARATE)
+    gated_linear_unit: bool = not_yet(True, "A gate in the feed-forward layer.", "it always has one; leave it True")
+    rotary_pct: float = setting(
+        1.0, "Part of a head that is rotated. Default 1.", gt=0, le=1, aliases=("partial_rotary_factor",)
+    )
+    bias_dropout_fusion: bool = ignored(False, "Fuse bias and dropout.", _ASCEND_ONLY)
+    attention_softmax_in_fp32: bool = ignored(True, "Dtype of the attention's softmax.", "softmax_compute_type says it")
+    fp32_residual_connection: bool = ignored(
+        True, "Residual stream in float32.", "the residual stream is always float32"
+    )
+    compute_in_2d: bool = ignored(False, "Fold batch and sequence.", "it computes the same")
+    use_pad_tokens: bool = ignored(False, "Pad the batch.", "rows are always full")
+    pretrain_seqlen: int | None = ignored(None, "Trained length.", "rope_scaling says how positions are stretched")
+    eod_reset: bool = ignored(False, "Keep packed documents apart.", "packed documents are always kept apart")
+    auto_register: str | None = not_yet(
+        None, "Own Python class.", "only the built-in models can be trained; leave it out"
+    )
+    beta_fast: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
+    beta_slow: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
+    mscale: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
+    mscale_all_dim: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
+    rotary_scaling_factor: float | None = not_yet(None, "Rope scaling.", "write it in rope_scaling as factor")
+    quantization_config: dict[str, Any] | None = not_yet(None, "Quantized weights.", "it is not built; leave it out")
+    qkv_concat: bool = ignored(False, "One matrix for query, key and value.", _SEPARATE)
+    use_attn_mask_compression: bool = ignored(False, "Compressed attention mask.", _ASCEND_ONLY)
+    use_eod_attn_mask_compression: bool = ignored(False, "Compressed packed-document mask.", _ASCEND_ONLY)
+    use_eod_reset: bool = ignored(False, "Keep packed documents apart.", "packed documents are always kept apart")
+    use_ring_attention: bool = ignored(False, "Attention around a ring of devices.", _ASCEND_ONLY)
+    use_rope_slice: bool = ignored(False, "Slice rotary tables.", _ASCEND_ONLY)
+    rl_config: dict[str, Any] | None = not_yet(None, "Reinforcement learning.", "it is not built; leave it out")
+    scaling_factor: float | dict[str, Any] = not_yet(
+        1.0, "MindSpore Transformers' older rope scaling.", "use rope_scaling"
+    )
+    extend_method: Literal["None", "PI", "NTK", "YARN", "LLAMA3", "DYNAMIC_NTK"] | None = not_yet(
+        None, "MindSpore Transformers' older rope scaling.", "use rope_scaling"
+    )
+    position_embedding_type: Literal["rope", "yarn", "llama3"] | None = ignored(
+        None, "Kind of position embedding.", "positions are always rotary; rope_scaling says how they are stretched"
+    )
+    normalization: Literal["RMSNorm", "FusedRMSNorm"] = ignored(
+        "RMSNorm", "Kind of norm.", "the norm is always RMSNorm"
+    )
+    add_bias_linear_head: bool = not_yet(False, "Bias on the head.", "it is not built; leave it False")
+    embedding_init_type: Dtype | None = ignored(
+        None, "Dtype of the embedding.", "all parameters are kept in float32"
+    )
+    residual_dtype: Dtype | None = ignored(
+        None, "Dtype of the residual stream.", "the residual stream is always float32", aliases=("res_dtype",)
+    )
+    parallel_optimizer: bool = ignored(
+        False, "Shard the optimizer.", "parallel.enable_parallel_optimizer says whether it is"
+    )
+    use_contiguous_weight_layout: bool = ignored(
+        False, "Layout of the query, key and value weights.", "weights keep Hugging Face's layout"
+    )
+    use_contiguous_weight_layout_attention: bool = ignored(
+        False, "Layout of the query, key and value weights.", "weights keep Hugging Face's layout"
+    )
+    use_interleaved_weight_layout_mlp: bool = ignored(
+        False, "Layout of the feed-forward weights.", "weights keep Hugging Face's layout"
+    )
+    use_cache: bool = ignored(True, "Keep keys and values.", "generation always keeps them")
+    torch_dtype: str | None = ignored(
+        None,
+        "Dtype of the Hugging Face file.",
+        "all parameters are kept in float32; compute_dtype says the dtype of the matrix products",
+        aliases=("dtype",),
+    )
+    pretraining_tp: int = ignored(1, "Pretraining parallelism.", _HF_ONLY)
+    transformers_version: str | None = ignored(None, "Version that wrote config.json.", _HF_ONLY)
+    sliding_window: int | None = ignored(
+        None, "Window of attention; an error without use_sliding_window False.", "use_sliding_window turns it off"
+    )
+    layer_types: list[str] | None = ignored(
+        None, "Kind of attention of each layer; another one is an error.", "every layer has full_attention"
+    )
+    use_mrope: bool = not_yet(False, "Positions of images.", "only text models can be trained; leave it False")
+    use_sliding_window: bool = not_yet(
+        False, "Window of attention.", "attention sees all earlier tokens; leave it False"
+    )
+    max_window_layers: int | None = ignored(None, "Layers without window.", _HF_ONLY)
+    multi_latent_attention: bool = not_yet(False, "Multi-head latent attention.", _MLA_LATER)
+    q_lora_rank: int | None = not_yet(None, "Rank of the query.", _MLA_LATER)
+    kv_lora_rank: int | None = not_yet(None, "Rank of key and value.", _MLA_LATER)
+    qk_rope_head_dim: int | None = not_yet(None, "Rotary width of a head.", _MLA_LATER)
+    qk_nope_head_dim: int | None = not_yet(None, "Other width of a head.", _MLA_LATER)
+    v_head_dim: int | None = not_yet(None, "Width of a value head.", _MLA_LATER)
+    pet_config: PetConfig | None = setting(None, "Low-rank adapters, trained alone. Default null: none.")
+    auto_map: dict[str, Any] | None = not_yet(None, "Own Python classes.", "only the built-in models can be trained")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head, from its first, are rotated."""
+        return int(self.head_size * self.rotary_pct)
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer: Llama's rule when the file gives none."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        width = int(2 * (4 * self.hidden_size) / 3)
+        if self.ffn_dim_multiplier is not None:
+            width = int(self.ffn_dim_multiplier * width)
+        return -(-width // self.multiple_of) * self.multiple_of
+
+    @property
+    def experts(self) -> MoEConfig | None:
+        """The mixture of experts; None for a dense model."""
+        return self.moe_config if self.moe_config is not None and self.moe_config.expert_num > 1 else None
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert."""
+        return (self.moe_config and self.moe_config.moe_intermediate_size) or self.ffn_size
+
+    @property
+    def shared_expert_size(self) -> int:
+        """Width of the shared experts together, which are one wide expert; 0 without."""
+        moe = self.experts
+        if moe is None:
+            return 0
+        return moe.moe_shared_expert_intermediate_size or moe.shared_expert_num * self.expert_size
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether a layer has experts; multi-token modules count on from num_layers."""
+        moe = self.experts
+        if moe is None or layer < (moe.first_k_dense_replace or 0):
+            return False
+        if layer >= self.num_layers:
+            return True
+        if isinstance(moe.moe_layer_freq, list):
+            return bool(moe.moe_layer_freq[layer])
+        return layer % moe.moe_layer_freq == 0
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers with experts, those of multi-token modules at the end."""
+        return tuple(layer for layer in range(self.num_layers + self.mtp_depth) if self.is_moe_layer(layer))
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens."""
+        return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
+
+    @property
+    def labels_of_row(self) -> int:
+        """Labels of a row: one for each token."""
+        return self.seq_length
+
+    @property
+    def labels_text(self) -> str:
+        """What has a label, in the plural."""
+        return "tokens"
+
+    @property
+    def rows_text(self) -> str:
+        """What a row is, in the plural."""
+        return f"rows of {self.seq_length} tokens"

@@ -1,0 +1,217 @@
+"""Mixture of experts: YAML ``moe_config``."""
+
+# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+import math
+from typing import Literal
+
+from trainer.config.schema.fields import Section, ignored, not_yet, setting
+
+_METRICS = "callback_moe_droprate writes load_imbalance of every layer into metrics.jsonl"
+_ALL_EXPERTS = "every device has all experts"
+_SAME = "it computes the same"
+
+
+class MoEConfig(Section):
+    """Mixture of experts (YAML ``moe_config``, at the top level or inside ``model_config``)."""
+
+    expert_num: int = setting(
+        1,
+        "Experts a layer; 1 is a dense model. Default 1.",
+        ge=1,
+        aliases=("n_routed_experts", "num_experts", "num_local_experts", "num_moe_experts"),
+    )
+    num_experts_chosen: int = setting(
+        1, "Experts each token goes to. Default 1.", ge=1, aliases=("num_experts_per_tok", "moe_router_topk")
+    )
+    capacity_factor: float | None = setting(
+        None,
+        "Room of an expert, as a multiple of its fair share of a micro-batch's tokens; what goes beyond is dropped, in"
+        " training only. -1: no bound. Default null: no bound; with enable_sdrop 1.1.",
+        aliases=("moe_expert_capacity_factor",),
+    )
+    enable_sdrop: bool = setting(
+        False, "Drop tokens over capacity, by default in order of position. Default False: capacity_factor decides."
+    )
+    aux_loss_factor: float = setting(
+        0.05,
+        "Weight of the balance loss. Default 0.05.",
+        ge=0,
+        aliases=("moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_alpha"),
+    )
+    aux_loss_factors: list[float] | None = setting(
+        None, "Weights of several balance losses; only the one of aux_loss_factor is built. Default null."
+    )
+    aux_loss_types: list[Literal["expert", "device", "comm"]] | None = setting(
+        None, "Kinds of balance losses; only expert is built. Default null."
+    )
+    z_loss_factor: float = setting(
+        0.0, "Weight of the router's z loss. Default 0.", ge=0, aliases=("moe_z_loss_coeff",)
+    )
+    norm_topk_prob: bool = setting(True, "Make the chosen experts' weights sum to 1. Default True.")
+    use_gating_sigmoid: bool = setting(False, "Sigmoid router instead of softmax. Default False.")
+    scoring_func: Literal["softmax", "sigmoid"] | None = setting(
+        None,
+        "Router function by its Hugging Face name. Default null: use_gating_sigmoid decides.",
+        aliases=("moe_router_score_function",),
+    )
+    router_dense_type: Literal["float32", "float16", "bfloat16"] | None = ignored(
+        "float32", "Dtype of the router.", "the router always computes in float32", aliases=("moe_router_dtype",)
+    )
+    routed_scaling_factor: float = setting(
+        1.0, "Factor on the routed experts' sum. Default 1.", gt=0, aliases=("moe_router_topk_scaling_factor",)
+    )
+    shared_expert_num: int = setting(0, "Experts every token goes to. Default 0.", ge=0, aliases=("n_shared_experts",))
+    use_shared_expert_gating: bool = not_yet(
+        False, "Gate the shared expert's output.", "the shared expert is added as it is; leave it False"
+    )
+    moe_intermediate_size: int | None = setting(
+        None, "Width of an expert. Default null: intermediate_size.", ge=1, aliases=("moe_ffn_hidden_size",)
+    )
+    moe_shared_expert_intermediate_size: int | None = setting(
+        None,
+        "Width of the shared experts together. Default null: shared_expert_num times that of an expert.",
+        ge=1,
+        aliases=("shared_expert_intermediate_size",),
+    )
+    first_k_dense_replace: int | None = setting(None, "Leading layers that stay dense. Default null: none.", ge=0)
+    moe_layer_freq: int | list[int] = setting(
+        1, "Every how many layers experts stand, or a list with 1 for each layer that has them, else 0. Default 1."
+    )
+    decoder_sparse_step: int = setting(
+        1, "Qwen3-MoE: the last of each so many layers has experts. Default 1: moe_layer_freq says it.", ge=1
+    )
+    mlp_only_layers: list[int] | None = setting(
+        None, "Qwen3-MoE: layers that stay dense, counted from 0. Default null: moe_layer_freq says it."
+    )
+    n_group: int | None = setting(
+        None,
+        "Groups of experts the router chooses among; 0 or null: none. Default null.",
+        ge=0,
+        aliases=("moe_router_num_groups",),
+    )
+    topk_group: int | None = setting(
+        None, "Groups a token may go to; 0 or null: any. Default null.", ge=0, aliases=("moe_router_group_topk",)
+    )
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = setting(
+        None,
+        "The router's choice by its Hugging Face name: greedy has no groups, noaux_tc has a bias on the choice. Default"
+        " null: the other keys say it.",
+    )
+    balance_via_topk_bias: bool = setting(
+        False,
+        "Balance by a bias on the router's choice, which falls for experts with more than their share of a step's"
+        " tokens and rises for the others. Default False.",
+        aliases=("moe_router_enable_expert_bias",),
+    )
+    topk_bias_update_rate: float = setting(
+        0.0, "How far that bias moves in a step. Default 0.", ge=0, aliases=("moe_router_bias_update_rate",)
+    )
+    group_wise_a2a: bool = ignored(False, "All-to-all in groups.", _ALL_EXPERTS)
+    comp_comm_parallel: bool = ignored(False, "Overlap expert computation and communication.", _ALL_EXPERTS)
+    comp_comm_parallel_degree: int = ignored(2, "Parts of that overlap.", _ALL_EXPERTS, ge=1)
+    save_token_distribution: bool = ignored(False, "Write the tokens of each expert.", _METRICS)
+    cur_layer: int = ignored(0, "First layer of that record.", _METRICS, ge=0)
+    enable_cold_hot_expert: bool = ignored(False, "Copy the experts with most tokens.", _ALL_EXPERTS)
+    update_step: int = ignored(10000, "Steps between such copies.", _ALL_EXPERTS, ge=1)
+    hot_expert_num: int = ignored(0, "Experts to copy.", _ALL_EXPERTS, ge=0)
+    cold_token_percent: float = ignored(1.0, "Share of tokens for experts without copies.", _ALL_EXPERTS, ge=0, le=1)
+    moe_module_name: str = ignored("", "Where those experts stand in the model.", _ALL_EXPERTS)
+    use_gmm: bool = setting(
+        False,
+        "One grouped matrix product for all experts of a device; drops nothing. Default False.",
+        aliases=("moe_grouped_gemm",),
+    )
+    enable_gmm_safe_tokens: bool = setting(
+        False,
+        "Give every expert at least one token, so that a grouped product never meets an empty group. Default False.",
+    )
+    use_fused_ops_permute: bool = setting(
+        False,
+        "Fused sorting of tokens by expert where the device has it. Default False.",
+        aliases=("moe_permute_fusion",),
+    )
+    use_fused_ops_topkrouter: bool = ignored(False, "Fused router.", _SAME)
+    enable_deredundency: bool = ignored(False, "Send a token only once to a device group.", _ALL_EXPERTS)
+    npu_nums_per_device: int = ignored(1, "Devices of such a group.", _ALL_EXPERTS, ge=1)
+    dispatch_global_max_bs: int = ignored(0, "Largest batch of a fused dispatch.", _ALL_EXPERTS, ge=0)
+    expert_group_size: int | None = ignored(None, "Experts of a device group.", _ALL_EXPERTS, ge=1)
+    use_random_expert: bool = not_yet(
+        False,
+        "Random routing, for speed tests.",
+        "tokens always go where the router sends them; leave it False",
+        aliases=("moe_router_force_expert_balance",),
+    )
+    use_allgather_in_group: bool = ignored(False, "All-gather in a group instead of all-to-all.", _ALL_EXPERTS)
+    moe_token_dispatcher_type: Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", "allgather"] = (
+        ignored("alltoall", "How tokens reach their experts.", _ALL_EXPERTS)
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "gbs_aux_loss", "sinkhorn", "none"] = setting(
+        "aux_loss",
+        "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each row (DeepSeek-V3, section"
+        " 2.1.2), which accumulation and ranks do not change. Default aux_loss.",
+    )
+    moe_router_pre_softmax: bool = ignored(
+        False, "Softmax before choosing.", "it always stands there, and norm_topk_prob makes the chosen sum to 1"
+    )
+    moe_router_fusion: bool = ignored(False, "Fused router.", _SAME)
+    routing_policy: str | None = ignored(
+        None, "The router by MindSpore Transformers' name.", "num_experts_chosen, n_group and capacity_factor say it"
+    )
+    ep_extend_tp: bool = ignored(False, "Experts across tensor groups.", _ALL_EXPERTS)
+    max_router_load: int | None = ignored(None, "Size of the router's tables.", "there are no such tables")
+    moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
+        None,
+        "Which tokens over capacity go: the last of a micro-batch (position), or those with the lowest score"
+        " (probability, or probs). Default null: probability; with enable_sdrop position.",
+        aliases=("drop_policy",),
+    )
+    moe_pad_expert_input_to_capacity: bool = ignored(False, "Pad experts' inputs to capacity.", _SAME)
+    output_router_logits: bool | None = setting(
+        None, "Hugging Face: False leaves the balance loss out there; here aux_loss_factor alone decides. Default null."
+    )
+    router_jitter_noise: float = not_yet(0.0, "Mixtral: noise on what the router sees.", "it is not built; leave it 0")
+    seq_aux: bool = ignored(True, "DeepSeek: a balance loss for each row.", "the balance loss is that of each row")
+    ep_size: int = ignored(1, "DeepSeek: devices with experts.", _ALL_EXPERTS)
+    callback_moe_droprate: bool = setting(
+        False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback). Default False."
+    )
+
+    @property
+    def score_function(self) -> str:
+        """What turns the router's logits into scores: softmax or sigmoid."""
+        return self.scoring_func or ("sigmoid" if self.use_gating_sigmoid else "softmax")
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether a bias on the scores takes part in the choice of experts, and only there."""
+        return self.balance_via_topk_bias or self.topk_method == "noaux_tc"
+
+    @property
+    def group_score(self) -> str:
+        """How a group of experts is scored: by its two best experts together, or by its best."""
+        return "two_best" if self.has_choice_bias or self.score_function == "sigmoid" else "best"
+
+    @property
+    def room(self) -> float | None:
+        """The capacity factor in force; None when training drops nothing."""
+        factor = 1.1 if self.capacity_factor is None and self.enable_sdrop else self.capacity_factor
+        return None if self.use_gmm or factor == -1 else factor
+
+    @property
+    def drop_policy(self) -> str:
+        """Which tokens over capacity go: those of the lowest probability, or the last by position."""
+        if self.moe_token_drop_policy:
+            return "position" if self.moe_token_drop_policy == "position" else "probability"
+        return "position" if self.enable_sdrop else "probability"
+
+    def capacity(self, tokens: int) -> int | None:
+        """Most tokens of an expert among so many; None for no bound.
+
+        GShard (Lepikhin et al. 2020, section 2.2): an equal share of all assignments, times the factor, rounded up.
+        """
+        if self.room is None:
+            return None
+        from fractions import Fraction  # here: start-up does not need it
+
+        # Exact: in binary, 1.1 x 10 is a little more than 11.
+        return min(tokens, math.ceil(Fraction(str(self.room)) * self.num_experts_chosen * tokens / self.expert_num))

@@ -1,0 +1,96 @@
+"""Sections about the run itself: runner_config, runner_wrapper and what a profile or TensorBoard would need."""
+
+# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.config.schema.fields import Section, ignored, setting
+
+_STEP_IN_PYTHON = "each optimizer step is one call from Python, there is no data sink to fill"
+_ADAPTIVE_ONLY = "only AdaptiveLossScaleUpdateCell has it, which is not supported"
+
+
+class RunnerConfig(Section):
+    """How many batches of which size (YAML ``runner_config``)."""
+
+    batch_size: int = setting(1, "Rows (sequences) in one micro-batch. Default 1.", ge=1)
+    epochs: int = setting(1, "Passes over the training data. Default 1.", ge=1)
+    gradient_accumulation_steps: int = setting(
+        1, "Micro-batches whose gradients are summed before one optimizer step. Default 1.", ge=1
+    )
+    stop_step: int = setting(
+        0,
+        "Ends the run after this optimizer step and changes nothing else, the schedule included. Default 0: off.",
+        ge=0,
+    )
+    sink_mode: bool = ignored(False, "Data sink of MindSpore Transformers. Default False.", _STEP_IN_PYTHON)
+    sink_size: int = ignored(1, "Steps of one data sink call. Default 1.", _STEP_IN_PYTHON, ge=-1)
+    sink_interval: int | None = ignored(None, "Older name of the sink size. Default null.", _STEP_IN_PYTHON)
+    initial_epoch: int = ignored(0, "First epoch. Default 0.", "a resumed run knows its epoch from its checkpoint")
+    num_classes: int | None = ignored(
+        None, "Classes of an image classifier. Default null.", "it is not a language model key"
+    )
+    image_size: int | None = ignored(None, "Pixels of an image. Default null.", "it is not a language model key")
+    has_trained_epoches: int | None = ignored(
+        None, "Epochs done before. Default null.", "a resumed run knows its epoch from its checkpoint"
+    )
+    has_trained_steps: int | None = ignored(
+        None, "Steps done before. Default null.", "a resumed run knows its step from its checkpoint"
+    )
+
+
+class LossScaleSection(Section):
+    """A loss scale with its rules (YAML ``runner_wrapper.scale_sense``)."""
+
+    type: Literal["DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell"] = setting(
+        "DynamicLossScaleUpdateCell",
+        "Dynamic: falls on overflow, grows after a quiet window. Fixed: stays. Default DynamicLossScaleUpdateCell.",
+    )
+    loss_scale_value: float = setting(65536, "First loss scale. Default 65536.", gt=0)
+    scale_factor: int = setting(2, "Dynamic: factor of a change of the scale. Default 2.", ge=2)
+    scale_window: int = setting(
+        1000, "Dynamic: optimizer steps without overflow before the scale grows. Default 1000.", ge=1
+    )
+    max_scale_window: int = ignored(1000, "Largest window of the adaptive kind. Default 1000.", _ADAPTIVE_ONLY, ge=1)
+    min_scale_window: int = ignored(20, "Smallest window of the adaptive kind. Default 20.", _ADAPTIVE_ONLY, ge=1)
+
+
+class RunnerWrapper(Section):
+    """What happens around forward and backward (YAML ``runner_wrapper``)."""
+
+    type: Literal["MFTrainOneStepCell", "MFPipelineWithLossScaleCell"] = setting(
+        "MFTrainOneStepCell", "MindSpore Transformers' cell; both mean the same step here. Default MFTrainOneStepCell."
+    )
+    use_clip_grad: bool = setting(False, "Clip gradients before the update. Default False.")
+    clip_type: Literal["norm", "value"] = setting(
+        "norm", "By max_grad_norm, or each element by clip_value. Default norm."
+    )
+    max_grad_norm: float = setting(1.0, "Largest norm after clipping. Default 1.0.", gt=0)
+    clip_by_group: bool = setting(
+        False, "Each parameter group of the optimizer by its own norm instead of all by the global one. Default False."
+    )
+    clip_value: float = setting(
+        1.0, "clip_type value: largest absolute value of an element after clipping. Default 1.0.", gt=0
+    )
+    scale_sense: Annotated[float, Field(gt=0)] | LossScaleSection = setting(
+        1.0, "Loss scale: a number, or a section of a dynamic one. Default 1.0: off."
+    )
+    local_norm: bool = setting(False, "Norm of each parameter's gradient in metrics.jsonl. Default False.")
+    calculate_per_token_loss: bool = ignored(
+        False,
+        "Divide the summed loss by the valid tokens of the window. Default False.",
+        "the loss is always divided once by all valid tokens of the window, which is what True means",
+    )
+    use_skip_data_by_global_norm: bool = setting(
+        False, "Skip the update of a step whose gradient norm is above global_norm_spike_threshold. Default False."
+    )
+    global_norm_spike_threshold: float = setting(
+        1.0, "Gradient norm before clipping above which a step is a spike. Default 1.0.", gt=0
+    )
+    global_norm_spike_count_threshold: int = setting(10, "Spikes in a row that stop the run. Default 10.", ge=1)
+    use_graceful_exit: bool = ignored(
+        False,
+        "Finish the step and save on a signal. Default False.",
+        "SIGINT and SIGTERM always finish the step and save",
+    )

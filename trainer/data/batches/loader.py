@@ -1,0 +1,82 @@
+"""The batches of a run: what a rank reads of the training data, and of what is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.data.batches.packing import RowDataset
+from trainer.data.batches.sampler import BatchLoader
+from trainer.data.datasets import batch_size, build_datasets, build_eval_dataset
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+Progress = Callable[[int, int], None]
+Ranks = tuple[int, int]
+"""This rank, and how many share the data."""
+
+
+@dataclass(frozen=True)
+class EvalBatches:
+    """What an evaluation reads: all batches of an epoch, or the first `max_batches`."""
+
+    loader: BatchLoader
+    max_batches: int | None
+
+
+@dataclass(frozen=True)
+class TrainingBatches:
+    """What a training reads; `evaluation` is None without do_eval."""
+
+    rows: RowDataset
+    loader: BatchLoader
+    evaluation: EvalBatches | None
+
+
+def training_batches(
+    config: Config, ranks: Ranks, progress: Progress, notice: Callable[[str], None]
+) -> TrainingBatches:
+    """Opens the training data, and what is held out of it or named for evaluation.
+
+    Args:
+        config: Of a training.
+        ranks: Whose part of every batch.
+        progress: Told the bytes done and in all while text is tokenized.
+        notice: Told what the user should know.
+
+    Raises:
+        UserError: The data cannot be read, or fills no batch.
+    """
+    train, held_out = build_datasets(config, progress, notice)
+    loader = _loader(config, "train_dataset", train, ranks, shuffle=config.train_dataset.data_loader.shuffle)
+    return TrainingBatches(train, loader, _evaluation(config, held_out, ranks) if config.do_eval else None)
+
+
+def eval_batches(config: Config, ranks: Ranks, progress: Progress, notice: Callable[[str], None]) -> EvalBatches:
+    """Opens the data of run mode eval; arguments and errors as in `training_batches`."""
+    return _evaluation(config, build_eval_dataset(config, progress, notice), ranks)
+
+
+def _evaluation(config: Config, rows: RowDataset | None, ranks: Ranks) -> EvalBatches:
+    assert rows is not None, "check_runnable has seen that there is something to evaluate on"
+    section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
+    loader = _loader(config, section, rows, ranks, shuffle=False, whole=True)
+    return EvalBatches(loader, getattr(config, section).max_batches or None)
+
+
+def _loader(
+    config: Config, section: str, rows: RowDataset, ranks: Ranks, *, shuffle: bool, whole: bool = False
+) -> BatchLoader:
+    settings = getattr(config, section)
+    return BatchLoader(
+        rows,
+        batch_size=batch_size(config, section),
+        shuffle=shuffle,
+        seed=config.seed,
+        drop_remainder=settings.drop_remainder and not whole,
+        prefetch_size=settings.prefetch_size,
+        rank=ranks[0],
+        ranks=ranks[1],
+    )

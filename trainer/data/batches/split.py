@@ -1,0 +1,83 @@
+"""Which documents are for training and which are held out.
+
+Both are given as spans of the token file: where each starts and how many tokens it has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.data.rng import Stream, random_order
+
+_MAX_ROUNDS = 64
+
+
+class Spans(NamedTuple):
+    """Stretches of a token file, in its order.
+
+    Attributes:
+        starts: int64 [documents], first token of each.
+        lengths: int64 [documents], how many tokens, each at least 1.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+def whole(offsets: np.ndarray) -> Spans:
+    """All documents of a token file (`offsets`: int64 [documents + 1])."""
+    return Spans(offsets[:-1], np.diff(offsets))
+
+
+def hold_out(documents: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
+    """Splits documents into (training, held out), the same way for the same seed.
+
+    Whole documents are drawn until their tokens come as near to the fraction as they can without passing it; at least
+    one is drawn (then the shortest) and at least one is left. Of a single document the tail is held out.
+
+    Args:
+        documents: At least one, with at least two tokens in all.
+        fraction: Of all tokens; 0 < fraction < 1.
+        seed: The run's.
+    """
+    target_tokens = int(round(fraction * int(documents.lengths.sum())))
+    if len(documents.lengths) == 1:
+        return _split_tail(documents, target_tokens)
+    is_held_out = np.zeros(len(documents.lengths), bool)
+    is_held_out[_draw(documents.lengths, target_tokens, seed)] = True
+    return (
+        Spans(documents.starts[~is_held_out], documents.lengths[~is_held_out]),
+        Spans(documents.starts[is_held_out], documents.lengths[is_held_out]),
+    )
+
+
+def _split_tail(document: Spans, target_tokens: int) -> tuple[Spans, Spans]:
+    length = int(document.lengths[0])
+    tail_tokens = min(max(target_tokens, 2), length - 1)  # two tokens: one label
+    head_tokens = length - tail_tokens
+    return (
+        Spans(document.starts, np.array([head_tokens], np.int64)),
+        Spans(document.starts + head_tokens, np.array([tail_tokens], np.int64)),
+    )
+
+
+def _draw(lengths: np.ndarray, target_tokens: int, seed: int) -> np.ndarray:
+    """Goes through the documents in random order and takes each that still fits; returns the indices taken."""
+    waiting = random_order(seed, Stream.HELD_OUT, 0, len(lengths))
+    taken: list[np.ndarray] = []
+    left_tokens = target_tokens
+    for _ in range(_MAX_ROUNDS):
+        # All up to the first that is too long; then on with what is still short enough behind it.
+        fits = int(np.searchsorted(np.cumsum(lengths[waiting]), left_tokens, side="right"))
+        taken.append(waiting[:fits])
+        left_tokens -= int(lengths[waiting[:fits]].sum())
+        waiting = waiting[fits + 1 :]
+        waiting = waiting[lengths[waiting] <= left_tokens]
+        if not len(waiting):
+            break
+    indices = np.concatenate(taken)
+    if not len(indices):
+        return np.argmin(lengths, keepdims=True)
+    return indices if len(indices) < len(lengths) else indices[:-1]

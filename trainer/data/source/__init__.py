@@ -1,0 +1,1 @@
+"""Documents, images and random tokens: where training data comes from."""

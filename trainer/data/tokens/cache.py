@@ -1,0 +1,133 @@
+"""Finds the token file of a data set in the cache, or builds it.
+
+A token file is named by the content of its source and by the settings that turn text into tokens. To learn that name
+all text is read; so the name is also noted under the source's stamp (paths, sizes, times, inodes), and the next run
+only asks the file system.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from trainer.data.source import files as sources
+from trainer.data.source.documents import Piece, read_pieces
+from trainer.data.source.files import Source
+from trainer.data.tokens.token_file import (
+    CHUNK_BYTES,
+    FORMAT_VERSION,
+    GROUP_BYTES,
+    Cache,
+    Progress,
+    TokenFile,
+    build_token_file,
+    open_token_file,
+)
+from trainer.data.tokens.tokenizer import Tokenizer
+from trainer.errors import RunError
+
+Notice = Callable[[str], None]
+
+
+def find_token_file(
+    source: Source,
+    tokenizer: Tokenizer,
+    cache: Cache,
+    *,
+    progress: Progress | None = None,
+    notice: Notice | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    group_bytes: int = GROUP_BYTES,
+) -> TokenFile:
+    """Opens the token file of a source; builds it first if the cache has none, or a damaged one.
+
+    Args:
+        source: The files.
+        tokenizer: Encodes them.
+        cache: Where token files lie.
+        progress: Called during a build with the bytes done and the bytes of the whole source.
+        notice: Called with a sentence when a damaged token file is built again.
+        chunk_bytes: Largest piece of a text file that is encoded by itself.
+        group_bytes: How much text is encoded at a time.
+
+    Raises:
+        UserError: The source is not text, is empty or cannot be read, or the cache cannot be written.
+        RunError: The disk is full, or the source changes while it is read.
+    """
+    settings = _settings(source, tokenizer, chunk_bytes)
+    stamp_file = _stamp_file(source, settings, cache)
+    name = _read_stamp(stamp_file)
+    if name is None:
+        is_settled = sources.stamp_is_settled(source, time.time())
+        name = sources.content_key(source, settings)[:32]
+        _check_unchanged(source)
+        if is_settled:
+            _write_stamp(stamp_file, name)
+    path = cache.path / name
+    token_file = open_token_file(path)
+    if token_file is not None:
+        return token_file
+    if os.path.lexists(path) and notice is not None:
+        notice(f"The token file {path} is damaged; building it again.")
+    return build_token_file(
+        cache,
+        name,
+        _pieces(source, chunk_bytes),
+        tokenizer,
+        source=source,
+        progress=progress,
+        group_bytes=group_bytes,
+    )
+
+
+def find_built(source: Source, tokenizer: Tokenizer, cache: Cache) -> TokenFile | None:
+    """Opens the token file of a source if that needs no reading of the source; None otherwise."""
+    name = _read_stamp(_stamp_file(source, _settings(source, tokenizer, CHUNK_BYTES), cache))
+    return None if name is None else open_token_file(cache.path / name)
+
+
+def _settings(source: Source, tokenizer: Tokenizer, chunk_bytes: int) -> str:
+    return "\n".join((str(FORMAT_VERSION), source.kind, tokenizer.fingerprint, str(chunk_bytes), ""))
+
+
+def _pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
+    """Reads the source; fails at its end, before the token file gets its name, if it is not what was hashed."""
+    yield from read_pieces(source, chunk_bytes)
+    _check_unchanged(source)
+
+
+def _check_unchanged(source: Source) -> None:
+    changed = sources.first_changed(source)
+    if changed is not None:
+        raise RunError(
+            "the file changed while it was read",
+            where=str(changed),
+            fix="start again when nothing writes to the data set any more",
+        )
+
+
+def _stamp_file(source: Source, settings: str, cache: Cache) -> Path:
+    return cache.path / f"{sources.stamp(source, settings)[:32]}.stamp"
+
+
+def _read_stamp(stamp_file: Path) -> str | None:
+    try:
+        name = stamp_file.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")
+    return name if is_name else None
+
+
+def _write_stamp(stamp_file: Path, name: str) -> None:
+    """Notes the name; a cache that cannot be written only costs the next run some reading."""
+    temporary = stamp_file.with_name(f".{stamp_file.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        stamp_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(name, encoding="ascii")
+        os.replace(temporary, stamp_file)
+    except OSError:
+        temporary.unlink(missing_ok=True)

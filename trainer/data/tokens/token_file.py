@@ -1,0 +1,349 @@
+"""The token file: a tokenised corpus on disk, written once in a stream and then memory-mapped.
+
+A folder of the cache, named by content and settings::
+
+    tokens.bin    uint16 or uint32 (by the tokenizer's vocabulary), all documents one after the other
+    offsets.bin   int64 [documents + 1], where each document starts, and the end of the last
+    mask.bin      uint8, 1 where a token carries loss; only if some token carries none
+    meta.json     what the files hold and their sizes; what the folder was made of
+
+It is written under another name and renamed when it is complete and on disk: a build that is killed leaves nothing that
+looks like a token file, and of two builds at once the first wins and the second uses its file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.data.source.documents import Piece
+from trainer.data.source.files import Source, no_text
+from trainer.data.tokens.tokenizer import Tokenizer
+from trainer.errors import RunError, UserError
+
+FORMAT_VERSION = 1
+# A piece of a long document: bounds memory, and lets a tokenizer's threads share the work.
+CHUNK_BYTES = 1 << 18
+# Pieces that are encoded in one call.
+GROUP_BYTES = 4 << 20
+_ABANDONED_SECONDS = 3600.0
+_TEMPORARY = ".building-"
+
+Progress = Callable[[int, int], None]  # bytes of the source done, of how many
+
+
+class Cache(NamedTuple):
+    """Where token files lie, and what set this: the key, and the file and line or flag."""
+
+    path: Path
+    key: str
+    where: str
+
+
+@dataclass(frozen=True)
+class TokenFileMeta:
+    """What ``meta.json`` says of a token file."""
+
+    format_version: int
+    num_tokens: int
+    num_documents: int
+    max_token_id: int
+    dtype: str
+    has_mask: bool
+    tokenizer: str
+    source: str
+    file_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A memory-mapped token file.
+
+    Attributes:
+        path: Its folder.
+        meta: Counts and sizes.
+        tokens: uint16 or uint32 [num_tokens].
+        offsets: int64 [num_documents + 1].
+        mask: uint8 [num_tokens], or None when every token carries loss.
+    """
+
+    path: Path
+    meta: TokenFileMeta
+    tokens: np.ndarray
+    offsets: np.ndarray
+    mask: np.ndarray | None
+
+
+def open_token_file(path: Path) -> TokenFile | None:
+    """Opens a token file; None when there is none or it is damaged (cut short, unreadable, of another format)."""
+    meta = read_meta(path)
+    if meta is None:
+        return None
+    dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64), "mask.bin": np.dtype(np.uint8)}
+    try:
+        arrays = {name: np.asarray(np.memmap(path / name, dtypes[name], mode="r")) for name in meta.file_bytes}
+    except (OSError, ValueError):
+        return None
+    offsets = arrays["offsets.bin"]
+    if offsets[0] != 0 or offsets[-1] != meta.num_tokens or (np.diff(offsets) <= 0).any():
+        return None
+    return TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"))
+
+
+def read_meta(path: Path) -> TokenFileMeta | None:
+    """Reads ``meta.json`` and checks it against the sizes on disk; None unless all of it agrees."""
+    try:
+        meta = TokenFileMeta(**json.loads((path / "meta.json").read_text(encoding="utf-8")))
+        item_bytes = np.dtype(meta.dtype).itemsize
+        expected_bytes = {"tokens.bin": meta.num_tokens * item_bytes, "offsets.bin": (meta.num_documents + 1) * 8}
+        if meta.has_mask:
+            expected_bytes["mask.bin"] = meta.num_tokens
+        found_bytes = {name: (path / name).stat().st_size for name in expected_bytes}
+    except (OSError, ValueError, TypeError):
+        return None
+    is_whole = meta.format_version == FORMAT_VERSION and found_bytes == expected_bytes == meta.file_bytes
+    return meta if is_whole and meta.num_tokens > 0 else None
+
+
+def build_token_file(
+    cache: Cache,
+    name: str,
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    *,
+    source: Source,
+    progress: Progress | None = None,
+    group_bytes: int = GROUP_BYTES,
+) -> TokenFile:
+    """Writes a token file from a stream of pieces, in memory bounded by `group_bytes`.
+
+    Args:
+        cache: Where to make it.
+        name: The folder to make; one that exists and is damaged is replaced, one that is whole is used.
+        pieces: The corpus.
+        tokenizer: Encodes it.
+        source: Where the pieces come from, for messages and progress.
+        progress: Called after every group.
+        group_bytes: How much text to encode at a time.
+
+    Raises:
+        UserError: The corpus holds no text, or the cache folder cannot be written.
+        RunError: The disk is full or fails.
+    """
+    temporary = _temporary_name(cache.path)
+    path = cache.path / name
+    try:
+        temporary.mkdir(parents=True)
+        _remove_abandoned(cache.path)
+    except OSError as error:
+        raise UserError(
+            f"the folder for token files cannot be written ({error.strerror})",
+            where=cache.where,
+            key=cache.key,
+            value=str(cache.path),
+            fix=f"set {cache.key} to a folder that you can write",
+        ) from None
+    done_bytes, source_bytes = 0, source.size_bytes
+    try:
+        with _Writer(temporary, tokenizer) as writer:
+            for group in _groups(pieces, group_bytes):
+                writer.add(group)
+                done_bytes += sum(piece.source_bytes for piece in group)
+                if progress is not None:
+                    progress(min(done_bytes, source_bytes), source_bytes)
+            writer.finish(source)
+        _publish(temporary, path)
+    except OSError as error:
+        raise _failed_write(cache, error, temporary, done_bytes, source_bytes) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    token_file = open_token_file(path)
+    if token_file is None:
+        raise RunError(
+            "the token file was damaged or removed right after it was written",
+            where=str(path),
+            fix=f"see whether another process cleans this folder, or set {cache.key} to another one",
+        )
+    return token_file
+
+
+def _failed_write(cache: Cache, error: OSError, temporary: Path, done_bytes: int, source_bytes: int) -> RunError:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(
+            f"a token file could not be written ({error.strerror})",
+            where=str(cache.path),
+            fix=f"set {cache.key} to a folder on a disk that works",
+        )
+    written_bytes = sum(file.stat().st_size for file in temporary.glob("*"))
+    needed_bytes = int(written_bytes * source_bytes / done_bytes) if done_bytes else source_bytes * 2
+    return RunError(
+        f"the disk is full: the token file needs about {needed_bytes} bytes, "
+        f"{shutil.disk_usage(cache.path).free + written_bytes} are free",
+        where=str(cache.path),
+        fix=f"free some space, or set {cache.key} to a folder on another disk",
+    )
+
+
+def _groups(pieces: Iterable[Piece], group_bytes: int) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    held_bytes = 0
+    for piece in pieces:
+        group.append(piece)
+        held_bytes += len(piece.text)
+        if held_bytes >= group_bytes:
+            yield group
+            group, held_bytes = [], 0
+    if group:
+        yield group
+
+
+class _Writer:
+    """Appends groups of pieces to the files of one folder."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self._num_tokens = 0
+        self._num_documents = 0
+        self._max_token_id = 0
+        self._has_mask = False
+        self._in_document = False
+
+    def __enter__(self) -> _Writer:
+        self._streams = {name: open(self._folder / name, "wb") for name in ("tokens.bin", "offsets.bin", "mask.bin")}
+        self._streams["offsets.bin"].write(np.zeros(1, np.int64).tobytes())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+    def add(self, group: list[Piece]) -> None:
+        """Encodes and appends pieces; a document may go on in the next group."""
+        eos = np.array([self._tokenizer.eos_id], self._dtype)
+        bos = None if self._tokenizer.bos_id is None else np.array([self._tokenizer.bos_id], self._dtype)
+        parts, lengths, losses, ends = [], [], [], []
+        encoded = self._tokenizer.encode_utf8([piece.text for piece in group])
+        for piece, ids in zip(group, encoded, strict=True):
+            part = [ids] if self._in_document or bos is None else [bos, ids]
+            if piece.ends_turn:
+                part.append(eos)
+            parts.extend(part)
+            lengths.append(sum(map(len, part)))
+            losses.append(piece.has_loss)
+            ends.append(piece.ends_document)
+            self._in_document = not piece.ends_document
+        tokens = np.concatenate(parts, dtype=self._dtype, casting="same_kind")
+        offsets = self._num_tokens + np.cumsum(lengths, dtype=np.int64)[np.array(ends, bool)]
+        self._write_mask(lengths, losses)
+        self._streams["tokens.bin"].write(tokens.data)
+        self._streams["offsets.bin"].write(offsets.data)
+        self._num_tokens += len(tokens)
+        self._num_documents += len(offsets)
+        self._max_token_id = max(self._max_token_id, int(tokens.max(initial=0)))
+
+    def _write_mask(self, lengths: list[int], losses: list[bool]) -> None:
+        """Appends to the mask from the first piece without loss on: most corpora need none."""
+        if not self._has_mask and all(losses):
+            return
+        stream = self._streams["mask.bin"]
+        if not self._has_mask:
+            self._has_mask = True
+            ones = np.ones(GROUP_BYTES, np.uint8)
+            for start in range(0, self._num_tokens, GROUP_BYTES):
+                stream.write(ones[: self._num_tokens - start].data)
+        stream.write(np.repeat(np.array(losses, np.uint8), lengths).data)
+
+    def finish(self, source: Source) -> None:
+        """Brings everything to the disk, ``meta.json`` last.
+
+        Raises:
+            UserError: Nothing was added.
+        """
+        if self._num_documents == 0:
+            raise no_text(source)
+        if not self._has_mask:
+            self._streams.pop("mask.bin").close()
+            (self._folder / "mask.bin").unlink()
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+        meta = TokenFileMeta(
+            format_version=FORMAT_VERSION,
+            num_tokens=self._num_tokens,
+            num_documents=self._num_documents,
+            max_token_id=self._max_token_id,
+            dtype=self._dtype.name,
+            has_mask=self._has_mask,
+            tokenizer=self._tokenizer.fingerprint,
+            source=source.name,
+            file_bytes={name: stream.tell() for name, stream in self._streams.items()},
+        )
+        with open(self._folder / "meta.json", "w", encoding="utf-8") as stream:
+            json.dump(asdict(meta), stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_folder(self._folder)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Renames a finished folder into place; another builder's whole file stays, a damaged one goes."""
+    for _ in range(10):
+        try:
+            os.rename(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            if open_token_file(path) is not None:
+                return
+            _discard(path)
+            continue
+        _sync_folder(path.parent)
+        return
+
+
+def _discard(path: Path) -> None:
+    """Takes a damaged file away in one move, so that nobody meets half of it; another process may be faster."""
+    aside = _temporary_name(path.parent)
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink(missing_ok=True)
+
+
+def _temporary_name(folder: Path) -> Path:
+    return folder / f"{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Removes what killed builds left: folders into which nothing was written for an hour."""
+    for folder in cache.glob(f"{_TEMPORARY}*"):
+        try:
+            written = max(path.stat().st_mtime for path in (folder, *folder.glob("*")))
+        except OSError:
+            continue  # its builder has just finished
+        if time.time() - written > _ABANDONED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)

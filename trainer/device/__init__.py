@@ -1,0 +1,1 @@
+"""Which device a run uses, what it needs, and how its threads are set."""

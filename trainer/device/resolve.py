@@ -1,0 +1,86 @@
+"""Which device a run uses. Pure Python: looks at the machine without importing MindSpore."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config import check_runnable
+from trainer.config.checks.parallel import runs_semi_auto, semi_auto_without_device
+from trainer.device.doctor import find_ascend, missing_for_ascend
+from trainer.device.settings import device_calls, jit_options, unused_keys
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.parallel.world import World
+
+_KEY = "context.device_target"
+_NO_GPU = "MindSpore 2.10 from the package index has no GPU kernels"
+
+
+def resolve_device(config: Config) -> str:
+    """The device of `context.device_target`; the best one there is when that is null, or with `device_fallback`.
+
+    Raises:
+        UserError: The device that was asked for is not there, or a setting of an Ascend's is none.
+    """
+    wanted, lacks = config.context.device_target, _lacks(config)
+    if lacks and wanted is not None and not config.context.device_fallback:
+        raise UserError(
+            lacks,
+            where=config.source.where(_KEY),
+            key=_KEY,
+            value=wanted,
+            fix="use --device_target CPU, remove the key to take the best device there is, or add --device_fallback;"
+            " `run_trainer.py doctor` looks at this machine",
+        )
+    device = "CPU" if lacks else wanted or "Ascend"
+    device_calls(config, device)
+    jit_options(config, device)
+    return device
+
+
+def check_run(config: Config, world: World) -> str:
+    """Checks what a run needs, as far as configuration and machine say it, and returns the device.
+
+    Raises:
+        UserError: Semi-automatic mode is asked for on a CPU, which is said before anything else; as `resolve_device`;
+            as `check_runnable`.
+    """
+    device = resolve_device(config)
+    if device == "CPU" and runs_semi_auto(config, world):
+        raise semi_auto_without_device(config)
+    check_runnable(config, world)
+    return device
+
+
+def device_notices(config: Config) -> Iterator[str]:
+    """What of the file's `context` is otherwise on the device of this run."""
+    device, wanted, lacks = resolve_device(config), config.context.device_target, _lacks(config)
+    if lacks and wanted is not None:
+        yield f"{_KEY} {wanted}: {lacks}; the run uses the {device} (device_fallback)"
+    elif lacks and find_ascend(Path("/"), os.environ).cards:
+        yield f"{lacks}: the run uses the {device}"
+    elif wanted is None and config.context.device_fallback:
+        yield f"context.device_fallback: not used, without {_KEY} a run takes the best device there is"
+    unused = unused_keys(config, device)
+    if unused:
+        yield f"ignored: {', '.join(unused)}: only Ascend devices have it"
+    settings = [str(call) for call in device_calls(config, device)]
+    settings += [f"mindspore.jit {name}={value}" for name, value in jit_options(config, device).items()]
+    if settings:
+        yield f"context: set with {', '.join(settings)}"
+
+
+def _lacks(config: Config) -> str:
+    """Why the wanted device, or with none the Ascend, cannot be used; empty when it can."""
+    wanted = config.context.device_target
+    if wanted == "CPU":
+        return ""
+    if wanted == "GPU":
+        return _NO_GPU
+    missing = missing_for_ascend(Path("/"), os.environ)
+    return f"this machine cannot run on an Ascend: {', '.join(missing)}" if missing else ""

@@ -1,0 +1,1 @@
+"""Fused operators of an Ascend, behind the signatures of the reference kernels."""

@@ -1,0 +1,125 @@
+"""The router of a training on the host: product, scores, choice, gates and losses, and their gradient, as one kernel.
+
+Arrays of [N, E] are small. As operators they cost a call each, forwards and backwards, which took a tenth of a step.
+
+Legend: N = B * T tokens of B rows, D hidden, E experts, k chosen for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from trainer.ops.cpu.arrays import cast, empty, on_host
+from trainer.ops.routing import Routing
+
+if TYPE_CHECKING:
+    from trainer.config.schema.moe import MoEConfig
+
+Decide = Callable[[np.ndarray], Routing]
+"""scores_NE -> the routing, of arrays."""
+_TINY = np.float32(1e-20)
+
+
+class Routed(NamedTuple):
+    """What a router says of a micro-batch: tensors, but for the arrays `routing` and `scores_NE`."""
+
+    gates_Nk: Tensor
+    balance: Tensor
+    z: Tensor
+    routing: Routing
+    scores_NE: np.ndarray
+
+
+class CpuRouter(nn.Cell):
+    """(y_ND, router_ED, tokens_B1, valid_N1, decide) -> `Routed`.
+
+    The same as Router without its norm, Gates and RouterLosses of `trainer.models.moe`, where the formulas are, with
+    the choice between them.
+
+    Args:
+        moe: The section moe_config.
+    """
+
+    def __init__(self, moe: MoEConfig) -> None:
+        super().__init__(auto_prefix=False)
+        self.moe = moe
+
+    def construct(self, y_ND: Tensor, router_ED: Tensor, tokens_B1: Tensor, valid_N1: Tensor, decide: Decide) -> Routed:
+        once = _Once(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide)
+        gates_Nk, balance, z = once(y_ND, router_ED)
+        return Routed(gates_Nk, balance, z, once.routing, once.scores_NE)
+
+
+class _Once(nn.Cell):
+    """One call. It keeps arrays of [N, E] for its backward pass."""
+
+    def __init__(self, moe: MoEConfig, tokens_B1: np.ndarray, valid_N1: np.ndarray, decide: Decide) -> None:
+        super().__init__(auto_prefix=False)
+        self.moe, self.tokens_B1, self.valid_N1, self.decide = moe, tokens_B1, valid_N1, decide
+        self.is_sigmoid, self.with_z = moe.score_function == "sigmoid", moe.z_loss_factor > 0
+        self.routing: Routing | None = None
+
+    def construct(self, y_ND, router_ED):
+        moe = self.moe
+        logits_NE = on_host(y_ND) @ on_host(router_ED).T
+        if self.is_sigmoid:
+            with np.errstate(over="ignore"):  # exp = inf: the score is 0
+                self.scores_NE = 1 / (1 + np.exp(-logits_NE))
+        if self.with_z or not self.is_sigmoid:
+            largest_N1 = logits_NE.max(1, keepdims=True)
+            self.softmax_NE = np.exp(logits_NE - largest_N1)
+            sums_N1 = self.softmax_NE.sum(1, keepdims=True)
+            self.softmax_NE /= sums_N1
+            self.total_N1 = largest_N1 + np.log(sums_N1)
+        if not self.is_sigmoid:
+            self.scores_NE = self.softmax_NE
+        self.routing = self.decide(self.scores_NE)
+        chosen_Nk = np.take_along_axis(self.scores_NE, self.routing.experts_Nk, 1)
+        self.chosen_sums_N1 = chosen_Nk.sum(1, keepdims=True) + _TINY if moe.norm_topk_prob else None
+        self.gates_Nk = chosen_Nk if self.chosen_sums_N1 is None else chosen_Nk / self.chosen_sums_N1
+        z = (self.valid_N1 * self.total_N1 * self.total_N1).sum() if self.with_z else 0.0
+        gates_Nk = self.gates_Nk * np.float32(moe.routed_scaling_factor)
+        return Tensor(gates_Nk), Tensor(self.balance(), mstype.float32), Tensor(z, mstype.float32)
+
+    def balance(self) -> float:
+        """Keeps its gradient by the normalised scores, which is the same for all tokens of a row."""
+        rows, experts = len(self.tokens_B1), self.moe.expert_num
+        assigned_BA = self.routing.experts_Nk.reshape(rows, -1)
+        load_BE = np.stack([np.bincount(assigned_A, minlength=experts) for assigned_A in assigned_BA])
+        load_BE = load_BE * (experts / assigned_BA.shape[1])
+        self.score_sums_N1 = self.scores_NE.sum(1, keepdims=True) + _TINY if self.is_sigmoid else None
+        self.shares_NE = self.scores_NE if self.score_sums_N1 is None else self.scores_NE / self.score_sums_N1
+        shares_BTE = self.shares_NE.reshape(rows, -1, experts)
+        by_share_BE = self.tokens_B1 * load_BE / shares_BTE.shape[1]
+        self.by_share_BE = by_share_BE.astype(np.float32)
+        return float((by_share_BE * shares_BTE.sum(1, dtype=np.float64)).sum())
+
+    def bprop(self, y_ND, router_ED, out, grads):
+        grad_gates, by_balance, by_z = (on_host(grad) for grad in grads)
+        grad_NE = np.repeat(self.by_share_BE * by_balance, len(self.scores_NE) // len(self.tokens_B1), 0)
+        if self.score_sums_N1 is not None:
+            grad_NE = _through_quotient(grad_NE, self.shares_NE, self.score_sums_N1)
+        grad_Nk = grad_gates * np.float32(self.moe.routed_scaling_factor)
+        if self.chosen_sums_N1 is not None:
+            grad_Nk = _through_quotient(grad_Nk, self.gates_Nk, self.chosen_sums_N1)
+        experts_Nk = self.routing.experts_Nk
+        np.put_along_axis(grad_NE, experts_Nk, np.take_along_axis(grad_NE, experts_Nk, 1) + grad_Nk, 1)
+        if self.is_sigmoid:
+            grad_NE *= self.scores_NE * (1 - self.scores_NE)
+        else:
+            grad_NE = _through_quotient(grad_NE, self.scores_NE, np.float32(1)) * self.scores_NE
+        if self.with_z:
+            grad_NE += 2 * by_z * self.valid_N1 * self.total_N1 * self.softmax_NE
+        result, grad_y = empty(*y_ND.shape)
+        np.matmul(grad_NE, on_host(router_ED), out=grad_y)
+        return cast(result, y_ND.dtype), cast(Tensor(grad_NE.T @ on_host(y_ND)), router_ED.dtype)
+
+
+def _through_quotient(grad: np.ndarray, quotient: np.ndarray, divisor_N1: np.ndarray) -> np.ndarray:
+    """The gradient of x from that of x / sum(x)."""
+    return (grad - (grad * quotient).sum(1, keepdims=True)) / divisor_N1

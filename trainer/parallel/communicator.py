@@ -1,0 +1,128 @@
+"""What a training asks of the other ranks: sums, a vote, bytes, a barrier.
+
+Whatever decides about the course of a run (tokens, norms, overflow, signals, the end of the data) is computed from what
+these functions return, which is the same on every rank: so all ranks always decide alike, and none waits for one that
+has left. Without other ranks the same questions have immediate answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from trainer.errors import RunError
+
+if TYPE_CHECKING:
+    from mindspore import Parameter, Tensor
+
+    from trainer.parallel.world import World
+
+
+class Communicator(Protocol):
+    """The data-parallel ranks of a job, this one among them."""
+
+    rank: int
+    size: int
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, rounded once from the exact sum: the same bits whatever the order of ranks."""
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Each gradient summed over all ranks; the same bits on every rank."""
+
+    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+        """Completes parameters in place, of which each rank gives its own range; see `OptimizerShard`."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in the order of ranks."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on some rank."""
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+
+
+class SingleProcess:
+    """One process, no other ranks."""
+
+    rank, size = 0, 1
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return list(gradients)
+
+    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+        assert parts is None, "one rank has all of every parameter"
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self) -> None:
+        return None
+
+
+class ProcessGroup:
+    """The ranks of a job, through `trainer.parallel.collectives`. Making it waits until all of them are there.
+
+    Args:
+        world: This rank among how many.
+    """
+
+    def __init__(self, world: World) -> None:
+        from trainer.parallel import collectives
+
+        self.rank, self.size, self.collectives = world.rank, world.size, collectives
+        collectives.start(world)
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        every = zip(*self.collectives.gather_float64(values), strict=True)
+        return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in every]
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return self.collectives.all_reduce_in_buckets(gradients)
+
+    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+        self.collectives.share_parts(parameters, parts)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.collectives.gather_bytes(data)
+
+    def any(self, flag: bool) -> bool:
+        return self.all_sum([float(flag)])[0] > 0
+
+    def barrier(self) -> None:
+        self.collectives.barrier()
+
+
+def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:
+    """Compares what several ranks have of the same name.
+
+    Args:
+        own: Numbers or texts of this rank, by name; a rank need not have all names.
+        what: Is compared, for the message.
+        peers: The ranks.
+
+    Raises:
+        RunError: They differ; names the ranks that are not like the first one that has a name.
+    """
+    first, differing, right = {}, set(), set()
+    for rank, data in enumerate(communicator.gather_bytes(json.dumps(own).encode())):
+        for name, value in json.loads(data).items():
+            teller, told = first.setdefault(name, (rank, value))
+            if told != value:
+                differing.add(rank)
+                right.add(teller)
+    if differing:
+        raise RunError(
+            f"the {what} of rank {', '.join(map(str, sorted(differing)))} differ from those of rank"
+            f" {', '.join(map(str, sorted(right)))} before the first step",
+            fix="give every host the same configuration, data, checkpoint and versions of MindSpore and NumPy",
+        )

@@ -1,0 +1,88 @@
+"""What `plan` says about a mixture of experts and multi-token prediction modules, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer.config.layer_ranges import layer_text
+from trainer.models.shapes import balanced_layers
+from trainer.optim.freeze import frozen_names
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+    from trainer.config.schema.moe import MoEConfig
+
+_POLICIES = {"position": "the last of a micro-batch", "probability": "those with the lowest scores"}
+
+
+def experts_plan(config: Config) -> dict[str, str]:
+    """The parts of the section, in order; empty for a dense model that predicts one token."""
+    settings = config.decoder
+    found = _experts(config, settings.experts) if settings.experts is not None else {}
+    if settings.mtp_depth:
+        modules = "1 module" if settings.mtp_depth == 1 else f"{settings.mtp_depth} modules"
+        kind = " with experts" if settings.experts is not None else ""
+        found["further tokens"] = f"{modules}{kind}, losses times {settings.mtp_loss_factor:g}, in training only"
+    return found
+
+
+def _experts(config: Config, moe: MoEConfig) -> dict[str, str]:
+    settings = config.decoder
+    found = {"router": _router(moe), "experts": f"{moe.expert_num} of width {settings.expert_size}"}
+    if moe.n_group and (moe.topk_group or moe.n_group) < moe.n_group:
+        found["groups"] = f"a token goes to the best {moe.topk_group} of {moe.n_group} groups"
+    if settings.shared_expert_size:
+        found["shared expert"] = f"width {settings.shared_expert_size}, for every token"
+    layers = [layer for layer in range(settings.num_layers) if settings.is_moe_layer(layer)]
+    found["layers"] = f"{layer_text(layers) or 'none'} of {settings.num_layers}"
+    if len(layers) < settings.num_layers:
+        found["layers"] += f"; the others are dense, of width {settings.ffn_size}"
+    found["tokens"] = _tokens(config, moe) if config.trains else "none is dropped"
+    if config.trains:
+        found["balance"] = _balance(config, moe)
+    return found
+
+
+def _router(moe: MoEConfig) -> str:
+    text = f"{moe.score_function} scores, {moe.num_experts_chosen} of {moe.expert_num} experts"
+    if moe.norm_topk_prob:
+        text += ", weights that sum to 1"
+    return text if moe.routed_scaling_factor == 1 else f"{text}, times {moe.routed_scaling_factor:g}"
+
+
+def _tokens(config: Config, moe: MoEConfig) -> str:
+    tokens = config.runner_config.batch_size * config.decoder.seq_length
+    capacity = moe.capacity(tokens)
+    if capacity is None:
+        why = "use_gmm" if moe.use_gmm else "no capacity_factor"
+        return f"none is dropped ({why})"
+    fair = moe.num_experts_chosen * tokens / moe.expert_num
+    return (
+        f"an expert takes {capacity:,} of a micro-batch's {tokens:,}, {moe.room:g} times its share of {fair:,.0f};"
+        f" beyond, {_POLICIES[moe.drop_policy]} are dropped, in training only"
+    )
+
+
+def _balance(config: Config, moe: MoEConfig) -> str:
+    parts = [f"loss times {moe.aux_loss_factor:g}"] if moe.aux_loss_factor else []
+    if moe.z_loss_factor:
+        parts.append(f"z loss times {moe.z_loss_factor:g}")
+    if moe.balance_via_topk_bias and moe.topk_bias_update_rate:
+        moved = f"moved by {moe.topk_bias_update_rate:g} a step"
+        layers = balanced_layers(config.decoder, frozen_names(config))
+        if len(layers) < len(config.decoder.moe_layers):
+            some = f"{moved} in {layer_text(layers)}, where the router is trained"
+            moved = some if layers else "which stays, as the routers are frozen"
+        parts.append(f"a bias on the choice, {moved}")
+    return ", ".join(parts) or "none"
+
+
+def active_weights(settings: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Weights that compute one token of a training: of the experts, those of the chosen ones."""
+    moe, total = settings.experts, 0
+    for name, shape in shapes.items():
+        weights = math.prod(shape)
+        total += weights * moe.num_experts_chosen // moe.expert_num if moe and ".mlp.experts." in name else weights
+    return total

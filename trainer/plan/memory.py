@@ -1,0 +1,154 @@
+"""How much memory a run will take: an estimate of its peak, by part.
+
+Weights, gradients and optimizer state are exact. Activations are counted: what the kernels and the operators between
+them keep for the backward pass. What MindSpore takes beside them was measured on a CPU (2 to 12 layers, 128 to 512
+tokens of 64 to 256 numbers): the estimate is within a tenth of the peak there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
+from trainer.config.recompute import recomputed_parts
+from trainer.device.doctor import memory_left_bytes
+from trainer.device.resolve import resolve_device
+from trainer.models.shapes import all_shapes, attention_shapes, half_of, layer_targets, mlp_shapes
+from trainer.ops.precision import resolve_precision
+from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
+from trainer.optim.groups import parameter_groups
+from trainer.parallel.world import SINGLE_PROCESS, World
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+
+_FLOAT32_BYTES = 4
+_IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
+_COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
+_SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
+_HALF_KEEPS = 5  # eighths of a block's activations with half precision: residuals and norms stay float32
+_FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full
+_OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's size, by update rule
+
+
+def memory_estimate(config: Config, trains: bool, world: World = SINGLE_PROCESS) -> dict[str, int]:
+    """Estimated peak of resident memory of a rank in bytes, by part and in total."""
+    settings, network = config.decoder, config.network
+    weights = _bytes(all_shapes(network))
+    parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
+    if trains:
+        labels = config.runner_config.batch_size * network.labels_of_row
+        copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
+        trained = _bytes(trained_shapes(config))
+        parts["gradients"] = trained * copies
+        parts["optimizer state"] = _optimizer_state_bytes(config, world)
+        parts["activations"] = labels * activations_of_label(config) * _FLOAT32_BYTES
+        parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
+        if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
+            parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
+    return parts | {"total": sum(parts.values())}
+
+
+def _optimizer_state_bytes(config: Config, world: World) -> int:
+    """Of one rank: ranks that share it have equal parts of every parameter that is large enough."""
+    shapes = trained_shapes(config)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    parts = world.size if shards_optimizer(config, world) else 1
+    least = shard_threshold_bytes(config)
+
+    def state(name: str, arrays: int) -> int:
+        size = _bytes({name: shapes[name]})
+        return arrays * (size if size < least else -(-size // parts))
+
+    return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
+
+
+def activations_of_label(config: Config) -> int:
+    """Numbers that are kept for each label between forward and backward, at the peak."""
+    if config.classifier is not None:
+        return 3 * sum(config.classifier.sizes)  # of each layer what enters, its product, and the gradient of that
+    return activations_of_token(config)
+
+
+def activations_of_token(config: Config) -> int:
+    """The same of a decoder's token."""
+    settings = config.decoder
+    half = resolve_precision(settings, config.amp_level, resolve_device(config)).compute.dtype != "float32"
+    kept, working, both = 0, 0, 0
+    first = first_trained_layer(config, frozen_names(config))
+    again = recomputed_parts(config) + ("",) * settings.mtp_depth
+    for layer in range(first, len(again)):
+        part, sublayers = again[layer], _activations_of_sublayers(settings, layer)
+        # What is computed again keeps its input, and is there as a whole while its own backward pass runs.
+        remains = sublayers["block"] - sublayers[part] if part else sublayers["block"]
+        kept += (remains * _HALF_KEEPS // 8 if half else remains) + (settings.hidden_size if part else 0)
+        working = max(working, sublayers[part] if part else 0)
+        # While its backward pass runs, a block's arrays are there in half precision and in float32.
+        both = max(both, sublayers["block"] if half else 0)
+    # Multi-token prediction modules: what enters their block, and logits and probabilities of their own.
+    kept += settings.mtp_depth * (7 * settings.hidden_size + 2 * settings.vocab_size)
+    # Once: the head's logits, probabilities and their gradient, and what the attention's backward pass works on.
+    return kept + working + both + 3 * settings.vocab_size + 4 * _scores(settings)
+
+
+def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, int]:
+    """Numbers that each half of a layer, and both together, keep for a token."""
+    hidden, size = settings.hidden_size, settings.head_size
+    heads, keys = settings.num_heads * size, settings.kv_heads * size
+    scores = _scores(settings)
+    # Residuals, norms and what follows them; q and the output before and after each change of layout, k and v
+    # likewise; the probabilities. Dropout keeps its masks.
+    attention = 4 * hidden + 6 * heads + 4 * keys + scores
+    masks = settings.num_heads * settings.seq_length + scores  # the whole mask, and its part in each half
+    attention += hidden * bool(settings.hidden_dropout) + masks * bool(settings.attention_dropout)
+    # Residuals and norms again; gate, up and their product.
+    experts = settings.is_moe_layer(layer)
+    width = 3 * settings.ffn_size if not experts else _activations_of_experts(settings)
+    found = {"attention": attention, "mlp": (4 + bool(settings.hidden_dropout)) * hidden + width}
+    for name in layer_targets(settings, layer) if settings.pet_config and layer < settings.num_layers else ():
+        found[half_of(name)] += _activations_of_adapter(settings, name)
+    return found | {"block": sum(found.values())}
+
+
+def _activations_of_experts(settings: ModelConfig) -> int:
+    """Scores of the router; of each chosen expert its row, gate and up; shared ones."""
+    moe, hidden = settings.experts, settings.hidden_size
+    rows = moe.num_experts_chosen * (hidden + 2 * settings.expert_size)
+    return 6 * moe.expert_num + rows + 3 * settings.shared_expert_size + hidden * bool(settings.shared_expert_size)
+
+
+def _scores(settings: ModelConfig) -> int:
+    """Attention scores of a token in all heads: the first half of the queries meets half of the keys."""
+    return settings.num_heads * settings.seq_length * 3 // 4
+
+
+def _activations_of_adapter(settings: ModelConfig, name: str) -> int:
+    """The product with A; what dropout leaves of the input, and its mask."""
+    width = (attention_shapes(settings) | mlp_shapes(settings))[f"{name}.weight"][1]
+    return settings.pet_config.lora_rank + 2 * width * bool(settings.pet_config.lora_dropout)
+
+
+def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values()) * _FLOAT32_BYTES
+
+
+def memory_notices(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:
+    """Says when a run will probably not fit.
+
+    Args:
+        rank_bytes: Of the estimate.
+        left_bytes: Memory that is left here; None: look.
+        ranks: How many run on this host.
+    """
+    left_bytes = memory_left_bytes() if left_bytes is None else left_bytes
+    total_bytes = rank_bytes * ranks
+    if total_bytes > left_bytes:
+        mib = 1 << 20
+        who = "the run needs" if ranks == 1 else f"the {ranks} ranks of this host need"
+        yield (
+            f"{who} about {total_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
+            " a smaller runner_config.batch_size with more gradient_accumulation_steps, or recompute_config.recompute,"
+            " needs less"
+        )

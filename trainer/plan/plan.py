@@ -1,0 +1,381 @@
+"""What a run will do, computed without MindSpore: printed by `plan`, kept as plan.txt, and testable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import config_notices
+from trainer.config.checks.parallel import degrees_of, runs_semi_auto, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.semi_auto import micro_batches_of
+from trainer.config.recompute import recompute_text, recomputed_parts
+from trainer.config.schema.runner import LossScaleSection
+from trainer.data import batch_size, estimate_rows
+from trainer.device.resolve import check_run, device_notices
+from trainer.errors import UserError
+from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
+from trainer.ops.precision import PartDtype, resolve_precision
+from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
+from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
+from trainer.optim.groups import parameter_groups
+from trainer.optim.schedules import build_schedule, first_full_step
+from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.plan.experts import active_weights, experts_plan
+from trainer.plan.memory import memory_estimate, memory_notices
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+    from trainer.data import RowEstimate
+
+# What the numbers of each update rule are called in the configuration.
+_OPTIMIZER_KEYS = {
+    "AdamW": ("betas", "eps", "weight_decay"),
+    "SGD": ("momentum", "nesterov", "weight_decay"),
+    "Muon": ("momentum", "nesterov", "ns_steps", "matched_adamw_rms", "betas", "eps", "weight_decay"),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of the optimizer."""
+
+    name: str
+    weight_decay: float
+    tensors: int
+    weights: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `plan` says.
+
+    Attributes:
+        run_mode, device, execution: What runs, where, and whether blocks are compiled.
+        ranks, host_ranks: Processes that run it together, on all hosts and on this one.
+        layout: How they share the work, in words; empty for one rank.
+        optimizer_sharing: How they share the optimizer state, in words; empty where each has all of it.
+        output_dir: What a run leaves goes there.
+        optimizer: Its type and the numbers that the type uses.
+        clipping: What is done to a large gradient, in words.
+        loss_scale: Factor on the loss in the backward pass, in words.
+        skipping: Which steps update nothing, in words; empty for none.
+        schedule: Type of the learning rate schedule.
+        kernels: For each kernel: asked for, chosen, why.
+        groups: Parameter groups with their decay and sizes; none where nothing is trained.
+        weights: Number of trained weights.
+        active_weights: Of all weights those that compute one token; fewer than there are only with experts.
+        experts: Router, experts, what is dropped, multi-token prediction modules, in words; empty without.
+        frozen: The weights that are not trained, of which nothing is updated.
+        adapters: Rank, factor and targets of low-rank adapters, in words; empty without.
+        recompute: What the backward pass computes again, in words; empty for nothing.
+        dtypes: For each part of the model its dtype on the device, and why.
+        rows, rows_exact: Rows of an epoch; False where text must be tokenized first to know.
+        batch_rows, micro_batches: Rows of a micro-batch on a rank, micro-batches of a step.
+        rows_per_step, tokens_per_step: Rows and positions of a full step, over all ranks.
+        steps_per_epoch, epochs, total_steps, last_step: Optimizer steps; `last_step` is where this run ends.
+        learning_rates: (step, rate) at a few telling steps; steps count from 1 as in the log.
+        memory_bytes: Estimated peak of a rank by part, and their total.
+        host_memory_bytes: Of all ranks of this host.
+        eval_rows: Rows of an evaluation, None without.
+        notices: What the user should know.
+        labels: What `tokens_per_step` counts: tokens, or images.
+        resumed: The checkpoint that the run goes on from and where that is, in words; empty for a fresh start.
+    """
+
+    run_mode: str
+    device: str
+    ranks: int
+    host_ranks: int
+    layout: str
+    optimizer_sharing: str
+    execution: str
+    output_dir: str
+    optimizer: dict[str, Any]
+    clipping: str
+    loss_scale: str
+    skipping: str
+    schedule: str
+    kernels: tuple[KernelChoice, ...]
+    groups: tuple[Group, ...]
+    weights: int
+    active_weights: int
+    experts: dict[str, str]
+    frozen: Group
+    adapters: str
+    recompute: str
+    dtypes: dict[str, PartDtype]
+    rows: int
+    rows_exact: bool
+    batch_rows: int
+    micro_batches: int
+    rows_per_step: int
+    tokens_per_step: int
+    steps_per_epoch: int
+    epochs: int
+    total_steps: int
+    last_step: int
+    learning_rates: tuple[tuple[int, float], ...]
+    memory_bytes: dict[str, int]
+    host_memory_bytes: int
+    eval_rows: int | None
+    notices: tuple[str, ...]
+    labels: str = "tokens"
+    resumed: str = ""
+
+
+def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
+    """Works out what a run of this configuration will do in a job.
+
+    Raises:
+        UserError: The run could not start.
+    """
+    device, settings, runner = check_run(config, world), config.network, config.runner_config
+    precision = resolve_precision(settings, config.amp_level, device)
+    kernels = select_kernels(settings, device, precision)
+    trains = config.trains
+    every = all_shapes(settings)
+    shapes = trained_shapes(config) if trains else every
+    estimate = estimate_rows(config) if trains else None
+    degrees, micro_batches = degrees_of(config, world), micro_batches_of(config, world)
+    rows = estimate.rows if estimate else 0
+    batch_rows = runner.batch_size * degrees.data_parallel
+    batches = rows // batch_rows if config.train_dataset.drop_remainder else -(-rows // batch_rows)
+    if estimate and estimate.exact and not batches:
+        raise _no_batch(config, rows, degrees.data_parallel)
+    steps = -(-batches // micro_batches)
+    total = steps * runner.epochs
+    last = min(total, runner.stop_step or total)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
+    memory_bytes = memory_estimate(config, trains, world)
+    return Plan(
+        run_mode=config.run_mode,
+        device=device,
+        ranks=world.size,
+        host_ranks=world.local_size,
+        layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
+        optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
+        execution=_execution(config, world),
+        output_dir=str(Path(config.output_dir).expanduser()),
+        optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
+        clipping=_clipping(config),
+        loss_scale=_loss_scale(config),
+        skipping=_skipping(config),
+        schedule=config.lr_schedule.type,
+        kernels=kernels,
+        groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
+        weights=sum(math.prod(shape) for shape in shapes.values()),
+        active_weights=active_weights(settings, every),
+        experts=experts_plan(config),
+        frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
+        adapters=_adapters(settings),
+        recompute=_recompute(config) if trains else "",
+        dtypes=part_dtypes(settings, precision, kernels),
+        rows=rows,
+        rows_exact=estimate.exact if estimate else True,
+        batch_rows=runner.batch_size,
+        micro_batches=micro_batches,
+        rows_per_step=batch_rows * micro_batches,
+        tokens_per_step=batch_rows * micro_batches * settings.labels_of_row,
+        steps_per_epoch=steps,
+        epochs=runner.epochs,
+        total_steps=total,
+        last_step=last,
+        learning_rates=_learning_rates(config, total, last) if trains and total else (),
+        memory_bytes=memory_bytes,
+        host_memory_bytes=memory_bytes["total"] * world.local_size,
+        eval_rows=_eval_rows(config, estimate, degrees.data_parallel) if estimate and config.do_eval else None,
+        notices=_notices(config, world, memory_bytes["total"]),
+        labels=settings.labels_text,
+    )
+
+
+def _notices(config: Config, world: World, rank_bytes: int) -> tuple[str, ...]:
+    fits = memory_notices(rank_bytes, ranks=world.local_size)
+    return (*config_notices(config, world), *device_notices(config), *freeze_notices(config), *fits)
+
+
+def _no_batch(config: Config, rows: int, ranks: int) -> UserError:
+    size, key = config.runner_config.batch_size, "runner_config.batch_size"
+    of_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return UserError(
+        f"{rows:,} {config.network.rows_text} fill no batch of {size} rows{of_ranks}",
+        where=config.source.where(key),
+        key=key,
+        value=size,
+        fix="set a smaller one, or train_dataset.drop_remainder to False",
+    )
+
+
+def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
+    return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
+
+
+def _execution(config: Config, world: World) -> str:
+    if runs_semi_auto(config, world):
+        return "one graph, cut by MindSpore"
+    return "blocks compiled once, run layer by layer" if config.context.mode == 0 else "operator by operator"
+
+
+def _optimizer_sharing(config: Config, world: World) -> str:
+    if not shards_optimizer(config, world):
+        return ""
+    parts, least = degrees_of(config, world).data_parallel, shard_threshold_bytes(config)
+    return f"1/{parts} on each rank" + (f"; parameters below {least >> 10} KiB whole on all" if least else "")
+
+
+def _adapters(settings: ModelConfig) -> str:
+    section = settings.pet_config
+    if section is None:
+        return ""
+    names = [name.split(".")[-1] for name in adapted_projections(settings)]
+    layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
+    where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
+    dropout = f", dropout {section.lora_dropout:g}" if section.lora_dropout else ""
+    return f"rank {section.lora_rank}, times {section.scale:g}{dropout}, on {' '.join(names)}{where}"
+
+
+def _recompute(config: Config) -> str:
+    first = first_trained_layer(config, frozen_names(config))
+    parts = recomputed_parts(config)
+    # Below the first trained layer there is no backward pass.
+    return recompute_text(("",) * first + parts[first:])
+
+
+def _clipping(config: Config) -> str:
+    wrapper = config.runner_wrapper
+    if not wrapper.use_clip_grad:
+        return "off"
+    if wrapper.clip_type == "value":
+        return f"each element to at most {wrapper.clip_value:g}"
+    return f"{'norm of each group' if wrapper.clip_by_group else 'global norm'} at most {wrapper.max_grad_norm:g}"
+
+
+def _loss_scale(config: Config) -> str:
+    sense = config.runner_wrapper.scale_sense
+    if not isinstance(sense, LossScaleSection):
+        return "off" if sense == 1 else f"fixed, {sense:g}"
+    if sense.type == "FixedLossScaleUpdateCell":
+        return f"fixed, {sense.loss_scale_value:g}"
+    steps = f"x {sense.scale_factor} after {sense.scale_window} steps without overflow"
+    return f"dynamic from {sense.loss_scale_value:g}, {steps}, / {sense.scale_factor} on overflow"
+
+
+def _skipping(config: Config) -> str:
+    wrapper = config.runner_wrapper
+    if not wrapper.use_skip_data_by_global_norm:
+        return ""
+    count = wrapper.global_norm_spike_count_threshold
+    return f"steps whose norm is above {wrapper.global_norm_spike_threshold:g}; {count} in a row end the run"
+
+
+def _eval_rows(config: Config, estimate: RowEstimate, ranks: int) -> int | None:
+    """Rows that an evaluation reads: all there are, or those of `max_batches` on every rank."""
+    section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
+    most = getattr(config, section).max_batches * batch_size(config, section) * ranks
+    return min(estimate.eval_rows, most) if estimate.eval_rows is not None and most else estimate.eval_rows
+
+
+def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:
+    section = config.lr_schedule
+    schedule = build_schedule(section, total, where=config.source.where)
+    # A short warm-up reaches the highest rate long before a tenth of the run.
+    parts = (min(1 + first_full_step(section, total), total), total // 10, total // 4, total // 2, 3 * total // 4)
+    steps = sorted({1, last, total, *(max(1, step) for step in parts)})
+    return tuple((step, schedule(step - 1)) for step in steps)
+
+
+def plan_dict(plan: Plan) -> dict:
+    """The plan as plain values, for `plan --json`."""
+    return asdict(plan)
+
+
+def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The plan as titled tables of text rows, the first row of each being its header."""
+    sections = [("run", _run_rows(plan))]
+    if plan.experts:
+        sections.append(("experts", [("", ""), *plan.experts.items()]))
+    kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels]
+    if kernels:
+        sections.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
+    groups = [("group", "weight decay", "tensors", "weights")]
+    groups += [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
+    if plan.frozen.tensors:
+        groups.append((plan.frozen.name, "-", str(plan.frozen.tensors), f"{plan.frozen.weights:,}"))
+    if plan.groups:
+        sections.append(("parameters", groups))
+    sections.append(("dtypes", [("part", "dtype", "why"), *((part, *dtype) for part, dtype in plan.dtypes.items())]))
+    if plan.learning_rates:
+        rates = [("step", "learning rate"), *((str(step), f"{rate:.3e}") for step, rate in plan.learning_rates)]
+        sections.append(("schedule", rates))
+    parts = plan.memory_bytes
+    if plan.ranks > 1:
+        parts = parts | {f"{plan.host_ranks} ranks of this host": plan.host_memory_bytes}
+    memory = [("part", "MiB"), *((part, f"{size / (1 << 20):,.0f}") for part, size in parts.items())]
+    sections.append(("memory of a rank, estimated" if plan.ranks > 1 else "memory, estimated", memory))
+    if plan.notices:
+        sections.append(("notes", [("",), *((f"- {notice}",) for notice in plan.notices)]))
+    return sections
+
+
+def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
+    if plan.ranks > 1:
+        hosts = "" if plan.host_ranks == plan.ranks else f", {plan.host_ranks} of them on this host"
+        rows.append(("ranks", f"{plan.ranks}{hosts}: {plan.layout}"))
+    rows += [("execution", plan.execution), ("output_dir", plan.output_dir), ("weights", _weights(plan))]
+    if plan.run_mode in ("train", "finetune"):
+        about = "" if plan.rows_exact else "about "
+        step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
+        step += f" on each rank: {plan.rows_per_step:,} rows" if plan.ranks > 1 else ""
+        ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
+        rows += [
+            *([("resumes", plan.resumed)] if plan.resumed else []),
+            ("data", f"{about}{plan.rows:,} rows an epoch"),
+            ("optimizer step", f"{step}, {plan.tokens_per_step:,} {plan.labels}"),
+            ("steps", f"{about}{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {about}{plan.total_steps:,}{ends}"),
+            ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
+            *([("optimizer state", plan.optimizer_sharing)] if plan.optimizer_sharing else []),
+            ("clipping", plan.clipping),
+            ("loss scale", plan.loss_scale),
+            *([("skipped", plan.skipping)] if plan.skipping else []),
+            ("schedule", plan.schedule),
+        ]
+    if plan.adapters:
+        rows.append(("adapters", plan.adapters))
+    if plan.recompute:
+        rows.append(("recompute", plan.recompute))
+    if plan.eval_rows is not None:
+        rows.append(("evaluation", f"{plan.eval_rows:,} rows"))
+    return rows
+
+
+def _weights(plan: Plan) -> str:
+    every = plan.weights + plan.frozen.weights
+    active = f"; {plan.active_weights:,} compute a token" if plan.active_weights < every else ""
+    if not plan.frozen.tensors:
+        return f"{every:,}{active}"
+    return f"{every:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen{active}"
+
+
+def _shown(name: str, value: Any) -> str:
+    """A number of the optimizer: `betas 0.9 0.95`; of its type the value alone."""
+    values = value if isinstance(value, list) else [value]
+    text = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    return text if name == "type" else f"{name} {text}"
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as aligned plain text."""
+    lines = []
+    for title, rows in plan_sections(plan):
+        lines.append(title.upper())
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            if line:
+                lines.append(f"  {line}")
+        lines.append("")
+    return "\n".join(lines)

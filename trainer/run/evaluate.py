@@ -1,0 +1,84 @@
+"""Evaluations: while a training runs, and run_mode eval."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint.adapters import starting_weights
+from trainer.config import config_notices
+from trainer.data.batches.loader import EvalBatches, eval_batches
+from trainer.device.resolve import device_notices
+from trainer.errors import EXIT_OK, EXIT_SIGTERM
+from trainer.launch import heartbeat
+from trainer.monitors.console import console_monitor
+from trainer.monitors.files import make_folder, write_text
+from trainer.monitors.metrics import EvalMetrics
+from trainer.run.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.parallel.world import World
+    from trainer.run.session import Session
+
+_PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast for a progress line
+
+
+def show_build(done_bytes: int, total_bytes: int) -> None:
+    """A line on a terminal while a large token file is built."""
+    if total_bytes >= _PROGRESS_BYTES and sys.stderr.isatty():
+        end = "\n" if done_bytes >= total_bytes else ""
+        print(f"\rtokenizing: {100 * done_bytes // total_bytes} % of {total_bytes >> 20} MiB", end=end, file=sys.stderr)
+
+
+def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int) -> EvalMetrics | None:
+    """Evaluates on all ranks together; None when a signal cut it short, which then says nothing."""
+    from trainer.step.evaluate import evaluate, perplexity
+
+    def asked_to_stop() -> bool:
+        heartbeat.beat(step)  # an evaluation may be long
+        return bool(stop)
+
+    batches = data.loader.epoch(0)
+    with contextlib.closing(batches):
+        some = itertools.islice(batches, data.max_batches)
+        found = evaluate(session.model, session.build_inputs, some, asked_to_stop, session.communicator)
+    if found is None:
+        return None
+    return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds, found.accuracy)
+
+
+def eval_run(config: Config, world: World) -> int:
+    """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
+    console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
+    for notice in (*config_notices(config, world), *device_notices(config)):
+        console.on_notice(notice)
+    data = eval_batches(config, (world.rank, world.size), show_build, console.on_notice)
+    weights, folder = starting_weights(config, console.on_notice), Path(config.output_dir).expanduser()
+    make_folder(folder, config.source.where("output_dir"))
+    with StopSignals() as stop:
+        # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
+        from trainer.run.session import open_session
+
+        session = open_session(config, weights, world)
+        metrics = None if session.communicator.any(bool(stop)) else evaluate_now(session, data, stop, step=0, epoch=1)
+    if metrics is None:
+        name = stop.received.name if stop else "a signal to another rank"
+        console.on_notice(f"stopped by {name}: the evaluation has no result")
+        return stop.exit_code or EXIT_SIGTERM
+    if world.rank > 0:
+        return EXIT_OK
+    console.on_eval(metrics)
+    found = {name: getattr(metrics, name) for name in ("loss", "perplexity", "tokens", "seconds")}
+    # JSON has no infinity and no NaN.
+    found = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    found |= {} if metrics.accuracy is None else {"accuracy": metrics.accuracy}
+    adapters = {"adapter_id": config.adapter_id} if config.adapter_id else {}
+    text = json.dumps({"load_checkpoint": config.load_checkpoint, **adapters, **found}, indent=1)
+    write_text(folder / "eval.json", text + "\n")
+    return EXIT_OK

@@ -1,0 +1,359 @@
+"""A run from its configuration to its exit code: prepare, fit, finish. Ties the rooms together.
+
+Preparing needs no MindSpore, and nothing here imports it before that is done: mistakes in configuration, data and
+checkpoints end a run within a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint.adapters import base_record, starting_weights
+from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, plan_resumed, read_resumed, save
+from trainer.checkpoint.store import prepare_folder, put_aside
+from trainer.config import config_notices, dump_config
+from trainer.config.checks.moe import watches_drop_rate
+from trainer.config.checks.parallel import runs_semi_auto
+from trainer.config.checks.semi_auto import data_config
+from trainer.data.batches.loader import training_batches
+from trainer.device.resolve import check_run, device_notices
+from trainer.errors import EXIT_OK, RunError
+from trainer.launch import heartbeat
+from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
+from trainer.monitors.files import claimed_folder, write_text
+from trainer.monitors.jsonl import JsonlMonitor
+from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes
+from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
+from trainer.monitors.report import ReportMonitor
+from trainer.monitors.summary import Totals
+from trainer.ops.select import kernel_notices
+from trainer.optim.freeze import freeze_notices
+from trainer.optim.schedules import build_schedule
+from trainer.parallel.communicator import check_same_values
+from trainer.parallel.world import World, world_from_environment
+from trainer.plan.plan import build_plan, plan_text
+from trainer.run.evaluate import eval_run, evaluate_now, show_build
+from trainer.run.stop_signals import EXIT_CODES, StopSignals
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.data import Batch
+    from trainer.step.train_step import StepResult
+
+
+def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
+    """Does what `run_mode` says and returns the exit code.
+
+    Args:
+        config: Checked by `load_config`.
+        extra_monitors: Told of everything beside the usual monitors, for example by a benchmark.
+
+    Raises:
+        UserError: Bad input (exit code 2).
+        RunError: The run failed (exit code 1).
+    """
+    world = world_from_environment()
+    heartbeat.start()
+    check_run(config, world)
+    if config.run_mode == "predict":
+        from trainer.run.predict import predict
+
+        for notice in (*config_notices(config, world), *device_notices(config)) if world.rank == 0 else ():
+            print(f"note: {notice}", file=sys.stderr)
+        return predict(config, _print_text, world)
+    if config.run_mode == "eval":
+        return eval_run(config, world)
+    return _Training(config, world).run(extra_monitors)
+
+
+def _print_text(text: str) -> None:
+    """Prints text as it comes; what the terminal's encoding lacks appears as an escape."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+
+
+class _Training:
+    """One training run: run modes train and finetune.
+
+    Several ranks train one model: each does all that is here, with its own part of the data. Rank 0 alone writes what
+    there is one of; what ends a run is agreed on before anyone acts on it.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world, self.in_one_graph = config, world, runs_semi_auto(config, world)
+        self.read = data_config(config, world) if self.in_one_graph else config
+        self.folder = Path(config.output_dir).expanduser()
+        self.checkpoints = self.folder / "checkpoints"
+        self.save_every, self.keep_max = _checkpoint_settings(config)
+        self.totals = Totals()
+        self.monitors: list[Monitor] = []
+        self.position = Position()
+        self.stopped: signal.Signals | None = None
+        self.held = contextlib.ExitStack()
+
+    def run(self, extra_monitors: Sequence[Monitor]) -> int:
+        with self.held:
+            return self.run_prepared(self.prepare(), extra_monitors)
+
+    def run_prepared(self, notices: Sequence[str], extra_monitors: Sequence[Monitor]) -> int:
+        summary = None
+        self.monitors = [self.totals, *_monitors(self.config, self.folder, self.world.rank), *extra_monitors]
+        try:
+            for notice in notices:
+                self.tell("on_notice", notice)
+            if self.position.step >= self.info.last_step:
+                done = f"the checkpoint has done all {self.info.last_step} steps of this run"
+                self.tell("on_notice", f"nothing to do: {done}")
+                return EXIT_OK
+            with StopSignals() as stop:
+                # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
+                self.load_engine()
+                self.agree(stop)
+                if self.stopped:
+                    self.tell("on_notice", f"stopped by {self.stopped.name} before the first step")
+                    return EXIT_CODES[self.stopped]
+                for notice in self.prepare_output() if self.world.rank == 0 else ():
+                    self.tell("on_notice", notice)
+                self.tell("on_start", self.info)
+                self.fit(stop)
+            outcome = f"stopped by {self.stopped.name}" if self.stopped else "finished"
+            summary = self.totals.summary(outcome, self.places())
+            return EXIT_CODES[self.stopped] if self.stopped else EXIT_OK
+        finally:
+            for monitor in self.monitors:
+                monitor.close(summary)
+
+    def prepare(self) -> list[str]:
+        """Finds, reads and checks everything that the run needs; returns what the user should know."""
+        config = self.config
+        notices = [*config_notices(config, self.world), *device_notices(config), *freeze_notices(config)]
+        resume_from = checkpoint_to_resume(config) if config.resume_training else None
+        plan = build_plan(config, self.world)
+        notices += kernel_notices(plan.kernels)
+        ranks = (0, 1) if self.in_one_graph else (self.world.rank, self.world.size)
+        self.data = training_batches(self.read, ranks, show_build, notices.append)
+        self.layout = data_layout(self.read, self.data.rows.num_rows, self.data.rows.content, ranks[1])
+        # A run that resumes takes its weights from the checkpoint it resumes from.
+        self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
+        self.weights = self.resumed.weights if self.resumed else starting_weights(config, notices.append)
+        self.base = base_record(config, self.weights) if config.decoder.pet_config is not None else None
+        if self.resumed:
+            self.position, plan = self.resumed.position, plan_resumed(plan, self.resumed)
+            notices += self.resumed.notices
+        window, epochs = self.read.runner_config.gradient_accumulation_steps, config.runner_config.epochs
+        self.steps_per_epoch = -(-self.data.loader.batches_per_epoch // window)
+        total_steps = self.steps_per_epoch * epochs
+        self.schedule = build_schedule(config.lr_schedule, total_steps, where=config.source.where)
+        self.info = RunInfo(
+            output_dir=self.folder,
+            total_steps=total_steps,
+            last_step=min(total_steps, config.runner_config.stop_step or total_steps),
+            start_step=self.position.step,
+            epochs=epochs,
+            steps_per_epoch=self.steps_per_epoch,
+            resumed_from=resume_from,
+        )
+        self.plan = plan
+        if self.world.rank == 0:
+            self.held.enter_context(claimed_folder(self.folder, config.source.where("output_dir")))
+            prepare_folder(self.checkpoints)
+        return notices
+
+    def prepare_output(self) -> list[str]:
+        """Makes room for what the run leaves, once it is sure to start; says what was moved out of the way."""
+        aside = put_aside(self.checkpoints) if self.info.resumed_from is None else None
+        prepare_folder(self.checkpoints)
+        write_text(self.folder / "config.yaml", dump_config(self.config))
+        write_text(self.folder / "plan.txt", plan_text(self.plan))
+        return [f"the checkpoints of an earlier training are now in {aside}"] if aside else []
+
+    def load_engine(self) -> None:
+        """Builds what computes; here MindSpore loads."""
+        if self.in_one_graph:
+            from trainer.semi_auto.training import open_semi_auto_training as open_training
+        else:
+            from trainer.run.session import open_training
+        from trainer.run.session import Session
+
+        self.step = open_training(self.config, self.schedule, self.weights, self.world)
+        self.session = Session(self.step.model, self.step.build_inputs, self.step.communicator)
+        if self.in_one_graph:  # every rank reads what it believes all to read
+            check_same_values(self.layout, "data", self.session.communicator)
+        if self.resumed:
+            self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)
+        if self.resumed and self.resumed.step:
+            self.step.load_state(self.resumed.step)
+        self.weights = self.resumed = None  # the model has them now
+
+    def agree(self, stop: StopSignals) -> None:
+        """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting."""
+        counts = self.session.communicator.all_sum([float(stop.received == number) for number in EXIT_CODES])
+        self.stopped = next((number for number, count in zip(EXIT_CODES, counts, strict=True) if count), None)
+
+    def fit(self, stop: StopSignals) -> None:
+        """Trains to the last step or the first signal; always leaves a checkpoint of where it stopped."""
+        saved_at = self.position.step
+        while self.position.step < self.info.last_step and not self.stopped:
+            batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
+            with contextlib.closing(batches):
+                for metrics in self.epoch_steps(batches):
+                    heartbeat.beat(self.position.step)
+                    self.tell("on_step", metrics)
+                    self.agree(stop)
+                    ended = self.position.step >= self.info.last_step
+                    if not self.stopped and self.evaluates(metrics, ended):
+                        self.evaluate(metrics.epoch, stop)
+                        self.agree(stop)
+                    if self.save_every and self.position.step % self.save_every == 0:
+                        self.save()
+                        heartbeat.beat(self.position.step)
+                        saved_at = self.position.step
+                    if self.stopped or ended:
+                        break
+        if saved_at != self.position.step:
+            self.save()
+
+    def epoch_steps(self, batches: Iterator[Batch]) -> Iterator[StepMetrics]:
+        """Does the steps of what is left of the current epoch, the last, partial window included."""
+        window = self.read.runner_config.gradient_accumulation_steps
+        while True:
+            began = time.perf_counter()
+            micro_batches = list(itertools.islice(batches, window))
+            if not micro_batches:
+                return
+            result = self.located_step(micro_batches)
+            yield self.after_step(result, len(micro_batches), time.perf_counter() - began)
+
+    def located_step(self, micro_batches: list[Batch]) -> StepResult:
+        """Does a step; a failure says which step it was and which micro-batches it saw."""
+        try:
+            return self.step(micro_batches)
+        except RunError as error:
+            position = self.position
+            first, last = position.batch + 1, position.batch + len(micro_batches)
+            where = f"step {position.step + 1} (epoch {position.epoch + 1}, micro-batches {first} to {last})"
+            raise error.at(where) from error
+
+    def after_step(self, result: StepResult, micro_batches: int, seconds: float) -> StepMetrics:
+        position, config = self.position, self.config
+        position.step += 1
+        position.tokens += result.tokens
+        position.batch += micro_batches
+        epoch, batch = position.epoch, position.batch
+        if batch >= self.data.loader.batches_per_epoch:
+            position.epoch, position.batch = epoch + 1, 0
+        self.tell_what_was_skipped(result)
+        return StepMetrics(
+            step=position.step,
+            total_steps=self.info.total_steps,
+            epoch=epoch + 1,
+            epochs=config.runner_config.epochs,
+            step_in_epoch=-(-batch // self.read.runner_config.gradient_accumulation_steps),
+            steps_per_epoch=self.steps_per_epoch,
+            loss=result.loss,
+            lr=result.lr,
+            global_norm=result.global_norm if math.isfinite(result.global_norm) else None,
+            loss_scale=result.loss_scale,
+            overflow=result.overflow,
+            skipped=result.skipped,
+            extra=result.losses,
+            details=self.details(result),
+            labels=config.network.labels_text,
+            tokens=result.tokens,
+            tokens_per_second=result.tokens / seconds,
+            step_seconds=seconds,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+    def details(self, result: StepResult) -> dict[str, object]:
+        """What only metrics.jsonl keeps of a step: norms of parameters, numbers of layers with experts, waiting."""
+        kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
+        if self.world.size > 1 and not self.in_one_graph:
+            kept["reduce_seconds"] = result.reduce_seconds
+        watched = result.routing is not None and watches_drop_rate(self.config)
+        return kept | (routing_details(result.routing) if watched else {})
+
+    def tell_what_was_skipped(self, result: StepResult) -> None:
+        """Overflow has a line of its own on the console, other reasons get a notice."""
+        step = self.position.step
+        if not result.updated and not result.overflow:
+            self.tell("on_notice", f"step {step}: {result.skipped}: nothing was updated")
+        elif result.empty_micro_batches:
+            count = result.empty_micro_batches
+            empty = "a micro-batch" if count == 1 else f"{count} micro-batches"
+            self.tell("on_notice", f"step {step}: {empty} without a token that has a loss, left out")
+
+    def evaluates(self, metrics: StepMetrics, ended: bool) -> bool:
+        config = self.config
+        if not config.do_eval:
+            return False
+        by_step = config.eval_step_interval > 0 and metrics.step % config.eval_step_interval == 0
+        epoch_ended = metrics.step_in_epoch == self.steps_per_epoch
+        by_epoch = config.eval_epoch_interval > 0 and epoch_ended and metrics.epoch % config.eval_epoch_interval == 0
+        return by_step or by_epoch or ended
+
+    def evaluate(self, epoch: int, stop: StopSignals) -> None:
+        assert self.data.evaluation is not None, "do_eval without data is an error of the configuration"
+        metrics = evaluate_now(self.session, self.data.evaluation, stop, self.position.step, epoch)
+        if metrics is not None:
+            self.tell("on_eval", metrics)
+
+    def save(self) -> None:
+        path = save(
+            self.checkpoints,
+            self.position,
+            self.step.to_save(),
+            step_state=self.step.state(),
+            config=self.config,
+            layout=self.layout,
+            base=self.base,
+            keep_max=self.keep_max,
+            communicator=self.session.communicator,
+        )
+        self.tell("on_checkpoint", path, self.position.step)
+
+    def tell(self, event: str, *values: object) -> None:
+        for monitor in self.monitors:
+            getattr(monitor, event)(*values)
+
+    def places(self) -> dict[str, Path]:
+        names = {"checkpoints": "checkpoints", "metrics": "metrics.jsonl", "log": "logs/rank-0.log"}
+        if self.config.report:
+            names["report"] = "report.png"
+        return {name: self.folder / place for name, place in names.items()}
+
+
+def _monitors(config: Config, folder: Path, rank: int) -> list[Monitor]:
+    """Every rank has a log file; rank 0 has the console, the metrics and the report."""
+    every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
+    layers = config.decoder.moe_layers
+    details = drop_rate_lines(layers) if watches_drop_rate(config) else no_details
+    logs = [log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, details)]
+    if config.worker_log_dir is not None:
+        path = Path(config.worker_log_dir).expanduser() / f"worker_{rank}.log"
+        logs.append(worker_log_monitor(path, config.log_format, every, details, anew=not config.resume_training))
+    if rank > 0:
+        return logs
+    console = console_monitor(config.log_format, every, details=details)
+    monitors = [console, *logs, JsonlMonitor(folder / "metrics.jsonl")]
+    if config.report:
+        # After the metrics file, which it reads, is closed.
+        report = ReportMonitor(folder / "metrics.jsonl", folder / "report.png", console.on_notice, layers)
+        monitors.append(report)
+    return monitors
+
+
+def _checkpoint_settings(config: Config) -> tuple[int, int]:
+    """Steps between checkpoints (0: only at the end) and how many to keep."""
+    for entry in config.callbacks:
+        if entry.type == "CheckpointMonitor":
+            return entry.save_checkpoint_steps, entry.keep_checkpoint_max
+    return 0, 5

@@ -1,0 +1,161 @@
+"""What every run mode sets up: the device, the kernels, the model and its inputs."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import mindspore
+import numpy as np
+
+from trainer.checkpoint.state import load_weights
+from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
+from trainer.config.recompute import recomputed_parts
+from trainer.device.cpu_threads import set_up_cpu_threads
+from trainer.device.resolve import resolve_device
+from trainer.device.settings import Call, device_calls, jit_options
+from trainer.models.classifier import Classifier, ImageInputBuilder
+from trainer.models.decoder import Decoder
+from trainer.models.inputs import InputBuilder
+from trainer.ops.kernel_set import KernelSet, load_kernels
+from trainer.ops.precision import resolve_precision
+from trainer.ops.select import select_kernels
+from trainer.optim.base import Sharing
+from trainer.optim.freeze import frozen_names, trained_shapes
+from trainer.optim.groups import parameter_groups
+from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess, check_same_values
+from trainer.parallel.optimizer_shard import OptimizerShard
+from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.step.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+Model: TypeAlias = Decoder | Classifier
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model on its device."""
+
+    model: Model
+    build_inputs: InputBuilder | ImageInputBuilder
+    communicator: Communicator
+
+
+def open_session(
+    config: Config, weights: Mapping[str, np.ndarray] | None = None, world: World = SINGLE_PROCESS
+) -> Session:
+    """Sets up the device, finds the other ranks and builds the model.
+
+    Args:
+        config: Of the run.
+        weights: For the model, checked to fit; None for those of `seed`.
+        world: This rank among how many.
+
+    Raises:
+        UserError: The device is not there.
+        RunError: The ranks do not start with the same weights.
+    """
+    device = resolve_device(config)
+    set_up_device(config, device, world)
+    communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
+    precision = resolve_precision(config.network, config.amp_level, device)
+    kernels = load_kernels(select_kernels(config.network, device, precision), precision)
+    model, build_inputs = build_model(config, kernels, device)
+    if weights is not None:
+        load_weights(model, weights)
+    check_same_weights(model, communicator)
+    return Session(model, build_inputs, communicator)
+
+
+def build_model(
+    config: Config, kernels: KernelSet, device: str = "CPU"
+) -> tuple[Model, InputBuilder | ImageInputBuilder]:
+    """The model with the weights of `seed`, and what makes its inputs."""
+    trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
+    frozen = frozen_names(config) if trains else ()
+    if config.classifier is not None:
+        model = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
+        return model, ImageInputBuilder(config.classifier)
+    recomputed = recomputed_parts(config) if trains else ()
+    model = Decoder(config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed)
+    return model, InputBuilder(config.decoder, kernels)
+
+
+def check_same_weights(model: Decoder, communicator: Communicator) -> None:
+    """Compares a checksum of all weights over the ranks.
+
+    Raises:
+        RunError: They differ; names the ranks whose weights are not those of rank 0.
+    """
+    if communicator.size == 1:
+        return
+    checksum = 0
+    for parameter in model.parameters_by_name.values():
+        checksum = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), checksum)
+    check_same_values({"all": checksum}, "weights", communicator)
+
+
+def open_training(
+    config: Config,
+    schedule: Callable[[int], float],
+    weights: Mapping[str, np.ndarray] | None = None,
+    world: World = SINGLE_PROCESS,
+) -> TrainStep:
+    """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
+
+    Args:
+        config: Of the run.
+        schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
+        weights, world: As in `open_session`.
+
+    Raises:
+        UserError: The device is not there, or `freeze` names no weight.
+        RunError: As in `open_session`.
+    """
+    session, shapes = open_session(config, weights, world), trained_shapes(config)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    trained = {name: session.model.parameters_by_name[name] for name in shapes}
+    sharing = None
+    if shards_optimizer(config, world):
+        sharing = Sharing(
+            OptimizerShard(world.rank, world.size, shard_threshold_bytes(config)), session.communicator.share
+        )
+    return TrainStep(
+        session.model,
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, sharing),
+        schedule,
+        session.build_inputs,
+        config.runner_wrapper,
+        seed=config.seed,
+        communicator=session.communicator,
+        stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+    )
+
+
+def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) -> None:
+    """Chooses device and execution mode.
+
+    The outer loop always runs in PyNative mode; `context.mode: 0` compiles the blocks inside it.
+    """
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    if device == "CPU":
+        # Once an operator has run, MindSpore refuses to be told a device, the one it is on included.
+        if mindspore.get_context("device_target") != "CPU":
+            mindspore.set_device("CPU")
+        set_up_cpu_threads()
+    else:
+        mindspore.set_device(device, world.local_rank if world.size > 1 else config.context.device_id)
+        _make_calls(device_calls(config, device))
+
+
+@functools.cache
+def _make_calls(calls: tuple[Call, ...]) -> None:
+    """Makes each once a process: MindSpore refuses to be told twice."""
+    for call in calls:
+        call.make(mindspore)

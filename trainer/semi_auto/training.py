@@ -1,0 +1,93 @@
+"""Sets up a training in MindSpore's semi-automatic mode: the device, the ranks, the graph and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import mindspore
+import numpy as np
+
+from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.semi_auto import data_config
+from trainer.data.batches.batch import padding_rows
+from trainer.optim.freeze import trained_shapes
+from trainer.optim.groups import parameter_groups
+from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.communicator import ProcessGroup, SingleProcess
+from trainer.run.session import set_up_device
+from trainer.semi_auto.network import ShardedParameters, build_semi_auto
+from trainer.semi_auto.step import GraphStep, Window, graph_mode
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.optim.optimizer import Optimizer
+    from trainer.parallel.world import World
+
+
+def open_semi_auto_training(
+    config: Config,
+    schedule: Callable[[int], float],
+    weights: Mapping[str, np.ndarray] | None,
+    world: World,
+    device: str = "Ascend",
+) -> GraphStep:
+    """The step of a training, compiled and with its first weights.
+
+    Args:
+        config: Of the run.
+        schedule: Learning rate of update number `n`, from 0.
+        weights: Of the whole model, checked to fit; None for those of `seed`.
+        world: This rank among how many. One alone is not cut, and runs on a CPU too.
+        device: Where to run.
+
+    Raises:
+        UserError: The configuration asks for what this mode cannot do.
+        RunError: The other ranks do not answer.
+    """
+    set_up_device(config, device, world)
+    communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
+    built = build_semi_auto(config, world, device)
+    window = window_of(config, world)
+    with graph_mode():
+        built.network.compile(*window.tensors([padding_rows(window.rows, window.length)], 0.0))
+    parameters = ShardedParameters(built, config, world, communicator, _place_in_group)
+    parameters.start(weights)
+    stages = degrees_of(config, world).pipeline_stage
+    return GraphStep(
+        built.network,
+        built.step,
+        _optimizer(config, parameters),
+        schedule,
+        config.runner_wrapper,
+        window=window,
+        parameters=parameters,
+        sum_of_squares=built.sum_of_squares,
+        communicator=communicator,
+        gives_loss=world.rank // (world.size // stages) == stages - 1,
+        stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+    )
+
+
+def _optimizer(config: Config, parameters: ShardedParameters) -> Optimizer:
+    """Over this rank's parts of what is trained."""
+    shapes, settings = trained_shapes(config), config.optimizer
+    groups = parameter_groups(shapes, settings.weight_decay, settings.type)
+    trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}
+    return build_optimizer(trained, groups, settings)
+
+
+def window_of(config: Config, world: World) -> Window:
+    """The batch of a step, and which of its rows this rank hands to the graph."""
+    degrees, read = degrees_of(config, world), data_config(config, world).runner_config
+    rows = read.batch_size * read.gradient_accumulation_steps
+    own = slice(None)
+    if not config.parallel.full_batch:
+        place = world.rank % degrees.data_parallel  # in its stage; nothing else cuts there
+        part = rows // degrees.data_parallel
+        own = slice(place * part, (place + 1) * part)
+    return Window(rows, config.decoder.seq_length, own)
+
+
+def _place_in_group(group: str) -> tuple[int, int]:
+    return mindspore.communication.get_rank(group), mindspore.communication.get_group_size(group)
