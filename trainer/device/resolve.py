@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import check_runnable
+from trainer.config import preflight
 from trainer.config.checks.parallel import runs_semi_auto, semi_auto_without_device
 from trainer.device.doctor import find_ascend, missing_for_ascend
 from trainer.device.settings import device_calls, jit_options, unused_keys
@@ -48,12 +48,12 @@ def check_run(config: Config, world: World) -> str:
 
     Raises:
         UserError: Semi-automatic mode is asked for on a CPU, which is said before anything else; as `resolve_device`;
-            as `check_runnable`.
+            as `preflight`.
     """
     device = resolve_device(config)
     if device == "CPU" and runs_semi_auto(config, world):
         raise semi_auto_without_device(config)
-    check_runnable(config, world)
+    preflight(config, world)
     return device
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.config.checks.parallel import parallel_notices, runs_semi_auto
+from trainer.config.checks.notices import parallel_notices, rule_notices
+from trainer.config.checks.parallel import runs_semi_auto
 from trainer.config.checks.problem import raise_problems
-from trainer.config.checks.rules import rule_notices, rule_problems
+from trainer.config.checks.rules import rule_problems
 from trainer.config.checks.semi_auto import semi_auto_notices
 from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
 from trainer.config.checks.validation import validate
