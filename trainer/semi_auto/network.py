@@ -25,7 +25,6 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
-from trainer.config.checks.semi_auto import semi_auto_problems
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
@@ -37,6 +36,7 @@ from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
+from trainer.semi_auto.rules import semi_auto_problems
 from trainer.semi_auto.step import GradientCell
 
 if TYPE_CHECKING:
