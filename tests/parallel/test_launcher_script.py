@@ -10,7 +10,7 @@ import pytest
 from launch_helpers import MSRUN, REPOSITORY, WORKER, Launcher, call
 
 from trainer.errors import EXIT_BAD_INPUT
-from trainer.launch.ports import pick_free
+from trainer.launch.msrun import pick_free
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""A job of stand-in workers under the real launcher and the real wardens: however it ends, the truth is told about it.
+"""Jobs of stand-in workers under the real launcher and the real worker agents: each end is reported as it was.
 
 Time limits are promises only where they say so; a test waits longer for what is no promise.
 """
@@ -155,7 +155,7 @@ def test_workers_outlive_msrun(tmp_path: Path) -> None:
     assert "did step 30" in job.log(0) and "did step 30" in job.log(1)
 
 
-def test_a_killed_warden_takes_its_worker_along(tmp_path: Path) -> None:
+def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, "1@1:child")
     job.wait_for_step(2)
     psutil.Process(job.facts(1)["pid"]).parent().kill()
@@ -232,7 +232,7 @@ def test_an_msrun_that_fails_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_every_process_of_a_job_is_one_signal(tmp_path: Path) -> None:
-    """As batch systems end a job: msrun ends of it, wardens do not mind, and the workers get it a second time."""
+    """As batch systems end a job: msrun ends of it, agents ignore it, and the workers get it a second time."""
     job = launch(tmp_path, 1000)
     job.wait_for_step(2)
     for process in job.family():
