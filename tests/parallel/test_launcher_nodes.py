@@ -15,7 +15,7 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
 from trainer.launch.msrun import pick_free
 from trainer.launch.nodes import LOST_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_group(__name__)]
 
 ALL = range(4)
 

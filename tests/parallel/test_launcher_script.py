@@ -12,7 +12,7 @@ from launch_helpers import MSRUN, REPOSITORY, WORKER, Launcher, call
 from trainer.errors import EXIT_BAD_INPUT
 from trainer.launch.msrun import pick_free
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.overlapping(8), pytest.mark.xdist_group(__name__)]
 
 SCRIPT = REPOSITORY / "scripts" / "msrun_launcher.sh"
 TRICKY = [
