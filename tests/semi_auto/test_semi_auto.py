@@ -1,10 +1,9 @@
-"""Semi-automatic mode as one rank alone runs it, on a CPU: what is wrapped in what, with which settings and cuts, and
-that its loss, its steps and its checkpoints are those of a run. What MindSpore makes of it for several ranks is in
-test_cut_graphs.py and test_cut_numbers.py."""
+"""Semi-automatic mode with a single rank on a CPU: how the cells are wrapped, with which settings and strategies, and
+that its loss, its steps and its checkpoints are those of explicit mode. What MindSpore makes of it for several ranks is
+in test_sharded_graphs.py and test_sharded_numbers.py."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 from numpy_kernels import distance
 
-import trainer.plan.plan
 import trainer.run.loop
-import trainer.semi_auto.training
 from trainer.checkpoint.store import read_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
@@ -26,6 +23,7 @@ from trainer.data import Batch
 from trainer.errors import RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.run.session import open_training
+from trainer.semi_auto.backend import SemiAutoBackend
 from trainer.semi_auto.network import LossCell, SemiAuto, StagedLossCell, build_semi_auto, stages
 from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
 from trainer.semi_auto.training import open_semi_auto_training
@@ -49,7 +47,7 @@ def built(top: dict | None = None, ranks: int = 8, **changes: Any) -> SemiAuto:
     return build_semi_auto(config_of(top, **changes), world_of(ranks))
 
 
-# ---- what is wrapped in what -----------------------------------------------------------------------------------------
+# ---- how the cells are wrapped ---------------------------------------------------------------------------------------
 
 
 def test_the_loss_alone() -> None:
@@ -112,7 +110,7 @@ def test_jit_options_reach_the_graph() -> None:
     assert not built().network.jit_config_dict
 
 
-def test_no_rank_of_several_makes_room_for_whole_weights() -> None:
+def test_no_rank_of_several_allocates_whole_weights() -> None:
     found = built({"runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 2}})
     assert all(parameter.has_init for parameter in found.network.get_parameters())
 
@@ -122,7 +120,7 @@ def test_what_the_mode_cannot_do_is_an_error() -> None:
         built(moe_config={"expert_num": 4, "use_gmm": True})
 
 
-# ---- where it is cut -------------------------------------------------------------------------------------------------
+# ---- strategies ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -264,10 +262,7 @@ def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check that keeps this mode from a CPU, where one rank alone can run it."""
-    for module in (trainer.run.loop, trainer.plan.plan):
-        monkeypatch.setattr(module, "check_run", lambda config, world: "CPU")
-    opened = functools.partial(open_semi_auto_training, device="CPU")
-    monkeypatch.setattr(trainer.semi_auto.training, "open_semi_auto_training", opened)
+    monkeypatch.setattr(SemiAutoBackend, "check_device", lambda backend, device: None)
 
 
 def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
+from trainer.config.checks.parallel import parallel_problems
 from trainer.config.checks.problem import NO_VALUE, Problem, problem, raise_problems
-from trainer.config.checks.semi_auto import semi_auto_problems
 from trainer.config.schema.root import Config
 from trainer.parallel.world import SINGLE_PROCESS, World
 
@@ -15,17 +14,21 @@ _MODEL = "model.model_config"
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
-def preflight(config: Config, world: World = SINGLE_PROCESS) -> None:
+def preflight(config: Config, world: World = SINGLE_PROCESS, of_backend: Sequence[Problem] = ()) -> None:
     """Checks what ``run_mode`` needs, as one of the ranks of `world`.
 
     Looks at the disk for ``output_dir``, ``load_checkpoint`` and ``adapter_id`` only.
+
+    Args:
+        config: A valid one.
+        world: The job that the run is part of.
+        of_backend: What the training backend finds wrong, to be told together with the rest.
 
     Raises:
         UserError: Sizes of the model are missing, there are no weights or prompts, nothing to evaluate on,
             ``output_dir`` is a file, or the file asks for other ranks than the job has.
     """
-    of_ranks = semi_auto_problems if runs_semi_auto(config, world) else parallel_problems
-    raise_problems([*_run(config), *of_ranks(config, world)])
+    raise_problems([*_run(config), *parallel_problems(config, world), *of_backend])
 
 
 def _run(config: Config) -> Iterator[Problem]:
