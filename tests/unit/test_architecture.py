@@ -36,7 +36,8 @@ ROOMS = (
     ),
     ("trainer.optim.freeze", "trainer.device"),
     ("trainer.plan.memory", "trainer.plan.experts"),
-    ("trainer.plan", "trainer.launch.checks"),
+    ("trainer.plan",),
+    ("trainer.launch.checks",),
     ("trainer.parallel",),
     ("trainer.ops",),
     ("trainer.models",),
@@ -46,13 +47,18 @@ ROOMS = (
     ("trainer.checkpoint",),
     ("trainer.device.cpu_threads",),
     ("trainer.run.session",),
+    ("trainer.semi_auto.rules",),
     ("trainer.semi_auto",),
+    ("trainer.semi_auto.backend",),
+    ("trainer.run.prepare",),
     ("trainer.audit",),
     ("trainer.run",),
     ("trainer.cli",),
 )
-LAST_ROOM_BEFORE_MINDSPORE = "trainer.plan"
-ALSO_WITHOUT_MINDSPORE = ("trainer.monitors", "trainer.cli")
+LAST_ROOM_BEFORE_MINDSPORE = "trainer.launch.checks"
+ALSO_WITHOUT_MINDSPORE = (
+    "trainer.monitors", "trainer.cli", "trainer.semi_auto.rules", "trainer.semi_auto.backend", "trainer.run.prepare",
+)
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
