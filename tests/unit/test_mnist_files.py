@@ -13,9 +13,10 @@ import pytest
 from config_helpers import failure, load
 
 from trainer.config import Config
-from trainer.data import build_datasets, estimate_rows
+from trainer.data import build_datasets
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.loader import eval_batches, training_batches
+from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -57,16 +58,16 @@ def test_a_row_is_an_image(files: Path) -> None:
     assert batch.labels.dtype == np.int32 and batch.labels.tolist() == [1, 3]
 
 
-def test_the_plan_counts_without_reading(files: Path) -> None:
-    estimate = estimate_rows(config_of(files))
-    assert (estimate.rows, estimate.exact, estimate.eval_rows) == (12, True, 5)
-    assert estimate_rows(config_of(files, "train_dataset.data_loader.num_samples=7")).rows == 7
+def test_the_plan_counts_them(files: Path) -> None:
+    plan = build_plan(config_of(files, "do_eval=True"))
+    assert (plan.rows, plan.rows_exact, plan.eval_rows) == (12, True, 5)
+    assert build_plan(config_of(files, "train_dataset.data_loader.num_samples=7")).rows == 7
 
 
 @pytest.mark.parametrize(("usage", "rows"), [("train", 12), ("test", 5), ("all", 17)])
 def test_usage(files: Path, usage: str, rows: int) -> None:
     config = config_of(files, f"train_dataset.data_loader.usage={usage}")
-    assert build_datasets(config)[0].num_rows == estimate_rows(config).rows == rows
+    assert build_datasets(config)[0].num_rows == rows
 
 
 def test_a_last_batch_is_filled_up(files: Path) -> None:
@@ -160,7 +161,7 @@ def test_what_is_wrong_is_told(files: Path, damage: str) -> None:
 
 
 def test_too_few_images_and_no_folder_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = failure(lambda: estimate_rows(config_of(files, "runner_config.batch_size=13")))
+    told = failure(lambda: build_plan(config_of(files, "runner_config.batch_size=13")))
     assert "train_dataset has 12 images, fewer than one batch" in told
     monkeypatch.delenv("DATA_PATH", raising=False)
     told = failure(lambda: build_datasets(config_of("")))

@@ -8,22 +8,23 @@ from config_helpers import BASE, error_of, failure, load
 from trainer.cli.flags import split_arguments
 from trainer.config import check_runnable, config_notices, dump_config, parse_config
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
-from trainer.config.checks.semi_auto import data_config
-from trainer.device.resolve import check_run
 from trainer.errors import UserError
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import SINGLE_PROCESS, world_of
+from trainer.run.prepare import build_plan, choose_backend
 
 EIGHT = world_of(8)
 
 
 def run_error(text: str, world=EIGHT, *overrides: str) -> str:
     """The message that a job ends in before it starts."""
-    return failure(lambda: check_runnable(load(BASE + text, *overrides), world))
+    config = load(BASE + text, *overrides)
+    return failure(lambda: check_runnable(config, world, choose_backend(config, world).problems()))
 
 
 def told(text: str, world=EIGHT) -> str:
-    return "\n".join(config_notices(load(BASE + text), world))
+    config = load(BASE + text)
+    return "\n".join([*config_notices(config, world), *choose_backend(config, world).notices()])
 
 
 def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
@@ -164,14 +165,14 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
     """Before anything else is found wanting, whatever else there is."""
     text = BASE + "parallel: {parallel_mode: semi_auto_parallel}\nparallel_config: {model_parallel: 2}\n"
     with pytest.raises(UserError) as error:
-        check_run(load(text), EIGHT)
+        build_plan(load(text), EIGHT)
     said = str(error.value)
     assert "a.yaml:16: parallel.parallel_mode = 'semi_auto_parallel': MindSpore compiles semi-automatic" in said
     assert "never for a CPU" in said and "add --parallel_fallback explicit" in said
-    assert check_run(load(text), SINGLE_PROCESS) == "CPU"  # not in force
+    choose_backend(load(text), SINGLE_PROCESS).check_device("CPU")  # not in force
     explicit = load(BASE + "parallel: {parallel_mode: 1}\n", "parallel.parallel_fallback=explicit")
-    assert check_run(explicit, EIGHT) == "CPU"
-    check_runnable(load(text), EIGHT)  # nothing else is wrong with it
+    choose_backend(explicit, EIGHT).check_device("CPU")
+    check_runnable(load(text), EIGHT, choose_backend(load(text), EIGHT).problems())  # nothing else is wrong with it
 
 
 def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
@@ -192,8 +193,9 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
 def test_every_rank_of_semi_automatic_mode_reads_the_rows_of_all() -> None:
     config = load(BASE + "parallel: {parallel_mode: 1}\nparallel_config: {model_parallel: 2, data_parallel: 4}\n"
                   "runner_config: {batch_size: 3, gradient_accumulation_steps: 5}\n")  # fmt: skip
-    read = data_config(config, EIGHT).runner_config
-    assert (read.batch_size, read.gradient_accumulation_steps) == (12, 5)
+    backend = choose_backend(config, EIGHT)
+    read = backend.data_config.runner_config
+    assert (read.batch_size, read.gradient_accumulation_steps, backend.data_ranks) == (12, 5, (0, 1))
     assert config.runner_config.batch_size == 3
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from trainer.config import Override, load_config
 from trainer.plan.memory import memory_estimate, memory_notices
-from trainer.plan.plan import build_plan, plan_dict, plan_text
+from trainer.plan.plan import plan_dict, plan_text
+from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -136,5 +137,6 @@ def test_a_run_that_does_not_fit_is_told_so() -> None:
 
 
 def test_memory_without_training_is_that_of_the_weights() -> None:
-    parts = memory_estimate(load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), []), trains=False)
+    config = load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), [])
+    parts = memory_estimate(config, trains=False, device="CPU")
     assert parts.keys() == {"MindSpore and Python", "compiled code, workspaces", "weights", "total"}

@@ -12,7 +12,8 @@ from trainer.config import Config, Override, load_config
 from trainer.errors import UserError
 from trainer.parallel.world import World, world_of
 from trainer.plan.memory import memory_estimate, memory_notices
-from trainer.plan.plan import build_plan, plan_text
+from trainer.plan.plan import plan_text
+from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -54,15 +55,15 @@ def test_an_evaluation_reads_its_batches_on_every_rank() -> None:
 
 def test_sharing_cuts_the_optimizer_state() -> None:
     shared = config_of("bench_dense", parallel__enable_parallel_optimizer=True)
-    whole = memory_estimate(config_of("bench_dense"), True, world_of(8))
-    assert memory_estimate(shared, True) == whole == memory_estimate(config_of("bench_dense"), True)
-    cut = memory_estimate(shared, True, world_of(8))
+    whole = memory_estimate(config_of("bench_dense"), True, "CPU", world_of(8))
+    assert memory_estimate(shared, True, "CPU") == whole == memory_estimate(config_of("bench_dense"), True, "CPU")
+    cut = memory_estimate(shared, True, "CPU", world_of(8))
     assert cut["optimizer state"] == pytest.approx(whole["optimizer state"] / 8, rel=0.01)
     assert whole["total"] - cut["total"] == whole["optimizer state"] - cut["optimizer state"]
     none = config_of(
         "bench_dense", parallel__enable_parallel_optimizer=True, parallel__parallel_optimizer_threshold=2**30
     )
-    assert memory_estimate(none, True, world_of(8)) == whole
+    assert memory_estimate(none, True, "CPU", world_of(8)) == whole
     text = text_of(shared, world_of(8))
     assert "optimizer state 1/8 on each rank; parameters below 64 KiB whole on all" in text
     assert build_plan(shared).optimizer_sharing == ""

@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_positional
 from trainer.models.shapes import parameter_shapes
 from trainer.parallel.world import world_of
-from trainer.plan.plan import build_plan
+from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.launch.arguments import LaunchOptions
     from trainer.parallel.world import World
-    from trainer.plan.plan import Plan
 
 _COMMANDS = ("train", "plan", "launch", "status", "stop", "export", "doctor", "schema")
 # A paragraph is one line: the terminal's width breaks it.
@@ -191,11 +190,12 @@ def _train(context: typer.Context) -> int:
 def _plan(context: typer.Context, json_: bool, audit: str | None, ranks: int | None, local_ranks: int | None) -> int:
     from trainer.parallel.world import planned_world
     from trainer.plan.plan import plan_dict, plan_sections
+    from trainer.run.prepare import build_plan
 
     config, world = _load(context.obj), planned_world(ranks, local_ranks)
     if audit is not None:
         return _audit(config, audit, json_, world)
-    plan = _built_plan(config, world)
+    plan = build_plan(config, world)
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
@@ -218,20 +218,6 @@ def _audit(config: Config, device: str, json_: bool, world: World) -> int:
     return EXIT_RUN_FAILED if found.missing else EXIT_OK
 
 
-def _built_plan(config: Config, world: World) -> Plan:
-    """The plan, and with `resume_training` the checkpoint found, read and checked as a run would."""
-    from trainer.plan.plan import build_plan
-
-    plan = build_plan(config, world)
-    if not (config.trains and config.resume_training):
-        return plan
-    from trainer.checkpoint.state import checkpoint_to_resume, data_layout, plan_resumed, read_resumed
-
-    # Nothing is tokenized for a plan: whether the text is that of before, the run will see.
-    layout = data_layout(config, plan.rows if plan.rows_exact else None, None, world.size)
-    return plan_resumed(plan, read_resumed(checkpoint_to_resume(config), config, layout))
-
-
 def _export(context: typer.Context, output: str | None, adapter: str | None, merge: bool, force: bool) -> int:
     from trainer.config import Override
     from trainer.run.export import export
@@ -249,12 +235,11 @@ def _export(context: typer.Context, output: str | None, adapter: str | None, mer
 def _launch(context: typer.Context) -> int:
     from trainer.launch.checks import check_launch
     from trainer.launch.command import launch
+    from trainer.run.prepare import build_plan
 
     def check(options: LaunchOptions) -> None:
-        """As a plan would, so that one message says what each of the workers would say after some seconds."""
-        work = check_launch(options)
-        if work is not None:
-            _built_plan(*work)
+        """As a run would, so that one message says what each of the workers would say after some seconds."""
+        check_launch(options, build_plan)
 
     return launch(context.obj, check)
 

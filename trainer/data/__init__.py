@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.packing import RowDataset, TokenDataset
 from trainer.data.batches.sampler import BatchLoader
-from trainer.data.datasets import RowEstimate, batch_size, build_datasets, build_eval_dataset, estimate_rows
+from trainer.data.datasets import build_datasets, build_eval_dataset
 from trainer.data.source.documents import render_prompt
 from trainer.data.source.synthetic import SyntheticDataset
 from trainer.data.tokens.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -15,15 +15,12 @@ __all__ = [
     "Batch",
     "BatchLoader",
     "RowDataset",
-    "RowEstimate",
     "SyntheticDataset",
     "TextStream",
     "TokenDataset",
     "Tokenizer",
-    "batch_size",
     "build_datasets",
     "build_eval_dataset",
-    "estimate_rows",
     "load_tokenizer",
     "render_prompt",
 ]

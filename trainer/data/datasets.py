@@ -1,22 +1,18 @@
-"""From the configuration to the data sets of a run, and what can be said of them before they are built."""
+"""From the configuration to the data sets of a run."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from trainer.data.batches import split
-from trainer.data.batches.packing import RowDataset, TokenDataset, count_rows
+from trainer.data.batches.packing import RowDataset, TokenDataset
 from trainer.data.batches.split import Spans
-from trainer.data.source import files as sources
-from trainer.data.source.documents import is_text
 from trainer.data.source.files import Source, find_source
-from trainer.data.source.mnist import build_images, count_images
+from trainer.data.source.mnist import build_images
 from trainer.data.source.synthetic import SyntheticDataset
-from trainer.data.tokens.cache import Notice, find_built, find_token_file
+from trainer.data.tokens.cache import Notice, find_token_file
 from trainer.data.tokens.token_file import Cache, Progress
 from trainer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -27,22 +23,6 @@ if TYPE_CHECKING:
 TRAIN, EVAL = "train_dataset", "eval_dataset"
 DEFAULT_CACHE_DIR = "~/.cache/run_trainer/tokens"
 _VOCAB_KEY = "model.model_config.vocab_size"
-
-
-class RowEstimate(NamedTuple):
-    """What is known of a data set without tokenizing it.
-
-    Attributes:
-        rows: Rows of an epoch.
-        exact: Whether that is what a run will have, or an estimate from the size of the files.
-        tokens: Tokens of the training documents, as exact.
-        eval_rows: Rows of an evaluation, as exact; None without evaluation data.
-    """
-
-    rows: int
-    exact: bool
-    tokens: int
-    eval_rows: int | None
 
 
 def build_datasets(
@@ -85,25 +65,6 @@ def build_eval_dataset(
     if not config.train_dataset.held_out:
         return None
     return _build_section(config, TRAIN, progress, notice)[1]
-
-
-def estimate_rows(config: Config) -> RowEstimate:
-    """Says how many rows a training run will have, from file sizes or from the cache; tokenizes nothing.
-
-    Exact for synthetic data, for text with the byte tokenizer, and for whatever is in the cache.
-
-    Raises:
-        UserError: What can be known to be wrong without reading the data; see `build_datasets`.
-    """
-    train = _estimate_section(config, TRAIN)
-    if train.exact:
-        _check_rows(config, TRAIN, train.tokens, train.rows)
-    if config.eval_dataset is None or not _evaluates(config):
-        return train
-    own = _estimate_section(config, EVAL)
-    if own.exact:
-        _check_rows(config, EVAL, own.tokens, own.rows)
-    return train._replace(eval_rows=own.rows, exact=train.exact and own.exact)
 
 
 def batch_size(config: Config, section: str) -> int:
@@ -251,45 +212,3 @@ def _check_rows(config: Config, section: str, num_tokens: int, num_rows: int) ->
             value=rows_of_batch,
             fix=f"set it to at most {num_rows}, or {section}.drop_remainder to False, or use more data",
         )
-
-
-# Estimates
-
-
-def _estimate_section(config: Config, section: str) -> RowEstimate:
-    wanted, seq_length = getattr(config, section), config.decoder.seq_length
-    if wanted.data_loader.type == "SyntheticDataset":
-        rows, held_out_rows = _synthetic_rows(config, section)
-        return RowEstimate(rows, True, rows * seq_length, held_out_rows or None)
-    if wanted.data_loader.type == "MnistDataset":
-        images = count_images(config, section)
-        return RowEstimate(images, True, images, None)
-    source, tokenizer, cache = _find(config, section)
-    token_file = find_built(source, tokenizer, cache)
-    if token_file is not None:
-        _check_vocabulary(config, token_file.meta.max_token_id)
-        documents, exact = split.whole(token_file.offsets), True
-    else:
-        documents, exact = _guess_documents(source, tokenizer), tokenizer.mean_bytes_per_token == 1.0
-        exact = exact and source.kind != sources.JSONL
-    documents, held_out = _split(config, section, documents)
-    num_tokens = int(documents.lengths.sum())
-    limit, keep_tail = wanted.data_loader.num_samples, not wanted.drop_remainder
-    eval_rows = None
-    if held_out is not None:
-        eval_rows = count_rows(int(held_out.lengths.sum()), seq_length, keep_tail=True, limit=None)
-    return RowEstimate(
-        count_rows(num_tokens, seq_length, keep_tail=keep_tail, limit=limit), exact, num_tokens, eval_rows
-    )
-
-
-def _guess_documents(source: Source, tokenizer: Tokenizer) -> Spans:
-    """Takes every file for a document: the lengths are right for text and bytes."""
-    files = [file for file in source.files if file.size_bytes]
-    if source.kind == sources.STDLIB:
-        files = [file for file in files if is_text(file.path.read_bytes())]
-    if not files:
-        raise sources.no_text(source)
-    sizes_bytes = np.array([file.size_bytes for file in files], np.int64)
-    lengths = np.maximum((sizes_bytes / tokenizer.mean_bytes_per_token).astype(np.int64), 1) + 1
-    return Spans(np.cumsum(lengths) - lengths, lengths)

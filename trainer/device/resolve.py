@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import check_runnable
-from trainer.config.checks.parallel import runs_semi_auto, semi_auto_without_device
 from trainer.device.doctor import find_ascend, missing_for_ascend
 from trainer.device.settings import device_calls, jit_options, unused_keys
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.parallel.world import World
 
 _KEY = "context.device_target"
 _NO_GPU = "MindSpore 2.10 from the package index has no GPU kernels"
@@ -43,23 +40,9 @@ def resolve_device(config: Config) -> str:
     return device
 
 
-def check_run(config: Config, world: World) -> str:
-    """Checks what a run needs, as far as configuration and machine say it, and returns the device.
-
-    Raises:
-        UserError: Semi-automatic mode is asked for on a CPU, which is said before anything else; as `resolve_device`;
-            as `check_runnable`.
-    """
-    device = resolve_device(config)
-    if device == "CPU" and runs_semi_auto(config, world):
-        raise semi_auto_without_device(config)
-    check_runnable(config, world)
-    return device
-
-
-def device_notices(config: Config) -> Iterator[str]:
-    """What of the file's `context` is otherwise on the device of this run."""
-    device, wanted, lacks = resolve_device(config), config.context.device_target, _lacks(config)
+def device_notices(config: Config, device: str) -> Iterator[str]:
+    """What of the section `context` is different, or unused, on the device of this run."""
+    wanted, lacks = config.context.device_target, _lacks(config)
     if lacks and wanted is not None:
         yield f"{_KEY} {wanted}: {lacks}; the run uses the {device} (device_fallback)"
     elif lacks and find_ascend(Path("/"), os.environ).cards:

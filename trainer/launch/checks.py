@@ -12,16 +12,17 @@ import ipaddress
 import re
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
 from trainer.device.doctor import memory_left_bytes
-from trainer.device.resolve import check_run, resolve_device
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
+from trainer.launch.msrun import listen_error
 from trainer.parallel.world import World
-from trainer.plan.memory import memory_estimate
+from trainer.plan.plan import Plan
 
 _LAST_PORT = 65_535
 _MIB = 1 << 20
@@ -29,15 +30,15 @@ _MIB = 1 << 20
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?\Z")
 
 
-def check_launch(options: LaunchOptions, *, left_bytes: int | None = None) -> tuple[Config, World] | None:
+def check_launch(
+    options: LaunchOptions, plan_of: Callable[[Config, World], Plan], *, left_bytes: int | None = None
+) -> None:
     """Checks what `launch` and msrun_launcher.sh are told, on the machine of this node.
 
     Args:
         options: The job, as it was read.
+        plan_of: Plans what a worker will run; text is tokenized then, so that all workers find it in the cache.
         left_bytes: Memory that is left on this host; None: look.
-
-    Returns:
-        What its first worker will run, and its place in the job; None where the workers run another script.
 
     Raises:
         UserError: The job could not run, or would need more memory than there is (`force` starts it even so).
@@ -51,11 +52,8 @@ def check_launch(options: LaunchOptions, *, left_bytes: int | None = None) -> tu
     addresses = _resolved(options.master_addr)
     _check_port(options, addresses)
     _check_folder(options.log_dir)
-    if options.script is not None:
-        return None
-    config, world = _work(options)
-    _check_memory(options, config, world, left_bytes)
-    return config, world
+    if options.script is None:
+        _check_memory(options, plan_of(*_work(options)), left_bytes)
 
 
 def _error(key: str, value: object, rule: str, fix: str) -> UserError:
@@ -106,7 +104,7 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
         raise _error("master_port", port, f"must be from 1 to {_LAST_PORT}", fix)
     if options.node_rank != 0:
         return
-    reason = _why_not_listening(addresses[0], port or 0)
+    reason = listen_error(addresses[0], port or 0)
     if reason == errno.EADDRNOTAVAIL:
         rule = "is no address of this machine, which is node 0, where the scheduler runs"
         fix = "give the address of this machine, or the node_rank that it has"
@@ -116,19 +114,6 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
     rule = "this user may not listen there" if reason == errno.EACCES else "is in use on this machine"
     fix = "give another one; with one node leave it out, and a free one is picked"
     raise _error("master_port", port, rule, fix)
-
-
-def _why_not_listening(address: str, port: int) -> int:
-    """The error that a server would meet there; 0 for none."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do no harm
-            probe.bind((address, port))
-            probe.listen()
-    except OSError as error:
-        return error.errno or errno.EADDRINUSE
-    return 0
 
 
 def _check_folder(folder: Path) -> None:
@@ -159,7 +144,6 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
     config = load_config(arguments.config, arguments.overrides)
     world = World(options.ranks.start, options.worker_num, 0, options.local_worker_num)
-    check_run(config, world)
     logs = Path(config.output_dir).expanduser() / "logs"
     if options.log_dir.expanduser().resolve() == logs.resolve():
         rule = "is where the run itself keeps its logs (output_dir/logs), under the same names"
@@ -167,10 +151,10 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
     return config, world
 
 
-def _check_memory(options: LaunchOptions, config: Config, world: World, left_bytes: int | None) -> None:
-    if options.force or resolve_device(config) != "CPU":  # other devices have memory of their own
+def _check_memory(options: LaunchOptions, plan: Plan, left_bytes: int | None) -> None:
+    if options.force or plan.device != "CPU":  # other devices have memory of their own
         return
-    worker_bytes = memory_estimate(config, config.trains, world)["total"]
+    worker_bytes = plan.memory_bytes["total"]
     left = memory_left_bytes() if left_bytes is None else left_bytes
     workers = options.local_worker_num
     if worker_bytes * workers <= left:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes
-from trainer.device.resolve import resolve_device
 from trainer.models.shapes import all_shapes, attention_shapes, half_of, layer_targets, mlp_shapes
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
@@ -33,7 +32,7 @@ _FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that
 _OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's size, by update rule
 
 
-def memory_estimate(config: Config, trains: bool, world: World = SINGLE_PROCESS) -> dict[str, int]:
+def memory_estimate(config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS) -> dict[str, int]:
     """Estimated peak of resident memory of a rank in bytes, by part and in total."""
     settings, network = config.decoder, config.network
     weights = _bytes(all_shapes(network))
@@ -44,7 +43,7 @@ def memory_estimate(config: Config, trains: bool, world: World = SINGLE_PROCESS)
         trained = _bytes(trained_shapes(config))
         parts["gradients"] = trained * copies
         parts["optimizer state"] = _optimizer_state_bytes(config, world)
-        parts["activations"] = labels * activations_of_label(config) * _FLOAT32_BYTES
+        parts["activations"] = labels * activations_of_label(config, device) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
             parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
@@ -65,17 +64,17 @@ def _optimizer_state_bytes(config: Config, world: World) -> int:
     return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
 
 
-def activations_of_label(config: Config) -> int:
+def activations_of_label(config: Config, device: str) -> int:
     """Numbers that are kept for each label between forward and backward, at the peak."""
     if config.classifier is not None:
         return 3 * sum(config.classifier.sizes)  # of each layer what enters, its product, and the gradient of that
-    return activations_of_token(config)
+    return activations_of_token(config, device)
 
 
-def activations_of_token(config: Config) -> int:
+def activations_of_token(config: Config, device: str) -> int:
     """The same of a decoder's token."""
     settings = config.decoder
-    half = resolve_precision(settings, config.amp_level, resolve_device(config)).compute.dtype != "float32"
+    half = resolve_precision(settings, config.amp_level, device).compute.dtype != "float32"
     kept, working, both = 0, 0, 0
     first = first_trained_layer(config, frozen_names(config))
     again = recomputed_parts(config) + ("",) * settings.mtp_depth

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import config_notices
-from trainer.config.checks.parallel import degrees_of, runs_semi_auto, shard_threshold_bytes, shards_optimizer
-from trainer.config.checks.semi_auto import micro_batches_of
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
-from trainer.data import batch_size, estimate_rows
-from trainer.device.resolve import check_run, device_notices
-from trainer.errors import UserError
+from trainer.data.batches.loader import EvalBatches, Progress, TrainingBatches, eval_batches, training_batches
+from trainer.device.resolve import device_notices
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision
 from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
-from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.parallel.world import World
 from trainer.plan.experts import active_weights, experts_plan
 from trainer.plan.memory import memory_estimate, memory_notices
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
-    from trainer.data import RowEstimate
+    from trainer.plan.backend import TrainingBackend
 
 # What the numbers of each update rule are called in the configuration.
 _OPTIMIZER_KEYS = {
@@ -72,7 +70,7 @@ class Plan:
         adapters: Rank, factor and targets of low-rank adapters, in words; empty without.
         recompute: What the backward pass computes again, in words; empty for nothing.
         dtypes: For each part of the model its dtype on the device, and why.
-        rows, rows_exact: Rows of an epoch; False where text must be tokenized first to know.
+        rows, rows_exact: Sequences (or images) of an epoch, counted.
         batch_rows, micro_batches: Rows of a micro-batch on a rank, micro-batches of a step.
         rows_per_step, tokens_per_step: Rows and positions of a full step, over all ranks.
         steps_per_epoch, epochs, total_steps, last_step: Optimizer steps; `last_step` is where this run ends.
@@ -83,6 +81,8 @@ class Plan:
         notices: What the user should know.
         labels: What `tokens_per_step` counts: tokens, or images.
         resumed: The checkpoint that the run goes on from and where that is, in words; empty for a fresh start.
+        backend: How the run trains.
+        data: The opened data of a training or an evaluation; the run reads from it.
     """
 
     run_mode: str
@@ -124,32 +124,39 @@ class Plan:
     notices: tuple[str, ...]
     labels: str = "tokens"
     resumed: str = ""
+    backend: TrainingBackend | None = field(default=None, repr=False)
+    data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
 
 
-def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
-    """Works out what a run of this configuration will do in a job.
+def plan_run(config: Config, world: World, backend: TrainingBackend, device: str, progress: Progress) -> Plan:
+    """Works out what a run of this checked configuration will do, and opens its data; see `trainer.run.prepare`.
+
+    Args:
+        config, world: The run, and this rank among how many.
+        backend: How it trains.
+        device: As resolved.
+        progress: Told the bytes done and in all while text is tokenized.
 
     Raises:
-        UserError: The run could not start.
+        UserError: The data cannot be read, or fills no batch.
+        RunError: The token file cannot be written.
     """
-    device, settings, runner = check_run(config, world), config.network, config.runner_config
+    settings, runner, trains = config.network, config.runner_config, config.trains
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
-    trains = config.trains
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
-    estimate = estimate_rows(config) if trains else None
-    degrees, micro_batches = degrees_of(config, world), micro_batches_of(config, world)
-    rows = estimate.rows if estimate else 0
-    batch_rows = runner.batch_size * degrees.data_parallel
-    batches = rows // batch_rows if config.train_dataset.drop_remainder else -(-rows // batch_rows)
-    if estimate and estimate.exact and not batches:
-        raise _no_batch(config, rows, degrees.data_parallel)
-    steps = -(-batches // micro_batches)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
+    memory_bytes = memory_estimate(config, trains, device, world)
+    notices = [*config_notices(config, world), *backend.notices(), *device_notices(config, device)]
+    notices += [*freeze_notices(config), *memory_notices(memory_bytes["total"], ranks=world.local_size)]
+    data = _open_data(config, backend, progress, notices.append)
+    read, ranks = backend.data_config.runner_config, backend.data_ranks[1]
+    steps = -(-data.loader.batches_per_epoch // read.gradient_accumulation_steps) if trains else 0
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    memory_bytes = memory_estimate(config, trains, world)
+    step_rows = read.batch_size * ranks * read.gradient_accumulation_steps
+    degrees = degrees_of(config, world)
     return Plan(
         run_mode=config.run_mode,
         device=device,
@@ -157,7 +164,7 @@ def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
         host_ranks=world.local_size,
         layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
         optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
-        execution=_execution(config, world),
+        execution=backend.execution,
         output_dir=str(Path(config.output_dir).expanduser()),
         optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
         clipping=_clipping(config),
@@ -173,50 +180,38 @@ def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
         adapters=_adapters(settings),
         recompute=_recompute(config) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
-        rows=rows,
-        rows_exact=estimate.exact if estimate else True,
+        rows=data.rows.num_rows if trains else 0,
+        rows_exact=True,
         batch_rows=runner.batch_size,
-        micro_batches=micro_batches,
-        rows_per_step=batch_rows * micro_batches,
-        tokens_per_step=batch_rows * micro_batches * settings.labels_of_row,
+        micro_batches=read.gradient_accumulation_steps,
+        rows_per_step=step_rows,
+        tokens_per_step=step_rows * settings.labels_of_row,
         steps_per_epoch=steps,
         epochs=runner.epochs,
         total_steps=total,
         last_step=last,
-        learning_rates=_learning_rates(config, total, last) if trains and total else (),
+        learning_rates=_learning_rates(config, total, last) if total else (),
         memory_bytes=memory_bytes,
         host_memory_bytes=memory_bytes["total"] * world.local_size,
-        eval_rows=_eval_rows(config, estimate, degrees.data_parallel) if estimate and config.do_eval else None,
-        notices=_notices(config, world, memory_bytes["total"]),
+        eval_rows=_eval_rows(data.evaluation if trains else data),
+        notices=tuple(notices),
         labels=settings.labels_text,
+        backend=backend,
+        data=data,
     )
 
 
-def _notices(config: Config, world: World, rank_bytes: int) -> tuple[str, ...]:
-    fits = memory_notices(rank_bytes, ranks=world.local_size)
-    return (*config_notices(config, world), *device_notices(config), *freeze_notices(config), *fits)
-
-
-def _no_batch(config: Config, rows: int, ranks: int) -> UserError:
-    size, key = config.runner_config.batch_size, "runner_config.batch_size"
-    of_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
-    return UserError(
-        f"{rows:,} {config.network.rows_text} fill no batch of {size} rows{of_ranks}",
-        where=config.source.where(key),
-        key=key,
-        value=size,
-        fix="set a smaller one, or train_dataset.drop_remainder to False",
-    )
+def _open_data(
+    config: Config, backend: TrainingBackend, progress: Progress, notice: Callable[[str], None]
+) -> TrainingBatches | EvalBatches | None:
+    if config.run_mode == "predict":
+        return None
+    opened = training_batches if config.trains else eval_batches
+    return opened(backend.data_config, backend.data_ranks, progress, notice)
 
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
     return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
-
-
-def _execution(config: Config, world: World) -> str:
-    if runs_semi_auto(config, world):
-        return "one graph, cut by MindSpore"
-    return "blocks compiled once, run layer by layer" if config.context.mode == 0 else "operator by operator"
 
 
 def _optimizer_sharing(config: Config, world: World) -> str:
@@ -271,11 +266,12 @@ def _skipping(config: Config) -> str:
     return f"steps whose norm is above {wrapper.global_norm_spike_threshold:g}; {count} in a row end the run"
 
 
-def _eval_rows(config: Config, estimate: RowEstimate, ranks: int) -> int | None:
-    """Rows that an evaluation reads: all there are, or those of `max_batches` on every rank."""
-    section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
-    most = getattr(config, section).max_batches * batch_size(config, section) * ranks
-    return min(estimate.eval_rows, most) if estimate.eval_rows is not None and most else estimate.eval_rows
+def _eval_rows(data: EvalBatches | None) -> int | None:
+    """Sequences that an evaluation reads: all there are, or those of `max_batches` on every rank."""
+    if data is None:
+        return None
+    most = (data.max_batches or 0) * data.loader.global_batch_size
+    return min(data.rows.num_rows, most) if most else data.rows.num_rows
 
 
 def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:
@@ -289,7 +285,8 @@ def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, f
 
 def plan_dict(plan: Plan) -> dict:
     """The plan as plain values, for `plan --json`."""
-    return asdict(plan)
+    values = asdict(replace(plan, backend=None, data=None))
+    return {name: value for name, value in values.items() if name not in ("backend", "data")}
 
 
 def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:

@@ -6,14 +6,11 @@ import contextlib
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.adapters import starting_weights
-from trainer.config import config_notices
-from trainer.data.batches.loader import EvalBatches, eval_batches
-from trainer.device.resolve import device_notices
+from trainer.data.batches.loader import EvalBatches
 from trainer.errors import EXIT_OK, EXIT_SIGTERM
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
@@ -24,16 +21,8 @@ from trainer.run.stop_signals import StopSignals
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.parallel.world import World
+    from trainer.plan.plan import Plan
     from trainer.run.session import Session
-
-_PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast for a progress line
-
-
-def show_build(done_bytes: int, total_bytes: int) -> None:
-    """A line on a terminal while a large token file is built."""
-    if total_bytes >= _PROGRESS_BYTES and sys.stderr.isatty():
-        end = "\n" if done_bytes >= total_bytes else ""
-        print(f"\rtokenizing: {100 * done_bytes // total_bytes} % of {total_bytes >> 20} MiB", end=end, file=sys.stderr)
 
 
 def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int) -> EvalMetrics | None:
@@ -53,20 +42,20 @@ def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: i
     return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds, found.accuracy)
 
 
-def eval_run(config: Config, world: World) -> int:
+def eval_run(config: Config, world: World, plan: Plan) -> int:
     """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
     console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
-    for notice in (*config_notices(config, world), *device_notices(config)):
+    for notice in plan.notices:
         console.on_notice(notice)
-    data = eval_batches(config, (world.rank, world.size), show_build, console.on_notice)
     weights, folder = starting_weights(config, console.on_notice), Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         from trainer.run.session import open_session
 
-        session = open_session(config, weights, world)
-        metrics = None if session.communicator.any(bool(stop)) else evaluate_now(session, data, stop, step=0, epoch=1)
+        session = open_session(config, weights, world, plan.device)
+        stopped = session.communicator.any(bool(stop))
+        metrics = None if stopped else evaluate_now(session, plan.data, stop, step=0, epoch=1)
     if metrics is None:
         name = stop.received.name if stop else "a signal to another rank"
         console.on_notice(f"stopped by {name}: the evaluation has no result")

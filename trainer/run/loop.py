@@ -17,14 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.adapters import base_record, starting_weights
-from trainer.checkpoint.state import Position, checkpoint_to_resume, data_layout, plan_resumed, read_resumed, save
+from trainer.checkpoint.state import Position, save
 from trainer.checkpoint.store import prepare_folder, put_aside
-from trainer.config import config_notices, dump_config
+from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
-from trainer.config.checks.parallel import runs_semi_auto
-from trainer.config.checks.semi_auto import data_config
-from trainer.data.batches.loader import training_batches
-from trainer.device.resolve import check_run, device_notices
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
@@ -35,12 +31,11 @@ from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
 from trainer.monitors.report import ReportMonitor
 from trainer.monitors.summary import Totals
 from trainer.ops.select import kernel_notices
-from trainer.optim.freeze import freeze_notices
 from trainer.optim.schedules import build_schedule
-from trainer.parallel.communicator import check_same_values
 from trainer.parallel.world import World, world_from_environment
-from trainer.plan.plan import build_plan, plan_text
-from trainer.run.evaluate import eval_run, evaluate_now, show_build
+from trainer.plan.plan import plan_text
+from trainer.run.evaluate import eval_run, evaluate_now
+from trainer.run.prepare import Prepared, prepare
 from trainer.run.stop_signals import EXIT_CODES, StopSignals
 
 if TYPE_CHECKING:
@@ -62,16 +57,16 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     """
     world = world_from_environment()
     heartbeat.start()
-    check_run(config, world)
+    prepared = prepare(config, world)
     if config.run_mode == "predict":
         from trainer.run.predict import predict
 
-        for notice in (*config_notices(config, world), *device_notices(config)) if world.rank == 0 else ():
+        for notice in prepared.plan.notices if world.rank == 0 else ():
             print(f"note: {notice}", file=sys.stderr)
-        return predict(config, _print_text, world)
+        return predict(config, _print_text, world, prepared.plan.device)
     if config.run_mode == "eval":
-        return eval_run(config, world)
-    return _Training(config, world).run(extra_monitors)
+        return eval_run(config, world, prepared.plan)
+    return _Training(config, world, prepared).run(extra_monitors)
 
 
 def _print_text(text: str) -> None:
@@ -87,17 +82,26 @@ class _Training:
     there is one of; what ends a run is agreed on before anyone acts on it.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world, self.in_one_graph = config, world, runs_semi_auto(config, world)
-        self.read = data_config(config, world) if self.in_one_graph else config
+    def __init__(self, config: Config, world: World, prepared: Prepared) -> None:
+        self.config, self.world, self.plan = config, world, prepared.plan
+        self.data, self.layout, self.resumed = prepared.plan.data, prepared.layout, prepared.resumed
         self.folder = Path(config.output_dir).expanduser()
         self.checkpoints = self.folder / "checkpoints"
         self.save_every, self.keep_max = _checkpoint_settings(config)
         self.totals = Totals()
         self.monitors: list[Monitor] = []
-        self.position = Position()
+        self.position = self.resumed.position if self.resumed else Position()
         self.stopped: signal.Signals | None = None
         self.held = contextlib.ExitStack()
+        self.info = RunInfo(
+            output_dir=self.folder,
+            total_steps=self.plan.total_steps,
+            last_step=self.plan.last_step,
+            start_step=self.position.step,
+            epochs=self.plan.epochs,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            resumed_from=prepared.resume_from,
+        )
 
     def run(self, extra_monitors: Sequence[Monitor]) -> int:
         with self.held:
@@ -132,38 +136,13 @@ class _Training:
                 monitor.close(summary)
 
     def prepare(self) -> list[str]:
-        """Finds, reads and checks everything that the run needs; returns what the user should know."""
-        config = self.config
-        notices = [*config_notices(config, self.world), *device_notices(config), *freeze_notices(config)]
-        resume_from = checkpoint_to_resume(config) if config.resume_training else None
-        plan = build_plan(config, self.world)
-        notices += kernel_notices(plan.kernels)
-        ranks = (0, 1) if self.in_one_graph else (self.world.rank, self.world.size)
-        self.data = training_batches(self.read, ranks, show_build, notices.append)
-        self.layout = data_layout(self.read, self.data.rows.num_rows, self.data.rows.content, ranks[1])
+        """Reads the weights and claims the output folder; returns what the user should know."""
+        notices = [*self.plan.notices, *kernel_notices(self.plan.kernels)]
         # A run that resumes takes its weights from the checkpoint it resumes from.
-        self.resumed = read_resumed(resume_from, config, self.layout) if resume_from else None
-        self.weights = self.resumed.weights if self.resumed else starting_weights(config, notices.append)
-        self.base = base_record(config, self.weights) if config.decoder.pet_config is not None else None
-        if self.resumed:
-            self.position, plan = self.resumed.position, plan_resumed(plan, self.resumed)
-            notices += self.resumed.notices
-        window, epochs = self.read.runner_config.gradient_accumulation_steps, config.runner_config.epochs
-        self.steps_per_epoch = -(-self.data.loader.batches_per_epoch // window)
-        total_steps = self.steps_per_epoch * epochs
-        self.schedule = build_schedule(config.lr_schedule, total_steps, where=config.source.where)
-        self.info = RunInfo(
-            output_dir=self.folder,
-            total_steps=total_steps,
-            last_step=min(total_steps, config.runner_config.stop_step or total_steps),
-            start_step=self.position.step,
-            epochs=epochs,
-            steps_per_epoch=self.steps_per_epoch,
-            resumed_from=resume_from,
-        )
-        self.plan = plan
+        self.weights = self.resumed.weights if self.resumed else starting_weights(self.config, notices.append)
+        self.base = base_record(self.config, self.weights) if self.config.decoder.pet_config is not None else None
         if self.world.rank == 0:
-            self.held.enter_context(claimed_folder(self.folder, config.source.where("output_dir")))
+            self.held.enter_context(claimed_folder(self.folder, self.config.source.where("output_dir")))
             prepare_folder(self.checkpoints)
         return notices
 
@@ -177,16 +156,13 @@ class _Training:
 
     def load_engine(self) -> None:
         """Builds what computes; here MindSpore loads."""
-        if self.in_one_graph:
-            from trainer.semi_auto.training import open_semi_auto_training as open_training
-        else:
-            from trainer.run.session import open_training
         from trainer.run.session import Session
 
-        self.step = open_training(self.config, self.schedule, self.weights, self.world)
+        backend = self.plan.backend
+        schedule = build_schedule(self.config.lr_schedule, self.plan.total_steps, where=self.config.source.where)
+        self.step = backend.open(schedule, self.weights, self.plan.device)
         self.session = Session(self.step.model, self.step.build_inputs, self.step.communicator)
-        if self.in_one_graph:  # every rank reads what it believes all to read
-            check_same_values(self.layout, "data", self.session.communicator)
+        backend.check_layout(self.layout, self.session.communicator)
         if self.resumed:
             self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)
         if self.resumed and self.resumed.step:
@@ -223,10 +199,9 @@ class _Training:
 
     def epoch_steps(self, batches: Iterator[Batch]) -> Iterator[StepMetrics]:
         """Does the steps of what is left of the current epoch, the last, partial window included."""
-        window = self.read.runner_config.gradient_accumulation_steps
         while True:
             began = time.perf_counter()
-            micro_batches = list(itertools.islice(batches, window))
+            micro_batches = list(itertools.islice(batches, self.plan.micro_batches))
             if not micro_batches:
                 return
             result = self.located_step(micro_batches)
@@ -256,8 +231,8 @@ class _Training:
             total_steps=self.info.total_steps,
             epoch=epoch + 1,
             epochs=config.runner_config.epochs,
-            step_in_epoch=-(-batch // self.read.runner_config.gradient_accumulation_steps),
-            steps_per_epoch=self.steps_per_epoch,
+            step_in_epoch=-(-batch // self.plan.micro_batches),
+            steps_per_epoch=self.plan.steps_per_epoch,
             loss=result.loss,
             lr=result.lr,
             global_norm=result.global_norm if math.isfinite(result.global_norm) else None,
@@ -276,7 +251,7 @@ class _Training:
     def details(self, result: StepResult) -> dict[str, object]:
         """What only metrics.jsonl keeps of a step: norms of parameters, numbers of layers with experts, waiting."""
         kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
-        if self.world.size > 1 and not self.in_one_graph:
+        if self.world.size > 1 and result.reduce_seconds is not None:
             kept["reduce_seconds"] = result.reduce_seconds
         watched = result.routing is not None and watches_drop_rate(self.config)
         return kept | (routing_details(result.routing) if watched else {})
@@ -296,7 +271,7 @@ class _Training:
         if not config.do_eval:
             return False
         by_step = config.eval_step_interval > 0 and metrics.step % config.eval_step_interval == 0
-        epoch_ended = metrics.step_in_epoch == self.steps_per_epoch
+        epoch_ended = metrics.step_in_epoch == self.plan.steps_per_epoch
         by_epoch = config.eval_epoch_interval > 0 and epoch_ended and metrics.epoch % config.eval_epoch_interval == 0
         return by_step or by_epoch or ended
 

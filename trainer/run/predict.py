@@ -78,7 +78,7 @@ def _prompt_of_record(line: str, where: str) -> str:
     )  # fmt: skip
 
 
-def predict(config: Config, write: Callable[[str], None], world: World) -> int:
+def predict(config: Config, write: Callable[[str], None], world: World, device: str) -> int:
     """Continues every prompt; text appears as it is made, and all of it lands in `output_dir`/predictions.jsonl.
 
     Several ranks share the batches of prompts; rank 0 shows and writes them all when all are done. A signal ends it
@@ -88,6 +88,7 @@ def predict(config: Config, write: Callable[[str], None], world: World) -> int:
         config: Run mode predict.
         write: Takes text to show, with its own newlines.
         world: This rank among how many.
+        device: Where the model runs.
 
     Returns:
         The exit code.
@@ -98,7 +99,7 @@ def predict(config: Config, write: Callable[[str], None], world: World) -> int:
     """
     with StopSignals() as stop:
         try:
-            _predict(config, write, lambda: bool(stop), world)
+            _predict(config, write, lambda: bool(stop), world, device)
         except _Stopped:
             name = stop.received.name if stop.received else "a signal to another rank"
             print(f"stopped by {name}", file=sys.stderr)
@@ -106,7 +107,9 @@ def predict(config: Config, write: Callable[[str], None], world: World) -> int:
     return stop.exit_code
 
 
-def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bool], world: World) -> None:
+def _predict(
+    config: Config, write: Callable[[str], None], stop: Callable[[], bool], world: World, device: str
+) -> None:
     settings = config.decoder
     prompts, tokenizer = read_prompts(config), load_tokenizer(config)
     encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
@@ -122,7 +125,7 @@ def _predict(config: Config, write: Callable[[str], None], stop: Callable[[], bo
     from trainer.models.generate import Generator, Sampling
     from trainer.run.session import open_session
 
-    session = open_session(config, weights, world)
+    session = open_session(config, weights, world, device)
     generator = Generator(session.model, session.build_inputs, _eos_ids(settings, tokenizer))
     sampling = Sampling(
         do_sample=settings.do_sample,

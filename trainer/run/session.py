@@ -47,7 +47,10 @@ class Session:
 
 
 def open_session(
-    config: Config, weights: Mapping[str, np.ndarray] | None = None, world: World = SINGLE_PROCESS
+    config: Config,
+    weights: Mapping[str, np.ndarray] | None = None,
+    world: World = SINGLE_PROCESS,
+    device: str | None = None,
 ) -> Session:
     """Sets up the device, finds the other ranks and builds the model.
 
@@ -55,12 +58,13 @@ def open_session(
         config: Of the run.
         weights: For the model, checked to fit; None for those of `seed`.
         world: This rank among how many.
+        device: That of the plan; None finds out which, for notebooks.
 
     Raises:
         UserError: The device is not there.
         RunError: The ranks do not start with the same weights.
     """
-    device = resolve_device(config)
+    device = device or resolve_device(config)
     set_up_device(config, device, world)
     communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
     precision = resolve_precision(config.network, config.amp_level, device)
@@ -105,19 +109,20 @@ def open_training(
     schedule: Callable[[int], float],
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
+    device: str | None = None,
 ) -> TrainStep:
     """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
 
     Args:
         config: Of the run.
         schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
-        weights, world: As in `open_session`.
+        weights, world, device: As in `open_session`.
 
     Raises:
         UserError: The device is not there, or `freeze` names no weight.
         RunError: As in `open_session`.
     """
-    session, shapes = open_session(config, weights, world), trained_shapes(config)
+    session, shapes = open_session(config, weights, world, device), trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: session.model.parameters_by_name[name] for name in shapes}
     shard = None

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from mindspore import nn
 
 from trainer.config.checks.parallel import degrees_of
-from trainer.config.checks.semi_auto import semi_auto_notices
 from trainer.config.layer_ranges import layer_text
 from trainer.parallel.world import World, world_of
 from trainer.semi_auto.network import LossCell, SemiAuto, build_semi_auto
+from trainer.semi_auto.rules import semi_auto_notices
 
 if TYPE_CHECKING:
     from trainer.config import Config

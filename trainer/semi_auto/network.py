@@ -28,7 +28,6 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
-from trainer.config.checks.semi_auto import semi_auto_problems
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.init import initial_value
@@ -40,6 +39,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.parallel.communicator import check_same_values
 from trainer.semi_auto.decoder import SemiAutoDecoder
+from trainer.semi_auto.rules import semi_auto_problems
 from trainer.semi_auto.shards import Shard, first_holders, gather_whole, region
 from trainer.semi_auto.step import GradientCell
 

@@ -9,7 +9,6 @@ import mindspore
 import numpy as np
 
 from trainer.config.checks.parallel import degrees_of
-from trainer.config.checks.semi_auto import data_config
 from trainer.data.batches.batch import padding_rows
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
@@ -17,6 +16,7 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.communicator import ProcessGroup, SingleProcess
 from trainer.run.session import set_up_device
 from trainer.semi_auto.network import ShardedParameters, build_semi_auto
+from trainer.semi_auto.rules import data_config
 from trainer.semi_auto.step import GraphStep, Window, graph_mode
 
 if TYPE_CHECKING:

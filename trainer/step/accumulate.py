@@ -53,7 +53,7 @@ class WindowGradients:
     gradients: Sequence[Tensor] | None
     others: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
-    reduce_seconds: float = 0.0
+    reduce_seconds: float | None = None
 
 
 def valid_tokens(batch: Batch) -> int:

@@ -51,7 +51,8 @@ class StepResult:
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
             z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
         routing: Router statistics of the window; None for a dense model.
-        reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank.
+        reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
+            None where the graph sums them.
     """
 
     loss: float
@@ -66,7 +67,7 @@ class StepResult:
     local_norms: Mapping[str, float] | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
-    reduce_seconds: float = 0.0
+    reduce_seconds: float | None = None
 
 
 class Saved(NamedTuple):

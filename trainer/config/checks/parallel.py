@@ -74,7 +74,7 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
     if world.size > 1 and config.use_parallel is False:
         fix = "remove the key or set it to True; to run alone, leave `launch` out"
         return [problem(config, "use_parallel", False, f"this job has {world.size} ranks", fix)]
-    if not _in_force(config, world):
+    if not _in_force(config, world) or is_semi_auto(config):  # that mode has rules of its own
         return []
     found = [*_degrees_not_yet(config)] or fit_problems(config, world)
     if world.size > 1:
@@ -111,15 +111,6 @@ def _mismatch(config: Config, world: World, mismatch: DegreeMismatch) -> Problem
     left_out = "an unset data_parallel takes the ranks that are left"
     fix += f"; {alone if world.size == 1 else left_out}"
     return problem(config, key, getattr(config.parallel_config, mismatch.key), mismatch.rule, fix)
-
-
-def semi_auto_without_device(config: Config) -> UserError:
-    """Says that semi-automatic mode is not for this machine."""
-    rule = (
-        "MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU, which this run is on"
-    )
-    fix = "add --parallel_fallback explicit for data parallelism, the trainer's own; or set it to 0, which is the same"
-    return problem(config, "parallel.parallel_mode", config.parallel.parallel_mode, rule, fix).error
 
 
 def _mode(config: Config, world: World) -> Iterator[Problem]:

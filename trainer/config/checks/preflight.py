@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
+from trainer.config.checks.parallel import parallel_problems
 from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation, raise_problems
-from trainer.config.checks.semi_auto import semi_auto_problems
 from trainer.config.schema.root import Config
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -14,12 +14,15 @@ from trainer.parallel.world import SINGLE_PROCESS, World
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
-def check_runnable(config: Config, world: World = SINGLE_PROCESS) -> None:
+def check_runnable(
+    config: Config, world: World = SINGLE_PROCESS, of_backend: Sequence[Problem] = ()
+) -> None:
     """Checks what ``run_mode`` needs; looks at the disk for ``output_dir`` and ``load_checkpoint`` only.
 
     Args:
         config: Of the run.
         world: The job it runs in.
+        of_backend: What its training backend finds wrong, to be told together with the rest.
 
     Raises:
         UserError: Sizes of the model are missing, there are no weights or prompts, nothing to evaluate on,
@@ -27,8 +30,7 @@ def check_runnable(config: Config, world: World = SINGLE_PROCESS) -> None:
     """
     checks = (_model, _weights, _adapters, _evaluation, _prompts, _output)
     found = [problem for check in checks for problem in check(config)]
-    of_ranks = semi_auto_problems if runs_semi_auto(config, world) else parallel_problems
-    raise_problems(found + of_ranks(config, world))
+    raise_problems([*found, *parallel_problems(config, world), *of_backend])
 
 
 def _problem(config: Config, key: str, rule: str, fix: str, *, because: str = "", value: object = None) -> Problem:

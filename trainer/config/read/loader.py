@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.config.checks.parallel import parallel_notices, runs_semi_auto
+from trainer.config.checks.parallel import parallel_notices
 from trainer.config.checks.problem import raise_problems
 from trainer.config.checks.rules import rule_notices, rule_problems
-from trainer.config.checks.semi_auto import semi_auto_notices
 from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
 from trainer.config.checks.validation import validate
 from trainer.config.read.defaults import fill_in
@@ -56,5 +55,4 @@ def config_notices(config: Config, world: World = SINGLE_PROCESS) -> list[str]:
         world: The job it runs in.
     """
     own = [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
-    semi_auto = semi_auto_notices(config) if runs_semi_auto(config, world) else ()
-    return [*own, *parallel_notices(config, world), *semi_auto]
+    return [*own, *parallel_notices(config, world)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainer.data.batches.packing import RowDataset
 from trainer.data.batches.sampler import BatchLoader
 from trainer.data.datasets import batch_size, build_datasets, build_eval_dataset
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -22,6 +23,7 @@ Ranks = tuple[int, int]
 class EvalBatches:
     """What an evaluation reads: all batches of an epoch, or the first `max_batches`."""
 
+    rows: RowDataset
     loader: BatchLoader
     max_batches: int | None
 
@@ -63,19 +65,29 @@ def _evaluation(config: Config, rows: RowDataset | None, ranks: Ranks) -> EvalBa
     assert rows is not None, "check_runnable has seen that there is something to evaluate on"
     section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
     loader = _loader(config, section, rows, ranks, shuffle=False, whole=True)
-    return EvalBatches(loader, getattr(config, section).max_batches or None)
+    return EvalBatches(rows, loader, getattr(config, section).max_batches or None)
 
 
 def _loader(
     config: Config, section: str, rows: RowDataset, ranks: Ranks, *, shuffle: bool, whole: bool = False
 ) -> BatchLoader:
-    settings = getattr(config, section)
+    settings, size = getattr(config, section), batch_size(config, section)
+    drop_remainder = settings.drop_remainder and not whole
+    if drop_remainder and rows.num_rows < size * ranks[1]:
+        of_ranks = f" on each of {ranks[1]} ranks" if ranks[1] > 1 else ""
+        raise UserError(
+            f"{rows.num_rows:,} {config.network.rows_text} fill no batch of {size} rows{of_ranks}",
+            where=config.source.where("runner_config.batch_size"),
+            key="runner_config.batch_size",
+            value=size,
+            fix=f"set a smaller one, or {section}.drop_remainder to False",
+        )
     return BatchLoader(
         rows,
-        batch_size=batch_size(config, section),
+        batch_size=size,
         shuffle=shuffle,
         seed=config.seed,
-        drop_remainder=settings.drop_remainder and not whole,
+        drop_remainder=drop_remainder,
         prefetch_size=settings.prefetch_size,
         rank=ranks[0],
         ranks=ranks[1],

@@ -60,7 +60,8 @@ class BatchLoader:
         self._prefetch_size = prefetch_size
         self._rank = rank
         self._ranks = ranks
-        whole, left_rows = divmod(dataset.num_rows, batch_size * ranks)
+        self.global_batch_size = batch_size * ranks
+        whole, left_rows = divmod(dataset.num_rows, self.global_batch_size)
         self.batches_per_epoch = whole + bool(left_rows and not drop_remainder)
         if self.batches_per_epoch == 0:
             of_ranks = f" for each of {ranks} ranks" if ranks > 1 else ""

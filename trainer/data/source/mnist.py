@@ -97,17 +97,6 @@ def build_images(config: Config, section: str) -> ImageDataset:
     return ImageDataset(images, labels, getattr(config, section).data_loader.num_samples)
 
 
-def count_images(config: Config, section: str) -> int:
-    """How many images a section has, from the headers of its files.
-
-    Raises:
-        UserError: As `build_images`, for what can be known from the headers.
-    """
-    count = sum(_checked(config, section, *pair)[0].shape[0] for pair in _found(config, section))
-    limit = getattr(config, section).data_loader.num_samples
-    return count if limit is None else min(count, limit)
-
-
 def _found(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
     """Images and labels of each part that the section reads."""
     loader = getattr(config, section).data_loader

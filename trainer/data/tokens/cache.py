@@ -83,12 +83,6 @@ def find_token_file(
     )
 
 
-def find_built(source: Source, tokenizer: Tokenizer, cache: Cache) -> TokenFile | None:
-    """Opens the token file of a source if that needs no reading of the source; None otherwise."""
-    name = _read_stamp(_stamp_file(source, _settings(source, tokenizer, CHUNK_BYTES), cache))
-    return None if name is None else open_token_file(cache.path / name)
-
-
 def _settings(source: Source, tokenizer: Tokenizer, chunk_bytes: int) -> str:
     return "\n".join((str(FORMAT_VERSION), source.kind, tokenizer.fingerprint, str(chunk_bytes), ""))
 

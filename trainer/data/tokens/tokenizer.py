@@ -53,14 +53,12 @@ class Tokenizer(Protocol):
         eos_id: Ends a document, and each answer of a conversation.
         bos_id: Begins a document; None where the tokenizer has none.
         fingerprint: Changes whenever the same text could become other ids.
-        mean_bytes_per_token: For estimates only; 1.0 exactly for bytes.
     """
 
     vocab_size: int
     eos_id: int
     bos_id: int | None
     fingerprint: str
-    mean_bytes_per_token: float
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
@@ -102,7 +100,6 @@ class ByteTokenizer:
     eos_id = _BYTES_EOS_ID
     bos_id = None
     fingerprint = "bytes-1"
-    mean_bytes_per_token = 1.0
 
     def encode(self, text: str) -> list[int]:
         # A terminal hands over bytes that are not UTF-8 as lone surrogates; they go back to what they were.
@@ -158,8 +155,6 @@ class HuggingFaceTokenizer:
         bos_id: The token that begins one, or None.
         content: The bytes of the file, for the fingerprint.
     """
-
-    mean_bytes_per_token = 4.0
 
     def __init__(self, tokenizer, *, eos_id: int, bos_id: int | None, content: bytes) -> None:
         self._tokenizer = tokenizer

@@ -8,6 +8,7 @@ from trainer.config.checks.parallel import degrees_of, fit_problems, problem
 from trainer.config.checks.problem import Problem
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.root import Config
+from trainer.errors import UserError
 from trainer.parallel.world import World
 
 _NOT_YET = "not yet supported in semi-automatic mode"
@@ -49,6 +50,15 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
 def semi_auto_problems(config: Config, world: World) -> list[Problem]:
     """What keeps this job from running in semi-automatic mode."""
     return list(_cannot(config)) or fit_problems(config, world)
+
+
+def semi_auto_without_device(config: Config) -> UserError:
+    """Says that semi-automatic mode is not for this machine."""
+    rule = (
+        "MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU, which this run is on"
+    )
+    fix = "add --parallel_fallback explicit for data parallelism, the trainer's own; or set it to 0, which is the same"
+    return problem(config, "parallel.parallel_mode", config.parallel.parallel_mode, rule, fix).error
 
 
 def _cannot(config: Config) -> Iterator[Problem]:

@@ -1,0 +1,61 @@
+"""What the plan and the training loop ask of a way to compute a training, whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trainer.config import Config
+    from trainer.config.checks.problem import Problem
+    from trainer.data.batches.loader import Ranks
+    from trainer.parallel.world import World
+
+
+class TrainingBackend(Protocol):
+    """Explicit mode (`trainer.run.prepare`) or MindSpore's semi-automatic mode (`trainer.semi_auto.backend`).
+
+    Nothing but `open` imports MindSpore. Adding a mode takes a class with these members and a line in `choose_backend`.
+
+    Attributes:
+        config, world: The run, and this rank among how many.
+        execution: How the model is executed, in words.
+        data_config: The configuration as the data sees it: sizes of the batches that one of `data_ranks` reads.
+        data_ranks: Which part of every batch this rank reads, and how many parts there are.
+    """
+
+    config: Config
+    world: World
+    execution: str
+    data_config: Config
+    data_ranks: Ranks
+
+    def check_device(self, device: str) -> None:
+        """Raises a UserError where the mode does not run on this device; asked before all else."""
+
+    def problems(self) -> list[Problem]:
+        """What keeps the configuration from running in this mode, beside what `trainer.config` checks."""
+
+    def notices(self) -> Iterator[str]:
+        """Keys that have no effect, or another one, in this mode."""
+
+    def open(self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str) -> Any:
+        """The training step, ready to be called: a `TrainStep` or a `GraphStep`. Imports MindSpore.
+
+        Args:
+            schedule: Learning rate of update number `n`, from 0.
+            weights: Of the whole model, checked to fit; None: those of `seed`.
+
+        Raises:
+            UserError: The device is not there.
+            RunError: The other ranks do not answer, or start with other weights.
+        """
+
+    def check_layout(self, layout: Mapping[str, Any], communicator: Any) -> None:
+        """Compares over the ranks what must be the same on all of them before the first step.
+
+        Raises:
+            RunError: It differs.
+        """

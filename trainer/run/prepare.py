@@ -1,0 +1,121 @@
+"""What every command does before MindSpore loads: checks, the plan with its data, and the checkpoint to resume."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import check_runnable
+from trainer.config.checks.parallel import runs_semi_auto
+from trainer.device.resolve import resolve_device
+from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.plan.plan import Plan, plan_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+
+    from trainer.checkpoint.state import Resumed
+    from trainer.config import Config
+    from trainer.config.checks.problem import Problem
+    from trainer.plan.backend import TrainingBackend
+    from trainer.step.train_step import TrainStep
+
+_PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast for a progress line
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a run needs that can be known without MindSpore.
+
+    Attributes:
+        plan: Carries device, data and backend.
+        layout: What a position in the training data means, see `data_layout`; empty where nothing is trained.
+        resume_from: The checkpoint that the run continues from; None for a fresh start.
+        resumed: Its contents.
+    """
+
+    plan: Plan
+    layout: dict[str, Any]
+    resume_from: Path | None
+    resumed: Resumed | None
+
+
+class ExplicitBackend:
+    """A `TrainingBackend`: compiled blocks run layer by layer, gradients summed over the ranks by the step."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world, self.data_config = config, world, config
+        self.data_ranks = (world.rank, world.size)
+        compiled = "blocks compiled once, run layer by layer"
+        self.execution = compiled if config.context.mode == 0 else "operator by operator"
+
+    def check_device(self, device: str) -> None:
+        """It runs on all of them."""
+
+    def problems(self) -> list[Problem]:
+        return []  # `check_runnable` knows them all
+
+    def notices(self) -> Iterator[str]:
+        yield from ()
+
+    def open(
+        self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str
+    ) -> TrainStep:
+        from trainer.run.session import open_training
+
+        return open_training(self.config, schedule, weights, self.world, device)
+
+    def check_layout(self, layout: Mapping[str, Any], communicator: Any) -> None:
+        """Each rank reads its own part of the data; nothing needs to be the same."""
+
+
+def choose_backend(config: Config, world: World) -> TrainingBackend:
+    """The backend of a job: explicit mode, or where the file asks for it MindSpore's semi-automatic mode."""
+    if runs_semi_auto(config, world):
+        from trainer.semi_auto.backend import SemiAutoBackend
+
+        return SemiAutoBackend(config, world)
+    return ExplicitBackend(config, world)
+
+
+def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
+    """Checks the run, opens its data and reads the checkpoint it resumes from.
+
+    Text that is not in the cache is tokenized into it here, with progress on a terminal.
+
+    Raises:
+        UserError: The run could not start.
+        RunError: The token file cannot be written, or the data changes while it is read.
+    """
+    backend, device = choose_backend(config, world), resolve_device(config)
+    backend.check_device(device)
+    check_runnable(config, world, backend.problems())
+    if not config.trains:
+        return Prepared(plan_run(config, world, backend, device, show_build), {}, None, None)
+    from trainer.checkpoint.state import checkpoint_to_resume, data_layout, plan_resumed, read_resumed
+
+    # Before the data, which may take long to tokenize.
+    resume_from = checkpoint_to_resume(config) if config.resume_training else None
+    plan = plan_run(config, world, backend, device, show_build)
+    data = plan.data.rows
+    layout = data_layout(backend.data_config, data.num_rows, data.content, backend.data_ranks[1])
+    if resume_from is None:
+        return Prepared(plan, layout, None, None)
+    resumed = read_resumed(resume_from, config, layout)
+    return Prepared(plan_resumed(plan, resumed), layout, resume_from, resumed)
+
+
+def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
+    """The plan of a run; errors as of `prepare`."""
+    return prepare(config, world).plan
+
+
+def show_build(done_bytes: int, total_bytes: int) -> None:
+    """A line on a terminal while a large token file is built."""
+    if total_bytes >= _PROGRESS_BYTES and sys.stderr.isatty():
+        end = "\n" if done_bytes >= total_bytes else ""
+        print(f"\rtokenizing: {100 * done_bytes // total_bytes} % of {total_bytes >> 20} MiB", end=end, file=sys.stderr)

@@ -1,0 +1,54 @@
+"""MindSpore's semi-automatic mode as a training backend; imports MindSpore in `open` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from trainer.semi_auto.rules import data_config, semi_auto_notices, semi_auto_problems, semi_auto_without_device
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trainer.config import Config
+    from trainer.config.checks.problem import Problem
+    from trainer.parallel.communicator import Communicator
+    from trainer.parallel.world import World
+    from trainer.semi_auto.step import GraphStep
+
+
+class SemiAutoBackend:
+    """A `TrainingBackend`: one graph, which MindSpore shards over the ranks."""
+
+    execution = "one graph, cut by MindSpore"
+    data_ranks = (0, 1)  # every rank reads the batch of all; the graph takes this rank's part
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+
+    @cached_property
+    def data_config(self) -> Config:
+        return data_config(self.config, self.world)
+
+    def check_device(self, device: str) -> None:
+        if device == "CPU":
+            raise semi_auto_without_device(self.config)
+
+    def problems(self) -> list[Problem]:
+        return semi_auto_problems(self.config, self.world)
+
+    def notices(self) -> Iterator[str]:
+        return semi_auto_notices(self.config)
+
+    def open(
+        self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str
+    ) -> GraphStep:
+        from trainer.semi_auto.training import open_semi_auto_training
+
+        return open_semi_auto_training(self.config, schedule, weights, self.world, device)
+
+    def check_layout(self, layout: Mapping[str, Any], communicator: Communicator) -> None:
+        from trainer.parallel.communicator import check_same_values
+
+        check_same_values(layout, "data", communicator)
