@@ -125,7 +125,7 @@ class Optimizer(ABC):
 
 
 def one_for_each(scale: float | Sequence[float], count: int) -> list[float]:
-        return [float(scale)] * count if isinstance(scale, (int, float)) else list(scale)
+    return [float(scale)] * count if isinstance(scale, (int, float)) else list(scale)
 
 
 def scalar(number: float) -> Tensor:
