@@ -80,7 +80,7 @@ def check_command(words: list[str]) -> None:
         check_job(read_options(words[1:]))
         return
     assert name in ("train", "plan", "export", *WITHOUT_CONFIG), words
-    own = {"export": ("--merge", "--force")}.get(name, ("--help", "--json", "--deep"))
+    own = {"export": ("--merge", "--force")}.get(name, ("--help", "--json", "--deep", "--verbose"))
     own_values = {"export": ("--output", "--adapter"), "plan": ("--ranks", "--local_ranks", "--audit")}.get(name, ())
     arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
     assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words
