@@ -28,7 +28,7 @@ from benchmark_tools import (
 )
 from rich.console import Console
 
-from trainer.launch.ports import pick_free
+from trainer.launch.msrun import pick_free
 from trainer.monitors.jsonl import read_records
 
 MANY, FEW = 8, 2

@@ -1,9 +1,22 @@
-"""What the tests of jobs share."""
+"""What the tests of jobs share. Tests marked `overlapping` mostly wait for their processes: those of a file run
+in threads at the same time, and each is reported by itself."""
 
+from __future__ import annotations
+
+import inspect
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from launch_helpers import end_all
+
+_RESULTS = pytest.StashKey[dict[str, Future]]()
+_POOLS = pytest.StashKey[list[ThreadPoolExecutor]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "overlapping(count): runs beside the other tests of its file, so many at once")
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +24,34 @@ def nobody_left() -> Iterator[None]:
     """A test that fails leaves no job behind."""
     yield
     end_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("overlapping")
+    if marker is None:
+        return None
+    results = pyfuncitem.session.stash.setdefault(_RESULTS, {})
+    if pyfuncitem.nodeid not in results:  # the first one of its file starts all
+        pool = ThreadPoolExecutor(*marker.args)
+        pyfuncitem.session.stash.setdefault(_POOLS, []).append(pool)
+        for number, item in enumerate(pyfuncitem.session.items):
+            if item.path == pyfuncitem.path and item.get_closest_marker("overlapping"):
+                results[item.nodeid] = pool.submit(_call, item, pyfuncitem.funcargs["tmp_path"] / str(number))
+    results[pyfuncitem.nodeid].result()
+    return True
+
+
+def _call(item: pytest.Function, folder: Path) -> None:
+    values = {**(item.callspec.params if hasattr(item, "callspec") else {}), "tmp_path": folder}
+    folder.mkdir()
+    try:
+        item.function(**{name: values[name] for name in inspect.signature(item.function).parameters})
+    finally:
+        end_all()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After an interruption those that have not begun do not begin."""
+    for pool in session.stash.get(_POOLS, []):
+        pool.shutdown(cancel_futures=True)

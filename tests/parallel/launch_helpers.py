@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -25,13 +26,17 @@ LIMIT_SECONDS = 15.0
 """A failure anywhere must have ended everything by then."""
 
 
-_STARTED: list[Launcher] = []
+_OF_THIS_THREAD = threading.local()
+
+
+def _started() -> list[Launcher]:
+    return _OF_THIS_THREAD.__dict__.setdefault("started", [])
 
 
 def end_all() -> None:
-    """Kills what is left of all launchers so far."""
-    while _STARTED:
-        _STARTED.pop().kill_family()
+    """Kills what is left of all launchers that this thread has started."""
+    while _started():
+        _started().pop().kill_family()
 
 
 class Launcher:
@@ -45,7 +50,7 @@ class Launcher:
 
     def __init__(self, folder: Path, command: list[str], environment: dict[str, str]) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
-        _STARTED.append(self)
+        _started().append(self)
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -96,7 +101,7 @@ class Launcher:
             if time.monotonic() > deadline:
                 self.kill_family()
                 raise AssertionError(f"it did not happen; {self.printed[-500:]!r} {self.errors[-2000:]!r}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def wait_for_step(self, step: int, ranks: range = range(2)) -> None:
         self.wait_until(lambda: all(f"did step {step}\n" in self.log(rank) for rank in ranks))
@@ -109,7 +114,8 @@ class Launcher:
             self.kill_family()
             raise AssertionError(f"it did not end; {self.printed[-500:]!r} {self.errors[-2000:]!r}") from None
         left = [" ".join(process.cmdline()) for process in self.family()]
-        self.kill_family()
+        if left:
+            self.kill_family()
         assert not left, left
         return code
 
@@ -123,19 +129,28 @@ class Launcher:
             self.process.wait(10)
 
 
-def launch(folder: Path, *words: object, options: tuple[object, ...] = (), real: bool = False, **more: str) -> Launcher:
+def launch(
+    folder: Path,
+    *words: object,
+    options: tuple[object, ...] = (),
+    hangup: signal.Handlers | None = None,
+    **more: str,
+) -> Launcher:
     """Launches two stand-in workers.
 
     Args:
         folder: Working directory.
         words: Arguments of the workers.
         options: Further ones of `launch`.
-        real: Whether MindSpore's own msrun starts them.
+        hangup: The launcher's handler for SIGHUP when it starts; None: whatever these tests run under.
         more: Environment variables.
     """
     own = ["--nproc", 2, "--log_dir", "logs", "--script", WORKER, *options]
     command = [sys.executable, PROGRAM, "launch", *own, *words]
-    environment = more if real else {"RUN_TRAINER_MSRUN": str(MSRUN), **more}
+    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), **more}
+    if hangup is not None:  # what the launcher inherits for SIGHUP
+        inherit = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{hangup.name})"
+        command = [sys.executable, "-c", f"{inherit}; os.execv(sys.argv[1], sys.argv[1:])", *command]
     return Launcher(folder, [str(word) for word in command], environment)
 
 

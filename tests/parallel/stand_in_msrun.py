@@ -1,6 +1,7 @@
 """Does for a launcher what MindSpore's msrun does, without its seconds of import: starts a scheduler and the workers.
 
-Like the real one it starts whatever `python` is first on PATH, and kills every worker when one ends with an error.
+Like the real one it starts whatever `python` is first on PATH, and kills every worker when one ends with an error. The
+scheduler, which is MindSpore's and takes a second to load, only runs with STAND_IN_SCHEDULER in the environment.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def start(own: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(["python", options.script], env={**os.environ, **shared, **own}, start_new_session=True)
 
 
-scheduler = start({"MS_ROLE": "MS_SCHED", "RANK_ID": "0"})
+scheduler = start({"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}) if "STAND_IN_SCHEDULER" in os.environ else None
 workers = []
 for place in range(options.local_worker_num):
     rank = options.node_rank * options.local_worker_num + place
@@ -41,4 +42,4 @@ while any(worker.poll() is None for worker in workers):
             os.killpg(worker.pid, signal.SIGKILL)
         sys.exit(1)
     time.sleep(0.1)
-sys.exit(scheduler.wait())
+sys.exit(scheduler.wait() if scheduler else 0)

@@ -12,10 +12,10 @@ import pytest
 from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
+from trainer.launch.msrun import pick_free
 from trainer.launch.nodes import LOST_SECONDS
-from trainer.launch.ports import pick_free
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_group(__name__)]
 
 ALL = range(4)
 

@@ -10,9 +10,9 @@ import pytest
 from launch_helpers import MSRUN, REPOSITORY, WORKER, Launcher, call
 
 from trainer.errors import EXIT_BAD_INPUT
-from trainer.launch.ports import pick_free
+from trainer.launch.msrun import pick_free
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.overlapping(8), pytest.mark.xdist_group(__name__)]
 
 SCRIPT = REPOSITORY / "scripts" / "msrun_launcher.sh"
 TRICKY = [

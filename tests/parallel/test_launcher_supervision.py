@@ -1,4 +1,4 @@
-"""A job of stand-in workers under the real launcher and the real wardens: however it ends, the truth is told about it.
+"""Jobs of stand-in workers under the real launcher and the real worker agents: each end is reported as it was.
 
 Time limits are promises only where they say so; a test waits longer for what is no promise.
 """
@@ -16,13 +16,13 @@ from launch_helpers import LIMIT_SECONDS, Launcher, call, launch
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.overlapping(8), pytest.mark.xdist_group(__name__)]
 
 TRICKY = ["two words", 'double " quote', "single ' quote", "$HOME", "`id`", "größe 漢字", "a\\b", "*", "", "--flag=x y"]
 
 
 def test_a_job_that_ends_well(tmp_path: Path) -> None:
-    job = launch(tmp_path, 3, *TRICKY)
+    job = launch(tmp_path, 3, *TRICKY, STAND_IN_SCHEDULER="yes")
     assert job.end() == 0
     lines = job.printed.splitlines()
     assert lines[-3:] == ["rank 0 did step 1", "rank 0 did step 2", "rank 0 did step 3"]  # rank 0's, nobody else's
@@ -55,7 +55,7 @@ def test_many_workers_share_few_cores(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_ends_the_job_and_is_told(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, "1@3:exit=7")
+    job = launch(tmp_path, 1000, "1@3:exit=7", STAND_IN_SCHEDULER="yes")
     job.wait_for_step(2)
     began = time.monotonic()
     assert job.end() == 7
@@ -155,7 +155,7 @@ def test_workers_outlive_msrun(tmp_path: Path) -> None:
     assert "did step 30" in job.log(0) and "did step 30" in job.log(1)
 
 
-def test_a_killed_warden_takes_its_worker_along(tmp_path: Path) -> None:
+def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, "1@1:child")
     job.wait_for_step(2)
     psutil.Process(job.facts(1)["pid"]).parent().kill()
@@ -232,7 +232,7 @@ def test_an_msrun_that_fails_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_every_process_of_a_job_is_one_signal(tmp_path: Path) -> None:
-    """As batch systems end a job: msrun ends of it, wardens do not mind, and the workers get it a second time."""
+    """As batch systems end a job: msrun ends of it, agents ignore it, and the workers get it a second time."""
     job = launch(tmp_path, 1000)
     job.wait_for_step(2)
     for process in job.family():
@@ -242,11 +242,7 @@ def test_a_signal_to_every_process_of_a_job_is_one_signal(tmp_path: Path) -> Non
 
 
 def test_a_terminal_that_is_closed_ends_the_job(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests run under
-    try:
-        job = launch(tmp_path, 1000)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    job = launch(tmp_path, 1000, hangup=signal.SIG_DFL)
     job.wait_for_step(2)
     job.process.send_signal(signal.SIGHUP)
     assert job.end() == 128 + signal.SIGTERM
@@ -254,11 +250,7 @@ def test_a_terminal_that_is_closed_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_is_closed_under_nohup_does_not(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as under nohup
-    try:
-        job = launch(tmp_path, 20)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    job = launch(tmp_path, 20, hangup=signal.SIG_IGN)  # inherited, as under nohup
     job.wait_for_step(2)
     job.process.send_signal(signal.SIGHUP)
     assert job.end() == 0

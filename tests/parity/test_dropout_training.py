@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 from numpy_kernels import distance
-from tiny_trainer import TinyTrainer, assert_same_bits, make_batch, same_bits, state_of
+from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, state_of
+from tolerances import decoder_limits
 
 from trainer.data import Batch
 from trainer.models import decoder
@@ -17,6 +18,7 @@ from trainer.step.train_step import TrainStep
 
 LAYERS, SITES = 2, 3
 RATES = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+LIMITS = decoder_limits(config_of().decoder)
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +92,17 @@ def test_compiled_blocks_use_the_masks_that_they_are_given(tiny: TinyTrainer, wi
     for number in (0, 1):
         results = [trainer.step().backward(window[0], number, 1.0) for trainer in (tiny, eager)]
         ours, right = results
-        assert ours.loss_sum == pytest.approx(right.loss_sum, rel=1e-6)
+        assert ours.loss_sum == pytest.approx(right.loss_sum, rel=LIMITS.loss)
         for mine, exact in zip(ours.gradients, right.gradients, strict=True):
-            assert distance(mine.asnumpy(), exact.asnumpy()) < 2e-6
+            assert distance(mine.asnumpy(), exact.asnumpy()) < LIMITS.gradients
 
 
 def test_evaluation_drops_nothing(tiny: TinyTrainer, window: list[Batch]) -> None:
     tiny.step()
     loss = evaluate(tiny.model, tiny.build_inputs, window, stop=lambda: False)[0]
     without = TinyTrainer(compiled=False)
-    assert loss == pytest.approx(evaluate(without.model, without.build_inputs, window, stop=lambda: False)[0], rel=1e-6)
+    right = evaluate(without.model, without.build_inputs, window, stop=lambda: False)[0]
+    assert loss == pytest.approx(right, rel=LIMITS.loss)
 
 
 @pytest.mark.parametrize("key", RATES)

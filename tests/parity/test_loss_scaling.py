@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy_kernels import distance
 from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, make_batch, state_of
+from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import Batch
 from trainer.errors import RunError
@@ -22,6 +23,7 @@ from trainer.step.train_step import TrainStep
 ADAMW = {"type": "AdamW", "weight_decay": 0.1}
 SGD = {"type": "SGD"}
 DYNAMIC = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 3}
+LIMITS = decoder_limits(config_of().decoder, rows=4)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +69,8 @@ def test_a_scale_that_is_no_power_of_two_only_rounds(tiny: TinyTrainer, window: 
     plain = tiny.step(optimizer=SGD)
     norm, right = plain(window).global_norm, tiny.weights()
     step = tiny.step(optimizer=SGD, runner_wrapper={"scale_sense": 1000.0})
-    assert step(window).global_norm == pytest.approx(norm, rel=1e-6)
-    assert max(distance(value, right[name]) for name, value in tiny.weights().items()) < 1e-6
+    assert step(window).global_norm == pytest.approx(norm, rel=LIMITS.gradients)
+    assert max(distance(value, right[name]) for name, value in tiny.weights().items()) < LIMITS.gradients
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
@@ -179,8 +181,9 @@ def test_local_norms_are_those_of_the_unscaled_gradient(tiny: TinyTrainer, windo
     result = step(window)
     applied = step.optimizer.state_arrays()  # SGD's buffer after one step is the gradient
     for name in (EMBEDDING, HEAD):
-        norm = float(np.linalg.norm(applied[f"momentum_buffer.{name}"].astype(np.float64)))
-        assert result.local_norms[name] == pytest.approx(norm, rel=1e-6)
+        gradient = applied[f"momentum_buffer.{name}"]
+        norm = float(np.linalg.norm(gradient.astype(np.float64)))
+        assert result.local_norms[name] == pytest.approx(norm, rel=rounding_limit(gradient.size, scale=0.5))
     assert math.sqrt(sum(norm**2 for norm in result.local_norms.values())) == pytest.approx(result.global_norm)
     assert set(result.local_norms) == set(tiny.initial)
     assert tiny.step(optimizer=SGD)(window).local_norms is None

@@ -1,7 +1,7 @@
 """Muon against a float64 version in NumPy, and what orthogonal means.
 
-Tolerance: the quintic iteration does not converge, so roundings of float32 are amplified a little: after 25 updates the
-weights differ by 5e-7 of the largest (measured). A wrong step length or momentum is off by 1e-1.
+Limit: tolerances.py, for the updates one after the other and the five iterations of three matrix products of one
+update. A wrong step length or momentum is off by 1e-1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 from mindspore import Parameter, Tensor
 from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, make_batch
+from tolerances import rounding_limit
 
 from trainer.config import parse_config
 from trainer.device.cpu_threads import set_up_cpu_threads
@@ -33,6 +34,7 @@ SHAPES = {
 }
 MATRICES = [name for name in SHAPES if "proj.weight" in name]
 STEPS = 25
+LIMIT = rounding_limit(STEPS, 5 * (8 + 8 + 20))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,7 +130,7 @@ def test_weights_equal_numpys(changes: dict) -> None:
     optimizer = build(**changes)
     run(optimizer, 0, STEPS)
     for name, right in reference(settings_of(**changes)).items():
-        assert distance(optimizer.parameters[name].asnumpy(), right) < 3e-6, name
+        assert distance(optimizer.parameters[name].asnumpy(), right) < LIMIT, name
 
 
 def test_compiled_and_not_are_the_same() -> None:
@@ -136,7 +138,7 @@ def test_compiled_and_not_are_the_same() -> None:
     run(ours, 0, 5)
     run(theirs, 0, 5)
     for name, right in weights_of(theirs).items():
-        assert distance(ours.parameters[name].asnumpy(), right) < 1e-5, name
+        assert distance(ours.parameters[name].asnumpy(), right) < LIMIT, name
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (40, 16), (16, 40)])
@@ -155,7 +157,8 @@ def test_a_gradient_of_zero_moves_nothing_but_by_decay() -> None:
     optimizer.update([Tensor(np.zeros(shape, np.float32)) for shape in SHAPES.values()], 0.1)
     for name, before in initial().items():
         kept = 1 - 0.1 * 0.3 if before.ndim > 1 else 1.0
-        np.testing.assert_allclose(optimizer.parameters[name].asnumpy(), before * np.float32(kept), rtol=1e-6)
+        after = optimizer.parameters[name].asnumpy()
+        np.testing.assert_allclose(after, before * np.float32(kept), rtol=rounding_limit(4))
 
 
 def test_the_length_of_the_gradient_does_not_matter_to_matrices() -> None:
@@ -200,4 +203,4 @@ def test_sgd_with_nesterov_equals_numpys() -> None:
             g = gradient(step, name).astype(np.float64)
             buffer = 0.9 * buffer + g
             weight = weight - rate(step) * (g + 0.9 * buffer)
-        assert distance(optimizer.parameters[name].asnumpy(), weight) < 1e-6, name
+        assert distance(optimizer.parameters[name].asnumpy(), weight) < rounding_limit(4 * STEPS), name

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
+from tolerances import rounding_limit
 
 from trainer.config import parse_config
 from trainer.optim.groups import parameter_groups
@@ -92,7 +93,7 @@ def gradients(step: int) -> list[Tensor]:
 
 def same_bits(kind: str, ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> None:
     """A CPU's own Adam, which no training uses there, rounds the last numbers of an array in another way."""
-    accuracy = 1e-6 if kind == "AdamW by operators" else 0.0
+    accuracy = rounding_limit(10, 10) if kind == "AdamW by operators" else 0.0
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_allclose(ours[name].reshape(-1), theirs[name].reshape(-1), accuracy, accuracy, err_msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -16,12 +17,21 @@ import pytest
 
 from trainer.errors import EXIT_HANG, RunError, UserError
 from trainer.launch import heartbeat
-from trainer.launch.follow import Follower, growth_of, last_lines
-from trainer.launch.job import job_files, new_state, prepare, read_state, write_state
-from trainer.launch.outcome import End, how, judge, report, shell_code
-from trainer.launch.ports import is_free, pick_free
+from trainer.launch.job import (
+    End,
+    how,
+    job_files,
+    judge,
+    new_state,
+    prepare,
+    read_state,
+    report,
+    shell_code,
+    write_state,
+)
+from trainer.launch.msrun import listen_error, pick_free
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
-from trainer.launch.terminal import PlainText
+from trainer.launch.terminal import Follower, PlainText, growth_of, last_lines
 from trainer.launch.wire import Channel
 
 CHATTER = (
@@ -37,18 +47,18 @@ def test_a_port_in_use_is_not_free() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert not is_free(port, "127.0.0.1") and not is_free(port)
-    assert is_free(port, "127.0.0.1")
-    assert not is_free(pick_free(), "192.0.2.1")  # an address for documentation is nobody's
+        assert listen_error("127.0.0.1", port) == listen_error("", port) == errno.EADDRINUSE
+    assert listen_error("127.0.0.1", port) == 0
+    assert listen_error("192.0.2.1", pick_free()) == errno.EADDRNOTAVAIL  # an address for documentation is nobody's
 
 
 def test_picked_ports_are_free_and_differ() -> None:
     ports = {pick_free("127.0.0.1") for _ in range(20)}
-    assert len(ports) > 15 and all(is_free(port) and 20_000 <= port for port in ports)
+    assert len(ports) > 15 and all(not listen_error("", port) and 20_000 <= port for port in ports)
 
 
 def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.launch.ports.is_free", lambda port, host: False)
+    monkeypatch.setattr("trainer.launch.msrun.listen_error", lambda host, port: errno.EADDRINUSE)
     with pytest.raises(RunError, match="no free port"):
         pick_free()
 
@@ -70,7 +80,11 @@ def test_a_process_is_its_number_and_its_start() -> None:
 
 
 def test_whether_a_signal_has_a_handler() -> None:
-    assert catches(os.getpid(), signal.SIGINT) and not catches(os.getpid(), signal.SIGUSR2)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    try:
+        assert catches(os.getpid(), signal.SIGALRM) and not catches(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
     assert not catches(2**22 + 1, signal.SIGINT)
 
 

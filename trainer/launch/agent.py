@@ -1,7 +1,7 @@
-"""The process between msrun and a worker: starts the worker, tells the launcher of its end, and does what it is told.
+"""The worker agent, a process between msrun and a worker: starts the worker, reports its end, and relays signals.
 
-It stays after the worker has ended until the launcher lets it go. When the launcher is gone, however that happened, it
-ends the worker and itself; when the warden itself is killed, the system kills the worker.
+It stays after the worker has ended until the launcher releases it. When the launcher is gone, however that happened, it
+ends the worker and itself; when the agent itself is killed, the system kills the worker.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import time
 from trainer.launch.heartbeat import DUMP_SIGNAL
 from trainer.launch.processes import catches, die_with, kill_group
 from trainer.launch.terminal import WorkerTerminal
-from trainer.launch.wire import Channel, Message
+from trainer.launch.wire import Channel, Message, scaled, wakeup_pipe
 
 SOCKET_VARIABLE = "RUN_TRAINER_LAUNCHER"
 """Environment variable with the path of the launcher's socket."""
 
-GRACE_WITHOUT_LAUNCHER_SECONDS = 8.0
+_GRACE_WITHOUT_LAUNCHER_SECONDS = 8.0
 _STARTED_TOO_LATE = 1
 
 
 def main() -> int:
-    """Connects to the launcher, asks what to start, and serves until it is let go. Returns the exit code."""
+    """Connects to the launcher, asks what to start, and serves until it is released. Returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher decides; a worker gets its own
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _pass)
@@ -39,16 +39,16 @@ def main() -> int:
         return _STARTED_TOO_LATE
     channel = Channel(connection)
     role = "scheduler" if os.environ.get("MS_ROLE") == "MS_SCHED" else "worker"
-    channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0")), "pid": os.getpid()})
-    return _Warden(channel).serve()
+    channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0"))})
+    return _Agent(channel).serve()
 
 
 def _pass(number: int, frame: object) -> None:
     """A handler, and not SIG_IGN, which the worker would inherit."""
 
 
-class _Warden:
-    """One worker, or none yet."""
+class _Agent:
+    """An agent of one worker, which it may not have started yet."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -59,9 +59,7 @@ class _Warden:
         self.kill_at: float | None = None
 
     def serve(self) -> int:
-        awake, wake = os.pipe()
-        for end in (awake, wake):
-            os.set_blocking(end, False)
+        awake, wake = wakeup_pipe()
         signal.signal(signal.SIGCHLD, _pass)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
@@ -75,19 +73,19 @@ class _Warden:
                     self.obey(message, selector)
                 if self.terminal is not None and not self.terminal.pump():
                     self.close_terminal(selector)
-                if self.channel.closed and not self.alone(selector):
+                if self.channel.closed and not self.end_worker(selector):
                     return _STARTED_TOO_LATE
-                self.look_after_the_worker(selector)
+                self.check_worker(selector)
         return 0
 
-    def alone(self, selector: selectors.BaseSelector) -> bool:
-        """The launcher is gone: ends the worker; whether there is still one to wait for."""
+    def end_worker(self, selector: selectors.BaseSelector) -> bool:
+        """Ends the worker, as the launcher is gone; whether there is still one to wait for."""
         if self.process is None or self.ended:
             return False
         if self.kill_at is None:
             selector.unregister(self.channel)
             self.process.send_signal(signal.SIGTERM)
-            self.kill_at = time.monotonic() + GRACE_WITHOUT_LAUNCHER_SECONDS
+            self.kill_at = time.monotonic() + scaled(_GRACE_WITHOUT_LAUNCHER_SECONDS)
         return True
 
     def obey(self, message: Message, selector: selectors.BaseSelector) -> None:
@@ -105,21 +103,21 @@ class _Warden:
         elif "release" in message:
             self.released = True
 
-    def start(self, order: Message, selector: selectors.BaseSelector) -> None:
+    def start(self, spec: Message, selector: selectors.BaseSelector) -> None:
         """Starts the worker as the leader of its own session, on its cores, with its output in its log."""
-        if order["cores"] and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, order["cores"])
-        environment = {**os.environ, **order["environment"]}
-        for name in order["without"]:
+        if spec["cores"] and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, spec["cores"])
+        environment = {**os.environ, **spec["environment"]}
+        for name in spec["without"]:
             environment.pop(name, None)
         me = os.getpid()
         try:
-            log = open(order["log"], "ab", buffering=0)  # noqa: SIM115  the terminal keeps it
-            if order.get("terminal"):
-                self.terminal = WorkerTerminal(log, order["terminal"]["pipe"], order["terminal"]["size"])
+            log = open(spec["log"], "ab", buffering=0)  # noqa: SIM115  the terminal keeps it
+            if spec.get("terminal"):
+                self.terminal = WorkerTerminal(log, spec["terminal"]["pipe"], spec["terminal"]["size"])
             output = log if self.terminal is None else self.terminal.slave
             self.process = subprocess.Popen(
-                order["command"],
+                spec["command"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -144,8 +142,8 @@ class _Warden:
             self.terminal.close()
             self.terminal = None
 
-    def look_after_the_worker(self, selector: selectors.BaseSelector) -> None:
-        """Reports its end, once; what it started itself ends with it."""
+    def check_worker(self, selector: selectors.BaseSelector) -> None:
+        """Reports the worker's end, once; processes that it started end with it."""
         if self.process is None or self.ended:
             return
         if self.kill_at is not None and time.monotonic() > self.kill_at:

@@ -1,11 +1,12 @@
-"""What `launch` is told: its own options, and the positional arguments of MindSpore Transformers' msrun_launcher.sh."""
+"""The options of `launch`, and the positional arguments of MindSpore Transformers' msrun_launcher.sh."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from trainer.errors import UserError
 
@@ -14,7 +15,7 @@ PROGRAM = REPOSITORY / "run_trainer.py"
 
 DEFAULT_WORKERS = 8
 SHARED_PORT = 8118
-"""The port of the scheduler where several nodes must agree on one and nobody says which: msrun's own default."""
+"""The scheduler's port where several nodes must agree on one and none is given: msrun's own default."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,80 @@ class LaunchOptions:
         return PROGRAM.name if self.script is None else self.script.name
 
 
-HELP: Mapping[str, tuple[str, str]] = {
-    "nproc": ("INT", "Workers on all nodes together; default 8. Another name: --worker_num."),
-    "local_worker_num": ("INT", "Workers on this node; default: all of them."),
-    "master_addr": ("HOST", "Where the scheduler runs: node 0; default 127.0.0.1."),
-    "master_port": ("PORT", "Its port; default: a free one on one node, 8118 on several."),
-    "node_rank": ("INT", "Which node this is, from 0."),
-    "log_dir": ("DIR", "Folder of the workers' logs; default output/msrun_log."),
-    "join": ("BOOL", "True: stay until the job ends. False: return at once, and leave it running."),
-    "cluster_time_out": ("SECONDS", "How long the workers wait for each other when they start; default 7200."),
-    "hang_timeout": ("SECONDS", "End the job when no step was finished for so long; default 600, 0: never."),
-    "script": ("FILE", "A Python file to run instead of run_trainer.py."),
+def find_script(name: str) -> Path | None:
+    """A Python file by its path from the working directory, or else from the repository; None for this trainer."""
+    given = Path(name).expanduser()
+    for path in (given, REPOSITORY / given):
+        if path.is_file():
+            return None if path.resolve() == PROGRAM else path.absolute()
+    raise UserError(
+        f"there is no such file, neither in {Path.cwd()} nor in {REPOSITORY}",
+        key="script",
+        value=name,
+        fix="write run_trainer.py, or the path of your script",
+    )
+
+
+def _integer(where: str, string: str) -> int:
+    try:
+        return int(string)
+    except ValueError:
+        raise UserError("must be an integer", where=where, value=string, fix="write a number such as 8") from None
+
+
+def _seconds(where: str, string: str) -> float:
+    try:
+        seconds = float(string)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(
+            "must be a number of seconds, at least 0", where=where, value=string, fix="write 600, or 0: off"
+        )
+    return seconds
+
+
+def _boolean(where: str, string: str) -> bool:
+    if string.lower() not in ("true", "false"):
+        raise UserError("must be True or False", where=where, value=string, fix="write True or False")
+    return string.lower() == "true"
+
+
+class _Option(NamedTuple):
+    """An option with a value: its placeholder and description in the help, and how its string is read.
+
+    Attributes:
+        read: Takes where the option stands, for an error, and its string.
+        field: In `LaunchOptions`; empty: of the same name as the option.
+    """
+
+    metavar: str
+    help: str
+    read: Callable[[str, str], Any]
+    field: str = ""
+
+
+_OPTIONS: Mapping[str, _Option] = {
+    "nproc": _Option(
+        "INT", "Workers on all nodes together; default 8. Another name: --worker_num.", _integer, "worker_num"
+    ),
+    "local_worker_num": _Option("INT", "Workers on this node; default: all of them.", _integer),
+    "master_addr": _Option("HOST", "Where the scheduler runs: node 0; default 127.0.0.1.", lambda where, host: host),
+    "master_port": _Option("PORT", "Its port; default: a free one on one node, 8118 on several.", _integer),
+    "node_rank": _Option("INT", "Which node this is, from 0.", _integer),
+    "log_dir": _Option(
+        "DIR", "Folder of the workers' logs; default output/msrun_log.", lambda where, path: Path(path).expanduser()
+    ),
+    "join": _Option("BOOL", "True: stay until the job ends. False: return at once, and leave it running.", _boolean),
+    "cluster_time_out": _Option(
+        "SECONDS", "How long the workers wait for each other when they start; default 7200.", _integer
+    ),
+    "hang_timeout": _Option(
+        "SECONDS", "End the job when no step was finished for so long; default 600, 0: never.", _seconds
+    ),
+    "script": _Option("FILE", "A Python file to run instead of run_trainer.py.", lambda where, name: find_script(name)),
 }
+HELP: Mapping[str, tuple[str, str]] = {name: (option.metavar, option.help) for name, option in _OPTIONS.items()}
 """Options with a value: what it is, and what it does."""
 
 _SWITCHES = ("force", "help")
@@ -88,8 +151,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         UserError: An option without a value, or with one that cannot be one.
     """
     own, arguments = split_own(argv)
-    options = LaunchOptions(arguments=tuple(arguments))
-    return with_values(options, own, shown="flag --")
+    return with_values(LaunchOptions(arguments=tuple(arguments)), own, shown="flag --")
 
 
 def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -99,37 +161,29 @@ def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        name, equals, text = token[2:].partition("=") if token.startswith("--") else ("", "", "")
+        name, equals, string = token[2:].partition("=") if token.startswith("--") else ("", "", "")
         name = name.replace("-", "_")
         name = "nproc" if name == "worker_num" else name
         if name in _SWITCHES and not equals:
             own[name] = "True"
-        elif name in HELP:
+        elif name in _OPTIONS:
             if not equals and not tokens:
-                raise UserError("needs a value", where=f"flag {token}", fix=f"write {token} {HELP[name][0]}")
-            own[name] = text if equals else tokens.pop(0)
+                raise UserError("needs a value", where=f"flag {token}", fix=f"write {token} {_OPTIONS[name].metavar}")
+            own[name] = string if equals else tokens.pop(0)
         else:
             others.append(token)
     return own, others
 
 
-def with_values(options: LaunchOptions, texts: Mapping[str, str], shown: str) -> LaunchOptions:
-    """Options with those that are given as texts; `shown` is what stands before a name in a message."""
-    values: dict[str, object] = {}
-    for name, text in texts.items():
-        where = f"{shown}{name}"
-        if name in ("nproc", "local_worker_num", "node_rank", "cluster_time_out", "master_port"):
-            values["worker_num" if name == "nproc" else name] = _integer(where, text)
-        elif name == "hang_timeout":
-            values[name] = _seconds(where, text)
-        elif name in ("join", "force"):
-            values[name] = _boolean(where, text)
-        elif name == "log_dir":
-            values[name] = Path(text).expanduser()
-        elif name == "script":
-            values[name] = find_script(text)
-        elif name == "master_addr":
-            values[name] = text
+def with_values(options: LaunchOptions, strings: Mapping[str, str], shown: str) -> LaunchOptions:
+    """Options with those that are given as strings; `shown` is what stands before a name in a message."""
+    values = {
+        _OPTIONS[name].field or name: _OPTIONS[name].read(f"{shown}{name}", string)
+        for name, string in strings.items()
+        if name in _OPTIONS
+    }
+    if "force" in strings:
+        values["force"] = True
     if "worker_num" in values:
         values.setdefault("local_worker_num", values["worker_num"])
     return replace(options, **values)
@@ -137,32 +191,21 @@ def with_values(options: LaunchOptions, texts: Mapping[str, str], shown: str) ->
 
 def to_arguments(options: LaunchOptions) -> list[str]:
     """The command line that `read_options` reads as these options."""
-    own = {
-        "nproc": options.worker_num,
-        "local_worker_num": options.local_worker_num,
-        "master_addr": options.master_addr,
-        "master_port": options.master_port,
-        "node_rank": options.node_rank,
-        "log_dir": options.log_dir,
-        "join": options.join,
-        "cluster_time_out": options.cluster_time_out,
-        "hang_timeout": options.hang_timeout,
-        "script": options.script,
-    }
+    own = {name: getattr(options, option.field or name) for name, option in _OPTIONS.items()}
     given = [f"--{name}={value}" for name, value in own.items() if value is not None]
     return [*given, *(["--force"] if options.force else []), *options.arguments]
 
 
 def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> LaunchOptions:
-    """The options that msrun_launcher.sh has got as 1, 2, 6 or 9 arguments.
+    """The options that msrun_launcher.sh was given as 1, 2, 6 or 9 arguments.
 
     Args:
         words: EXECUTE_ORDER [WORKER_NUM], or EXECUTE_ORDER WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT, or
             EXECUTE_ORDER WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT.
-        environment: Of the process; MF_LOG_SUFFIX is appended to the folder of the logs.
+        environment: Its MF_LOG_SUFFIX is appended to the folder of the logs.
 
     Raises:
-        UserError: Another number of arguments, values that cannot be, a script that does not exist.
+        UserError: Another number of arguments, impossible values, a script that does not exist.
     """
     names = {
         1: (),
@@ -184,12 +227,12 @@ def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> Lau
             '"..." WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT; '
             "the first argument in quotes",
         )
-    order, *texts = words
+    order, *strings = words
     script, arguments = split_order(order)
-    own, others = split_own(arguments)  # what only this launcher has, as --hang_timeout, may stand in the order
+    own, others = split_own(arguments)  # options that only this launcher has, such as --hang_timeout
     options = LaunchOptions(join=False, script=script, arguments=tuple(others))
     options = with_values(options, own, shown="flag --")
-    options = with_values(options, dict(zip(names[len(words)], texts, strict=True)), shown="msrun_launcher.sh: ")
+    options = with_values(options, dict(zip(names[len(words)], strings, strict=True)), shown="msrun_launcher.sh: ")
     suffix = environment.get("MF_LOG_SUFFIX", "")
     if suffix:
         options = replace(options, log_dir=options.log_dir.with_name(f"{options.log_dir.name}_{suffix}"))
@@ -218,40 +261,3 @@ def split_order(order: str) -> tuple[Path | None, list[str]]:
             fix='write "run_trainer.py --config configs/quickstart.yaml"',
         )
     return find_script(words[0]), words[1:]
-
-
-def find_script(name: str) -> Path | None:
-    """A Python file by its path from the working directory, or else from the repository; None for this trainer."""
-    given = Path(name).expanduser()
-    for path in (given, REPOSITORY / given):
-        if path.is_file():
-            return None if path.resolve() == PROGRAM else path.absolute()
-    raise UserError(
-        f"there is no such file, neither in {Path.cwd()} nor in {REPOSITORY}",
-        key="script",
-        value=name,
-        fix="write run_trainer.py, or the path of your script",
-    )
-
-
-def _integer(where: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError("must be an integer", where=where, value=text, fix="write a number such as 8") from None
-
-
-def _seconds(where: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UserError("must be a number of seconds, at least 0", where=where, value=text, fix="write 600, or 0: off")
-    return seconds
-
-
-def _boolean(where: str, text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise UserError("must be True or False", where=where, value=text, fix="write True or False")
-    return text.lower() == "true"

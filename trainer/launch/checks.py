@@ -20,6 +20,7 @@ from trainer.config import Config, load_config
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
+from trainer.launch.msrun import listen_error
 from trainer.parallel.world import World
 from trainer.plan.plan import Plan
 
@@ -103,7 +104,7 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
         raise _error("master_port", port, f"must be from 1 to {_LAST_PORT}", fix)
     if options.node_rank != 0:
         return
-    reason = _why_not_listening(addresses[0], port or 0)
+    reason = listen_error(addresses[0], port or 0)
     if reason == errno.EADDRNOTAVAIL:
         rule = "is no address of this machine, which is node 0, where the scheduler runs"
         fix = "give the address of this machine, or the node_rank that it has"
@@ -113,19 +114,6 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
     rule = "this user may not listen there" if reason == errno.EACCES else "is in use on this machine"
     fix = "give another one; with one node leave it out, and a free one is picked"
     raise _error("master_port", port, rule, fix)
-
-
-def _why_not_listening(address: str, port: int) -> int:
-    """The error that a server would meet there; 0 for none."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do no harm
-            probe.bind((address, port))
-            probe.listen()
-    except OSError as error:
-        return error.errno or errno.EADDRINUSE
-    return 0
 
 
 def _check_folder(folder: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
-from trainer.launch.follow import Follower, growth_of, out_of_pipe
 from trainer.launch.heartbeat import JOB_VARIABLE
 from trainer.launch.job import (
     JobFiles,
@@ -31,19 +30,18 @@ from trainer.launch.job import (
 from trainer.launch.msrun import (
     SCHEDULER,
     Scratch,
-    engine_command,
-    start_engine,
+    agent_command,
+    msrun_command,
+    pick_free,
+    start_msrun,
     trainer_command,
-    warden_command,
     worker_command,
 )
 from trainer.launch.nodes import CONTROL_PORT_VARIABLE, connect_nodes
 from trainer.launch.pool import WorkerHandle, WorkerPool, listen
-from trainer.launch.ports import pick_free
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
-from trainer.launch.screen import Screen
 from trainer.launch.supervisor import Supervisor
-from trainer.launch.terminal import make_pipe, terminal_size
+from trainer.launch.terminal import Follower, Screen, growth_of, make_pipe, out_of_pipe, terminal_size
 from trainer.launch.wire import Message
 
 MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
@@ -52,7 +50,7 @@ MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
 _DETACHED_START_SECONDS = 20.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _ENCODING = "PYTHONIOENCODING"
-_OF_A_CLUSTER = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
+_CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
 def launch(options: LaunchOptions, check: Callable[[LaunchOptions], object] | None = None) -> int:
@@ -60,7 +58,7 @@ def launch(options: LaunchOptions, check: Callable[[LaunchOptions], object] | No
 
     Args:
         options: What to run where.
-        check: Refuses what cannot work, before anything starts.
+        check: Raises a UserError for what cannot work, before anything starts.
 
     Raises:
         UserError: Bad input.
@@ -85,20 +83,17 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
     write_state(files, state)
     scratch = Scratch()
     listener = listen(scratch.socket)
+    specs = worker_specs(options, files)
+    workers = {rank: WorkerHandle(rank, files.log(rank)) for rank in options.ranks}
     try:
-        pool = WorkerPool(
-            {rank: WorkerHandle(rank, files.log(rank)) for rank in options.ranks},
-            WorkerHandle(None, files.scheduler_log),
-            listener,
-        )
-        pool.orders = orders(options, files)
-        screen = _screen(pool.orders[options.ranks[0]], scratch)
+        pool = WorkerPool(workers, WorkerHandle(None, files.scheduler_log), listener, specs)
+        screen = _screen(specs[options.ranks[0]], scratch)
         supervisor = Supervisor(
-            pool, lambda: _engine(options, files, scratch), files, state, nodes, options.hang_timeout, screen
+            pool, lambda: _start(options, files, scratch), files, state, nodes, options.hang_timeout, screen
         )
-        screen.tell([_announcement(options, files)])
+        screen.print([_announcement(options, files)])
         code = supervisor.run().exit_code
-        for number in (signal.SIGTERM, signal.SIGINT):  # all is done: a late one shall not change the exit code
+        for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit code
             signal.signal(number, signal.SIG_IGN)
         return code
     finally:
@@ -107,7 +102,7 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
 
 
 def _screen(followed: Message, scratch: Scratch) -> Screen:
-    """What the user sees: the worker that is started by an order, on a terminal as if it were alone there."""
+    """Shows the worker of this spec to the user; on a terminal, as if it were alone there."""
     if not sys.stdout.isatty():
         return Screen(Follower(growth_of(Path(followed["log"])), sys.stdout.buffer))
     pipe = scratch.path / "terminal"
@@ -132,58 +127,58 @@ def _announcement(options: LaunchOptions, files: JobFiles) -> str:
     return f"launching {workers} on {cores} cores; logs: {files.log_dir}/rank-<n>.log"
 
 
-def goes_without_msrun(options: LaunchOptions) -> bool:
-    """Whether there is nothing to connect: one worker of this trainer needs no scheduler and no cluster."""
+def needs_no_msrun(options: LaunchOptions) -> bool:
+    """One worker of this trainer needs no scheduler and no cluster."""
     return options.worker_num == 1 and options.script is None
 
 
-def _engine(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> subprocess.Popen:
-    if goes_without_msrun(options):
-        return start_engine(warden_command(), scratch, files.msrun_log, {"RANK_ID": "0"})
+def _start(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> subprocess.Popen:
+    if needs_no_msrun(options):
+        return start_msrun(agent_command(), scratch, files.msrun_log, {"RANK_ID": "0"})
     scratch.write_shim()
-    log_dir = files.folder / "msrun"  # of the wardens, which say nothing
-    command = engine_command(options, log_dir)
+    log_dir = files.folder / "msrun"  # of the agents, which print nothing
+    command = msrun_command(options, log_dir)
     if os.environ.get(MSRUN_VARIABLE):
         command[1:3] = [os.environ[MSRUN_VARIABLE]]
-    # msrun prints its command, and must be able to whatever characters are in it.
-    return start_engine(command, scratch, files.msrun_log, {_ENCODING: "utf-8:backslashreplace"})
+    # msrun prints its command, which may contain any characters.
+    return start_msrun(command, scratch, files.msrun_log, {_ENCODING: "utf-8:backslashreplace"})
 
 
-def orders(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]:
-    """What the wardens shall start: by rank, and None for the scheduler."""
+def worker_specs(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]:
+    """What each agent starts: command, environment, cores and log, by rank; that of the scheduler under None."""
     cores = sorted(os.sched_getaffinity(0))
-    found: dict[int | None, Message] = {}
+    specs: dict[int | None, Message] = {}
     for place, rank in enumerate(options.ranks):
         own = share_of_cores(cores, place, options.local_worker_num)
-        found[rank] = {
+        specs[rank] = {
             "command": worker_command(options),
             "environment": {
                 **_own_environment(len(own)),
                 JOB_VARIABLE: str(files.folder),
                 "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
             },
-            "without": [*_not_the_workers(), *(_OF_A_CLUSTER if goes_without_msrun(options) else ())],
+            "without": [*_launchers_variables(), *(_CLUSTER_VARIABLES if needs_no_msrun(options) else ())],
             "cores": own,
             "log": str(files.log(rank)),
         }
     if options.node_rank == 0 or options.nodes == 1:
-        found[None] = {
+        specs[None] = {
             "command": [sys.executable, "-c", SCHEDULER],
             "environment": _own_environment(1),
-            "without": _not_the_workers(),
+            "without": _launchers_variables(),
             "cores": cores,
             "log": str(files.scheduler_log),
         }
-    return found
+    return specs
 
 
-def _not_the_workers() -> list[str]:
-    """Variables that are for msrun and the wardens only."""
+def _launchers_variables() -> list[str]:
+    """Variables that only msrun and the agents get."""
     return [SOCKET_VARIABLE, *([_ENCODING] if _ENCODING not in os.environ else [])]
 
 
 def _own_environment(threads: int) -> dict[str, str]:
-    """PATH and the like as the user has them, and a number of threads where the user does not want fewer."""
+    """PATH and encoding as the user has them, and at most so many threads."""
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
     if _ENCODING in os.environ:
         environment[_ENCODING] = os.environ[_ENCODING]

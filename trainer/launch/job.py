@@ -1,4 +1,4 @@
-"""The files of a job: its folder, what is known of each worker, the logs, and those of earlier jobs."""
+"""The files and the end of a job: its folder, what is known of each worker, the logs, and who failed first."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import contextlib
 import json
 import os
 import re
+import signal
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import RunError, UserError
+from trainer.errors import EXIT_HANG, EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.heartbeat import beat_file
 from trainer.launch.processes import Identity, identity, is_alive
+from trainer.launch.terminal import last_lines
 
 _NUMBERED = re.compile(r"(?:rank-\d+|scheduler|job(?:-node-\d+)?)\.(\d+)(?:\.log)?")
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """Where a job keeps what.
+    """The files of a job.
 
     Attributes:
         log_dir: Absolute; the logs are directly in it.
-        folder: Of the job; the workers find it in the environment.
+        folder: The job's own; the workers find it in the environment.
     """
 
     log_dir: Path
@@ -52,13 +55,12 @@ class JobFiles:
 
 @dataclass
 class WorkerState:
-    """What is known of a worker.
+    """The state of a worker.
 
     Attributes:
         state: ``waiting`` for its process, ``running`` or ``ended``.
-        pid: Of the worker proper.
         exit_code: As a shell gives it: 128 + n for signal n.
-        step: The last step that it did; None before the first.
+        step: The last finished step; None before the first.
         role: In a job that failed: ``failed first``, or ``ended because of that``.
     """
 
@@ -73,7 +75,7 @@ class WorkerState:
 
 @dataclass
 class JobState:
-    """What `status` reads: written by the launcher alone, whenever it changes.
+    """What `status` reads: only the launcher writes it, whenever it changes.
 
     Attributes:
         launcher: The process that supervises the job.
@@ -94,7 +96,7 @@ class JobState:
 
 
 def job_files(log_dir: Path, node_rank: int, nodes: int) -> JobFiles:
-    """The places of a job; on several nodes, which may share the folder, each has its own job folder."""
+    """The files of a job; each of several nodes, which may share the log folder, has its own job folder."""
     where = log_dir.expanduser().absolute()
     return JobFiles(where, where / (f"job-node-{node_rank}" if nodes > 1 else "job"))
 
@@ -103,9 +105,8 @@ def prepare(files: JobFiles, ranks: range, whole_host: bool) -> None:
     """Makes the job's folder; the logs and the folder of an earlier job stay there with a number.
 
     Args:
-        files: Of the new job.
-        ranks: Of this node.
-        whole_host: Whether logs of other ranks are of an earlier job too: there is one node only.
+        ranks: Those of this node.
+        whole_host: Whether there is one node only, so that logs of other ranks are of an earlier job too.
 
     Raises:
         UserError: A job that uses the folder is running.
@@ -183,3 +184,117 @@ def _step(path: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text(encoding="ascii"))
     return None
+
+
+# ---- how a job ended ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class End:
+    """The end of one worker.
+
+    Attributes:
+        rank: None for a process of the job that is no worker.
+        exit_code: As a shell gives it: 128 + n for signal n.
+        at_seconds: When it failed or ended, by the monotonic clock of its host.
+        by_launcher: Whether it ended after the launcher had told it to.
+        why: The system's message when it could not be started.
+        process: Its name when it is no worker.
+    """
+
+    rank: int | None
+    exit_code: int
+    at_seconds: float
+    by_launcher: bool = False
+    why: str = ""
+    process: str = "the scheduler"
+
+    @property
+    def name(self) -> str:
+        return self.process if self.rank is None else f"rank {self.rank}"
+
+
+@dataclass
+class Outcome:
+    """The end of a job.
+
+    Attributes:
+        exit_code: That of the launcher.
+        words: One sentence, without its full stop.
+        first: The first failure; None without one.
+        others: Those that ended with an error after it.
+    """
+
+    exit_code: int
+    words: str
+    first: End | None = None
+    others: list[End] = field(default_factory=list)
+
+
+def shell_code(returncode: int) -> int:
+    """A process' exit code as a shell gives it."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def how(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code > 128:
+        try:
+            return f"ended by {signal.Signals(exit_code - 128).name}"
+        except ValueError:
+            pass
+    return f"exit code {exit_code}"
+
+
+def failures(ends: Sequence[End], stopped_by: int | None) -> list[End]:
+    """All failures, the first one first; a worker that ended by the signal that stopped the job did not fail."""
+    fine = {EXIT_OK} | ({128 + stopped_by} if stopped_by else set())
+    return sorted((end for end in ends if end.exit_code not in fine), key=lambda end: end.at_seconds)
+
+
+def judge(ends: Sequence[End], stopped_by: int | None, hung_seconds: float | None) -> Outcome:
+    """The outcome of a job from the ends of its processes.
+
+    Args:
+        ends: Those of all processes that ended.
+        stopped_by: The signal that the launcher received; None without one.
+        hung_seconds: For how long no step was finished, where the job was ended for that.
+    """
+    if hung_seconds is not None:
+        return Outcome(EXIT_HANG, f"no step was finished for {hung_seconds:.0f} s")
+    failed = failures(ends, stopped_by)
+    own = [end for end in failed if not end.by_launcher]
+    if own:
+        first = own[0]
+        return Outcome(first.exit_code, f"{first.name} failed", first, [end for end in failed if end is not first])
+    if stopped_by is not None and (failed or any(end.exit_code for end in ends) or not ends):
+        return Outcome(128 + stopped_by, f"stopped by {signal.Signals(stopped_by).name}")
+    if failed:  # told to end though nobody had failed: the caller knows the reason
+        return Outcome(EXIT_RUN_FAILED, "the job was ended", None, failed)
+    return Outcome(EXIT_OK, "finished")
+
+
+def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[str]:
+    """The lines about a failure: which process, how, when, its log and the last lines of it."""
+    if outcome.first is None:
+        return [f"error: {outcome.words}."]
+    first = outcome.first
+    lines = [f"error: {first.name} failed first: {how(first.exit_code)}, {duration_seconds:.0f} s after the start."]
+    if first.why:
+        lines.append(f"  It could not be started: {first.why}")
+    if first.exit_code == 128 + signal.SIGKILL:
+        lines.append("  Nobody here sent that signal: often the system does, when memory is exhausted (see dmesg).")
+    if log is not None:
+        lines.append(f"  Log: {log}")
+        tail = last_lines(log)
+        if tail:
+            lines.append("  Its last lines:")
+            lines += [f"  | {line}" for line in tail]
+    if outcome.others:
+        ended = ", ".join(f"{end.name} ({how(end.exit_code)})" for end in sorted(outcome.others, key=_by_rank))
+        lines.append(f"  Ended because of that: {ended}.")
+    return lines
+
+
+def _by_rank(end: End) -> int:
+    return -1 if end.rank is None else end.rank

@@ -1,4 +1,4 @@
-"""The processes of a job on this host as the launcher sees them: each behind the connection of its warden."""
+"""The processes of a job on this host as the launcher sees them: each behind the connection of its worker agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.launch.heartbeat import beat_file, failure_file
-from trainer.launch.outcome import End, shell_code
+from trainer.launch.job import End, shell_code
 from trainer.launch.processes import Identity, identity, kill_group, send_signal
 from trainer.launch.wire import Channel, Message
 
@@ -24,7 +24,7 @@ class WorkerHandle:
     Attributes:
         rank: None for the scheduler.
         log: Its output.
-        channel: To its warden; None before that has called.
+        channel: To its agent; None before that has connected.
         process: The worker proper; None before it runs.
         end: Once it has ended, or was found to be lost.
         failed: When it said that it fails, and with which exit code; it may still run.
@@ -34,7 +34,6 @@ class WorkerHandle:
     rank: int | None
     log: Path
     channel: Channel | None = None
-    warden: Identity | None = None
     process: Identity | None = None
     end: End | None = None
     failed: End | None = None
@@ -54,7 +53,7 @@ class WorkerHandle:
             self.channel.send(message)
 
     def kill(self) -> None:
-        """Kills it with its children, through its warden or, where that is gone, directly."""
+        """Kills it with its children, through its agent or, where that is gone, directly."""
         self.send({"kill": True})
         if self.process is not None and (self.channel is None or self.channel.closed):
             kill_group(self.process.pid)
@@ -63,21 +62,23 @@ class WorkerHandle:
 
 @dataclass
 class WorkerPool:
-    """All processes of a job on this host, and the socket at which their wardens call.
+    """All processes of a job on this host, and the socket to which their agents connect.
 
     Attributes:
         workers: By rank.
-        scheduler: Started by msrun where it believes to be on the master's host.
-        told_at: When they were first told to end for a failure; None before that.
+        scheduler: msrun starts it on the host of master_addr.
+        specs: What each agent starts, by rank; that of the scheduler under None.
+        ending_since: When the workers were first told to end because of a failure; None before that.
+        closing: Whether agents that connect from now on start nothing.
     """
 
     workers: dict[int, WorkerHandle]
     scheduler: WorkerHandle
     listener: socket.socket
-    orders: dict[int | None, Message] = field(default_factory=dict)
-    told_at: float | None = None
+    specs: dict[int | None, Message]
+    ending_since: float | None = None
     closing: bool = False
-    _callers: list[Channel] = field(default_factory=list)
+    _unidentified: list[Channel] = field(default_factory=list)
 
     @property
     def all(self) -> list[WorkerHandle]:
@@ -86,98 +87,91 @@ class WorkerPool:
     @property
     def ended(self) -> bool:
         """Whether no worker runs, and none will."""
-        waits = not self.closing
-        return not any(ward.pending or (waits and ward.end is None) for ward in self.workers.values())
+        return not any(worker.pending or (worker.end is None and not self.closing) for worker in self.workers.values())
 
     @property
     def sources(self) -> list[Channel]:
-        """What may have something to say."""
-        pool = [ward.channel for ward in self.all if ward.channel is not None and not ward.channel.closed]
-        return [*pool, *self._callers]
+        """The connections to wait for."""
+        own = [worker.channel for worker in self.all if worker.channel is not None and not worker.channel.closed]
+        return [*own, *self._unidentified]
 
-    def accept(self) -> None:
+    def poll(self) -> bool:
+        """Accepts agents and handles what they report; whether anything changed."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._callers.append(Channel(self.listener.accept()[0]))
-
-    def hear(self) -> bool:
-        """Takes in what the wardens say; whether anything changed."""
+                self._unidentified.append(Channel(self.listener.accept()[0]))
         changed = False
-        for caller in list(self._callers):
-            for message in caller.receive()[:1]:
-                self._callers.remove(caller)
-                self._greet(caller, message)
+        for channel in list(self._unidentified):
+            messages = channel.receive()[:1]  # an agent sends nothing more before it is told what to start
+            if messages:
+                self._register(channel, messages[0])
                 changed = True
-            if caller.closed and caller in self._callers:
-                self._callers.remove(caller)
-        for ward in self.all:
-            if ward.channel is None or ward.channel.closed:
+            if messages or channel.closed:
+                self._unidentified.remove(channel)
+        for worker in self.all:
+            if worker.channel is None or worker.channel.closed:
                 continue
-            for message in ward.channel.receive():
-                self._note(ward, message)
+            for message in worker.channel.receive():
+                self._handle(worker, message)
                 changed = True
-            if ward.channel.closed and ward.end is None:
-                self._lost(ward)
+            if worker.channel.closed and worker.end is None:  # the agent was killed, and with it the worker
+                self._record_end(worker, 128 + signal.SIGKILL, time.monotonic(), "")
+                worker.kill()
                 changed = True
         return changed
 
-    def _greet(self, channel: Channel, message: Message) -> None:
-        ward = self.scheduler if message.get("hello") == "scheduler" else self.workers.get(message.get("rank", -1))
-        order = None if ward is None else self.orders.get(ward.rank)
-        if ward is None or ward.channel is not None or self.closing or order is None:
+    def _register(self, channel: Channel, message: Message) -> None:
+        worker = self.scheduler if message.get("hello") == "scheduler" else self.workers.get(message.get("rank", -1))
+        spec = None if worker is None else self.specs.get(worker.rank)
+        if worker is None or worker.channel is not None or self.closing or spec is None:
             channel.send({"release": True})
             return
-        ward.channel, ward.warden = channel, identity(message["pid"])
-        ward.send({"start": order})
+        worker.channel = channel
+        worker.send({"start": spec})
 
-    def _note(self, ward: WorkerHandle, message: Message) -> None:
+    def _handle(self, worker: WorkerHandle, message: Message) -> None:
         if "started" in message:
-            ward.process = identity(message["started"]) or Identity(message["started"], 0)
+            worker.process = identity(message["started"]) or Identity(message["started"], 0)
         elif "ended" in message:
-            self._end(ward, shell_code(message["ended"]), message["at_seconds"], message.get("why", ""))
+            self._record_end(worker, shell_code(message["ended"]), message["at_seconds"], message.get("why", ""))
 
-    def _lost(self, ward: WorkerHandle) -> None:
-        """The warden was killed, and with it the worker."""
-        self._end(ward, 128 + signal.SIGKILL, time.monotonic(), "")
-        ward.kill()
-
-    def _end(self, ward: WorkerHandle, exit_code: int, at_seconds: float, why: str) -> None:
-        told = self.told_at is not None and at_seconds >= self.told_at
-        ward.end = End(ward.rank, exit_code, at_seconds, told, why)
-        if ward.failed is not None:  # it failed when it said so; what it takes to end is not its exit code
-            ward.end.at_seconds, ward.end.by_launcher = ward.failed.at_seconds, False
-            if told:
-                ward.end.exit_code = ward.failed.exit_code
+    def _record_end(self, worker: WorkerHandle, exit_code: int, at_seconds: float, why: str) -> None:
+        by_launcher = self.ending_since is not None and at_seconds >= self.ending_since
+        worker.end = End(worker.rank, exit_code, at_seconds, by_launcher, why)
+        if worker.failed is not None:  # it failed when it said so; what it takes to end is not its exit code
+            worker.end.at_seconds, worker.end.by_launcher = worker.failed.at_seconds, False
+            if by_launcher:
+                worker.end.exit_code = worker.failed.exit_code
 
     def read_files(self, folder: Path) -> bool:
         """Looks at heartbeats and announced failures; whether any worker has done another step."""
         moved = False
-        for rank, ward in self.workers.items():
-            if not ward.running:
+        for rank, worker in self.workers.items():
+            if not worker.running:
                 continue
             with contextlib.suppress(OSError):
                 beat = beat_file(folder, rank).stat().st_mtime_ns
-                moved, ward.beat = moved or beat != ward.beat, beat
-            if ward.failed is None:
+                moved, worker.beat = moved or beat != worker.beat, beat
+            if worker.failed is None:
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     data = json.loads(failure_file(folder, rank).read_text(encoding="ascii"))
-                    ward.failed = End(rank, data["exit_code"], data["at_seconds"])
+                    worker.failed = End(rank, data["exit_code"], data["at_seconds"])
         return moved
 
-    def tell_workers(self, message: Message) -> None:
+    def send_to_workers(self, message: Message) -> None:
         """Sends to all workers but those that are failing: they are busy with that."""
-        for ward in self.workers.values():
-            if ward.pending and ward.failed is None:
-                ward.send(message)
+        for worker in self.workers.values():
+            if worker.pending and worker.failed is None:
+                worker.send(message)
 
     def kill_all(self) -> None:
-        for ward in self.all:
-            if ward.pending or ward.running:
-                ward.kill()
+        for worker in self.all:
+            if worker.pending or worker.running:
+                worker.kill()
 
     def release_all(self) -> None:
-        for ward in self.all:
-            ward.send({"release": True})
+        for worker in self.all:
+            worker.send({"release": True})
 
 
 def listen(path: Path) -> socket.socket:

@@ -16,20 +16,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Identity(NamedTuple):
-    """A process number and when that process began, in clock ticks since the machine started."""
+    """A process number, and when that process began in seconds since the machine started: a time that stays the same
+    when somebody sets the clock."""
 
     pid: int
-    start: int
+    start: float
 
 
 def identity(pid: int) -> Identity | None:
-    """The process that has this number now; None without one. One that has ended and waits to be reaped is none."""
+    """The process that has this number now; None without one, and for one that has ended but is not reaped yet."""
+    import psutil  # an agent does without it and starts sooner
+
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        process = psutil.Process(pid)
+        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return None
+        return Identity(pid, round(process.create_time() - psutil.boot_time(), 2))
+    except psutil.Error:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
-    return None if fields[0] in "ZX" else Identity(pid, int(fields[19]))
 
 
 def is_alive(process: Identity) -> bool:
@@ -38,11 +42,10 @@ def is_alive(process: Identity) -> bool:
 
 def send_signal(process: Identity, number: int) -> bool:
     """Sends a signal to exactly this process; whether it was still there."""
-    if not is_alive(process):
-        return False
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process.pid, number)
-        return True
+    if is_alive(process):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
+            return True
     return False
 
 
@@ -53,17 +56,16 @@ def kill_group(pid: int) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; without one most signals would end it."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    masks = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return bool(int(masks["SigCgt"], 16) >> (number - 1) & 1)
+    """Whether a process has a handler for a signal; without one most signals would end it. psutil does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def die_with(parent: int) -> None:
-    """Makes the calling process be killed when its parent is gone; to be called in the child, before exec.
+    """Makes the system kill the calling process when its parent is gone; to be called in the child, before exec.
 
     Args:
         parent: The number of the parent, which may have gone already.
@@ -74,37 +76,25 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on processes below this one whose parents end become its children, and not those of the system."""
+    """From now on descendants of this process whose parents end become its children, and not those of the system."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: wardens notice that their connection is gone
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: agents notice that their connection is gone
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def children(pid: int) -> list[int]:
-    """All processes below one, however deep."""
+def end_children(timeout_seconds: float = 5.0) -> None:
+    """Kills all descendants of this process, and reaps those that are, or become, its children."""
     import psutil
 
-    with contextlib.suppress(psutil.Error):
-        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
-    return []
-
-
-def end_children(seconds: float = 5.0) -> None:
-    """Kills every process below this one and reaps those that are, or become, its children."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for pid in children(os.getpid()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not children(os.getpid()):
-            return
-        time.sleep(0.02)
+    me, deadline = psutil.Process(), time.monotonic() + timeout_seconds
+    while (descendants := me.children(recursive=True)) and time.monotonic() < deadline:
+        for process in descendants:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(descendants, timeout=0.02)
 
 
 def share_of_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
@@ -114,8 +104,8 @@ def share_of_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
 
     Args:
         cores: Numbers of the cores that the job may use.
-        place: Of the worker among those of its host, from 0.
-        workers: How many these are.
+        place: The worker's place among those of its host, from 0.
+        workers: Number of workers on the host.
     """
     ordered = sorted(cores)
     begin, end = place * len(ordered) // workers, (place + 1) * len(ordered) // workers

@@ -1,7 +1,5 @@
-"""A terminal of its own for the worker that the user follows, so that it draws its progress as it does alone.
-
-Everything goes on to the launcher as it is, through a named pipe, and to the log in its final form: a line that was
-drawn again and again is there once.
+"""What the user sees: the output of one worker as it draws it on a terminal of its own, what the launcher waits for,
+the launcher's own lines; and the logs, which keep of a line that was drawn again and again the last drawing.
 """
 
 from __future__ import annotations
@@ -12,9 +10,11 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 # Control sequences (colours, cursor), operating system commands (titles), and two-character escapes.
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -24,7 +24,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class PlainText:
-    """Takes a terminal's output in any pieces; gives the lines that stay on it, without colours."""
+    """Takes a terminal's output in any pieces; returns the lines that stay on it, without colours."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -50,7 +50,7 @@ class WorkerTerminal:
 
     Args:
         log: Gets the plain text.
-        pipe: Path of the launcher's named pipe; what does not fit while it is busy is dropped, as it is in the log.
+        pipe: Path of the launcher's named pipe; what does not fit while it is full is dropped; the log has it.
         size: Columns and lines.
     """
 
@@ -122,3 +122,162 @@ def terminal_size(descriptor: int) -> tuple[int, int]:
     except OSError:
         return 80, 24
     return columns or 80, lines or 24
+
+
+# ---- logs as they grow ----------------------------------------------------------------------------------------------
+
+# What MindSpore says while a cluster forms, some dozen lines a worker. The logs keep it.
+_CHATTER = re.compile(
+    rb"\[(?:INFO|WARNING)\] \w+\([^)]*\):[^\[]*\[mindspore/ccsrc/"
+    rb"(?:(?:include/)?cluster|plugin/cpu/res_manager/collective|runtime/hardware_abstract/collective)/"
+)
+_READ_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 16
+
+
+class Follower:
+    """Copies a worker's output to the terminal, without MindSpore's chatter about the cluster.
+
+    Args:
+        read: Returns what has come since the last call.
+    """
+
+    def __init__(self, read: Callable[[], bytes], terminal: BinaryIO) -> None:
+        self._read, self._terminal = read, terminal
+        self._held = b""  # the beginning of a line that may turn out to be chatter
+        self._within_line = False
+        self.broken = False
+
+    def new_text(self) -> bytes:
+        """What has come since the last call, cleaned; a line that is not finished may come in parts."""
+        *lines, last = (self._held + self._read()).split(b"\n")
+        shown = b""
+        for line in lines:
+            if self._within_line or not _CHATTER.match(line):
+                shown += line + b"\n"
+            self._within_line = False
+        self._held = b""
+        if self._within_line or (last and not last.startswith(b"[")):
+            shown, self._within_line = shown + last, True
+        else:
+            self._held = last
+        return shown
+
+    def copy(self, text: bytes) -> None:
+        """Writes to the terminal; once nobody reads there, no more."""
+        if text and not self.broken:
+            try:
+                self._terminal.write(text)
+                self._terminal.flush()
+            except (OSError, ValueError):
+                self.broken = True
+
+
+def growth_of(path: Path) -> Callable[[], bytes]:
+    """A function that returns what has been appended to a file since the last call; it need not exist yet."""
+    offset = 0
+
+    def read() -> bytes:
+        nonlocal offset
+        try:
+            with path.open("rb") as log:
+                log.seek(offset)
+                data = log.read(_READ_BYTES)
+        except OSError:
+            return b""
+        offset += len(data)
+        return data
+
+    return read
+
+
+def out_of_pipe(descriptor: int) -> Callable[[], bytes]:
+    """A function that returns what has come through a pipe since the last call."""
+
+    def read() -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(descriptor, _READ_BYTES)
+        return b""
+
+    return read
+
+
+def last_lines(path: Path, count: int = 20) -> list[str]:
+    """The end of a log without blank lines, and without chatter where there is more; of progress the last state."""
+    data = b""
+    with contextlib.suppress(OSError), path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        data = log.read()
+    every = [line for line in data.split(b"\n") if line.strip()]
+    lines = [line for line in every if not _CHATTER.match(line)] or every
+    return [line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace") for line in lines[-count:]]
+
+
+# ---- the launcher's terminal -----------------------------------------------------------------------------------------
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Screen:
+    """The launcher's standard output and standard error, on a terminal or not.
+
+    Args:
+        follower: Copies the output of a worker to standard output.
+        drawn: Whether that worker has a terminal of its own, on which it may draw.
+    """
+
+    def __init__(self, follower: Follower, drawn: bool = False, errors: TextIO | None = None) -> None:
+        self._follower, self._drawn = follower, drawn
+        self._errors = sys.stderr if errors is None else errors
+        self._waiting = ""
+        self._spoke = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return terminal_size(1)
+
+    def update(self, started: int, workers: int, seconds: float, quiet: bool = False) -> None:
+        """Copies what the worker has said since the last call; before it says anything, shows what is waited for.
+
+        Args:
+            started: Workers that run.
+            workers: All workers of this host.
+            seconds: Since the job began.
+            quiet: Whether nothing is waited for any more.
+        """
+        text = self._follower.new_text()
+        if text:
+            self._spoke = True
+            self._show_waiting("")
+        self._follower.copy(text)
+        if not self._spoke:
+            self._show_waiting("" if quiet else waiting_for(started, workers, seconds))
+
+    def print(self, lines: list[str]) -> None:
+        """Prints lines of the launcher; on a terminal it first clears the line that is drawn there."""
+        self._waiting = ""
+        clear = _CLEAR_LINE if self._errors.isatty() else ""
+        for line in lines:
+            self._write(f"{clear}{line}\n")
+
+    def close(self) -> None:
+        self._show_waiting("")
+        if self._drawn:  # a worker that was killed while drawing leaves the cursor hidden
+            self._follower.copy(SHOW_CURSOR)
+
+    def _show_waiting(self, text: str) -> None:
+        if text != self._waiting and self._errors.isatty():
+            self._waiting = text
+            self._write(f"{_CLEAR_LINE}{text}")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a terminal that was closed is no reason to leave the workers
+            self._errors.write(text)
+            self._errors.flush()
+
+
+def waiting_for(started: int, workers: int, seconds: float) -> str:
+    """What is waited for before the first worker says anything."""
+    if started < workers:
+        return f"msrun starts the workers: {started} of {workers} run, {seconds:.0f} s"
+    return f"{workers} workers load MindSpore and find each other, {seconds:.0f} s"

@@ -1,16 +1,21 @@
-"""Messages between processes of a job: a JSON object a line, over a stream socket."""
+"""Messages between processes of a job: a JSON object a line, over a stream socket; and how long they are awaited."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from typing import Any
 
 Message = dict[str, Any]
 
-_MAX_LINE_BYTES = 1 << 20  # nobody of ours says more at once
+TIME_SCALE_VARIABLE = "RUN_TRAINER_TIME_SCALE"
+"""Environment variable with a factor for the launcher's own grace periods and time-outs, for tests: 0.25 for a quarter.
+"""
+
+_MAX_LINE_BYTES = 1 << 20  # no message of this launcher is longer
 
 
 class Channel:
@@ -56,8 +61,8 @@ class Channel:
             self.closed = True
         return [message for message in map(_parsed, lines) if message is not None]
 
-    def say_goodbye(self, seconds: float) -> None:
-        """Closes so that the other end gets all that was sent: what it has still sent itself must be read for that."""
+    def close_gracefully(self, seconds: float) -> None:
+        """Closes once the other end has read all that was sent: for that, its own last messages must be read too."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(seconds)
@@ -78,3 +83,16 @@ def _parsed(line: bytes) -> Message | None:
     except ValueError:
         return None
     return message if isinstance(message, dict) else None
+
+
+def scaled(seconds: float) -> float:
+    """A grace period or time-out of the launcher, shorter where a test says so."""
+    return seconds * float(os.environ.get(TIME_SCALE_VARIABLE) or 1)
+
+
+def wakeup_pipe() -> tuple[int, int]:
+    """Both ends of a pipe for `signal.set_wakeup_fd`, by which a signal ends a wait; neither end blocks."""
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
