@@ -237,10 +237,10 @@ def test_the_digest_sees_every_bit_of_the_base_and_nothing_else() -> None:
     state = {"base": base_record(config, weights)}
     check_base(state, config, weights)
     message = failure(lambda: check_base(state, config, weights | other))
-    assert "trained on top of other weights" in message and "leave load_checkpoint out and use --seed 1" in message
+    assert "trained on another base model" in message and "leave load_checkpoint out and use --seed 1" in message
     state["base"]["load_checkpoint"] = "base.safetensors"
     message = failure(lambda: check_base(state, config, weights | other))
-    assert "Fix: give the base weights again with --load_checkpoint base.safetensors" in message
+    assert "Fix: give the same base model with --load_checkpoint base.safetensors" in message
 
 
 def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
