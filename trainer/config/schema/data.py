@@ -124,4 +124,3 @@ class DatasetConfig(Section):
 
 class DatasetTask(Section):
     """MindSpore Transformers' wrapping of a data set (YAML ``train_dataset_task``), which ``dataset_config`` is."""
-

@@ -133,4 +133,3 @@ class TensorboardConfig(Section):
 
 class MonitorConfig(Section):
     """Training state records (YAML ``monitor_config``)."""
-
