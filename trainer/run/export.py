@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.checkpoint.adapters import merged, starting_weights
-from trainer.checkpoint.arrays import save_arrays
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.weights import requested_weights
+from trainer.checkpoint.writing import save_arrays
 from trainer.config.families import FAMILIES
 from trainer.errors import UserError
 from trainer.models.shapes import EXPERT_BIAS, adapter_shapes, parameter_shapes
