@@ -1,4 +1,4 @@
-"""The README's notebook example, run as it stands there."""
+"""The notebook example of docs/training.md, run as it stands there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_the_readme_example_trains(tmp_path: Path) -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+def test_the_example_trains(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (example,) = (text for text in blocks if "open_training" in text)
     program = tmp_path / "notebook.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{example}", encoding="utf-8")

@@ -1,6 +1,6 @@
 """MindSpore's front end as it works for another device, on a machine that has none.
 
-The pass that cuts a graph over ranks runs on the host and asks of the device its name, and of the ranks what groups
+The pass that shards a graph over ranks runs on the host and asks of the device its name, and of the ranks what groups
 there are; it is refused on a CPU by that name alone. So the name is changed where MindSpore's context keeps it: its own
 calls would look for the device's libraries. This knows how MindSpore 2.10 lies in memory (a `std::string` of the old
 ABI in the object behind `MSContext`), and is only for processes that do nothing else.
@@ -47,12 +47,12 @@ class ShardedGraph(NamedTuple):
     """The graph, as a file of MindIR holds it."""
 
 
-def cut_graph(config: Config, world: World, kernels_of: str = "Ascend") -> ShardedGraph:
-    """Builds the network, lets MindSpore cut it for an Ascend, and gives back what came out.
+def sharded_graph(config: Config, world: World, kernels_of: str = "Ascend") -> ShardedGraph:
+    """Builds the network and has MindSpore shard it for an Ascend.
 
     Args:
         config: In semi-automatic mode.
-        world: The rank to cut for.
+        world: The rank whose graph is wanted.
         kernels_of: The device whose kernels are in the graph; with those of a CPU it can be computed here.
     """
     built, window = build_semi_auto(config, world, kernels_of), window_of(config, world)

@@ -1,6 +1,6 @@
-"""Semi-automatic mode as one rank alone runs it, on a CPU: what is wrapped in what, with which settings and cuts, and
-that its loss, its steps and its checkpoints are those of a run. What MindSpore makes of it for several ranks is in
-test_cut_graphs.py and test_cut_numbers.py."""
+"""Semi-automatic mode with a single rank on a CPU: how the cells are wrapped, with which settings and strategies, and
+that its loss, its steps and its checkpoints are those of explicit mode. What MindSpore makes of it for several ranks is
+in test_sharded_graphs.py and test_sharded_numbers.py."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def built(top: dict | None = None, ranks: int = 8, **changes: Any) -> SemiAuto:
     return build_semi_auto(config_of(top, **changes), world_of(ranks))
 
 
-# ---- what is wrapped in what -----------------------------------------------------------------------------------------
+# ---- how the cells are wrapped ---------------------------------------------------------------------------------------
 
 
 def test_the_loss_alone() -> None:
@@ -110,7 +110,7 @@ def test_jit_options_reach_the_graph() -> None:
     assert not built().network.jit_config_dict
 
 
-def test_no_rank_of_several_makes_room_for_whole_weights() -> None:
+def test_no_rank_of_several_allocates_whole_weights() -> None:
     found = built({"runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 2}})
     assert all(parameter.has_init for parameter in found.network.get_parameters())
 
@@ -120,7 +120,7 @@ def test_what_the_mode_cannot_do_is_an_error() -> None:
         built(moe_config={"expert_num": 4, "use_gmm": True})
 
 
-# ---- where it is cut -------------------------------------------------------------------------------------------------
+# ---- strategies ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

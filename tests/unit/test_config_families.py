@@ -87,8 +87,8 @@ def test_which_layers_of_qwen3_moe_are_dense(keys: str, frequency: int | list[in
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        (family("MixtralForCausalLM"), ["model.arch.type", "has experts, and this model none", "write moe_config"]),
-        (family("MixtralForCausalLM", "num_local_experts: 1"), ["num_local_experts = 1: Mix", "and this model none"]),
+        (family("MixtralForCausalLM"), ["model.arch.type", "has experts, and this model has none", "write moe_config"]),
+        (family("MixtralForCausalLM", "num_local_experts: 1"), ["num_local_experts = 1: Mix", "this model has none"]),
         (
             family("LlamaForCausalLM", "architectures: [MixtralForCausalLM]"),
             ["architectures", "contradicts model.arch.type = LlamaForCausalLM", "write model.arch.type: Mixtral"],

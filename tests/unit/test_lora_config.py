@@ -11,7 +11,7 @@ from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.checkpoint.adapters import base_record, check_base, description, digest, merged
 from trainer.cli.flags import split_arguments
-from trainer.config import Config, check_runnable, dump_config, parse_config
+from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PROJECTIONS, PetConfig
 from trainer.models.init import initial_value
 from trainer.models.shapes import (
@@ -128,17 +128,17 @@ def test_adapters_need_their_section() -> None:
 
 def test_evaluation_and_prediction_need_adapters(tmp_path: Path) -> None:
     text, here = with_adapters(), f"load_checkpoint={tmp_path}"
-    message = failure(lambda: check_runnable(load(text, "run_mode=predict", here, "predict_data=a")))
+    message = failure(lambda: preflight(load(text, "run_mode=predict", here, "predict_data=a")))
     assert "run_mode predict with pet_config needs adapters" in message and "--adapter_id" in message
-    message = failure(lambda: check_runnable(load(text, "run_mode=train", f"adapter_id={tmp_path}/nowhere")))
+    message = failure(lambda: preflight(load(text, "run_mode=train", f"adapter_id={tmp_path}/nowhere")))
     assert "adapter_id" in message and "does not exist" in message and "adapter_model.safetensors" in message
-    check_runnable(load(text, "run_mode=predict", here, f"adapter_id={tmp_path}", "predict_data=a"))
+    preflight(load(text, "run_mode=predict", here, f"adapter_id={tmp_path}", "predict_data=a"))
 
 
 def test_resuming_a_finetuning_needs_the_base_too() -> None:
-    message = failure(lambda: check_runnable(load(with_adapters(), "run_mode=finetune", "resume_training=True")))
+    message = failure(lambda: preflight(load(with_adapters(), "run_mode=finetune", "resume_training=True")))
     assert "run_mode finetune needs weights" in message
-    check_runnable(load(BASE, "run_mode=finetune", "resume_training=True"))
+    preflight(load(BASE, "run_mode=finetune", "resume_training=True"))
 
 
 def test_what_a_reader_might_not_expect_is_noted(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ class InDtype(nn.Cell):
             result = self.kernel(*[self.cast(tensor, self.inside) for tensor in tensors])
         return self.cast(result, self.outside)
 
-    def cut(self, *degrees: int, **named: int) -> None:
-        """Where the kernel is one for a graph that is cut: see `sharded.py`. Casts follow their inputs."""
-        self.kernel.cut(*degrees, **named)
+    def shard_over(self, *degrees: int, **named: int) -> None:
+        """Shards the kernel, where it is one of semi-automatic mode. Casts follow their inputs."""
+        self.kernel.shard_over(*degrees, **named)
 
 
 def rounded(kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type, *, first: bool = False) -> nn.Cell:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 
 from mindspore import dtype as mstype
 from mindspore import nn
 
-from trainer.ops import sharded, sharded_ascend
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cast import InDtype, rounded
@@ -46,8 +46,6 @@ class KernelSet:
     unpermute: MakeCell
     rotary_tables: Callable
     attention_mask: Callable
-    tables_in_graph: MakeCell
-    mask_in_graph: MakeCell
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
@@ -68,18 +66,20 @@ class KernelSet:
 
 
 def load_kernels(
-    choices: Sequence[KernelChoice], precision: Precision = FLOAT32, *, cut: bool = False
+    choices: Sequence[KernelChoice],
+    precision: Precision = FLOAT32,
+    plain: ModuleType = reference,
+    of_device: ModuleType = ascend,
 ) -> KernelSet:
     """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them.
 
     Args:
         choices: Of `select_kernels`.
         precision: Dtype of each part.
-        cut: Kernels for a graph that MindSpore cuts over ranks, in its semi-automatic mode.
+        plain, of_device: The modules that have the reference kernels and the fused operators of a dense model.
     """
     fused = {choice.kernel: choice.fused for choice in choices}
     # A classifier has no choices at all, and makes none of the kernels that there is a choice for.
-    plain, of_device = (sharded, sharded_ascend) if cut else (reference, ascend)
     room = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
     # A dense model has no choices for experts, and makes none of their kernels.
     experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
@@ -118,8 +118,6 @@ def load_kernels(
         unpermute=sorting[1],
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
         attention_mask=(ascend if fused.get("attention") else reference).attention_mask,
-        tables_in_graph=partial(sharded.RotaryTables, bool(fused.get("rotary_embedding")), rotary),
-        mask_in_graph=partial(sharded.AttentionMask, bool(fused.get("attention"))),
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),

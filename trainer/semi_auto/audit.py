@@ -1,4 +1,4 @@
-"""What MindSpore's semi-automatic mode is given for a configuration: built as for a training, and read back."""
+"""The network of MindSpore's semi-automatic mode for a configuration, built as for a training and described."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
-    """Names and values: the cells from the outside to the inside, their settings, stages and cuts.
+    """Names and values: the cells from the outside to the inside, their settings, stages and strategies.
 
     Args:
-        config: Of the run.
-        world: The job; of one rank: as many as the degrees ask for.
+        config: The configuration of the run.
+        world: The job; a single process stands for as many ranks as the degrees ask for.
 
     Raises:
         UserError: The configuration asks for what this mode cannot do.
@@ -39,9 +39,9 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
         ("data of a rank", "the whole batch" if network._full_batch else "its part of the batch"),
         ("optimizer", config.optimizer.type),
         ("optimizer state", threshold if shared else "whole on every rank"),
-        ("weights", f"{len(loss.by_name)}, set part by part once MindSpore has cut them (no_init_parameters)"),
+        ("weights", f"{len(loss.by_name)}, allocated once MindSpore has sharded them (no_init_parameters)"),
     ]
-    return [*rows, *_stages(loss), *_cuts(loss), *(("note", notice) for notice in semi_auto_notices(config))]
+    return [*rows, *_stages(loss), *_strategies(loss), *(("note", notice) for notice in semi_auto_notices(config))]
 
 
 def _cells(built: SemiAuto) -> Iterator[nn.Cell]:
@@ -67,8 +67,8 @@ def _stages(loss: LossCell) -> list[tuple[str, str]]:
     return [(f"stage {stage}", layer_text(layers)) for stage, layers in sorted(found.items())]
 
 
-def _cuts(loss: LossCell) -> list[tuple[str, str]]:
-    """How the operands of each product of the first layer are cut: the same in all layers."""
+def _strategies(loss: LossCell) -> list[tuple[str, str]]:
+    """The strategy of each matrix product of the first layer, which is the same in all layers."""
     found = []
     for name, cell in loss.decoder.layers[0].cells_and_names():
         strategy = getattr(getattr(cell, "product", None), "in_strategy", None)

@@ -87,7 +87,7 @@ class EmbeddingCell(nn.Cell):
     def construct(self, ids_N):
         return self.gather(self.weight, ids_N, 0)
 
-    def cut(self, data: int, vocabulary: int) -> None:
+    def shard_over(self, data: int, vocabulary: int) -> None:
         self.gather.shard(((vocabulary, 1), (data,)))
 
 
@@ -101,21 +101,21 @@ class LayerCell(nn.Cell):
     def construct(self, x_ND, tables, mask):
         return self.block(x_ND, *tables, mask, None, None, None, None, *self.weights)
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         """The products as Megatron-LM cuts them (Shoeybi et al. 2019, section 3): the first of a pair along its
         outputs, the second along its inputs; all else along the batch, or like the columns that it gets.
         """
         attention, mlp, row = self.block.attention, self.block.mlp, (data, 1)
         for norm in (attention.norm, mlp.norm):
-            norm.cut(data)
+            norm.shard_over(data)
         for projection in (attention.query, attention.key, attention.value, mlp.gate, mlp.up):
-            projection.linear.cut(data, columns=tensor)
+            projection.linear.shard_over(data, columns=tensor)
         for projection in (attention.out, mlp.down):
-            projection.linear.cut(data, rows=tensor)
+            projection.linear.shard_over(data, rows=tensor)
         for part in (attention.query_rotary, attention.key_rotary, attention.attention, mlp.swiglu):
-            part.cut(data, tensor)
+            part.shard_over(data, tensor)
         for norm in (attention.query_norm, attention.key_norm) if attention.qk_norm else ():
-            norm.cut(data, tensor)
+            norm.shard_over(data, tensor)
         for add in (self.block.add_attention, self.block.add_mlp):
             add.shard((row, row))
 
@@ -130,11 +130,11 @@ class MergeCell(nn.Cell):
     def construct(self, mtp_ids_N, x_ND):
         return self.merge(self.embed(mtp_ids_N), x_ND, *self.weights)
 
-    def cut(self, data: int, vocabulary: int) -> None:
+    def shard_over(self, data: int, vocabulary: int) -> None:
         merge = self.merge
-        self.embed.cut(data, vocabulary)
+        self.embed.shard_over(data, vocabulary)
         for part in (merge.final_norm, merge.embedding_norm, merge.hidden_norm, merge.project):
-            part.cut(data)
+            part.shard_over(data)
         merge.concat.shard(((data, 1), (data, 1)))
 
 
@@ -148,6 +148,6 @@ class HeadCell(nn.Cell):
     def construct(self, x_ND, targets):
         return self.head(x_ND, self.norm, self.weight, targets[0], targets[1])
 
-    def cut(self, data: int, vocabulary: int) -> None:
-        self.head.norm.cut(data)
-        self.head.cross_entropy.cut(data, vocabulary)
+    def shard_over(self, data: int, vocabulary: int) -> None:
+        self.head.norm.shard_over(data)
+        self.head.cross_entropy.shard_over(data, vocabulary)

@@ -1,28 +1,38 @@
-"""Which part of each parameter a rank has where MindSpore cuts a graph, and how whole arrays come from the parts."""
+"""Parameters that MindSpore shards: which shard each rank has, and how the whole arrays are gathered."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from mindspore import Parameter, Tensor
+
+from trainer.models.init import initial_value
+from trainer.models.shapes import all_shapes
+from trainer.optim.freeze import trained_shapes
+from trainer.parallel.communicator import check_same_values
 
 if TYPE_CHECKING:
+    from trainer.config import Config
     from trainer.parallel.communicator import Communicator
-
+    from trainer.parallel.world import World
+    from trainer.semi_auto.network import SemiAuto
 
 PIECE_BYTES = 16 << 20
 
 
 class Shard(NamedTuple):
-    """A box in an array: where it begins on each axis, and its size."""
+    """A rank's part of an array: where it begins on each axis, and its size."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     def of(self, array: np.ndarray) -> np.ndarray:
-        """The part of a whole array."""
+        """This shard of a whole array."""
         return array[self.slices]
 
     @property
@@ -30,38 +40,38 @@ class Shard(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
-def region(layout: Sequence, rank: int, shard: tuple[int, int] = (0, 1)) -> Shard:
-    """The part that a rank has.
+def parameter_shard(layout: Sequence, rank: int, rank_in_group: tuple[int, int] = (0, 1)) -> Shard:
+    """The shard of a parameter that a rank has.
 
     Args:
-        layout: What MindSpore says of a parameter after compiling, `Cell.parameter_layout_dict`: the grid of ranks of
-            a stage, for each axis the dimension of the grid that cuts it (counted from the last one, -1: none), the
-            shape of a part, two more, the group that shares the parameter's state, the shape of the whole.
-        rank: Of the process, over all stages.
-        shard: Its number among the ranks of that group, and how many they are: they cut the first axis once more.
+        layout: What `Cell.parameter_layout_dict` says of the parameter after compiling: the grid of ranks of a stage,
+            for each axis the dimension of the grid that shards it (counted from the last one, -1: none), the shape of
+            a shard, two more, the group that shares the parameter's optimizer state, the shape of the whole.
+        rank: Rank of the process, over all stages.
+        rank_in_group: Rank and size of that group, which shards the first axis once more.
     """
     grid, axes, part, whole = tuple(layout[0]), layout[1], tuple(layout[2]), tuple(layout[6])
-    place = np.unravel_index(rank % math.prod(grid), grid)
+    coordinates = np.unravel_index(rank % math.prod(grid), grid)
     start = [0] * len(part)
-    for axis, cut_by in enumerate(axes):
+    for axis, dimensions in enumerate(axes):
         index = 0
-        for dimension in cut_by if isinstance(cut_by, (list, tuple)) else (cut_by,):
+        for dimension in dimensions if isinstance(dimensions, (list, tuple)) else (dimensions,):
             if dimension >= 0:
                 at = len(grid) - 1 - dimension
-                index = index * grid[at] + int(place[at])
+                index = index * grid[at] + int(coordinates[at])
         start[axis] = index * part[axis]
-    shape = list(part)
-    if shard[1] > 1:
-        shape[0] //= shard[1]
-        start[0] += shard[0] * shape[0]
+    shape, (number, size) = list(part), rank_in_group
+    if size > 1:
+        shape[0] //= size
+        start[0] += number * shape[0]
     assert all(at + size <= full for at, size, full in zip(start, shape, whole, strict=True)), layout
     return Shard(tuple(start), tuple(shape))
 
 
-def first_holders(regions: Sequence[Shard | None]) -> dict[int, Shard]:
-    """Of the parts that ranks have of one array, each different one with the first rank that has it."""
+def first_holders(shards: Sequence[Shard | None]) -> dict[int, Shard]:
+    """Every different shard of one array under the first rank that has it, from the shards of all ranks."""
     found = {}
-    for rank, where in enumerate(regions):
+    for rank, where in enumerate(shards):
         if where is not None and where not in found.values():
             found[rank] = where
     return found
@@ -73,13 +83,13 @@ def gather_whole(
     parts: Mapping[str, np.ndarray],
     communicator: Communicator,
 ) -> dict[str, np.ndarray]:
-    """Puts whole arrays together from the parts of all ranks, one after the other; rank 0 alone keeps them.
+    """Gathers whole arrays from the shards of all ranks, one array after the other; rank 0 alone keeps them.
 
     Args:
-        shapes: Of the whole arrays that are wanted, float32; the same on all ranks.
-        holders: Of each array the ranks that give a part, see `first_holders`; the same on all ranks.
-        parts: By name, of this rank.
-        peers: The ranks.
+        shapes: Shapes of the wanted arrays, float32; the same on all ranks.
+        holders: For each array the ranks that send a shard, see `first_holders`; the same on all ranks.
+        parts: The shards of this rank.
+        communicator: Connects all ranks.
     """
     found = {}
     for name, shape in shapes.items():
@@ -87,7 +97,7 @@ def gather_whole(
         mine = np.ascontiguousarray(parts[name], np.float32).tobytes() if communicator.rank in where else b""
         sizes = {rank: 4 * math.prod(own.shape) for rank, own in where.items()}
         came = {rank: bytearray() for rank in where}
-        # In pieces: what ranks gather, each of them has from all.
+        # In pieces, because every rank receives what all ranks send.
         for start in range(0, max(sizes.values()), PIECE_BYTES):
             every = communicator.gather_bytes(mine[start : start + PIECE_BYTES])
             for rank, data in came.items() if communicator.rank == 0 else ():
@@ -97,3 +107,80 @@ def gather_whole(
             for rank, own in where.items():
                 found[name][own.slices] = np.frombuffer(came[rank], np.float32).reshape(own.shape)
     return found
+
+
+class ShardedParameters:
+    """The parameters of a compiled network, of which every rank has shards.
+
+    Args:
+        built: The compiled network.
+        config: The configuration of the run.
+        world: This rank and the number of ranks.
+        communicator: Connects all ranks.
+        rank_in_group: Name of a group that shares optimizer state -> this rank's number in it, and its size.
+
+    Attributes:
+        shapes: Shapes of all whole parameters.
+        own: The parameters that this rank has a shard of.
+    """
+
+    def __init__(
+        self,
+        built: SemiAuto,
+        config: Config,
+        world: World,
+        communicator: Communicator,
+        rank_in_group: Callable[[str], tuple[int, int]],
+    ) -> None:
+        self.config, self.communicator, self.shapes = config, communicator, all_shapes(config.decoder)
+        by_name = {parameter.name: parameter for parameter in built.network.get_parameters()}
+        if world.size == 1:
+            found = {name: Shard((0,) * each.ndim, each.shape) for name, each in by_name.items()}
+        else:
+            found = {
+                name: parameter_shard(layout, world.rank, rank_in_group(layout[5]) if layout[5] else (0, 1))
+                for name, layout in built.network.parameter_layout_dict.items()
+                if name in by_name
+            }
+        self.shards = {name: found[name] for name in self.shapes if name in found}
+        self.own = {name: by_name[name] for name in self.shards}
+        # The sums over micro-batches are sharded like the weights, but never further, like optimizer state.
+        self.sums = {name: (by_name[name], where.shape) for name, where in found.items() if name not in self.shapes}
+        every = [json.loads(data) for data in communicator.gather_bytes(json.dumps(self.shards).encode())]
+        others = [{name: Shard(*map(tuple, where)) for name, where in each.items()} for each in every]
+        # How many ranks have the same shard as this one, and for each shard the first rank that has it.
+        self.copies = {name: sum(each.get(name) == own for each in others) for name, own in self.shards.items()}
+        self.holders = {name: first_holders([each.get(name) for each in others]) for name in self.shapes}
+
+    def start(self, weights: Mapping[str, np.ndarray] | None) -> None:
+        """Sets this rank's shards from given whole weights, or from the run's seed.
+
+        Raises:
+            RunError: Ranks have different values of the same weights.
+        """
+        settings, seed, sums = self.config.decoder, self.config.seed, {}
+        for name, parameter in self.own.items():
+            whole = initial_value(name, self.shapes[name], settings, seed) if weights is None else weights[name]
+            sums[name] = zlib.crc32(np.ascontiguousarray(whole))
+            _set(parameter, self.part(name, whole))
+        check_same_values(sums, "weights", self.communicator)
+        for total, shape in self.sums.values():
+            _set(total, np.zeros(shape, np.float32))
+
+    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """This rank's shard of a whole array that is sharded like this parameter."""
+        return self.shards[name].of(whole.reshape(self.shapes[name]))
+
+    def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Gathers arrays that are sharded like these parameters, on rank 0; all ranks must call it."""
+        return gather_whole({name: self.shapes[name] for name in names}, self.holders, parts, self.communicator)
+
+    def squares(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Sums of squares of whole gradients from those of the shards, each different shard counted once."""
+        names = list(trained_shapes(self.config))
+        own = [parts[name] / self.copies[name] if name in parts else 0.0 for name in names]
+        return dict(zip(names, self.communicator.all_sum(own), strict=True))
+
+
+def _set(parameter: Parameter, part: np.ndarray) -> None:
+    parameter.set_data(Tensor(np.ascontiguousarray(part)), slice_shape=True)

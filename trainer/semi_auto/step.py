@@ -1,14 +1,14 @@
-"""A step whose loss and gradients come from one graph, for MindSpore's semi-automatic mode.
+"""A training step whose loss and gradients come from one graph, for MindSpore's semi-automatic mode.
 
-A rank has a part of every weight there and gets the gradient of that part. Norm, clipping, guards and update are those
-of every run, on the parts; what they ask of the whole is added up over the ranks on the host.
+A rank has shards of the weights and gets the gradients of these shards. Norm, clipping, guards and update are those of
+the explicit mode, applied to the shards; sums of squares are added up over the ranks on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import mindspore
 import numpy as np
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
+    from trainer.semi_auto.shards import ShardedParameters
 
 
 @contextlib.contextmanager
 def graph_mode() -> Iterator[None]:
-    """Inside, a call of a cell is one graph; all else in a run is executed operator by operator."""
+    """Compiles each call of a cell into one graph while the block lasts; elsewhere cells run operator by operator."""
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     try:
         yield
@@ -39,11 +40,11 @@ class GradientCell(nn.Cell):
     """(batch of the loss cell) -> (loss, gradients).
 
     Args:
-        network: The loss of a whole window.
-        weights: What is trained.
+        network: Computes the loss of a whole window.
+        weights: The trained parameters.
         summed_aside: MindSpore adds up the gradients of the micro-batches in parameters of its own, `accu_grads.*`.
-        read_aside: They are read there. Where ranks share the optimizer's state MindSpore gives this rank's part of
-            them as the gradients all the same.
+        read_aside: Return these sums as the gradients. Where ranks share the optimizer state this is not needed:
+            MindSpore returns this rank's shards of the sums as the gradients.
     """
 
     def __init__(
@@ -59,40 +60,21 @@ class GradientCell(nn.Cell):
         loss, gradients = self.differentiated(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1)
         if not self.summed_aside:
             return loss, gradients
-        # Either way the graph must have these parameters: MindSpore looks for them by their names.
+        # In both cases the graph must hold these parameters: MindSpore finds them by name.
         sums = ops.depend(self.sums, gradients)
         return loss, sums if self.read_aside else ops.depend(gradients, sums)
 
 
-class ShardedParameters(Protocol):
-    """The parameters of a graph of which every rank has a part."""
-
-    own: Mapping[str, Parameter]
-    """Those that this rank has a part of."""
-
-    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """This rank's part of a whole array that is cut like this parameter."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of all of them, whole."""
-
-    def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Puts arrays that are cut like these parameters together, on rank 0; all ranks call it."""
-
-    def squares(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Sums of squares of whole gradients, from those of the parts of all ranks, each part counted once."""
-
-
 class Window(NamedTuple):
-    """The batch of a step: micro-batches one below the other, filled up with rows that carry no loss."""
+    """The batch of a step: all micro-batches stacked, padded with sequences without labels."""
 
     rows: int
     length: int
     own: slice = slice(None)
-    """Rows that this rank hands to the graph: all, or where `full_batch` is off those of its data-parallel part."""
+    """The rows that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel rank."""
 
     def tensors(self, micro_batches: Sequence[Batch], share: float) -> list[Tensor]:
-        """The inputs of the loss cell; `share` stands on every row."""
+        """The inputs of the loss cell, with `share` repeated for every row."""
         missing = self.rows - sum(len(batch.labels) for batch in micro_batches)
         filled = (*micro_batches, padding_rows(missing, self.length))
         arrays = [np.concatenate(parts) for parts in zip(*filled, strict=True)]
@@ -101,19 +83,19 @@ class Window(NamedTuple):
 
 
 class GraphStep:
-    """`TrainStep` with loss and gradients from one graph, which tells no losses but the one that is minimised.
+    """`TrainStep` with loss and gradients from one graph, which returns the minimised loss alone.
 
     Args:
-        network: `GradientCell` in what MindSpore wraps it with.
+        network: The `GradientCell` with MindSpore's wrappers around it.
         cell: The `GradientCell` itself.
-        optimizer: Over this rank's parts.
+        optimizer: Updates this rank's shards.
         schedule: Learning rate of update number `n`, from 0.
         wrapper: The section `runner_wrapper`.
         window: Shape of the batch of a step, all micro-batches and ranks together.
-        parameters: Where they are.
-        sum_of_squares: Of a gradient.
-        peers: All ranks.
-        gives_loss: Whether this rank is one of those that the loss comes from.
+        parameters: The sharded parameters.
+        sum_of_squares: Gradient -> float.
+        communicator: Connects all ranks.
+        gives_loss: Whether this rank has the loss.
         stop_at_bad_loss: As in `TrainStep`.
     """
 
@@ -141,7 +123,7 @@ class GraphStep:
         self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """As `TrainStep`; all ranks are given the same micro-batches, and the graph takes what is each one's own."""
+        """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
         lr, scale = self.schedule(self.optimizer.updates), self.guards.scale
         window = self.differentiate(micro_batches, scale)
         squares = {}
@@ -154,7 +136,7 @@ class GraphStep:
         return result
 
     def differentiate(self, micro_batches: Sequence[Batch], scale: float) -> WindowGradients:
-        """Loss of the window, and the gradients of this rank's parts times the loss scale."""
+        """Loss of the window, and the gradients of this rank's shards times the loss scale."""
         tokens = sum(valid_tokens(batch) for batch in micro_batches)
         if tokens == 0:
             return WindowGradients(0.0, 0, 0, None)
@@ -163,10 +145,10 @@ class GraphStep:
         names = [weight.name for weight in self.cell.weights]
         by_name = self.sums if self.cell.read_aside else dict(zip(names, gradients, strict=True))
         own = [by_name[name] for name in self.optimizer.parameters]
-        # In a pipeline the ranks of the last stage have the loss.
-        said = [float(loss.asnumpy()), 1.0] if self.gives_loss else [0.0, 0.0]
-        total, count = self.communicator.all_sum(said)
-        return WindowGradients(total / count / scale, tokens, 0, own)  # a micro-batch without a loss is not left out
+        # In a pipeline only the ranks of the last stage have the loss.
+        own_loss = [float(loss.asnumpy()), 1.0] if self.gives_loss else [0.0, 0.0]
+        total, count = self.communicator.all_sum(own_loss)
+        return WindowGradients(total / count / scale, tokens, 0, own)  # 0: a micro-batch without labels is not left out
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """As `TrainStep.load_optimizer`."""
@@ -178,7 +160,7 @@ class GraphStep:
         self.optimizer.load_state(parts, updates)
 
     def to_save(self) -> Saved:
-        """As `TrainStep.to_save`; rank 0 gathers all, one array after the other."""
+        """As `TrainStep.to_save`; rank 0 gathers the arrays, one after the other."""
         own = {name: each.asnumpy() for name, each in self.parameters.own.items()}
         weights = self.parameters.whole(self.parameters.shapes, own)
         state, found = self.optimizer.state_arrays(), {}

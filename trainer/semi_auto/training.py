@@ -15,8 +15,9 @@ from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.communicator import ProcessGroup, SingleProcess
 from trainer.run.session import set_up_device
-from trainer.semi_auto.network import ShardedParameters, build_semi_auto
+from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.rules import data_config
+from trainer.semi_auto.shards import ShardedParameters
 from trainer.semi_auto.step import GraphStep, Window, graph_mode
 
 if TYPE_CHECKING:

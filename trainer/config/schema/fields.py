@@ -44,6 +44,11 @@ class Section(BaseModel):
     type_aliases: ClassVar[dict[str, str]] = {}
     """Other spellings of ``type`` which mean the same, for example a misspelling once shipped."""
 
+    @classmethod
+    def attribute(cls, key: str) -> str:
+        """The attribute of a key of the file."""
+        return next((name for name, field in cls.model_fields.items() if field.alias == key), key)
+
 
 def _declare(default: Any, description: str, extra: dict[str, Any], constraints: dict[str, Any]) -> Any:
     extra = {key: value for key, value in extra.items() if value}

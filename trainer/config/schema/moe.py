@@ -192,7 +192,7 @@ class MoEConfig(Section):
         return "two_best" if self.has_choice_bias or self.score_function == "sigmoid" else "best"
 
     @property
-    def room(self) -> float | None:
+    def effective_capacity(self) -> float | None:
         """The capacity factor in force; None when training drops nothing."""
         factor = 1.1 if self.capacity_factor is None and self.enable_sdrop else self.capacity_factor
         return None if self.use_gmm or factor == -1 else factor
@@ -209,9 +209,10 @@ class MoEConfig(Section):
 
         GShard (Lepikhin et al. 2020, section 2.2): an equal share of all assignments, times the factor, rounded up.
         """
-        if self.room is None:
+        if self.effective_capacity is None:
             return None
         from fractions import Fraction  # here: start-up does not need it
 
         # Exact: in binary, 1.1 x 10 is a little more than 11.
-        return min(tokens, math.ceil(Fraction(str(self.room)) * self.num_experts_chosen * tokens / self.expert_num))
+        share = Fraction(str(self.effective_capacity)) * self.num_experts_chosen * tokens / self.expert_num
+        return min(tokens, math.ceil(share))

@@ -1,5 +1,6 @@
-"""The README says what is true: its commands parse, its files exist, its links resolve, its table holds every flag.
-The files in configs/ can be planned in a fresh clone.
+"""README.md, CONTRIBUTING.md and docs/ say what is true: commands parse, keys and files exist, links resolve.
+
+docs/flags.md is what its generator prints, the README is short, and the files in configs/ can be planned.
 
 Every block marked `bash` is run by bash with stubs: nothing is on PATH, and every program only has its arguments noted.
 """
@@ -9,13 +10,14 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from test_mnist_files import write_set
 
 from trainer.cli.flags import FLAGS, split_arguments
-from trainer.config import load_config, parse_config
+from trainer.config import is_top_level, load_config, parse_config
 from trainer.data.source.documents import parse_line
 from trainer.errors import UserError
 from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_positional
@@ -24,10 +26,20 @@ from trainer.parallel.world import world_of
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PATHS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for path in PATHS}
+README, LAUNCH = PAGES["README.md"], PAGES["docs/launch.md"]
+MAX_README_LINES = 250
+MAX_IMAGE_BYTES = 150_000
 CONFIGS = sorted(path.name for path in (REPOSITORY / "configs").glob("*.yaml"))
 WITHOUT_CONFIG = ("doctor", "schema")
 OF_A_JOB = ("status", "stop")
+# Switches and options with a value of the commands themselves; every other flag is the configuration's.
+SWITCHES = {
+    "export": ("--help", "--merge", "--force"), "doctor": ("--help", "--json", "--deep"),
+    "plan": ("--help", "--json", "--verbose"),
+}  # fmt: skip
+OPTIONS = {"export": ("--output", "--adapter"), "plan": ("--ranks", "--local_ranks", "--audit")}
 
 # `kind` of a fenced block -> its text.
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,12 +47,20 @@ _STUBS = """
 python() { printf 'python\\0'; printf '%s\\0' "$@"; printf '\\n\\0'; } >&3
 command_not_found_handle() { printf '%s\\0' "$@"; printf '\\n\\0'; } >&3
 source() { :; }
+cat() { printf '{"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}'; }
 PATH=/nonexistent
 """
 
 
-def blocks(kind: str) -> list[str]:
-    return [text for found, text in _FENCE.findall(README) if found == kind]
+def blocks(kind: str, page: str = "") -> list[str]:
+    """The fenced blocks of a kind, of one page or of all."""
+    pages = [PAGES[page]] if page else PAGES.values()
+    return [text for content in pages for found, text in _FENCE.findall(content) if found == kind]
+
+
+def prose(page: str) -> str:
+    """A page without its fenced blocks."""
+    return _FENCE.sub("", PAGES[page])
 
 
 def run_with_stubs(script: str, folder: Path) -> list[list[str]]:
@@ -63,7 +83,7 @@ def run_with_stubs(script: str, folder: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    return run_with_stubs("\n".join(blocks("bash")), tmp_path_factory.mktemp("readme"))
+    return run_with_stubs("\n".join(blocks("bash")), tmp_path_factory.mktemp("docs"))
 
 
 def check_command(words: list[str]) -> None:
@@ -80,13 +100,15 @@ def check_command(words: list[str]) -> None:
         check_job(read_options(words[1:]))
         return
     assert name in ("train", "plan", "export", *WITHOUT_CONFIG), words
-    own = {"export": ("--merge", "--force")}.get(name, ("--help", "--json", "--deep"))
-    own_values = {"export": ("--output", "--adapter"), "plan": ("--ranks", "--local_ranks", "--audit")}.get(name, ())
+    own, own_values = SWITCHES.get(name, ("--help",)), OPTIONS.get(name, ())
     arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
     assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words
     if name not in WITHOUT_CONFIG and "--help" not in arguments.rest:
         assert arguments.config is not None, words
-        load_config(str(REPOSITORY / arguments.config), arguments.overrides)
+        # The config.yaml that a run leaves is there only after it: the examples train quickstart.yaml.
+        left_by_a_run = arguments.config.startswith("output/")
+        name = "configs/quickstart.yaml" if left_by_a_run else arguments.config
+        load_config(str(REPOSITORY / name), arguments.overrides)
 
 
 def check_job(options: LaunchOptions) -> None:
@@ -103,13 +125,13 @@ def check_job(options: LaunchOptions) -> None:
 
 @pytest.fixture(autouse=True)
 def images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the README has the user draw."""
+    """What the tutorial on gradient accumulation has the user draw."""
     monkeypatch.setenv("DATA_PATH", str(write_set(tmp_path / "digits", train=640, side=28)))
 
 
 def test_every_command_of_run_trainer_is_right(commands: list[list[str]]) -> None:
     ours = [words[2:] for words in commands if words[:2] == ["python", "run_trainer.py"]]
-    assert len(ours) == len(re.findall(r"^python run_trainer\.py", README, re.MULTILINE)) > 20
+    assert len(ours) == len(re.findall(r"^python run_trainer\.py", "\n".join(blocks("bash")), re.MULTILINE)) > 60
     for words in ours:
         check_command(words)
 
@@ -145,7 +167,7 @@ def test_every_job_of_a_cluster_names_its_files(commands: list[list[str]]) -> No
 
 
 def test_the_table_of_launch_holds_every_option() -> None:
-    part = README[README.index("### Options of launch") : README.index("### msrun_launcher.sh")]
+    part = LAUNCH[LAUNCH.index("## Options of launch") : LAUNCH.index("## In the background")]
     assert re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE) == [*HELP, "force"]
 
 
@@ -156,14 +178,15 @@ def test_every_other_command_starts_a_file_that_is_there(commands: list[list[str
 
 
 def test_every_yaml_block_is_a_valid_configuration() -> None:
-    assert len(blocks("yaml")) >= 2
-    for text in blocks("yaml"):
-        parse_config("README.md", text)
+    assert len(blocks("yaml")) >= 5
+    for page in PAGES:
+        for text in blocks("yaml", page):
+            parse_config(page, text)
 
 
 def test_the_freezing_block_is_a_whole_file() -> None:
     (text,) = (text for text in blocks("yaml") if "freeze:" in text)
-    plan = build_plan(parse_config("README.md", text))
+    plan = build_plan(parse_config("docs/training.md", text))
     assert plan.frozen.tensors and plan.weights and plan.recompute
 
 
@@ -171,11 +194,11 @@ def test_every_json_line_is_a_document() -> None:
     lines = [line for text in blocks("json") for line in text.splitlines()]
     assert len(lines) >= 3
     for line in lines:
-        assert any(piece.has_loss for piece in parse_line(line.encode(), "README.md"))
+        assert any(piece.has_loss for piece in parse_line(line.encode(), "docs/data.md"))
 
 
 def test_every_import_of_a_python_block_exists() -> None:
-    """Looks names up in the sources: the blocks import MindSpore, this test does not."""
+    """Names are looked up in the sources: the blocks import MindSpore, this test does not."""
     nodes = [node for text in blocks("python") for node in ast.walk(ast.parse(text))]
     ours = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer.")]
     assert len(ours) >= 4
@@ -196,49 +219,101 @@ def names_in(module: str) -> set[str]:
     return names
 
 
-def test_the_table_holds_every_flag_and_its_key() -> None:
-    rows = re.findall(r"^\| `--(\w+)` \| `([\w.]+)` \| .*\S.* \|$", README, re.MULTILINE)
+def test_the_page_of_flags_is_up_to_date() -> None:
+    printed = subprocess.run([sys.executable, "scripts/make_flags.py"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    message = "run: python scripts/make_flags.py > docs/flags.md"
+    assert printed.stdout.splitlines() == PAGES["docs/flags.md"].splitlines(), message
+
+
+def test_the_page_of_flags_holds_every_flag_and_its_key() -> None:
+    rows = re.findall(r"^\| `--(\w+)` \| `([\w.]+)` \| .*\S.* \|$", PAGES["docs/flags.md"], re.MULTILINE)
     assert rows == [(flag.name, flag.key) for flag in FLAGS]
 
 
-def test_what_the_table_calls_not_yet_or_ignored_is() -> None:
-    """By the help of the flag, which stands beside its key's own support."""
-    for name, meaning in re.findall(r"^\| `--(\w+)` \| `[\w.]+` \| (.*) \|$", README, re.MULTILINE):
-        (flag,) = (flag for flag in FLAGS if flag.name == name)
-        assert ("not yet" in meaning) == ("not yet" in flag.help), name
-        assert ("ignored" in meaning) == ("ignored" in flag.help), name
+def test_every_flag_in_the_text_exists() -> None:
+    """Named flags in backquotes: those of a run, of a command or of launch, negated or not."""
+    known = {flag.name for flag in FLAGS} | {*HELP, "force", "worker_num", "config", "options", "output_dir"}
+    known |= {flag.removeprefix("--") for flags in (*SWITCHES.values(), *OPTIONS.values()) for flag in flags}
+    for page in PAGES:
+        for text in re.findall(r"`([^`]+)`", prose(page)):
+            for name in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w.-])", text):
+                assert name in known or is_top_level(name), (page, name)
+
+
+def test_the_example_of_an_error_is_what_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    (text,) = (text for text in blocks("text", "README.md") if text.startswith("$ "))
+    command, _, message = text.partition("\n")
+    with pytest.raises(UserError) as caught:
+        check_command(command.split()[3:])
+    assert f"error: {caught.value}\n" == message
 
 
 def test_every_configuration_is_named_and_every_name_exists() -> None:
-    named = set(re.findall(r"configs/([\w.]+\.yaml)", README))
+    named = set(re.findall(r"configs/([\w.]+\.yaml)", "\n".join(PAGES.values())))
     assert named == set(CONFIGS)
+    listed = re.findall(r"^\| \[configs/([\w.]+\.yaml)\]", PAGES["docs/configuration.md"], re.MULTILINE)
+    assert sorted(listed) == CONFIGS
 
 
-def titles(level: str) -> list[str]:
-    """The headings, as GitHub names their places."""
-    found = re.findall(rf"^{level} (.+)$", _FENCE.sub("", README), re.MULTILINE)
+def test_every_file_of_the_repository_that_is_named_exists() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`((?:trainer|tests|scripts)/[\w./]+)`", prose(page)):
+            assert (REPOSITORY / name).exists(), (page, name)
+
+
+def titles(page: str) -> list[str]:
+    """The anchors of the headings of a page, as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found]
 
 
-def test_every_link_resolves() -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", README))
-    assert len(links) > 15
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_resolves(page: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(page)) + re.findall(r'src="([^"]+)"', prose(page))
     for link in links:
-        if link.startswith("#"):
-            assert link[1:] in titles("#+"), link
-        else:
-            assert (REPOSITORY / link).is_file(), link
+        path, _, anchor = link.partition("#")
+        target = ((REPOSITORY / page).parent / path).resolve() if path else REPOSITORY / page
+        assert target.is_file(), link
+        if anchor:
+            assert anchor in titles(str(target.relative_to(REPOSITORY))), link
 
 
-def test_every_section_is_linked_from_the_top() -> None:
-    top = README[: README.index("\n## ")]
-    assert [title for title in titles("##") if f"](#{title})" not in top] == []
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(([^)\s#]+)", README))
+    assert [page for page in PAGES if page not in linked] == ["README.md"]
+
+
+def test_every_page_starts_by_saying_what_it_is_for() -> None:
+    for page, text in PAGES.items():
+        assert re.match(r"# .+\n\n[A-Za-z]", text), page
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(README.splitlines()) <= MAX_README_LINES
+
+
+def test_the_images_are_small_and_all_shown() -> None:
+    images = sorted((REPOSITORY / "docs" / "images").iterdir())
+    assert images
+    for path in images:
+        assert path.stat().st_size <= MAX_IMAGE_BYTES, path.name
+        assert f"docs/images/{path.name}" in README, path.name
+
+
+def test_the_map_of_the_code_holds_every_room() -> None:
+    rooms = {path.name for path in (REPOSITORY / "trainer").iterdir() if (path / "__init__.py").is_file()}
+    described = re.findall(r"^\| `([\w/]+)/` \|", README, re.MULTILINE)
+    assert {name.split("/")[0] for name in described} == rooms
+    assert [name for name in described if not (REPOSITORY / "trainer" / name).is_dir()] == []
 
 
 def test_the_benchmark_table_has_its_markers() -> None:
-    begin, end = README.index("<!-- benchmark:begin -->"), README.index("<!-- benchmark:end -->")
-    assert README.count("<!-- benchmark:") == 2
-    assert "|" in README[begin:end]
+    page = PAGES["docs/benchmarks.md"]
+    begin, end = page.index("<!-- benchmark:begin -->"), page.index("<!-- benchmark:end -->")
+    assert page.count("<!-- benchmark:") == 2
+    assert "|" in page[begin:end]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

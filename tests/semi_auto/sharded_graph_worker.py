@@ -1,6 +1,6 @@
-"""Lets MindSpore cut the graphs of some configurations for one rank: in a process of its own, see `front_end.py`.
+"""Has MindSpore shard the graphs of some configurations for one rank, in a process of its own: see `front_end.py`.
 
-    python cut_graph_worker.py cases.json found.json
+    python sharded_graph_worker.py cases.json found.json
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from front_end import cut_graph
+from front_end import sharded_graph
 
 from trainer.config import parse_config
 from trainer.parallel.world import World
@@ -20,7 +20,7 @@ def main(cases: Path, found: Path) -> None:
     results = {}
     for name, case in json.loads(cases.read_text()).items():
         world = World(case["rank"], case["ranks"], case["rank"], case["ranks"])
-        graph = cut_graph(parse_config("semi", json.dumps(case["config"])), world)
+        graph = sharded_graph(parse_config("semi", json.dumps(case["config"])), world)
         kinds = {f"REF::{each.name}": each.op_type for each in graph.model.primitives}
         nodes = [node for part in (graph.model.graph, *graph.model.functions) for node in part.node]
         operators = Counter(kinds[node.op_type] for node in nodes if node.op_type in kinds)

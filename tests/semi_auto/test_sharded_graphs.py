@@ -1,5 +1,5 @@
-"""What MindSpore's own parallel pass makes of the network for a rank of 8: which part of which weight it has, and what
-the ranks say to each other. Nothing may be redistributed: every operator is cut like what comes before it."""
+"""What MindSpore's own parallel pass makes of the network for a rank of 8: its shard of each weight, and its
+collectives. Nothing may be redistributed: every operator is sharded like its inputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = {
     "data": case(parallel={"parallel_mode": 1, "full_batch": False}),
     "tensor": case(parallel_config=TENSOR),
     "fused": case(parallel_config=TENSOR, sizes=FUSED | {"use_qk_norm": True, "tie_word_embeddings": True}),
-    "further tokens": case(parallel_config=TENSOR, sizes=FUSED | {"mtp_depth": 1}, runner_config={"batch_size": 1}),
+    "mtp": case(parallel_config=TENSOR, sizes=FUSED | {"mtp_depth": 1}, runner_config={"batch_size": 1}),
     "micro-batches": case(runner_config=TWO),
     "shared state": case(parallel=SHARED, parallel_config=TENSOR, runner_config=TWO),
     "first stage": case(parallel_config=PIPELINE),
@@ -56,11 +56,11 @@ CASES = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Operators and parameters of each case."""
-    folder = tmp_path_factory.mktemp("cut")
+    folder = tmp_path_factory.mktemp("sharded")
     (folder / "cases.json").write_text(json.dumps(CASES))
     here = Path(__file__).resolve()
     paths = os.environ | {"PYTHONPATH": str(here.parents[2])}
-    command = [sys.executable, here.with_name("cut_graph_worker.py"), folder / "cases.json", folder / "found.json"]
+    command = [sys.executable, here.with_name("sharded_graph_worker.py"), folder / "cases.json", folder / "found.json"]
     done = subprocess.run(command, env=paths, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[:4000]
     return json.loads((folder / "found.json").read_text())
@@ -82,7 +82,7 @@ def test_data_parallel_ranks_have_whole_weights_and_sum_each_gradient_once(found
     assert without(operators, *REDISTRIBUTING)
 
 
-def cut_like_megatron(shape: list[int], name: str) -> list[int]:
+def sharded_like_megatron(shape: list[int], name: str) -> list[int]:
     """Of two tensor-parallel ranks."""
     rows = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "_proj.bias",
             "embed_tokens.weight", "lm_head.weight")  # fmt: skip
@@ -91,9 +91,9 @@ def cut_like_megatron(shape: list[int], name: str) -> list[int]:
     return [shape[0], shape[1] // 2] if name.endswith(("o_proj.weight", "down_proj.weight")) else shape
 
 
-@pytest.mark.parametrize("name", ["tensor", "fused", "further tokens"])
-def test_tensor_parallel_ranks_have_parts_and_redistribute_nothing(found: dict[str, Any], name: str) -> None:
-    expected = {weight: cut_like_megatron(shape, weight) for weight, shape in weights_of(name).items()}
+@pytest.mark.parametrize("name", ["tensor", "fused", "mtp"])
+def test_tensor_parallel_ranks_have_shards_and_redistribute_nothing(found: dict[str, Any], name: str) -> None:
+    expected = {weight: sharded_like_megatron(shape, weight) for weight, shape in weights_of(name).items()}
     parameters = found[name]["parameters"]
     assert {weight: shape for weight, shape in parameters.items() if not weight.startswith("accu_")} == expected
     assert without(found[name]["operators"], *REDISTRIBUTING)
@@ -116,11 +116,11 @@ def test_gradients_of_micro_batches_are_added_up_here_and_summed_over_ranks_once
     assert result["operators"]["AllReduce"] == len(weights) + 3
 
 
-def test_ranks_that_share_state_have_a_part_of_every_part(found: dict[str, Any]) -> None:
+def test_ranks_that_share_optimizer_state_have_a_shard_of_every_shard(found: dict[str, Any]) -> None:
     result, weights = found["shared state"], weights_of("shared state")
     for weight, shape in weights.items():
-        first, *rest = cut_like_megatron(shape, weight)
-        # What tensor parallelism leaves whole is on all ranks, and so shared by all.
+        first, *rest = sharded_like_megatron(shape, weight)
+        # What tensor parallelism does not shard is on all ranks, so all of them share its state.
         sharing = RANKS if [first, *rest] == shape else TENSOR["data_parallel"]
         assert result["parameters"][weight] == [first // sharing, *rest], weight
     assert result["operators"]["AllGather"] == result["operators"]["ReduceScatter"] == len(weights)

@@ -1,12 +1,13 @@
-"""Kernels for a graph that MindSpore cuts over ranks: plain operators, each of which says where it is cut.
+"""Kernels for a graph that MindSpore shards: plain operators, each of which has a strategy.
 
-MindSpore's semi-automatic mode cuts the operators of the forward pass and derives the backward pass from the pieces.
-So no gradient is written by hand here, every operator is one that MindSpore knows to cut, and sizes stand in nothing
-but reshapes, which it adapts.
+MindSpore's semi-automatic mode shards the operators of the forward pass and derives the backward pass from the shards.
+So no gradient is written by hand here, every operator is one that MindSpore can shard, and sizes stand in nothing but
+reshapes, which it adapts.
 
-`cut(data, tensor)`: how many data-parallel ranks cut the batch (N, B), and how many tensor-parallel ranks the columns.
+`shard_over(data, tensor)` sets the strategies: over how many data-parallel ranks the batch (N, B) is sharded, and over
+how many tensor-parallel ranks the columns.
 
-Legend: as in reference.py.
+Legend and signatures: as in trainer/ops/cpu/kernels.py.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Linear(nn.Cell):
     def construct(self, x_NI, weight_OI):
         return self.product(x_NI, weight_OI)
 
-    def cut(self, data: int, columns: int = 1, rows: int = 1) -> None:
-        """Over `data` ranks along N, and over others along the weight's O (`columns`) or I (`rows`)."""
+    def shard_over(self, data: int, columns: int = 1, rows: int = 1) -> None:
+        """N over `data` ranks; the weight's O over `columns` ranks or its I over `rows` ranks."""
         self.product.shard(((data, rows), (columns, rows)))
 
 
@@ -43,14 +44,14 @@ class LinearBias(nn.Cell):
     def construct(self, x_NI, weight_OI, bias_O):
         return self.bias_add(self.linear(x_NI, weight_OI), bias_O)
 
-    def cut(self, data: int, columns: int = 1, rows: int = 1) -> None:
-        """As `Linear.cut`."""
-        self.linear.cut(data, columns, rows)
+    def shard_over(self, data: int, columns: int = 1, rows: int = 1) -> None:
+        """As `Linear.shard_over`."""
+        self.linear.shard_over(data, columns, rows)
         self.bias_add.shard(((data, columns), (columns,)))
 
 
 class RmsNorm(nn.Cell):
-    """As `reference.RmsNorm`; every row is whole."""
+    """As `reference.RmsNorm`; no row is sharded."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -61,8 +62,8 @@ class RmsNorm(nn.Cell):
         rstd_N1 = self.rsqrt(self.add(self.mean(self.square(x_ND), -1), self.eps))
         return self.weigh(self.scale(x_ND, rstd_N1), weight_D)
 
-    def cut(self, *degrees: int) -> None:
-        """Along all axes but the last."""
+    def shard_over(self, *degrees: int) -> None:
+        """Shards all axes but the last."""
         whole = (*degrees, 1)
         for part in (self.square, self.mean, self.rsqrt):
             part.shard((whole,))
@@ -83,12 +84,12 @@ class HeadNorm(nn.Cell):
         x_NHd = self.reshape(x_NC, (tokens, columns // self.head_size, self.head_size))
         return self.reshape(self.norm(x_NHd, weight_d), (tokens, columns))
 
-    def cut(self, data: int, tensor: int) -> None:
-        self.norm.cut(data, tensor)
+    def shard_over(self, data: int, tensor: int) -> None:
+        self.norm.shard_over(data, tensor)
 
 
 class Rotary(nn.Cell):
-    """As `reference.Rotary`, with tables [B, T, 1, d]: heads are never split, only shared out."""
+    """As `reference.Rotary`, with tables [B, T, 1, d]: heads are sharded, never split."""
 
     def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
         super().__init__()
@@ -99,12 +100,12 @@ class Rotary(nn.Cell):
     def construct(self, x_NC, cos_BT1d, sin_BT1d):
         rows, length = cos_BT1d.shape[0], cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
-        turned_BTHd = self.turned(x_BTHd)
-        out_BTHd = self.add(self.with_cos(x_BTHd, cos_BT1d), self.with_sin(turned_BTHd, sin_BT1d))
+        rotated_BTHd = self.rotated(x_BTHd)
+        out_BTHd = self.add(self.with_cos(x_BTHd, cos_BT1d), self.with_sin(rotated_BTHd, sin_BT1d))
         return self.reshape(out_BTHd, x_NC.shape)
 
-    def turned(self, x_BTHd):
-        """(-second half, first half) of the columns that turn; the sine of all others is 0, so they may be anything."""
+    def rotated(self, x_BTHd):
+        """(-second half, first half) of the rotated columns; the others are multiplied by a sine of 0."""
         half, size = self.half, self.head_size
         both = self.negate(self.columns(x_BTHd, half, 2 * half)), self.columns(x_BTHd, 0, half)
         if 2 * half == size:
@@ -115,7 +116,7 @@ class Rotary(nn.Cell):
         rows, length, heads = x_BTHd.shape[0], x_BTHd.shape[1], x_BTHd.shape[2]
         return self.slice(x_BTHd, (0, 0, 0, first), (rows, length, heads, end), (1, 1, 1, 1))
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         whole, table = (data, 1, tensor, 1), (data, 1, 1, 1)
         parts = 2 if 2 * self.half == self.head_size else 3
         self.slice.shard((whole,))
@@ -136,7 +137,7 @@ class SwiGLU(nn.Cell):
     def construct(self, gate_NF, up_NF):
         return self.multiply(self.silu(gate_NF), up_NF)
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         self.silu.shard(((data, tensor),))
         self.multiply.shard(((data, tensor), (data, tensor)))
 
@@ -178,7 +179,7 @@ class Attention(nn.Cell):
         return self.to_heads(self.reshape(x_NC, (rows, length, heads, self.head_size)), (0, 2, 1, 3))
 
     def repeat(self, x_BKTd, rows, length):
-        """[B, K, T, d] -> [B, H, T, d]: each head of keys stands before its query heads."""
+        """[B, K, T, d] -> [B, H, T, d]: each key head is repeated for its query heads."""
         group = self.heads // self.kv_heads
         if group == 1:
             return x_BKTd
@@ -188,7 +189,7 @@ class Attention(nn.Cell):
     def rounded(self, x):
         return self.cast(self.cast(x, self.softmax_dtype), mstype.float32)
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         heads = (data, tensor, 1, 1)
         self.to_heads.shard(((data, 1, tensor, 1),))
         for part in (self.from_heads, self.softmax, self.tile):
@@ -200,7 +201,7 @@ class Attention(nn.Cell):
 
 
 class CrossEntropy(nn.Cell):
-    """As `reference.CrossEntropy`; the vocabulary is cut like columns, and of a row's logits no rank has them all."""
+    """As `reference.CrossEntropy`; the vocabulary is sharded like columns, so no rank has all logits of a token."""
 
     def __init__(self, dtype=mstype.float32) -> None:
         super().__init__()
@@ -221,7 +222,7 @@ class CrossEntropy(nn.Cell):
         label_logit_N1 = self.picked(self.pick(centred_NV, label_NV), 1)
         return self.sum(self.weigh(self.difference(log_sum_N1, label_logit_N1), valid_N1))
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         logits, row = (data, tensor), (data, 1)
         self.logits.shard(((data, 1), (tensor, 1)))
         for part in (self.largest, self.exp, self.total, self.picked):
@@ -253,7 +254,7 @@ class RotaryTables(nn.Cell):
         table_BTd = self.gather(table_Pd if self.fused else self.cast(table_Pd, mstype.float32), positions_BT, 0)
         return self.reshape(table_BTd, (rows, length, 1, table_Pd.shape[1]))
 
-    def cut(self, data: int) -> None:
+    def shard_over(self, data: int) -> None:
         self.gather.shard(((1, 1), (data, 1)))
 
 
@@ -278,7 +279,7 @@ class AttentionMask(nn.Cell):
         hidden_B1TT = self.either(other_B1TT, self.hidden_11TT)
         return hidden_B1TT if self.fused else self.bias(self.cast(hidden_B1TT, mstype.float32), self.least)
 
-    def cut(self, data: int) -> None:
+    def shard_over(self, data: int) -> None:
         batch = (data, 1, 1, 1)
         self.differs.shard((batch, batch))
         self.either.shard((batch, (1, 1, 1, 1)))

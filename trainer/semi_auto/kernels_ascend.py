@@ -1,6 +1,6 @@
-"""An Ascend's fused operators for a graph that MindSpore cuts, behind the signatures of `sharded.py`.
+"""An Ascend's fused operators for a graph that MindSpore shards, with the signatures of `kernels.py`.
 
-Legend: as in reference.py.
+Legend: as in trainer/ops/cpu/kernels.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RmsNorm(nn.Cell):
     def construct(self, x_ND, weight_D):
         return self.norm(x_ND, weight_D)[0]
 
-    def cut(self, *degrees: int) -> None:
+    def shard_over(self, *degrees: int) -> None:
         self.norm.shard(((*degrees, 1), (1,)))
 
 
@@ -31,20 +31,20 @@ class Rotary(nn.Cell):
 
     def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
         super().__init__()
-        self.head_size, self.reshape, self.turn = head_size, P.Reshape(), RotaryPositionEmbedding()
+        self.head_size, self.reshape, self.rotate = head_size, P.Reshape(), RotaryPositionEmbedding()
 
     def construct(self, x_NC, cos_BT1d, sin_BT1d):
         rows, length = cos_BT1d.shape[0], cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
-        return self.reshape(self.turn(x_BTHd, cos_BT1d, sin_BT1d, 0), x_NC.shape)
+        return self.reshape(self.rotate(x_BTHd, cos_BT1d, sin_BT1d, 0), x_NC.shape)
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         table = (data, 1, 1, 1)
-        self.turn.shard(((data, 1, tensor, 1), table, table))
+        self.rotate.shard(((data, 1, tensor, 1), table, table))
 
 
 class SwiGLU(nn.Cell):
-    """As `ascend.SwiGLU`, on gate and up side by side in an axis of their own, which no rank cuts."""
+    """As `ascend.SwiGLU`, on gate and up side by side in an axis of their own, which is not sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SwiGLU(nn.Cell):
         both = self.reshape(gate_NF, (tokens, 1, features)), self.reshape(up_NF, (tokens, 1, features))
         return self.reshape(self.swiglu(self.concat(both), 1), (tokens, features))
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         whole = (data, 1, tensor)
         self.concat.shard((whole, whole))
         self.swiglu.shard((whole,))
@@ -80,6 +80,6 @@ class Attention(nn.Cell):
     def split(self, x_NC, rows, length):
         return self.cast(self.reshape(x_NC, (rows, length, x_NC.shape[1])), self.dtype)
 
-    def cut(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int) -> None:
         columns = (data, 1, tensor)
         self.flash.shard((columns, columns, columns, (data, 1, 1, 1)))

@@ -1,8 +1,8 @@
-"""What MindSpore makes of the graph for each of four ranks, computed by four processes: together they must give the
-loss and the gradients of one rank alone.
+"""The graphs that MindSpore makes for each of four ranks, computed by four processes: together they must give the loss
+and the gradients of a single rank.
 
 The graphs come from MindSpore's own parallel pass, as for an Ascend; only their kernels and collectives are a CPU's. A
-CPU has no maximum over ranks, so the vocabulary is one that no rank cuts.
+CPU has no maximum over ranks, so the vocabulary has a size that is not sharded.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def inputs_of(config: Config) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What came out, of one job for all cases."""
-    folder = tmp_path_factory.mktemp("cut")
+    folder = tmp_path_factory.mktemp("sharded")
     (folder / "cases.json").write_text(json.dumps({case: config_of(case) for case in CASES}))
     for case in CASES:
         np.savez(folder / f"{case}.npz", **inputs_of(parse_config("semi", json.dumps(config_of(case)))))
-    job = Path(__file__).with_name("cut_graph_job.py")
+    job = Path(__file__).with_name("sharded_graph_job.py")
     run_job(job, folder, workers=RANKS, folder=folder / "logs", limit_seconds=300)
     return folder
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_parts_give_what_the_whole_gives(folder: Path, case: str) -> None:
+def test_shards_give_the_same_numbers_as_the_whole(folder: Path, case: str) -> None:
     found = [dict(np.load(folder / f"{case}-{rank}.npz")) for rank in range(RANKS)]
     inputs = dict(np.load(folder / f"{case}.npz"))
     one = {"parallel_config": {}, "runner_config": {"batch_size": len(inputs["ids"])}}

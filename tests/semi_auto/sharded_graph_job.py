@@ -1,6 +1,6 @@
-"""A rank of the job of test_cut_numbers.py: lets MindSpore cut the graph for it, computes it, writes down the results.
+"""A rank of the job of test_sharded_numbers.py: MindSpore shards the graph, the rank computes it.
 
-    python cut_graph_job.py folder      (configurations in cases.json, batches in NAME.npz, results in NAME-RANK.npz)
+    python sharded_graph_job.py folder     (configurations in cases.json, batches in NAME.npz, results in NAME-RANK.npz)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ take_a_core()
 
 import mindspore  # noqa: E402
 import numpy as np  # noqa: E402
-from front_end import FOLDED_RANKS, ShardedGraph, cut_graph  # noqa: E402
+from front_end import FOLDED_RANKS, ShardedGraph, sharded_graph  # noqa: E402
 from mindspore import Tensor, nn  # noqa: E402
 
 from trainer.config import Config, parse_config  # noqa: E402
@@ -24,7 +24,7 @@ from trainer.config.checks.parallel import degrees_of  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.world import world_from_environment  # noqa: E402
-from trainer.semi_auto.network import ShardedParameters  # noqa: E402
+from trainer.semi_auto.shards import ShardedParameters  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     # Before the device is set: from then on MindSpore keeps its name elsewhere. The scheduler runs this script as well
     # as far as the workers' meeting, and has no graph.
     scheduler = os.environ.get("MS_ROLE") == "MS_SCHED"
-    graphs = {} if scheduler else {name: cut_graph(config, world, "CPU") for name, config in configs.items()}
+    graphs = {} if scheduler else {name: sharded_graph(config, world, "CPU") for name, config in configs.items()}
     mindspore.set_device("CPU")
     communicator = ProcessGroup(world)
     known: set[str] = set()
@@ -77,7 +77,7 @@ def ranks_of_groups(graph: ShardedGraph) -> dict[str, list[int]]:
 def computed(
     graph: ShardedGraph, parameters: ShardedParameters, batch: dict[str, np.ndarray], folder: Path, rank: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Loss and gradients of this rank's parts."""
+    """Loss and gradients of this rank's shards."""
     values = parameters.own | {name: total for name, (total, _) in parameters.sums.items()}
     for each in graph.model.graph.parameter:
         each.raw_data = values[each.name.rpartition(":")[2]].asnumpy().tobytes()

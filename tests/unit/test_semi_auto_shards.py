@@ -1,4 +1,4 @@
-"""Parts of arrays from MindSpore's layouts, and whole arrays from parts; without MindSpore."""
+"""Shards from MindSpore's parameter layouts, and whole arrays gathered from shards."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 
 from trainer.errors import RunError
 from trainer.parallel.communicator import check_same_values
-from trainer.semi_auto import shards as regions
-from trainer.semi_auto.shards import Shard, first_holders, gather_whole, region
+from trainer.semi_auto import shards
+from trainer.semi_auto.shards import Shard, first_holders, gather_whole, parameter_shard
 
 RANKS = 8
 
 
 class Job:
-    """Ranks that run side by side, as far as they only gather bytes."""
+    """Ranks as threads, which can gather bytes."""
 
     def __init__(self) -> None:
-        self.meeting, self.said = threading.Barrier(RANKS), [b""] * RANKS
+        self.meeting, self.sent = threading.Barrier(RANKS), [b""] * RANKS
 
     def run(self, work: Callable[[Any], Any]) -> list[Any]:
         with ThreadPoolExecutor(RANKS) as ranks:
@@ -34,9 +34,9 @@ class Member:
         self.job, self.rank = job, rank
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        self.job.said[self.rank] = data
+        self.job.sent[self.rank] = data
         self.job.meeting.wait(20)
-        every = list(self.job.said)
+        every = list(self.job.sent)
         self.job.meeting.wait(20)
         return every
 
@@ -45,8 +45,9 @@ def layout(grid: list[int], axes: list, whole: list[int], group: str = "") -> tu
     """As MindSpore 2.10 gives it."""
     part = []
     for axis, size in zip(axes, whole, strict=True):
-        cuts = [grid[-1 - cut] for cut in (axis if isinstance(axis, list) else [axis]) if cut >= 0]
-        part.append(size // int(np.prod(cuts)))
+        dimensions = axis if isinstance(axis, list) else [axis]
+        degrees = [grid[-1 - dimension] for dimension in dimensions if dimension >= 0]
+        part.append(size // int(np.prod(degrees)))
     return grid, axes, part, 0, True, group, whole, part, False, False, 0, 0
 
 
@@ -60,27 +61,28 @@ def layout(grid: list[int], axes: list, whole: list[int], group: str = "") -> tu
         ([[1, 0], -1], 5, (10, 0), (2, 12)),
     ],
 )
-def test_a_part_from_a_layout(axes: list, rank: int, start: tuple, shape: tuple) -> None:
-    found = region(layout([4, 2], axes, [16, 12]), rank)
+def test_a_shard_from_a_layout(axes: list, rank: int, start: tuple, shape: tuple) -> None:
+    found = parameter_shard(layout([4, 2], axes, [16, 12]), rank)
     assert found == Shard(start, shape)
 
 
-def test_ranks_that_share_state_cut_the_first_axis_once_more() -> None:
-    assert region(layout([4, 2], [0, -1], [16, 12], "4-1"), 5, (2, 4)) == Shard((12, 0), (2, 12))
+def test_ranks_that_share_optimizer_state_shard_the_first_axis_once_more() -> None:
+    assert parameter_shard(layout([4, 2], [0, -1], [16, 12], "4-1"), 5, (2, 4)) == Shard((12, 0), (2, 12))
 
 
 def test_a_later_stage_has_a_grid_of_its_own() -> None:
-    assert region(layout([2, 2], [0], [6]), 5) == region(layout([2, 2], [0], [6]), 1) == Shard((3,), (3,))
+    grid = layout([2, 2], [0], [6])
+    assert parameter_shard(grid, 5) == parameter_shard(grid, 1) == Shard((3,), (3,))
 
 
-def test_whole_arrays_from_the_parts_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "PIECE_BYTES", 20)  # parts go in several pieces, of unequal number
+def test_whole_arrays_from_the_shards_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "PIECE_BYTES", 20)  # shards are sent in several pieces, of unequal number
     random = np.random.default_rng(2)
     wholes = {"a": random.standard_normal((16, 12), np.float32), "b": random.standard_normal(8, np.float32)}
     shapes = {"a": (16, 12), "b": (8,), "frozen": (3,)}
-    of_rank = [{"a": region(layout([4, 2], [1, 0], [16, 12]), rank)} for rank in range(RANKS)]
+    of_rank = [{"a": parameter_shard(layout([4, 2], [1, 0], [16, 12]), rank)} for rank in range(RANKS)]
     for rank in range(4):  # of the first stage only, and twice
-        of_rank[rank]["b"] = region(layout([2, 2], [0], [8]), rank)
+        of_rank[rank]["b"] = parameter_shard(layout([2, 2], [0], [8]), rank)
     holders = {name: first_holders([each.get(name) for each in of_rank]) for name in shapes}
     assert list(holders["b"]) == [0, 1] and len(holders["a"]) == RANKS and holders["frozen"] == {}
 
@@ -94,7 +96,7 @@ def test_whole_arrays_from_the_parts_of_all_ranks(monkeypatch: pytest.MonkeyPatc
         np.testing.assert_array_equal(found[name], whole)
 
 
-def test_ranks_with_other_values_are_named() -> None:
+def test_ranks_with_different_values_are_named() -> None:
     def checked(values: list[dict[str, int]]) -> list[str]:
         def check(member: Member) -> str:
             try:

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Makes the pictures of the README from a real run: docs/images/terminal.svg and docs/images/report.png.
+
+    python scripts/make_images.py [flags of run_trainer.py]
+
+Trains configs/quickstart.yaml in a pseudo-terminal of 100 columns, in a temporary folder, and draws what stands on the
+screen at the end. It takes as long as the training does; `--stop_step 300` shortens it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import tempfile
+import termios
+from pathlib import Path
+
+from PIL import Image
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+COLUMNS, LINES = 100, 40
+_COMMAND = "python run_trainer.py --config configs/quickstart.yaml"
+_CONTROL = re.compile(r"\x1b\[(\?25[lh]|\d*[AK])|\r|\n")
+
+
+def run_in_terminal(command: list[str]) -> str:
+    """What a command writes to a terminal.
+
+    Raises:
+        SystemExit: The command failed.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(COLUMNS), LINES=str(LINES))
+        os.execv(command[0], command)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    written = b""
+    while True:
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:  # Linux's end of file of a pseudo-terminal
+            break
+        written += part
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        raise SystemExit(f"{written.decode()}\nthe run failed with exit code {code}")
+    return written.decode()
+
+
+def screen(written: str) -> list[str]:
+    """The lines that remain on a terminal, with their colours: a live line replaces itself."""
+    lines, row, start = [""], 0, 0
+    for control in _CONTROL.finditer(written):
+        lines[row] += written[start : control.start()]
+        start = control.end()
+        if control.group() == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif control.group().endswith("K"):
+            lines[row] = ""
+        elif control.group().endswith("A"):
+            row -= int(control.group(1)[:-1] or 1)
+    lines[row] += written[start:]
+    return lines
+
+
+def draw(command: str, lines: list[str], path: Path) -> None:
+    """Draws a command and the lines that it left on a terminal as an SVG."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(f"[bold green]$[/] {command}", highlight=False)
+    for line in lines:
+        console.print(Text.from_ansi(line.rstrip()), highlight=False)
+    # Without rich's web font: the picture needs no network.
+    form = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace("Fira Code, ", "")
+    console.save_svg(str(path), title="run_trainer", code_format=form)
+
+
+def shrink(source: Path, path: Path) -> None:
+    """Copies a picture with 64 colours, which makes its file a third as large."""
+    with Image.open(source) as image:
+        image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main() -> None:
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*_COMMAND.split(), *sys.argv[1:]]
+        written = run_in_terminal([sys.executable, *words[1:], "--output_dir", folder])
+        # The picture shows the folder that the command would use.
+        lines = screen(written.replace(folder, "output/quickstart").strip())
+        draw(" ".join(words), lines, IMAGES / "terminal.svg")
+        shrink(Path(folder) / "report.png", IMAGES / "report.png")
+
+
+if __name__ == "__main__":
+    main()
