@@ -61,10 +61,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, strings: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each string."""
 
-    def encode_utf8(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    def encode_utf8(self, strings: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids of each string (valid UTF-8) as unsigned arrays, without Python integers."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -100,11 +100,11 @@ class ByteTokenizer:
         # Bytes from a terminal that are not UTF-8 arrive as lone surrogates; this restores them.
         return list(text.encode("utf-8", "surrogateescape"))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def encode_batch(self, strings: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in strings]
 
-    def encode_utf8(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.frombuffer(text, np.uint8) for text in texts]
+    def encode_utf8(self, strings: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in strings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(token_id) for token_id in ids if 0 <= token_id < 256).decode("utf-8", "replace")
@@ -154,16 +154,16 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._encodings(list(texts))]
+    def encode_batch(self, strings: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encodings(list(strings))]
 
-    def encode_utf8(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        encodings = self._encodings([text.decode() for text in texts])
+    def encode_utf8(self, strings: Sequence[bytes]) -> list[np.ndarray]:
+        encodings = self._encodings([text.decode() for text in strings])
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def _encodings(self, texts: list[str]):
+    def _encodings(self, strings: list[str]):
         # `fast` only leaves out the character offsets, which are not needed here.
-        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token_id) for token_id in ids if 0 <= token_id < self.vocab_size])
