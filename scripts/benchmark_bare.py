@@ -75,8 +75,8 @@ def build_bare_step(config: Config) -> Callable[[], None]:
 
     training = open_training(config, lambda update: 1e-3)
     model, optimizer = training.model, training.optimizer
-    rows, _ = build_datasets(config)
-    batch = rows.rows(range(config.runner_config.batch_size))
+    dataset, _ = build_datasets(config)
+    batch = dataset.batch(range(config.runner_config.batch_size))
     inputs, tokens = training.build_inputs(batch), batch.labels.size
     gradients_of = mindspore.value_and_grad(
         lambda: model(inputs).total * (1 / tokens), None, list(optimizer.parameters.values())

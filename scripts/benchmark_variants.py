@@ -48,8 +48,8 @@ def time_variants(path: str, rounds: int) -> dict[str, list[float]]:
 
     layers = load_config(path, []).decoder.num_layers
     configs = {name: read_config(path, flags) for name, flags in variant_flags(layers).items()}
-    rows, _ = build_datasets(configs["plain"])
-    batch = rows.rows(range(configs["plain"].runner_config.batch_size))
+    dataset, _ = build_datasets(configs["plain"])
+    batch = dataset.batch(range(configs["plain"].runner_config.batch_size))
     steps = {name: open_training(config, lambda update: 1e-4) for name, config in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM_UP_STEPS + rounds):

@@ -222,7 +222,7 @@ def test_a_missing_path_is_an_error(tmp_path):
 def test_a_folder_without_matching_files_is_an_error(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.csv").write_text("1,2")
-    with pytest.raises(UserError, match=r"no file named like \*\.txt, \*\.md, \*\.py") as caught:
+    with pytest.raises(UserError, match=r"no file that matches \*\.txt, \*\.md, \*\.py") as caught:
         source_of(tmp_path, tmp_path / "corpus")
     assert "data_loader.patterns" in caught.value.fix
 

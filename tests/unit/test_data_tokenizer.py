@@ -156,6 +156,6 @@ def test_a_bad_tokenizer_is_an_error(tmp_path, make, words):
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
 def test_an_id_that_the_tokenizer_does_not_have_is_an_error(tmp_path, name):
     path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
-    with pytest.raises(UserError, match=f"model.model_config.{name} = 9999: .*no token of this id") as caught:
+    with pytest.raises(UserError, match=f"model.model_config.{name} = 9999: .*no token with this id") as caught:
         hugging_face(tmp_path, path, vocab_size=20_000, **{name: 9999})
     assert line_of(tmp_path, name) in str(caught.value)
