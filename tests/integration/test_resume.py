@@ -59,7 +59,7 @@ def whole(home: Path, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sublayers(home: Path, path: Path, whole: Path) -> Path:
+def resumed(home: Path, path: Path, whole: Path) -> Path:
     """N steps, stopped, and N more."""
     output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
     assert column(step_records(output), "step") == list(range(1, HALF + 1))
@@ -75,24 +75,24 @@ def test_the_stop_is_where_it_is_hardest(whole: Path) -> None:
     assert records[steps_per_epoch - 1]["tokens"] < fullest * 0.8  # each epoch ends in a partial window
 
 
-def test_stopped_and_resumed_equals_never_stopped(whole: Path, sublayers: Path) -> None:
+def test_stopped_and_resumed_equals_never_stopped(whole: Path, resumed: Path) -> None:
     """Bug 8 of trainers."""
-    assert figures(sublayers) == figures(whole)
-    assert_same_bits(arrays_of(sublayers), arrays_of(whole))
+    assert figures(resumed) == figures(whole)
+    assert_same_bits(arrays_of(resumed), arrays_of(whole))
     last = column(eval_records(whole), "eval_loss")[-1]
-    assert column(eval_records(sublayers), "eval_loss")[-1] == last
+    assert column(eval_records(resumed), "eval_loss")[-1] == last
 
 
-def test_the_loss_scale_goes_on_where_it_was(sublayers: Path) -> None:
+def test_the_loss_scale_goes_on_where_it_was(resumed: Path) -> None:
     """It doubles after every third step; a window that began anew after the stop would double it later."""
     scales = [256 * 2 ** (step // 3) for step in range(2 * HALF)]
-    assert column(step_records(sublayers), "loss_scale") == scales
+    assert column(step_records(resumed), "loss_scale") == scales
 
 
-def test_metrics_hold_every_step_once(sublayers: Path) -> None:
-    assert column(step_records(sublayers), "step") == list(range(1, 2 * HALF + 1))
-    assert column(eval_records(sublayers), "step") == [5, HALF, 10, 15, 2 * HALF]  # the first half ended with one
-    assert not any("metrics-" in name for name in files_below(sublayers))
+def test_metrics_hold_every_step_once(resumed: Path) -> None:
+    assert column(step_records(resumed), "step") == list(range(1, 2 * HALF + 1))
+    assert column(eval_records(resumed), "step") == [5, HALF, 10, 15, 2 * HALF]  # the first half ended with one
+    assert not any("metrics-" in name for name in files_below(resumed))
 
 
 def test_a_checkpoint_by_name_and_steps_that_were_made_before(path: Path, whole: Path, home: Path) -> None:

@@ -11,7 +11,7 @@ from trainer.config import Config, dump_config, parse_config
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, all_shapes, layer_prefix, parameter_shapes
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 LAYERS = 4

@@ -22,7 +22,7 @@ from trainer.models.shapes import (
     block_weights,
     parameter_shapes,
 )
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 KEY = "model.model_config.pet_config"

@@ -12,7 +12,7 @@ from trainer.config import Config, Override, load_config
 from trainer.errors import UserError
 from trainer.parallel.world import World, world_of
 from trainer.plan.memory import memory_estimate, memory_notices
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]

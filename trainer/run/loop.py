@@ -32,7 +32,7 @@ from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.select import kernel_notices
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.evaluate import eval_run, evaluate_now
 from trainer.run.prepare import Prepared, prepare
 from trainer.run.stop_signals import EXIT_CODES, StopSignals
