@@ -43,7 +43,7 @@ def test_the_global_batch_is_that_of_all_ranks() -> None:
     assert build_plan(kept, world_of(8)).steps_per_epoch == -(-one.rows // 32)
     text = text_of(config, world_of(8))
     assert "ranks 8: data_parallel 8" in text
-    assert "optimizer step 2 micro-batches of 4 rows on each rank: 64 rows, 8,192 tokens" in text
+    assert "optimizer step 2 micro-batches of 4 sequences on each rank: 64 sequences, 8,192 tokens" in text
     assert "rank" not in text_of(config, world_of(1))
 
 
