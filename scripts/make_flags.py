@@ -142,8 +142,8 @@ def rows_of(section: Described, path: str) -> tuple[list[str], list[tuple[str, s
         if "x-support" in described:
             others.append((f"{path}{'.' if path else ''}{key}", described["x-support"], described["x-reason"]))
             continue
-        start = f"{_ANOTHER}{key}."
-        names = [name for name, other in properties.items() if other.get("description", "").startswith(start)]
+        start = re.compile(rf"{_ANOTHER}{key}\.( |$)")
+        names = [name for name, other in properties.items() if start.match(other.get("description", ""))]
         also = f" Also: {', '.join(f'`{name}`' for name in names)}." if names else ""
         acting.append(f"| `{key}` | {cell(text)}{also} |")
     return acting, others

@@ -1,4 +1,5 @@
-"""A rank of the job of test_collectives.py: does every collective once and writes down what came out."""
+"""A rank of a job for test_collectives.py: does every collective once and writes down what came out. In a job of two it
+also does the steps of test_data_parallel.py: most of such a job's time goes into its start."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from collective_cases import (  # noqa: E402
     shared_tensors,
     text_of,
 )
+from data_parallel_worker import steps_together  # noqa: E402
 from exported_graphs import export  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
@@ -48,6 +50,8 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     communicator = ProcessGroup(world)
+    if world.size == 2:
+        np.savez(folder / f"steps-{world.rank}.npz", **steps_together(communicator))
     found = {"folder": np.array(str(folder)), "float64": np.array(collectives.gather_float64(numbers_of(world.rank)))}
     found["no float64"] = np.array(collectives.gather_float64([]))
     for name, text in zip(("texts", "no texts"), (text_of(world.rank), b""), strict=True):
