@@ -38,7 +38,7 @@ _EXPERTS = f"{_MODEL}.moe_config"
 def variant_flags(config: Config) -> dict[str, list[str]]:
     """Flags of each run of a round, by variant; `experts N` all have the same active weights as `dense`."""
     moe = config.decoder.experts
-    if moe is None or moe.room is not None:
+    if moe is None or moe.effective_capacity is not None:
         raise RunFailed("this benchmark needs a model with experts that drops nothing: moe_config without a capacity")
     flags = {f"experts {number}": [f"{_EXPERTS}.expert_num", str(number)] for number in _numbers(config)}
     dense_width = str(moe.num_experts_chosen * config.decoder.expert_size)

@@ -17,8 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trainer.cli.flags import FLAGS  # noqa: E402
 from trainer.config import json_schema  # noqa: E402
+from trainer.config.schema.fields import Section  # noqa: E402
 
-Section = dict[str, Any]
+Described = dict[str, Any]
+"""A section or a property in the JSON Schema."""
 
 INTRODUCTION = """\
 # Flags and keys
@@ -66,9 +68,15 @@ def page() -> str:
     flags = [f"| `--{flag.name}` | `{flag.key}` | {cell(flag.help)} |" for flag in FLAGS]
     schema = json_schema()
     acting, unsupported = [], []
-    for paths, section in sections(schema):
-        title = " and ".join(f"`{path}`" for path in paths if path) or "Top level"
+    supports = {kind.__name__: (kind.support, kind.support_reason) for kind in subclasses(Section)}
+    for name, paths, section in sections(schema):
+        title = ", ".join(f"`{path}`" for path in paths if path) or "Top level"
         types = types_of(section)
+        support, reason = supports.get(name, ("honoured", ""))
+        if support != "honoured":
+            names = [f"{paths[0]}: {kind}" for kind in types.split(", ")] if types else [paths[0]]
+            unsupported += [(key, support, reason) for key in names]
+            continue
         rows, others = rows_of(section, paths[0])
         if rows:
             heading = f"### {title}: {types}" if types else f"### {title}"
@@ -79,12 +87,17 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def sections(schema: Section) -> list[tuple[list[str], Section]]:
-    """Every section of the schema once, with the paths that lead to it, in the order of the file."""
+def subclasses(kind: type[Section]) -> list[type[Section]]:
+    """All classes below a class."""
+    return [found for below in kind.__subclasses__() for found in (below, *subclasses(below))]
+
+
+def sections(schema: Described) -> list[tuple[str, list[str], Described]]:
+    """Every section of the schema once: its class, the paths that lead to it, and what it holds."""
     definitions = schema["$defs"]
     paths: dict[str, list[str]] = {}
 
-    def walk(section: Section, path: str) -> None:
+    def walk(section: Described, path: str) -> None:
         for key, described in section["properties"].items():
             if described.get("description", "").startswith(_ANOTHER):
                 continue
@@ -97,7 +110,7 @@ def sections(schema: Section) -> list[tuple[list[str], Section]]:
                     walk(definitions[name], below)
 
     walk(schema, "")
-    return [([""], schema), *((found, definitions[name]) for name, found in paths.items())]
+    return [("", [""], schema), *((name, found, definitions[name]) for name, found in paths.items())]
 
 
 def references(described: Any) -> list[str]:
@@ -111,14 +124,14 @@ def references(described: Any) -> list[str]:
     return [name for word in ("anyOf", "oneOf", "items") if word in described for name in references(described[word])]
 
 
-def types_of(section: Section) -> str:
+def types_of(section: Described) -> str:
     """The values of `type` that select this section in its family; empty if it has no family."""
     described = section["properties"].get("type", {})
     names = [described["const"]] if "const" in described else described.get("enum", [])
     return ", ".join(names)
 
 
-def rows_of(section: Section, path: str) -> tuple[list[str], list[tuple[str, str, str]]]:
+def rows_of(section: Described, path: str) -> tuple[list[str], list[tuple[str, str, str]]]:
     """The rows of a section's table; of its keys that do not act: key, "ignored" or "not_yet", and reason."""
     properties = section["properties"]
     acting, others = [], []

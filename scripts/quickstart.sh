@@ -19,7 +19,7 @@ show() {
 
 show python run_trainer.py --config configs/quickstart.yaml "$@"
 
-# The flags may have changed the folder, and the model: its config.yaml has all that this training was told.
+# Flags may have changed the output folder and the model: the config.yaml in it has the settings of this training.
 folder="$(python run_trainer.py plan --json --config configs/quickstart.yaml "$@" |
     python -c 'import json, sys; print(json.load(sys.stdin)["output_dir"])')"
 show python run_trainer.py --config "$folder/config.yaml" --run_mode predict \

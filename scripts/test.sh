@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks everything: sets up .venv with what the tests need, then ruff, flake8 and pytest.
+# Checks everything: sets up .venv with what the tests need, then ruff, flake8 and all tests (tests/run_suite.py).
+# The last line sums up: "N passed, N failed, N skipped"; any failure ends with an exit code that is not zero.
 #
 #   bash scripts/test.sh [arguments of pytest]       for example: bash scripts/test.sh tests/unit -k schedule
 #
@@ -14,5 +15,8 @@ export PATH="$root/.venv/bin:$PATH"
 
 python -m ruff check .
 python -m flake8 .
+if [ $# -eq 0 ]; then
+    exec python tests/run_suite.py
+fi
 # A file of tests stays in one process: it shares its compiled models.
 python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=15 "$@"

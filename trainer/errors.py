@@ -1,7 +1,7 @@
-"""The two ways a run can fail on purpose: both end without a traceback.
+"""The errors that a run reports as one message, without a traceback, and the exit codes.
 
-A message answers, as far as each is known: where (file and line, or the flag), which key, what value, which rule it
-breaks and how to mend it.
+A message says as much as is known: where (file and line, or the flag), which key, which value, which rule it breaks,
+and the fix.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ EXIT_SIGTERM = 143
 
 
 class TrainerError(Exception):
-    """Base of the errors that are shown to a user as one message.
+    """Base of the errors that the user sees as one message.
 
     Args:
         rule: What is wrong, or the rule that the value breaks, as a sentence without its full stop.
-        where: Where the value comes from, for example ``configs/a.yaml:12`` or ``flag --seed``.
+        where: Origin of the value, for example ``configs/a.yaml:12`` or ``flag --seed``.
         key: The dotted key, for example ``runner_config.batch_size``.
-        value: The offending value; shown with ``repr``. Leave out when there is none.
-        fix: What to do about it, as a sentence without its full stop.
+        value: The wrong value; shown with ``repr``. Left out when there is none.
+        fix: What to do, as a sentence without its full stop.
     """
 
     exit_code = EXIT_RUN_FAILED
@@ -36,17 +36,17 @@ class TrainerError(Exception):
         super().__init__(message + (f"\n  Fix: {fix}." if fix else ""))
 
     def at(self, where: str, key: str = "") -> TrainerError:
-        """The same error, with the place, and where given the key, that only a caller knew."""
+        """The same error with the location, and if given the key, that only the caller knows."""
         return type(self)(self.rule, where=where, key=key or self.key, value=self._given, fix=self.fix)
 
 
 class UserError(TrainerError):
-    """Bad input that is known before the run starts: exit code 2."""
+    """Bad input, found before the run starts: exit code 2."""
 
     exit_code = EXIT_BAD_INPUT
 
 
 class RunError(TrainerError):
-    """A failure that only the run can know (a NaN loss, a full disk): exit code 1."""
+    """A failure during the run (a NaN loss, a full disk): exit code 1."""
 
     exit_code = EXIT_RUN_FAILED

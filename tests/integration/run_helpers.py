@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -107,6 +109,13 @@ def train(path: Path, **flags: object) -> Path:
     config = config_of(path, **flags)
     assert run(config) == 0
     return Path(config.output_dir)
+
+
+def train_and_read(path: Path, **flags: object) -> tuple[Path, str]:
+    """`train`, with what the run printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        return train(path, **flags), printed.getvalue()
 
 
 # What a run left

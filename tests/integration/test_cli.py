@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from run_helpers import (
     write_instructions,
 )
 
-from trainer.cli.flags import FLAGS
+from trainer.cli.flags import FLAGS, PANELS
 
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
 
@@ -83,9 +84,9 @@ def test_answers_quickly_and_without_mindspore(name: str, tmp_path: Path) -> Non
 
 
 def test_help_has_room_for_every_flag(tmp_path: Path) -> None:
-    for command in ("train", "plan"):
+    for command in ([], ["train"], ["plan"], ["export"]):
         done = subprocess.run(
-            [sys.executable, str(PROGRAM), command, "--help"],
+            [sys.executable, str(PROGRAM), *command, "--help"],
             cwd=tmp_path,
             env={"COLUMNS": "80"},
             capture_output=True,
@@ -94,12 +95,26 @@ def test_help_has_room_for_every_flag(tmp_path: Path) -> None:
         )
         for flag in ["config", "options", *(flag.name for flag in FLAGS)]:
             assert f"--{flag} " in done.stdout, flag
+        lines = done.stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        last = lines[next(n for n, line in enumerate(lines) if "Ignored, or not yet there" in line) :]
+        one_line_each = last[1 : len(PANELS["Ignored, or not yet there"]) + 1]
+        assert all(re.match(r"│ --\w+ .*(ignored|not yet)\.", line) for line in one_line_each), last
+        assert [title for title in PANELS if f"─ {title} ─" in done.stdout] == list(PANELS)
 
 
 def test_a_plan_says_what_a_run_would_do(tmp_path: Path) -> None:
     _, output, _ = call("plan", "--config", QUICKSTART, "--gradient_accumulation_steps", 4, cwd=tmp_path)
-    for text in ("optimizer step", "4 micro-batches of 32 rows", "rotary_embedding", "learning rate", "weights", "MiB"):
+    lines = output.splitlines()
+    assert len(lines) <= 30 and all(line == line.rstrip() for line in lines)
+    for text in ("optimizer step", "4 micro-batches of 32 rows", "reference for all", "learning rate",
+                 "weights", "MiB"):  # fmt: skip
         assert text in output, text
+    flags = ("--output_dir", "x" * 100, "--sink_mode", "--verbose")
+    _, output, _ = call("plan", "--config", QUICKSTART, *flags, cwd=tmp_path)
+    assert output.startswith("NOTES\n  - ignored: runner_config.sink_mode (flag --sink_mode): each optimizer step is")
+    assert "x" * 100 in output, "no cell is folded in a pipe"
+    assert re.search(r"rotary_embedding  use_fused_rope: False +reference  use_fused_rope is off; device", output)
     code, output, _ = call("plan", "--json", "--config", QUICKSTART, "--use_fused_rope", cwd=tmp_path)
     plan = json.loads(output)
     assert code == 0 and plan["run_mode"] == "train"

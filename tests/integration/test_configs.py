@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_helpers import REPOSITORY, column, config_of, step_records, train
 
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import arrays_of, assert_same_bits, call, column, config_of, figures, step_records, write_config
-from run_helpers import write_corpus as corpus
+from run_helpers import arrays_of, assert_same_bits, column, config_of, figures, step_records, train, write_config
 
+from trainer.cli.main import dispatch
+from trainer.errors import UserError
 from trainer.models.init import initial_value
 from trainer.models.shapes import parameter_shapes
 
@@ -22,19 +23,10 @@ SECTIONS = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("frozen")
-    corpus(folder / "data")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
-    """The folder of a run from the command line, with its configuration as run.yaml."""
+    """The folder of a run, with its configuration as run.yaml."""
     folder = home / "whole"
-    path = write_config(folder, home / "data", SECTIONS)
-    code, _, errors = call("--config", path, "--stop_step", 6, cwd=home)
-    assert code == 0, errors
+    train(write_config(folder, home / "data", SECTIONS), runner_config__stop_step=6)
     return folder
 
 
@@ -53,34 +45,31 @@ def test_frozen_weights_stay_byte_for_byte_and_have_no_state(trained: Path) -> N
 
 def test_recomputing_changes_no_bit(home: Path, trained: Path) -> None:
     path = write_config(home / "kept", home / "data", SECTIONS | {"recompute_config.recompute": False})
-    code, _, errors = call("--config", path, "--stop_step", 6, cwd=home)
-    assert code == 0, errors
+    train(path, runner_config__stop_step=6)
     assert figures(home / "kept" / "output") == figures(trained / "output")
     assert_same_bits(arrays_of(home / "kept" / "output"), arrays_of(trained / "output"))
 
 
 def test_a_run_goes_on_with_the_same_weights_frozen_and_with_no_others(home: Path, trained: Path) -> None:
     path = write_config(home / "parts", home / "data", SECTIONS)
-    assert call("--config", path, "--stop_step", 4, cwd=home)[0] == 0
+    train(path, runner_config__stop_step=4)
     for freeze, change in (
         ("{include: embeddings}", "model.layers.0.input_layernorm.weight (and 8 more) was frozen and is trained now"),
         ("{embeddings: True, layers: 0-1}", "model.layers.1.input_layernorm.weight (and 8 more) was trained"),
     ):
-        other = ("--resume_training", "--freeze", freeze)
-        code, _, errors = call("--config", path, "--stop_step", 6, *other, cwd=home)
-        assert code == 2 and "another freeze setting" in errors and change in errors and "Fix: " in errors, errors
+        with pytest.raises(UserError, match="another freeze setting") as caught:
+            train(path, runner_config__stop_step=6, resume_training=True, freeze=freeze)
+        assert caught.value.exit_code == 2 and change in str(caught.value) and "Fix: " in str(caught.value)
     # The same in other words is the same.
-    freeze = ("--freeze", "{embeddings: True, layers: [0]}", "--recompute_config.recompute", "False")
-    code, _, errors = call("--config", path, "--stop_step", 6, "--resume_training", *freeze, cwd=home)
-    assert code == 0, errors
+    same = {"freeze": "{embeddings: True, layers: [0]}", "recompute_config__recompute": False}
+    train(path, runner_config__stop_step=6, resume_training=True, **same)
     assert_same_bits(arrays_of(home / "parts" / "output"), arrays_of(trained / "output"))
 
 
-def test_the_plan_says_both(home: Path, trained: Path) -> None:
+def test_the_plan_says_both(trained: Path, capsys: pytest.CaptureFixture) -> None:
     path = trained / "run.yaml"
-    code, printed, errors = call("plan", "--config", path, "--json", cwd=home)
-    assert code == 0, errors
-    plan = json.loads(printed)
+    assert dispatch(["plan", "--config", str(path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
     shapes = parameter_shapes(config_of(path).decoder)
     assert plan["frozen"]["tensors"] == 10
     assert plan["weights"] + plan["frozen"]["weights"] == sum(int(np.prod(shape)) for shape in shapes.values())

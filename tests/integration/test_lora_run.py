@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import shutil
@@ -24,10 +26,12 @@ from run_helpers import (
     write_corpus,
     write_instructions,
 )
+from tolerances import decoder_limits
 
 from trainer.checkpoint.adapters import PREFIX
 from trainer.checkpoint.store import newest_complete
 from trainer.checkpoint.weights import read_weights
+from trainer.cli.main import dispatch
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
 
@@ -61,7 +65,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(home: Path) -> Path:
-    """Checkpoints of the model below the adapters."""
+    """Checkpoints of the base model."""
     return train(write_config(home / "base", home / "data", {"runner_config.epochs": 3})) / "checkpoints"
 
 
@@ -79,10 +83,17 @@ def whole(home: Path, path: Path) -> Path:
 def merged(home: Path, path: Path, whole: Path) -> Path:
     """The model with the adapters folded in."""
     file = home / "merged" / "model.safetensors"
-    code, output, errors = call("export", "--config", path, "--adapter", whole, "--merge", "--output", file, cwd=home)
-    assert code == 0, errors
+    output = exported("--config", path, "--adapter", whole, "--merge", "--output", file)
     assert output.startswith(f"wrote {file}: ") and "6 adapters" in output and "times 3" in output
     return file
+
+
+def exported(*arguments: object) -> str:
+    """What `export` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert dispatch(["export", *map(str, arguments)]) == 0
+    return printed.getvalue()
 
 
 def dense(path: Path, folder: Path) -> Path:
@@ -144,7 +155,8 @@ def test_evaluation_with_adapters_equals_the_merged_model(home: Path, path: Path
     assert loss_of(path, home / "eval", adapter_id=whole) == trained
     assert json.loads((home / "eval" / "eval.json").read_text())["adapter_id"] == str(whole)
     plain = dense(path, home / "plain")
-    assert loss_of(plain, home / "eval_merged", load_checkpoint=merged) == pytest.approx(trained, rel=1e-5)
+    limit = decoder_limits(config_of(plain).decoder, rows=4).loss
+    assert loss_of(plain, home / "eval_merged", load_checkpoint=merged) == pytest.approx(trained, rel=limit)
     assert loss_of(plain, home / "eval_base") > trained  # without them
 
 
@@ -164,8 +176,8 @@ def test_adapters_of_peft_are_taken_and_trained_further(home: Path, path: Path, 
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         shutil.copy(source / name, folder / name)
     assert loss_of(path, home / "eval_peft", adapter_id=folder) == eval_records(whole)[-1]["eval_loss"]
-    mtp = train(path, output_dir=home / "further", adapter_id=folder, runner_config__stop_step=2)
-    assert step_records(mtp)[0]["loss"] < step_records(whole)[0]["loss"]
+    further = train(path, output_dir=home / "further", adapter_id=folder, runner_config__stop_step=2)
+    assert step_records(further)[0]["loss"] < step_records(whole)[0]["loss"]
 
 
 # Export
@@ -173,30 +185,29 @@ def test_adapters_of_peft_are_taken_and_trained_further(home: Path, path: Path, 
 
 def test_the_merged_file_is_base_and_adapters(path: Path, base: Path, whole: Path, merged: Path) -> None:
     settings = config_of(path).decoder
-    found, below = safetensors.numpy.load_file(merged), read_weights(base)
+    found, original = safetensors.numpy.load_file(merged), read_weights(base)
     assert {name: array.shape for name, array in found.items()} == parameter_shapes(settings)
     adapters = safetensors.numpy.load_file(newest_complete(whole / "checkpoints") / "adapter_model.safetensors")
     for name, array in found.items():
         key = PREFIX + name.removesuffix("weight") + "lora_{}.weight"
         if key.format("A") in adapters:
             product = adapters[key.format("B")].astype(np.float64) @ adapters[key.format("A")]
-            np.testing.assert_allclose(array, below[name] + 3 * product, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(array, original[name] + 3 * product, rtol=0, atol=1e-6)
             assert np.abs(product).max() > 1e-3
         else:
-            np.testing.assert_array_equal(array, below[name])
+            np.testing.assert_array_equal(array, original[name])
 
 
 def test_export_of_plain_weights_and_no_file_is_replaced(home: Path, path: Path, base: Path) -> None:
     plain, folder = dense(path, home / "plain"), home / "exported"
-    command = ("export", "--config", plain, "--output", folder)
-    code, output, errors = call(*command, cwd=home)
-    assert code == 0 and output.startswith(f"wrote {folder}/model.safetensors: the weights of {base}"), errors
+    command = ("--config", plain, "--output", folder)
+    assert exported(*command).startswith(f"wrote {folder}/model.safetensors: the weights of {base}")
     assert_same_bits(safetensors.numpy.load_file(folder / "model.safetensors"), read_weights(base))
     (folder / "model.safetensors").write_text("of someone")
-    code, _, errors = call(*command, cwd=home)
+    code, _, errors = call("export", *command, cwd=home)  # the command as a process of its own
     assert code == 2 and "--output" in errors and "there already" in errors and "--force" in errors
     assert (folder / "model.safetensors").read_text() == "of someone"
-    assert call(*command, "--force", cwd=home)[0] == 0
+    exported(*command, "--force")
     assert_same_bits(read_weights(folder), read_weights(base))
     assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
 
@@ -212,14 +223,14 @@ def refusal(path: Path, output: Path, **flags: object) -> str:
     return message
 
 
-def test_other_weights_below_are_refused(home: Path, path: Path, whole: Path, base: Path) -> None:
+def test_another_base_model_is_refused(home: Path, path: Path, whole: Path, base: Path) -> None:
     weights = read_weights(base)
     weights["model.norm.weight"] = np.nextafter(weights["model.norm.weight"], np.float32(2))  # one bit
     other = home / "other.safetensors"
     safetensors.numpy.save_file(weights, other)
     for flags in ({"run_mode": "eval", "adapter_id": whole}, {"resume_training": True}):
         message = refusal(path, whole, load_checkpoint=other, **flags)
-        assert "trained on top of other weights" in message and "SHA-256" in message
+        assert "trained on another base model" in message and "SHA-256" in message
         assert "flag --load_checkpoint" in message and f"again with --load_checkpoint {base}" in message
 
 
@@ -268,4 +279,4 @@ def test_other_targets_are_refused(home: Path, path: Path, whole: Path) -> None:
     message = refusal(path, home / "refused", run_mode="eval", adapter_id=whole, **{key: "'.*wq|.*wk|.*wv|.*w2'"})
     assert "lacks model.layers.0.self_attn.k_proj.lora_A.weight" in message
     message = refusal(path, whole, resume_training=True, **{key: "'.*wq|.*wv'"})
-    assert "holds model.layers.0.mlp.down_proj.lora_A.weight" in message and "unknown here" in message
+    assert "holds model.layers.0.mlp.down_proj.lora_A.weight" in message and "this model does not have" in message

@@ -61,10 +61,10 @@ def test_it_learns_the_digits_and_can_be_stopped(
     printed = capsys.readouterr().out
     assert "epoch: 1 step: 100, loss is " in printed
     assert re.search(r"eval at step 500: loss 0\.\d+, accuracy 9\d\.\d+ % \(1.00k images in ", printed)
-    sublayers = train(CONFIG, **flags(tmp_path / "halves", runner_config__stop_step=300))
+    resumed = train(CONFIG, **flags(tmp_path / "halves", runner_config__stop_step=300))
     train(CONFIG, **flags(tmp_path / "halves", resume_training=True))
-    assert figures(sublayers) == figures(whole)
-    assert_same_bits(arrays_of(sublayers), arrays_of(whole))
+    assert figures(resumed) == figures(whole)
+    assert_same_bits(arrays_of(resumed), arrays_of(whole))
     log = (tmp_path / "halves" / "log_output" / "worker_0.log").read_text()
     assert log.count("epoch: 2 step: 30,") == log.count("epoch: 2 step: 70,") == 1
     evaluation = tmp_path / "eval"

@@ -107,7 +107,7 @@ def test_a_checkpoint_without_modules_or_biases_is_trained_on(path: Path, whole:
     )
     log = (output / "logs" / "rank-0.log").read_text()
     assert "the checkpoint has no multi-token prediction module: layer 2 (mtp_depth 1) starts from the seed" in log
-    assert "balance_via_topk_bias: the checkpoint has no bias on the choice of experts, it starts at 0" in log
+    assert "balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0" in log
 
 
 def test_another_number_of_experts_is_refused(path: Path, whole: Path, home: Path) -> None:

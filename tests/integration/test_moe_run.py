@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import arrays_of, assert_same_bits, call, column, figures, step_records, write_config
+from run_helpers import arrays_of, assert_same_bits, column, figures, step_records, train, train_and_read, write_config
 
 MOE = "model.model_config.moe_config."
 EXPERTS = {
@@ -36,19 +36,17 @@ DEEPSEEK = {
 _LINE = re.compile(r"^layer: (\d+), drop_rate: (\d\.\d{5})$", re.MULTILINE)
 
 
-def run(folder: Path, data: Path, changes: dict, *flags: object) -> str:
+def run(folder: Path, data: Path, changes: dict, steps: int, **flags: object) -> str:
     """Trains `folder`/run.yaml; returns what was printed."""
     path = write_config(folder, data, EXPERTS | changes)
-    code, printed, errors = call("--config", path, *flags, cwd=folder)
-    assert code == 0, errors
-    return printed
+    return train_and_read(path, runner_config__stop_step=steps, **flags)[1]
 
 
 @pytest.fixture(scope="module")
 def capacity(home: Path) -> tuple[Path, str]:
     """A run with capacity: its output folder and what it printed."""
     folder = home / "capacity"
-    return folder / "output", run(folder, home / "data", CAPACITY, "--stop_step", 6)
+    return folder / "output", run(folder, home / "data", CAPACITY, 6)
 
 
 def test_every_step_prints_a_drop_rate_for_each_layer(capacity: tuple[Path, str]) -> None:
@@ -78,8 +76,8 @@ def test_the_drop_rate_counts_whole_assignments_of_the_window(capacity: tuple[Pa
 
 def test_capacity_resumes_bit_for_bit(home: Path, capacity: tuple[Path, str]) -> None:
     folder = home / "parts"
-    run(folder, home / "data", CAPACITY, "--stop_step", 3)
-    run(folder, home / "data", CAPACITY, "--stop_step", 6, "--resume_training")
+    run(folder, home / "data", CAPACITY, 3)
+    run(folder, home / "data", CAPACITY, 6, resume_training=True)
     assert figures(folder / "output") == figures(capacity[0])
     names = ("drop_rate", "load_imbalance", "router_entropy", "aux_loss")
     for name in names:
@@ -90,14 +88,14 @@ def test_capacity_resumes_bit_for_bit(home: Path, capacity: tuple[Path, str]) ->
 def test_recomputing_counts_every_token_once(home: Path, capacity: tuple[Path, str]) -> None:
     """Correctness 12."""
     folder = home / "again"
-    run(folder, home / "data", CAPACITY | {"recompute_config.recompute": True}, "--stop_step", 6)
+    run(folder, home / "data", CAPACITY | {"recompute_config.recompute": True}, 6)
     assert column(step_records(folder / "output"), "drop_rate") == column(step_records(capacity[0]), "drop_rate")
     assert figures(folder / "output") == figures(capacity[0])
 
 
 def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) -> None:
     whole, parts = home / "deepseek", home / "deepseek_parts"
-    printed = run(whole, home / "data", DEEPSEEK, "--stop_step", 6)
+    printed = run(whole, home / "data", DEEPSEEK, 6)
     assert "the drop rate will be 0.00000 in every layer: use_gmm computes every token" in printed
     # Layer 0 is dense; the multi-token prediction module counts on after layer 1.
     assert _LINE.findall(printed) == [("1", "0.00000"), ("2", "0.00000")] * 6
@@ -105,8 +103,8 @@ def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) ->
     for record in step_records(whole / "output"):
         assert record["drop_rate"] == [0.0, 0.0] and len(record["load_imbalance"]) == 2
         assert 0 < record["mtp_loss"] < 10
-    for flags in (("--stop_step", 3), ("--stop_step", 6, "--resume_training")):
-        run(parts, home / "data", DEEPSEEK, *flags)
+    run(parts, home / "data", DEEPSEEK, 3)
+    run(parts, home / "data", DEEPSEEK, 6, resume_training=True)
     assert figures(parts / "output") == figures(whole / "output")
     assert_same_bits(arrays_of(parts / "output"), arrays_of(whole / "output"))
     biases = [array for name, array in arrays_of(whole / "output").items() if "e_score_correction_bias" in name]
@@ -115,17 +113,16 @@ def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) ->
 
 def test_a_trained_mixture_is_evaluated_and_continues_a_text(home: Path, capacity: tuple[Path, str]) -> None:
     path, output = home / "capacity" / "run.yaml", home / "evaluated"
-    flags = ("--load_checkpoint", capacity[0], "--output_dir", output)
-    code, printed, errors = call("--config", path, "--run_mode", "eval", *flags, cwd=home)
-    assert code == 0, errors
+    flags = {"load_checkpoint": capacity[0], "output_dir": output}
+    _, printed = train_and_read(path, run_mode="eval", **flags)
     assert "capacity_factor 1.1 drops tokens in training only" in printed
     assert 0 < json.loads((output / "eval.json").read_text())["loss"] < 6
-    predict = ("--run_mode", "predict", "--predict_data", "the cat", "--model.model_config.max_new_tokens", 4)
-    code, printed, errors = call("--config", path, *predict, *flags, cwd=home)
-    assert code == 0 and printed, errors
+    flags |= {"predict_data": "the cat", "model__model_config__max_new_tokens": 4}
+    train(path, run_mode="predict", **flags)
+    assert json.loads((output / "predictions.jsonl").read_text(encoding="utf-8"))["text"]
 
 
 def test_the_report_is_drawn(home: Path) -> None:
     folder = home / "drawn"
-    run(folder, home / "data", CAPACITY | {"report": True}, "--stop_step", 2)
+    run(folder, home / "data", CAPACITY | {"report": True}, 2)
     assert (folder / "output" / "report.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""A run that stopped and goes on equals one that never did, bit for bit; a checkpoint that does not fit is refused."""
+"""A resumed run equals one that never stopped, bit for bit; a checkpoint that does not fit is an error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def whole(home: Path, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sublayers(home: Path, path: Path, whole: Path) -> Path:
+def resumed(home: Path, path: Path, whole: Path) -> Path:
     """N steps, stopped, and N more."""
     output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
     assert column(step_records(output), "step") == list(range(1, HALF + 1))
@@ -75,24 +75,24 @@ def test_the_stop_is_where_it_is_hardest(whole: Path) -> None:
     assert records[steps_per_epoch - 1]["tokens"] < fullest * 0.8  # each epoch ends in a partial window
 
 
-def test_stopped_and_resumed_equals_never_stopped(whole: Path, sublayers: Path) -> None:
+def test_stopped_and_resumed_equals_never_stopped(whole: Path, resumed: Path) -> None:
     """Bug 8 of trainers."""
-    assert figures(sublayers) == figures(whole)
-    assert_same_bits(arrays_of(sublayers), arrays_of(whole))
+    assert figures(resumed) == figures(whole)
+    assert_same_bits(arrays_of(resumed), arrays_of(whole))
     last = column(eval_records(whole), "eval_loss")[-1]
-    assert column(eval_records(sublayers), "eval_loss")[-1] == last
+    assert column(eval_records(resumed), "eval_loss")[-1] == last
 
 
-def test_the_loss_scale_goes_on_where_it_was(sublayers: Path) -> None:
+def test_the_loss_scale_goes_on_where_it_was(resumed: Path) -> None:
     """It doubles after every third step; a window that began anew after the stop would double it later."""
     scales = [256 * 2 ** (step // 3) for step in range(2 * HALF)]
-    assert column(step_records(sublayers), "loss_scale") == scales
+    assert column(step_records(resumed), "loss_scale") == scales
 
 
-def test_metrics_hold_every_step_once(sublayers: Path) -> None:
-    assert column(step_records(sublayers), "step") == list(range(1, 2 * HALF + 1))
-    assert column(eval_records(sublayers), "step") == [5, HALF, 10, 15, 2 * HALF]  # the first half ended with one
-    assert not any("metrics-" in name for name in files_below(sublayers))
+def test_metrics_hold_every_step_once(resumed: Path) -> None:
+    assert column(step_records(resumed), "step") == list(range(1, 2 * HALF + 1))
+    assert column(eval_records(resumed), "step") == [5, HALF, 10, 15, 2 * HALF]  # the first half ended with one
+    assert not any("metrics-" in name for name in files_below(resumed))
 
 
 def test_a_checkpoint_by_name_and_steps_that_were_made_before(path: Path, whole: Path, home: Path) -> None:
@@ -143,10 +143,10 @@ def test_the_plan_says_where_a_run_would_go_on(path: Path, whole: Path, capsys: 
     plan = plan_of(path, capsys, output_dir=whole, resume_training=f"step-{HALF:08d}")
     steps_per_epoch = column(step_records(whole), "epoch").count(1)
     epoch, batch = 1 + HALF // steps_per_epoch, 1 + WINDOW * (HALF % steps_per_epoch)
-    place = f"step {HALF} is done, goes on with step {HALF + 1} (epoch {epoch}, micro-batch {batch})"
+    place = f"step {HALF} is done, continues with step {HALF + 1} (epoch {epoch}, micro-batch {batch})"
     assert plan["resumed"] == f"{whole / 'checkpoints' / f'step-{HALF:08d}'}: {place}"
     assert plan["notices"] == []
-    assert plan_of(path, capsys, output_dir=whole, resume_training=True)["resumed"].endswith("nowhere: all is done")
+    assert plan_of(path, capsys, output_dir=whole, resume_training=True)["resumed"].endswith("no step is left")
     assert plan_of(path, capsys, output_dir=whole)["resumed"] == ""
 
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
     (checkpoint / "COMPLETE").write_text(json.dumps(marker))
     flags = {"output_dir": output, "resume_training": checkpoint.name, "lr_schedule__learning_rate": 0.02}
     plan = plan_of(path, capsys, **flags)
-    assert f"goes on with step {HALF + 1}" in plan["resumed"] and plan["notices"] == []
+    assert f"continues with step {HALF + 1}" in plan["resumed"] and plan["notices"] == []
 
 
 def refusal(path: Path, output: Path, **flags: object) -> str:
@@ -233,7 +233,7 @@ def refusal(path: Path, output: Path, **flags: object) -> str:
         ({"model.model_config.seq_length": 8}, ["seq_length was 16 and is 8"]),
         ({"model.model_config.intermediate_size": 48}, ["mlp.gate_proj.weight", "[32, 16]", "[48, 16]"]),
         ({"model.model_config.num_layers": 3}, ["lacks model.layers.2."]),
-        ({"model.model_config.num_layers": 1}, ["model.layers.1.", "unknown here"]),
+        ({"model.model_config.num_layers": 1}, ["model.layers.1.", "this model does not have"]),
         ({"optimizer.type": "SGD"}, ["made with AdamW", "optimizer.type is SGD", "--load_checkpoint"]),
         ({"resume_training": "step-00000099"}, ["step-00000099", "no such checkpoint"]),
     ],

@@ -1,4 +1,5 @@
-"""A rank of the job of test_collectives.py: does every collective once and writes down what came out."""
+"""A rank of a job for test_collectives.py: does every collective once and writes down what came out. In a job of two it
+also does the steps of test_data_parallel.py: most of such a job's time goes into its start."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from collective_cases import (  # noqa: E402
     shared_tensors,
     text_of,
 )
+from data_parallel_worker import steps_together  # noqa: E402
 from exported_graphs import export  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
@@ -34,10 +36,10 @@ from trainer.checkpoint.writing import write_checkpoint  # noqa: E402
 from trainer.config import parse_config  # noqa: E402
 from trainer.errors import RunError  # noqa: E402
 from trainer.optim.groups import parameter_groups  # noqa: E402
-from trainer.optim.optimizer import Sharing, build_optimizer  # noqa: E402
+from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
-from trainer.parallel.optimizer_shard import OptimizerShard, part_of  # noqa: E402
+from trainer.parallel.sharding import OptimizerShard, range_of_rank  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Receive"}
@@ -48,6 +50,8 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     communicator = ProcessGroup(world)
+    if world.size == 2:
+        np.savez(folder / f"steps-{world.rank}.npz", **steps_together(communicator))
     found = {"folder": np.array(str(folder)), "float64": np.array(collectives.gather_float64(numbers_of(world.rank)))}
     found["no float64"] = np.array(collectives.gather_float64([]))
     for name, text in zip(("texts", "no texts"), (text_of(world.rank), b""), strict=True):
@@ -70,37 +74,35 @@ def main(folder: Path) -> None:
 
 
 def shared(world: World) -> dict[str, np.ndarray]:
-    """Tensors that are whole again, in each way of sharing them."""
+    """Tensors that are whole again, after each way of gathering them."""
     found = {}
     for way in ("in chunks", "together", "from parts", "on a device", "from parts on a device"):
         parameters, parts = [], []
         for number, whole in enumerate(shared_tensors()):
-            own, known = part_of(whole.size, world.rank, world.size), np.full(whole.size, np.nan, np.float32)
+            own, known = range_of_rank(whole.size, world.rank, world.size), np.full(whole.size, np.nan, np.float32)
             parts.append(Tensor(whole.reshape(-1)[own]))
             if "parts" not in way:
                 known[own] = whole.reshape(-1)[own]
             parameters.append(Parameter(Tensor(known.reshape(whole.shape)), name=f"{way} {number}"))
         if "device" in way:
-            collectives._share_on_device(parameters, parts if "parts" in way else None)
+            collectives._all_gather_on_device(parameters, parts if "parts" in way else None)
         else:
             chunk_bytes = 1000 if way == "in chunks" else 1 << 20
-            collectives.share_parts(parameters, parts if "parts" in way else None, chunk_bytes)
+            collectives.all_gather_ranges(parameters, parts if "parts" in way else None, chunk_bytes)
         found |= {f"shared {parameter.name}": parameter.asnumpy() for parameter in parameters}
     return found
 
 
 def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.ndarray]:
-    """Weights after updates with the whole state and with a share of it, and what the states take; saves the latter."""
+    """Weights after updates with the whole state and with a shard of it, and the bytes of both; saves the shard."""
     settings = parse_config("worker", '{"optimizer": {"type": "AdamW"}}').optimizer
     arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}
     groups = parameter_groups({name: array.shape for name, array in arrays.items()}, 0.1)
     found = {}
-    sharing = Sharing(
-        OptimizerShard(communicator.rank, communicator.size, threshold_bytes=1000), collectives.share_parts
-    )
-    for way in (None, sharing):
+    shard = OptimizerShard(communicator.rank, communicator.size, 1000, collectives.all_gather_ranges)
+    for way in (None, shard):
         parameters = {name: Parameter(Tensor(array), name=name) for name, array in arrays.items()}
-        optimizer = build_optimizer(parameters, groups, settings, sharing=way)
+        optimizer = build_optimizer(parameters, groups, settings, shard=way)
         for step in range(3):
             random = np.random.default_rng(step)
             gradients = [Tensor(random.normal(size=array.shape).astype(np.float32)) for array in arrays.values()]

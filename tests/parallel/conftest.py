@@ -3,13 +3,16 @@ in threads at the same time, and each is reported by itself."""
 
 from __future__ import annotations
 
+import fcntl
 import inspect
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from launch_helpers import end_all
+from msrun_helpers import run_job
 
 _RESULTS = pytest.StashKey[dict[str, Future]]()
 _POOLS = pytest.StashKey[list[ThreadPoolExecutor]]()
@@ -24,6 +27,25 @@ def nobody_left() -> Iterator[None]:
     """A test that fails leaves no job behind."""
     yield
     end_all()
+
+
+@pytest.fixture(scope="session")
+def folder_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A function that gives the folder in which the job of collectives_worker.py on so many ranks left its results. One
+    job serves all tests, whichever test process they run in."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(ranks: int) -> Path:
+        folder = base / f"ranks-{ranks}"
+        with (base / f"{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                worker = Path(__file__).with_name("collectives_worker.py")
+                run_job(worker, folder, workers=ranks, folder=folder / "logs", limit_seconds=240)
+        return folder
+
+    return folder_of
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,42 +1,31 @@
-"""A rank of the job of test_data_parallel.py: trains its part of each batch and writes down what came out."""
+"""What a rank of the job of two does for test_data_parallel.py: it trains its part of each batch."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
-from msrun_helpers import take_a_core
+import mindspore
+import numpy as np
+from step_cases import LONG, MODELS, SCALE, TinyTrainer, trained, window
 
-take_a_core()
-
-import mindspore  # noqa: E402
-import numpy as np  # noqa: E402
-from step_cases import LONG, MODELS, SCALE, TinyTrainer, trained, window  # noqa: E402
-
-from trainer.errors import RunError  # noqa: E402
-from trainer.models.shapes import EMBEDDING  # noqa: E402
-from trainer.parallel.communicator import ProcessGroup  # noqa: E402
-from trainer.parallel.world import world_from_environment  # noqa: E402
-from trainer.run.session import check_same_weights  # noqa: E402
-from trainer.step.evaluate import evaluate  # noqa: E402
+from trainer.errors import RunError
+from trainer.models.shapes import EMBEDDING
+from trainer.parallel.communicator import ProcessGroup
+from trainer.run.session import check_same_weights
+from trainer.step.evaluate import evaluate
 
 
-def main(folder: Path) -> None:
-    world = world_from_environment()
-    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-    mindspore.set_device("CPU")
-    communicator = ProcessGroup(world)
+def steps_together(communicator: ProcessGroup) -> dict[str, np.ndarray]:
+    """Results of this rank, by name."""
     trainers = {name: TinyTrainer(**model) for name, model in MODELS.items()}
     found = {}
     for name, trainer in trainers.items():
-        found |= trained(trainer, communicator, world.rank, world.size, name)
+        found |= trained(trainer, communicator, communicator.rank, communicator.size, name)
     dense = trainers["dense"]
     found |= (
         long_training(dense, communicator) | overflow_of_one_rank(dense, communicator) | evaluated(dense, communicator)
     )
-    found |= {"differing weights": message_about_weights(dense, communicator), "vote": votes(communicator)}
-    np.savez(folder / f"rank-{world.rank}.npz", **found)
+    return found | {"differing weights": message_about_weights(dense, communicator), "vote": votes(communicator)}
 
 
 def long_training(trainer: TinyTrainer, communicator: ProcessGroup) -> dict[str, np.ndarray]:
@@ -85,7 +74,3 @@ def message_about_weights(trainer: TinyTrainer, communicator: ProcessGroup) -> n
 
 def votes(communicator: ProcessGroup) -> np.ndarray:
     return np.array([communicator.any(False), communicator.any(communicator.rank == 1), communicator.any(True)])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

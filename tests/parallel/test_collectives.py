@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,21 +22,18 @@ from collective_cases import (
     shared_tensors,
     text_of,
 )
-from msrun_helpers import run_job
 
 from trainer.checkpoint.store import read_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 Found = list[dict[str, np.ndarray]]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(request: pytest.FixtureRequest, folder_of_ranks: Callable[[int], Path]) -> Found:
     """What came out on each rank, by name; one job for all tests."""
-    folder = tmp_path_factory.mktemp(f"collectives-{request.param}")
-    worker = Path(__file__).with_name("collectives_worker.py")
-    run_job(worker, folder, workers=request.param, folder=folder / "logs")
+    folder = folder_of_ranks(request.param)
     return [dict(np.load(folder / f"rank-{rank}.npz")) for rank in range(request.param)]
 
 

@@ -5,29 +5,27 @@ Tolerances are those of the promise: 1e-6 relative for loss and norm of the firs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from msrun_helpers import run_job
 from step_cases import LONG, MODELS, STEPS, TinyTrainer, trained, uneven, window
 
 from trainer.parallel.communicator import SingleProcess
 from trainer.step.accumulate import valid_tokens
 from trainer.step.evaluate import evaluate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
-    """What each rank of one job found, by name."""
-    folder = tmp_path_factory.mktemp("data-parallel")
-    worker = Path(__file__).with_name("data_parallel_worker.py")
-    run_job(worker, folder, workers=RANKS, folder=folder / "logs", limit_seconds=240)
-    return [dict(np.load(folder / f"rank-{rank}.npz")) for rank in range(RANKS)]
+def ranks(folder_of_ranks: Callable[[int], Path]) -> list[dict[str, np.ndarray]]:
+    """Results of each rank of one job, by name."""
+    folder = folder_of_ranks(RANKS)
+    return [dict(np.load(folder / f"steps-{rank}.npz")) for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from numpy_kernels import distance
-from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, state_of
+from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, shared_trainer, state_of
 from tolerances import decoder_limits
 
 from trainer.data import Batch
@@ -23,7 +23,7 @@ LIMITS = decoder_limits(config_of().decoder)
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyTrainer:
-    return TinyTrainer(**RATES)
+    return shared_trainer(**RATES)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_every_mask_of_a_run_has_its_own_name(
 
 def test_compiled_blocks_use_the_masks_that_they_are_given(tiny: TinyTrainer, window: list[Batch]) -> None:
     """A mask baked in at the first compilation would agree with the operator-by-operator run for the first key only."""
-    eager = TinyTrainer(compiled=False, **RATES)
+    eager = shared_trainer(compiled=False, **RATES)
     for number in (0, 1):
         results = [trainer.step().backward(window[0], number, 1.0) for trainer in (tiny, eager)]
         ours, right = results
@@ -100,13 +100,14 @@ def test_compiled_blocks_use_the_masks_that_they_are_given(tiny: TinyTrainer, wi
 def test_evaluation_drops_nothing(tiny: TinyTrainer, window: list[Batch]) -> None:
     tiny.step()
     loss = evaluate(tiny.model, tiny.build_inputs, window, stop=lambda: False)[0]
-    without = TinyTrainer(compiled=False)
+    without = shared_trainer(compiled=False)
+    without.step()
     right = evaluate(without.model, without.build_inputs, window, stop=lambda: False)[0]
     assert loss == pytest.approx(right, rel=LIMITS.loss)
 
 
 @pytest.mark.parametrize("key", RATES)
 def test_each_rate_alone_changes_the_loss(window: list[Batch], key: str) -> None:
-    plain, dropping = TinyTrainer(compiled=False), TinyTrainer(compiled=False, **{key: RATES[key]})
+    plain, dropping = shared_trainer(compiled=False), shared_trainer(compiled=False, **{key: RATES[key]})
     assert_same_bits(dropping.initial, plain.initial)
     assert loss_of(dropping.step(), window[0], 0) != loss_of(plain.step(), window[0], 0)

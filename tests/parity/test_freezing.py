@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from operator_counts import operator_counts
-from tiny_trainer import TinyTrainer, make_batch
+from tiny_trainer import TinyTrainer, make_batch, shared_trainer
 
 from trainer.data import Batch
 from trainer.models.shapes import EMBEDDING
@@ -35,12 +35,12 @@ def window() -> list[Batch]:
 
 @pytest.fixture(scope="module")
 def full() -> TinyTrainer:
-    return TinyTrainer()
+    return shared_trainer()
 
 
 @pytest.fixture(scope="module", params=list(FREEZES))
 def partial(request: pytest.FixtureRequest) -> TinyTrainer:
-    return TinyTrainer(sections={"freeze": FREEZES[request.param]})
+    return shared_trainer(sections={"freeze": FREEZES[request.param]})
 
 
 def gradients(trainer: TinyTrainer, window: list[Batch]) -> dict[str, np.ndarray]:
@@ -64,7 +64,7 @@ def test_trained_weights_get_the_gradients_of_the_full_model(
 
 def test_without_compilation_too(window: list[Batch]) -> None:
     freezes: tuple[dict, ...] = ({}, FREEZES["matrices"])
-    eager = [TinyTrainer(compiled=False, sections={"freeze": freeze}) for freeze in freezes]
+    eager = [shared_trainer(compiled=False, sections={"freeze": freeze}) for freeze in freezes]
     theirs, ours = (gradients(trainer, window[:1]) for trainer in eager)
     assert_trained_get_the_same(ours, theirs, 2 * PROJECTIONS)
 
@@ -108,7 +108,7 @@ def test_products_for_frozen_weights_are_not_computed(full: TinyTrainer, window:
         return found["MatMul"], found["BatchMatMul"]
 
     def frozen(name: str) -> tuple[int, int]:
-        return count(name, TinyTrainer(sections={"freeze": FREEZES[name]}))
+        return count(name, shared_trainer(sections={"freeze": FREEZES[name]}))
 
     inputs = full.build_inputs(window[0])
     forward = operator_counts(lambda: full.model(inputs).tokens.asnumpy(), tmp_path / "forward")["BatchMatMul"]

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 from numpy_kernels import distance
-from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, make_batch, state_of
+from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, make_batch, shared_trainer, state_of
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import Batch
@@ -28,7 +28,7 @@ LIMITS = decoder_limits(config_of().decoder, rows=4)
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyTrainer:
-    return TinyTrainer()
+    return shared_trainer()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 from numpy_kernels import distance
-from tiny_trainer import TinyTrainer, assert_same_bits, make_batch
+from tiny_trainer import assert_same_bits, make_batch, shared_trainer
 from tolerances import rounding_limit
 
 from trainer.config import parse_config
@@ -186,7 +186,7 @@ def test_state_put_into_a_new_optimizer_continues_with_the_same_bits() -> None:
 
 
 def test_it_learns() -> None:
-    step = TinyTrainer().step(lambda update: 0.05, optimizer={"type": "Muon"})
+    step = shared_trainer().step(lambda update: 0.05, optimizer={"type": "Muon"})
     assert isinstance(step.optimizer, Muon)
     losses = [step([make_batch(1, 9, rows=2)]).loss for _ in range(12)]
     assert losses[-1] < 0.5 * losses[0]

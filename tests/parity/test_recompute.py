@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from operator_counts import operator_counts
 from recompute_memory import LAYERS
-from tiny_trainer import TinyTrainer, assert_same_bits, make_batch, state_of
+from tiny_trainer import assert_same_bits, make_batch, shared_trainer, state_of
 
 from trainer.data import Batch
 from trainer.models import decoder
@@ -40,7 +40,7 @@ def window() -> list[Batch]:
 
 def trained(window: list[Batch], recompute: dict, sections: dict | None = None, steps: int = 2, **build: Any) -> dict:
     """Losses, norms and everything that some steps of accumulation leave behind."""
-    trainer = TinyTrainer(sections={"recompute_config": recompute} | (sections or {}), **build)
+    trainer = shared_trainer(sections={"recompute_config": recompute} | (sections or {}), **build)
     step = trainer.step(lambda update: 0.01, optimizer=ADAMW)
     results = [step(window) for _ in range(steps)]
     numbers = {"numbers": np.array([(result.loss, result.global_norm) for result in results])}
@@ -88,7 +88,7 @@ def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest
         return original(key, site, shape, rate)
 
     monkeypatch.setattr(decoder, "dropout_mask", recording)
-    trainer = TinyTrainer(sections={"recompute_config": WHOLE}, **DROPOUT)
+    trainer = shared_trainer(sections={"recompute_config": WHOLE}, **DROPOUT)
     accumulate(window, trainer.step().backward)
     sites, batches = range(6), (0, 1, 3)
     forward = itertools.product(batches, sites)
@@ -99,11 +99,11 @@ def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest
 
 def test_each_block_is_computed_once_more_and_no_more(window: list[Batch], tmp_path: Path) -> None:
     def counts(name: str, freeze: dict, **recompute: Any) -> dict[str, int]:
-        step = TinyTrainer(sections={"recompute_config": recompute, "freeze": freeze}).step()
+        step = shared_trainer(sections={"recompute_config": recompute, "freeze": freeze}).step()
         return operator_counts(lambda: accumulate(window[:1], step.backward).gradients[0].asnumpy(), tmp_path / name)
 
     lower: dict[str, Any] = {"layers": 0, "embeddings": True}
-    trainer = TinyTrainer()
+    trainer = shared_trainer()
     inputs = trainer.build_inputs(window[0])
     forward = operator_counts(lambda: trainer.model(inputs).tokens.asnumpy(), tmp_path / "forward")
     plain, again = counts("plain", {}), counts("again", {}, recompute=True)

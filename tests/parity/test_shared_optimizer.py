@@ -16,8 +16,8 @@ from tolerances import rounding_limit
 
 from trainer.config import parse_config
 from trainer.optim.groups import parameter_groups
-from trainer.optim.optimizer import AdamW, Optimizer, Sharing, build_optimizer
-from trainer.parallel.optimizer_shard import OptimizerShard, part_of
+from trainer.optim.optimizer import AdamW, Optimizer, build_optimizer
+from trainer.parallel.sharding import OptimizerShard, range_of_rank
 
 SHAPES = {"embedding": (61, 9), "norm": (17,), "matrix": (40, 33), "large": (300, 700), "bias": (2,)}
 THRESHOLD_BYTES = 4 * 500  # norm and bias stay whole
@@ -28,15 +28,15 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 Arrays = dict[str, np.ndarray]
 
 
-def build(kind: str, weights: Mapping[str, np.ndarray], sharing: Sharing | None = None) -> Optimizer:
+def build(kind: str, weights: Mapping[str, np.ndarray], shard: OptimizerShard | None = None) -> Optimizer:
     section = {"weight_decay": 0.1, "type": "AdamW" if "AdamW" in kind else "SGD"}
     section |= {} if "AdamW" in kind else {"momentum": 0.9, "nesterov": kind == "nesterov"}
     settings = parse_config(kind, json.dumps({"optimizer": section})).optimizer
     parameters = {name: Parameter(Tensor(array.copy()), name=name) for name, array in weights.items()}
     groups = parameter_groups(SHAPES, 0.1)
     if kind == "AdamW by operators":
-        return AdamW(parameters, groups, settings, device="Ascend", sharing=sharing)
-    return build_optimizer(parameters, groups, settings, sharing=sharing)
+        return AdamW(parameters, groups, settings, device="Ascend", shard=shard)
+    return build_optimizer(parameters, groups, settings, shard=shard)
 
 
 def weights_of(optimizer: Optimizer) -> Arrays:
@@ -44,16 +44,16 @@ def weights_of(optimizer: Optimizer) -> Arrays:
 
 
 class Ranks:
-    """So many optimizers that share their state."""
+    """Optimizers of several ranks that shard their state."""
 
     def __init__(self, kind: str, weights: Mapping[str, np.ndarray], ranks: int) -> None:
         self.given: dict[int, tuple[Sequence[Parameter], Sequence[Tensor] | None]] = {}
         self.optimizers = [
-            build(kind, weights, Sharing(OptimizerShard(rank, ranks, THRESHOLD_BYTES), partial(self.share, rank)))
+            build(kind, weights, OptimizerShard(rank, ranks, THRESHOLD_BYTES, partial(self.all_gather, rank)))
             for rank in range(ranks)
         ]
 
-    def share(self, rank: int, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
+    def all_gather(self, rank: int, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
         assert rank not in self.given
         self.given[rank] = (parameters, parts)
 
@@ -63,7 +63,7 @@ class Ranks:
         for number, name in enumerate(SHARED):
             wholes = [self.given[rank][0][number] for rank in range(len(self.optimizers))]
             assert all(parameter.name == name for parameter in wholes)
-            ranges = [part_of(wholes[0].size, rank, len(wholes)) for rank in range(len(wholes))]
+            ranges = [range_of_rank(wholes[0].size, rank, len(wholes)) for rank in range(len(wholes))]
             parts = [
                 whole.asnumpy().reshape(-1)[own]
                 if self.given[rank][1] is None
@@ -121,7 +121,7 @@ def test_a_rank_keeps_its_part_of_the_large_and_the_first_writes_the_rest(kind: 
         for state in kinds:
             sizes = {name: array.size for name, array in optimizer.state[state].items()}
             for name, size in sizes.items():
-                own = part_of(int(np.prod(SHAPES[name])), rank, 4)
+                own = range_of_rank(int(np.prod(SHAPES[name])), rank, 4)
                 assert size == (own.stop - own.start if name in SHARED else np.prod(SHAPES[name])), name
         names = SHAPES if rank == 0 else SHARED
         assert optimizer.state_arrays().keys() == {f"{state}.{name}" for state in kinds for name in names}

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 from mindspore import Tensor, ops
 from numpy_kernels import distance
-from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, garbage_of, join, make_batch, state_of
+from tiny_trainer import (
+    RARE_TOKEN,
+    TinyTrainer,
+    assert_same_bits,
+    config_of,
+    garbage_of,
+    join,
+    make_batch,
+    shared_trainer,
+    state_of,
+)
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import Batch
@@ -32,7 +42,7 @@ ADAMW = {"type": "AdamW", "weight_decay": 0.1}
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyTrainer:
-    return TinyTrainer()
+    return shared_trainer()
 
 
 @pytest.fixture(scope="module")

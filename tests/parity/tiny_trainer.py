@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 from typing import Any
@@ -87,6 +88,18 @@ class TinyTrainer:
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed,
             communicator=communicator, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         )  # fmt: skip
+
+
+def shared_trainer(compiled: bool = True, sections: dict[str, Any] | None = None, **model: Any) -> TinyTrainer:
+    """The one `TinyTrainer` of this process with such a configuration. `step` gives it its initial weights again; a
+    test that changes `initial` or a part of the model builds a trainer of its own."""
+    used = {name: section for name, section in (sections or {}).items() if section}
+    return _shared_trainer(compiled, json.dumps(used, sort_keys=True), json.dumps(model, sort_keys=True))
+
+
+@functools.cache
+def _shared_trainer(compiled: bool, sections: str, model: str) -> TinyTrainer:
+    return TinyTrainer(compiled, json.loads(sections), **json.loads(model))
 
 
 def garbage_of(step: TrainStep, window: list[Batch]) -> int:

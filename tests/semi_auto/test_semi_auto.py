@@ -228,7 +228,7 @@ def test_steps_are_those_of_a_run(settings: dict[str, Any]) -> None:
         assert abs(mine.global_norm - right.global_norm) < 1e-5 * right.global_norm
         assert mine.local_norms == pytest.approx(right.local_norms, 1e-4, 1e-6)
     saved, expected = step.to_save(), run.to_save()
-    assert (saved.updates, saved.in_parts) == (expected.updates, False)
+    assert (saved.updates, saved.is_sharded) == (expected.updates, False)
     for mine, right in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):
         assert set(mine) == set(right)
         assert max(distance(mine[name], right[name]) for name in right) < 1e-4

@@ -26,7 +26,6 @@ ROOMS = (
     ("trainer.parallel.world",),
     ("trainer.parallel.mesh",),
     ("trainer.config",),
-    ("trainer.checkpoint.arrays",),
     ("trainer.ops.precision",),
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (

@@ -212,7 +212,7 @@ def test_all_variants_with_experts_have_the_active_weights_of_the_dense_one():
         shapes = {key: shape for key, shape in parameter_shapes(decoder).items() if not key.endswith("mlp.gate.weight")}
         sizes = {key: np.prod(shape) for key, shape in shapes.items()}
         active[name] = sum(size * share if ".experts." in key else size for key, size in sizes.items())
-        assert decoder.experts is None or (decoder.experts.room is not None) == (name == "capacity")
+        assert decoder.experts is None or (decoder.experts.effective_capacity is not None) == (name == "capacity")
     assert len(set(active.values())) == 1 and list(flags) == [*(f"experts {n}" for n in (4, 8, 16, 32, 64)), "dense",
                                                               "capacity"]
 

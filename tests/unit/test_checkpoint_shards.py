@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks write together: complete with the shares of all, and none of them left waiting."""
+"""Checkpoints that several ranks write together: complete with the shards of all ranks, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from thread_peers import ThreadPeers, on_ranks
+from thread_ranks import ThreadRank, on_ranks
 
 from trainer.checkpoint import writing
 from trainer.checkpoint.store import MARKER, complete_checkpoints, newest_complete, read_checkpoint, shard_name
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import RunError, UserError
-from trainer.parallel.optimizer_shard import part_of
+from trainer.parallel.sharding import range_of_rank
 
 WEIGHTS = {"w": np.arange(35, dtype=np.float32).reshape(5, 7), "b": np.float32([1, 2])}
 STATE = {"m.w": np.random.default_rng(0).normal(size=35).astype(np.float32), "m.b": np.float32([3, 4])}
 
 
 def save(folder: Path, ranks: int, step: int = 1) -> list:
-    """Each rank has a range of m.w; the first also m.b and the weights. What came of it on each rank."""
+    """Each rank has a range of m.w; rank 0 also m.b and the weights. Returns the result of each rank."""
 
-    def work(communicator: ThreadPeers) -> Path:
-        shares = {"m.w": STATE["m.w"][part_of(35, communicator.rank, ranks)]} | (
+    def work(communicator: ThreadRank) -> Path:
+        shards = {"m.w": STATE["m.w"][range_of_rank(35, communicator.rank, ranks)]} | (
             {} if communicator.rank else {"m.b": STATE["m.b"]}
         )
-        tensors = {shard_name("optimizer", communicator.rank, ranks): shares} | (
+        tensors = {shard_name("optimizer", communicator.rank, ranks): shards} | (
             {} if communicator.rank else {"model": WEIGHTS}
         )
         return write_checkpoint(folder, step, tensors, {"step": step}, keep_max=2, communicator=communicator)
@@ -50,11 +50,11 @@ def assert_holds(path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_shares_of_all_ranks_are_one_checkpoint(tmp_path: Path, ranks: int) -> None:
+def test_the_shards_of_all_ranks_are_one_checkpoint(tmp_path: Path, ranks: int) -> None:
     paths = save(tmp_path, ranks)
     assert paths == [tmp_path / "step-00000001"] * ranks
-    shares = [f"optimizer-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
-    assert names(paths[0]) == ["COMPLETE", "model.safetensors", *shares, "state.json"]
+    shards = [f"optimizer-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
+    assert names(paths[0]) == ["COMPLETE", "model.safetensors", *shards, "state.json"]
     marked = json.loads((paths[0] / MARKER).read_text())["file_bytes"]
     assert marked == {name: (paths[0] / name).stat().st_size for name in names(paths[0]) if name != MARKER}
     assert_holds(paths[0])
@@ -63,7 +63,7 @@ def test_the_shares_of_all_ranks_are_one_checkpoint(tmp_path: Path, ranks: int) 
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
-def test_ranks_without_a_share_only_wait(tmp_path: Path) -> None:
+def test_ranks_without_a_shard_only_wait(tmp_path: Path) -> None:
     tensors = {"model": WEIGHTS, "optimizer": STATE}
     paths = on_ranks(
         3,
@@ -130,8 +130,8 @@ def test_a_failure_of_one_rank_ends_the_save_on_all(
     assert_holds(folder / "step-00000002")
 
 
-def test_a_host_that_sees_another_folder_is_told_so(tmp_path: Path) -> None:
-    def work(communicator: ThreadPeers) -> Path:
+def test_a_host_that_sees_another_folder_gets_an_error(tmp_path: Path) -> None:
+    def work(communicator: ThreadRank) -> Path:
         own = tmp_path / ("shared" if communicator.rank == 0 else "elsewhere")
         return write_checkpoint(
             own, 1, {shard_name("optimizer", communicator.rank, 2): STATE}, {}, 1, communicator=communicator
@@ -145,35 +145,35 @@ def test_a_host_that_sees_another_folder_is_told_so(tmp_path: Path) -> None:
 # ---- reading what is not whole ---------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_without_one_share_is_incomplete(tmp_path: Path) -> None:
+def test_a_checkpoint_without_one_shard_is_incomplete(tmp_path: Path) -> None:
     good, bad = save(tmp_path, 4)[0], save(tmp_path, 4, step=2)[0]
     (bad / "optimizer-00003-of-00004.safetensors").unlink()
     with pytest.raises(UserError) as caught:
         read_checkpoint(bad)
-    missing = "incomplete: optimizer-00003-of-00004.safetensors, the share of rank 2 of 4, is missing"
+    missing = "incomplete: optimizer-00003-of-00004.safetensors, the shard of rank 2 of 4, is missing"
     assert missing in str(caught.value) and f"use {good}" in str(caught.value)
     assert read_checkpoint(bad, ("model",)).tensors.keys() == {"model"}, "the weights are all there"
 
 
-def test_a_marker_that_lacks_a_share_makes_it_incomplete(tmp_path: Path) -> None:
+def test_a_marker_that_lacks_a_shard_makes_it_incomplete(tmp_path: Path) -> None:
     path = save(tmp_path, 2)[0]
     marker = json.loads((path / MARKER).read_text())
     del marker["file_bytes"]["optimizer-00002-of-00002.safetensors"]
     (path / MARKER).write_text(json.dumps(marker))
-    with pytest.raises(UserError, match="the share of rank 1 of 2, was not saved with it"):
+    with pytest.raises(UserError, match="the shard of rank 1 of 2, was not saved with it"):
         read_checkpoint(path)
 
 
 @pytest.mark.parametrize(
-    ("shares", "message"),
+    ("shards", "message"),
     [
-        ([{"a": 1, "b": 1}, {"b": 1}, {"a": 1, "b": 1}], "a is in the shares of 2 of 3 ranks"),
+        ([{"a": 1, "b": 1}, {"b": 1}, {"a": 1, "b": 1}], "a is in the shards of 2 of 3 ranks"),
         ([{"a": 1}, {"a": 1}, {"a": 1, "c": 1}], "hold arrays that are not in that of rank 0"),
     ],
 )
-def test_shares_that_do_not_fit_together_are_damage(tmp_path: Path, shares: list, message: str) -> None:
-    def work(communicator: ThreadPeers) -> Path:
-        arrays = {name: np.float32([1]) for name in shares[communicator.rank]}
+def test_shards_that_do_not_fit_together_are_damage(tmp_path: Path, shards: list, message: str) -> None:
+    def work(communicator: ThreadRank) -> Path:
+        arrays = {name: np.float32([1]) for name in shards[communicator.rank]}
         return write_checkpoint(
             tmp_path, 1, {shard_name("optimizer", communicator.rank, 3): arrays}, {}, 1, communicator=communicator
         )

@@ -1,4 +1,4 @@
-"""The checkpoint store: what is written comes back bit for bit, and no death of the writer costs a checkpoint."""
+"""The checkpoint store: arrays come back bit for bit, and a killed writer never costs a checkpoint."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_layout_on_disk(tmp_path: Path) -> None:
     assert json.loads((path / "state.json").read_text())["step"] == 100
 
 
-def test_further_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
+def test_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
     content = {"r": 8, "target_modules": ["q_proj"]}
     path = writing.write_checkpoint(tmp_path, 3, tensors_of(3), {}, 1, documents={"adapter_config.json": content})
     assert json.loads((path / "adapter_config.json").read_text()) == content
@@ -108,7 +108,7 @@ def test_further_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
     assert store.read_checkpoint(path).state == {}
 
 
-def test_a_dtype_without_a_place_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="model: w has dtype complex128"):
         writing.write_checkpoint(tmp_path / "c", 1, {"model": {"w": np.zeros(1, np.complex128)}}, {}, 1)
     assert not (tmp_path / "c").exists()
@@ -126,7 +126,7 @@ def test_keep_max_removes_the_oldest(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 5
 
 
-def test_newest_is_the_one_saved_last_even_when_an_earlier_training_went_further(tmp_path: Path) -> None:
+def test_newest_is_the_one_saved_last_even_when_an_earlier_run_went_further(tmp_path: Path) -> None:
     save(tmp_path, 500)
     save(tmp_path, 100, keep_max=1)
     assert store.newest_complete(tmp_path) == tmp_path / "step-00000100"
@@ -151,7 +151,7 @@ def test_incomplete_and_foreign_folders_are_not_checkpoints(tmp_path: Path) -> N
     assert store.complete_checkpoints(tmp_path) == [complete]
 
 
-def test_a_save_removes_only_what_it_left_itself(tmp_path: Path) -> None:
+def test_a_save_removes_only_leftovers_of_saves(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").mkdir()
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000003" / "COMPLETE").write_text("unreadable")
@@ -213,14 +213,14 @@ def lose_optimizer(path: Path) -> None:
         (lose_optimizer, "damaged: optimizer.safetensors is missing"),
     ],
 )
-def test_damage_is_named_with_a_way_out(tmp_path: Path, damage, message: str) -> None:
+def test_damage_is_named_with_a_fix(tmp_path: Path, damage, message: str) -> None:
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     damage(bad)
     with pytest.raises(UserError, match=message) as caught:
         store.read_checkpoint(bad)
     assert str(bad) in str(caught.value) and f"use {good}" in str(caught.value)
     shutil.rmtree(good)
-    with pytest.raises(UserError, match="start anew"):
+    with pytest.raises(UserError, match="start a new run"):
         store.read_checkpoint(bad)
 
 
@@ -313,7 +313,7 @@ def assert_refused_without_loss(folder: Path, tensors: dict, state: dict) -> Non
     assert_holds(folder / "step-00000001", 1)
 
 
-def test_full_disk_known_beforehand_costs_no_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_known_to_be_full_costs_no_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(small_disk, 1)
     monkeypatch.setattr(writing, "_write_files", lambda *args: pytest.fail("began to write"))
     assert_refused_without_loss(small_disk, tensors_of(2, elements=1 << 20), {})

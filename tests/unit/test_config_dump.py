@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, load
 from test_config_places import SNIPPETS
 
-from trainer.config import check_runnable, config_notices, dump_config, parse_config
+from trainer.config import config_notices, dump_config, parse_config, preflight
 
 FULL = (
     BASE
@@ -55,7 +55,7 @@ def test_the_dump_holds_what_acts_and_not_what_is_ignored():
 
 def test_a_dump_runs_as_it_is_and_says_nothing_new():
     again = parse_config("dumped.yaml", dump_config(load(BASE)))
-    check_runnable(again)
+    preflight(again)
     assert config_notices(again) == []
 
 

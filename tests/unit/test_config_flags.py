@@ -18,7 +18,7 @@ PEER_FLAGS = (
 ).split()
 OUR_FLAGS = (
     "use_clip_grad max_grad_norm use_fused_rope use_fused_swiglu use_gmm enable_gmm_safe_tokens callback_moe_droprate"
-    " stop_step log_format device_fallback parallel_fallback"
+    " learning_rate stop_step log_format device_fallback parallel_fallback"
 ).split()
 
 
@@ -66,6 +66,12 @@ def test_a_boolean_is_switched_off(run, argv):
     config = run(*argv, text=BASE + "runner_wrapper: {use_clip_grad: True}\n")
     assert config.runner_wrapper.use_clip_grad is False
     assert config.source.where("runner_wrapper.use_clip_grad").startswith("flag --")
+
+
+def test_the_learning_rate_is_the_peak_of_the_schedule(run):
+    assert run("--learning_rate", "0.3").lr_schedule.learning_rate == 0.3
+    annealing = BASE + "lr_schedule: {type: CosineAnnealingLR, base_lr: 0.1, t_max: 50}\n"
+    assert run("--learning_rate", "0.3", text=annealing).lr_schedule.base_lr == 0.3
 
 
 def test_named_flags_reach_their_keys(run):
@@ -172,7 +178,7 @@ def test_what_belongs_to_the_caller_stays_in_order():
         (["--use_clipgrad"], ["flag --use_clipgrad: unknown flag", "you probably mean --use_clip_grad"]),
         (["--confg", "a"], ["unknown flag", "--config"]),
         (["--num_layers", "3"], ["unknown flag", "--model.model_config.num_layers"]),
-        (["--learning_rate", "1e-3"], ["unknown flag", "name its section: --lr_schedule.learning_rate."]),
+        (["--warmup_steps", "3"], ["unknown flag", "name its section: --lr_schedule.warmup_steps."]),
         (["--save_checkpoint_steps", "3"], ["unknown flag", "--callbacks.0.save_checkpoint_steps"]),
         (["--use_gating_sigmoid"], ["unknown flag", "--model.model_config.moe_config.use_gating_sigmoid"]),
         (["--zzzz"], ["unknown flag", "run_trainer.py --help"]),

@@ -1,4 +1,4 @@
-"""Experts stacked in memory and one by one on disk: every form of a file gives the same parameters, or says why not."""
+"""Experts stacked in memory and one by one on disk: every form of a file gives the same parameters or a clear error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPERT = "model.layers.1.mlp.experts.2"
 
 
 def golden(name: str) -> tuple[dict[str, np.ndarray], ModelConfig]:
-    """Weights as on disk, and the model that they are of."""
+    """Weights as on disk, and their model."""
     case = load_model_case(name)
     text = json.dumps({"model_config": {"seq_length": 24, **case.metadata["config_json"]}})
     return dict(case.weights), parse_config(name, text).decoder
@@ -59,7 +59,7 @@ def test_all_forms_give_the_same_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["experts_mixtral", "experts_qwen3_moe", "experts_glm4_moe"])
-def test_what_is_saved_are_the_names_of_published_files(name: str) -> None:
+def test_saved_names_are_those_of_published_files(name: str) -> None:
     weights, settings = golden(name)
     saved = to_disk(fitting_weights(weights, settings, Path("golden")), settings.architectures[0])
     assert saved.keys() == weights.keys()
@@ -95,10 +95,10 @@ def changed(form: str, name: str, value: np.ndarray | None) -> tuple[dict[str, n
     ("form", "name", "value", "part"),
     [
         (ONE_BY_ONE, f"{EXPERT}.up_proj.weight", None, "it lacks {name}"),
-        (ONE_BY_ONE, "model.layers.1.mlp.experts.8.up_proj.weight", np.ones((8, 32)), "it holds {name} unknown here"),
+        (ONE_BY_ONE, "model.layers.1.mlp.experts.8.up_proj.weight", np.ones((8, 32)), "it holds {name}, which this"),
         (ONE_BY_ONE, f"{EXPERT}.up_proj.weight", np.ones((9, 32)), "{name} of shape [9, 32] where this model has [8,"),
         (MIXTRAL, "model.layers.1.block_sparse_moe.experts.3.w2.weight", None, "it lacks {name}"),
-        (MIXTRAL, "model.layers.1.block_sparse_moe.experts.4.w2.weight", np.ones((32, 24)), "it holds {name} unknown"),
+        (MIXTRAL, "model.layers.1.block_sparse_moe.experts.4.w2.weight", np.ones((32, 24)), "it holds {name}, which"),
         (MIXTRAL, "model.layers.1.block_sparse_moe.gate.weight", np.ones((8, 32)), "{name} of shape [8, 32] where"),
         (FUSED, "model.layers.1.mlp.experts.gate_up_proj", None, "it lacks {name}"),
         (FUSED, "model.layers.1.mlp.experts.gate_up_proj", np.ones((8, 8, 32)), "has [8, 16, 32]"),
@@ -114,7 +114,7 @@ def test_an_expert_that_does_not_fit_is_named_as_in_the_file(
     assert part.format(name=name) in message and "a.yaml:3: load_checkpoint" in message
 
 
-def test_published_modules_for_further_tokens_may_repeat_embedding_and_head() -> None:
+def test_published_mtp_modules_may_repeat_embedding_and_head() -> None:
     weights, settings = golden("mtp_2")
     copies = {
         "model.layers.1.embed_tokens.weight": weights["model.embed_tokens.weight"].copy(),
@@ -125,10 +125,10 @@ def test_published_modules_for_further_tokens_may_repeat_embedding_and_head() ->
     for name, copy in copies.items():
         other = weights | {name: copy + 1}
         message = failure(lambda other=other: fitting_weights(other, settings, Path("file")))
-        assert f"it holds {name} unknown here" in message
+        assert f"it holds {name}, which this model does not have" in message
 
 
-def test_what_is_no_parameter_is_handed_on() -> None:
+def test_other_tensors_are_kept() -> None:
     weights, settings = golden("experts_mixtral")
     tied = settings.model_copy(update={"tie_word_embeddings": True})
     found = fitting_weights(weights, tied, Path("file"))  # the head of a tied model lies in some files as well

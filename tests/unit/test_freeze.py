@@ -11,7 +11,7 @@ from trainer.config import Config, dump_config, parse_config
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, all_shapes, layer_prefix, parameter_shapes
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 LAYERS = 4
@@ -76,7 +76,7 @@ def test_what_is_frozen(freeze: str, names: set[str]) -> None:
         ("{include: [model.norm.wight]}", ["matches no weight", "nearest names are model.norm.weight,"]),
         ("{include: ['*.wq.*']}", ["matches no weight", "the names are Hugging Face's: write '*.q_proj.*'"]),
         ("{include: [model.layers.0.feed_forward.w2.weight]}", ["write 'model.layers.0.mlp.down_proj.weight'"]),
-        ("{include: [wo]}", ["a pattern is for the whole name: write '*o_proj*'"]),
+        ("{include: [wo]}", ["a pattern must match the whole name: write '*o_proj*'"]),
         ("{include: ['*.ffn_norm.*', output.weight]}", ["write '*.post_attention_layernorm.*'"]),
         ("{include: [model.tok_embeddings.embedding_weight]}", ["write 'model.embed_tokens.weight'"]),
         ("{include: [model.tok_embedings.weight]}", ["nearest names are model.embed_tokens.weight"]),
@@ -90,7 +90,7 @@ def test_what_is_frozen(freeze: str, names: set[str]) -> None:
         ("{layers: first}", ["freeze.layers = 'first'", "is no layer", "range such as 0-3"]),
         ("{layers: []}", ["freeze.layers = []", "names no layer"]),
         ("{include: [layers: true]}", ["True is no layer"]),
-        ("{include: [heads: 3]}", ["'heads' is no short form", "layers and embeddings"]),
+        ("{include: [heads: 3]}", ["'heads' is not a short form", "layers and embeddings"]),
         ("{include: '*'}", ["freeze.include = '*'", "leaves nothing to train", "freeze.exclude"]),
         ("{layers: 0-3, include: [embeddings, '*norm*', '*head*']}", ["leaves nothing to train"]),
         ("{exclude: [embeddings]}", ["freeze.exclude = ['embeddings']", "no include"]),
@@ -150,7 +150,7 @@ def test_the_layers_of_modules_for_mtp_can_be_frozen() -> None:
 )
 def test_it_is_said_that_the_bias_of_frozen_routers_stays(freeze: str, layers: str, plan: str) -> None:
     config = config_of(freeze, *MODULES)
-    told = f"moe_config.balance_via_topk_bias: the bias of frozen routers does not move ({layers})"
+    told = f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
     assert list(freeze_notices(config))[freeze != "{}" :] == ([told] if layers else [])
     assert plan in build_plan(config).experts["balance"]
 
@@ -171,7 +171,7 @@ def test_a_tied_head_is_frozen_with_the_embedding_and_that_is_said() -> None:
     for other in (config_of("{include: embeddings}"), config_of("{layers: 0}", *tied)):
         assert len(list(freeze_notices(other))) == 1
     message = failure(lambda: frozen_names(config_of("{include: lm_head.weight}", *tied)))
-    assert f"the head is the embedding here (tie_word_embeddings): write {EMBEDDING}" in message
+    assert f"the model has no separate head (tie_word_embeddings): write {EMBEDDING}" in message
 
 
 @pytest.mark.parametrize(

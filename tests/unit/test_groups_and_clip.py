@@ -60,7 +60,7 @@ def squares(array: np.ndarray) -> float:
     return float((array.astype(np.float64) ** 2).sum())
 
 
-def test_global_norm_is_that_of_all_gradients_laid_end_to_end() -> None:
+def test_global_norm_is_that_of_all_gradients_concatenated() -> None:
     random = np.random.default_rng(0)
     gradients = [random.standard_normal(shape) * 10.0**power for shape, power in (((3, 4), 2), ((5,), -3), ((2, 2), 0))]
     together = np.concatenate([gradient.reshape(-1) for gradient in gradients])

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.optim.host_adamw import HostAdamW, Work
+from trainer.optim.host_adamw import HostAdamW, ParameterUpdate
 
 SIZES = (1, 7, (1 << 17) - 1, 1 << 17, 3 * (1 << 17) + 5)
 RATE, EPS, BETAS = 1e-3, 1e-8, (0.9, 0.95)
 
 
-def work(scale: float, keep: float) -> list[Work]:
+def updates(scale: float, keep: float) -> list[ParameterUpdate]:
     draw = np.random.default_rng(0)
     arrays = [[draw.standard_normal(size).astype(np.float32) for _ in range(4)] for size in SIZES]
-    return [Work(w, m, np.abs(v), g, scale=scale, keep=keep) for w, m, v, g in arrays]
+    return [ParameterUpdate(w, m, np.abs(v), g, scale=scale, keep=keep) for w, m, v, g in arrays]
 
 
 @pytest.mark.parametrize(("scale", "keep"), [(1.0, 1.0), (0.37, 0.9999), (2.0, 1.0), (1.0, 0.99)])
 def test_it_is_the_formula_whatever_the_threads(scale: float, keep: float) -> None:
-    expected = work(scale, keep)
+    expected = updates(scale, keep)
     for item in expected:
         gradient = item.gradient.astype(np.float64) * scale
         item.first[:] = BETAS[0] * item.first.astype(np.float64) + (1 - BETAS[0]) * gradient
@@ -28,7 +28,7 @@ def test_it_is_the_formula_whatever_the_threads(scale: float, keep: float) -> No
         item.weight[:] = keep * item.weight.astype(np.float64) - step
     alone = None
     for threads in (1, 2, 5):
-        found = work(scale, keep)
+        found = updates(scale, keep)
         before = [item.gradient.copy() for item in found]
         HostAdamW(threads).update(found, RATE, EPS, BETAS)
         for item, right, gradient in zip(found, expected, before, strict=True):
@@ -43,12 +43,12 @@ def test_it_is_the_formula_whatever_the_threads(scale: float, keep: float) -> No
 
 
 def test_an_error_in_a_thread_reaches_the_caller() -> None:
-    broken = [Work(*(np.zeros(1 << 18, np.float32) for _ in range(3)), np.zeros(3, np.float32), 1.0, 1.0)]
+    broken = [ParameterUpdate(*(np.zeros(1 << 18, np.float32) for _ in range(3)), np.zeros(3, np.float32), 1.0, 1.0)]
     with pytest.raises(ValueError, match="broadcast"):
         HostAdamW(2).update(broken, RATE, EPS, BETAS)
 
 
 def test_zero_state_and_zero_gradient_leave_the_weights() -> None:
-    item = Work(np.ones(5, np.float32), *(np.zeros(5, np.float32) for _ in range(3)), scale=1.0, keep=1.0)
+    item = ParameterUpdate(np.ones(5, np.float32), *(np.zeros(5, np.float32) for _ in range(3)), scale=1.0, keep=1.0)
     HostAdamW(1).update([item], RATE, EPS, BETAS)
     np.testing.assert_array_equal(item.weight, 1.0)

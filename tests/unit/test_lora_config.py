@@ -11,7 +11,7 @@ from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.checkpoint.adapters import base_record, check_base, description, digest, merged
 from trainer.cli.flags import split_arguments
-from trainer.config import Config, check_runnable, dump_config, parse_config
+from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PROJECTIONS, PetConfig
 from trainer.models.init import initial_value
 from trainer.models.shapes import (
@@ -22,7 +22,7 @@ from trainer.models.shapes import (
     block_weights,
     parameter_shapes,
 )
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 KEY = "model.model_config.pet_config"
@@ -128,17 +128,17 @@ def test_adapters_need_their_section() -> None:
 
 def test_evaluation_and_prediction_need_adapters(tmp_path: Path) -> None:
     text, here = with_adapters(), f"load_checkpoint={tmp_path}"
-    message = failure(lambda: check_runnable(load(text, "run_mode=predict", here, "predict_data=a")))
+    message = failure(lambda: preflight(load(text, "run_mode=predict", here, "predict_data=a")))
     assert "run_mode predict with pet_config needs adapters" in message and "--adapter_id" in message
-    message = failure(lambda: check_runnable(load(text, "run_mode=train", f"adapter_id={tmp_path}/nowhere")))
+    message = failure(lambda: preflight(load(text, "run_mode=train", f"adapter_id={tmp_path}/nowhere")))
     assert "adapter_id" in message and "does not exist" in message and "adapter_model.safetensors" in message
-    check_runnable(load(text, "run_mode=predict", here, f"adapter_id={tmp_path}", "predict_data=a"))
+    preflight(load(text, "run_mode=predict", here, f"adapter_id={tmp_path}", "predict_data=a"))
 
 
 def test_resuming_a_finetuning_needs_the_base_too() -> None:
-    message = failure(lambda: check_runnable(load(with_adapters(), "run_mode=finetune", "resume_training=True")))
+    message = failure(lambda: preflight(load(with_adapters(), "run_mode=finetune", "resume_training=True")))
     assert "run_mode finetune needs weights" in message
-    check_runnable(load(BASE, "run_mode=finetune", "resume_training=True"))
+    preflight(load(BASE, "run_mode=finetune", "resume_training=True"))
 
 
 def test_what_a_reader_might_not_expect_is_noted(tmp_path: Path) -> None:
@@ -237,10 +237,10 @@ def test_the_digest_sees_every_bit_of_the_base_and_nothing_else() -> None:
     state = {"base": base_record(config, weights)}
     check_base(state, config, weights)
     message = failure(lambda: check_base(state, config, weights | other))
-    assert "trained on top of other weights" in message and "leave load_checkpoint out and use --seed 1" in message
+    assert "trained on another base model" in message and "leave load_checkpoint out and use --seed 1" in message
     state["base"]["load_checkpoint"] = "base.safetensors"
     message = failure(lambda: check_base(state, config, weights | other))
-    assert "Fix: give the base weights again with --load_checkpoint base.safetensors" in message
+    assert "Fix: give the same base model with --load_checkpoint base.safetensors" in message
 
 
 def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:

@@ -14,7 +14,7 @@ def dynamic(value: float = 65536.0, window: int = 3) -> LossScale:
     return LossScale(value, factor=2.0, window=window)
 
 
-def test_overflow_halves_the_scale_and_starts_the_window_anew():
+def test_overflow_halves_the_scale_and_restarts_the_window():
     scale = dynamic()
     scale.update(overflow=False)
     scale.update(overflow=False)
@@ -30,7 +30,7 @@ def test_the_scale_doubles_after_each_quiet_window():
     assert values == [1, 1, 2, 2, 2, 4, 4]
 
 
-def test_a_quiet_step_ends_a_row_of_overflows_but_not_their_count():
+def test_a_quiet_step_resets_the_consecutive_overflows_but_not_the_total():
     scale = dynamic()
     for overflow in (True, True, False, True):
         scale.update(overflow=overflow)
@@ -51,7 +51,7 @@ def test_a_fixed_scale_never_moves():
     assert scale.value == 1024.0 and scale.overflows == 1
 
 
-def test_without_scaling_an_overflow_is_nothing_to_live_with():
+def test_without_loss_scaling_an_overflow_is_an_error():
     assert not LossScale().active
     assert LossScale(1024.0).active and dynamic(1.0).active
 
@@ -109,7 +109,7 @@ def test_bad_values_are_named(text, parts):
     assert all(part in message for part in parts), message
 
 
-def test_a_bad_value_in_the_section_is_told_once_and_the_number_is_not_missed():
+def test_a_bad_value_in_the_section_is_reported_once():
     message = error_of("runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_value: 0}}\n")
     assert "must be a number" not in message and "problems" not in message
     assert message.count("scale_sense") == 1

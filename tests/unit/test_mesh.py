@@ -1,4 +1,4 @@
-"""The rank grid: every combination of degrees up to 64 ranks, and what is said about degrees that do not fit."""
+"""The device mesh: every combination of degrees up to 64 ranks, and the message about degrees that do not fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def cuts_of(ranks: int) -> Iterator[tuple[int, int, int, int]]:
+def degrees_of(ranks: int) -> Iterator[tuple[int, int, int, int]]:
     for pipeline in divisors(ranks):
         for data in divisors(ranks // pipeline):
             for context in divisors(ranks // pipeline // data):
@@ -27,7 +27,7 @@ def cuts_of(ranks: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def meshes(ranks: int) -> Iterator[Mesh]:
-    for pipeline, data, context, tensor in cuts_of(ranks):
+    for pipeline, data, context, tensor in degrees_of(ranks):
         for expert in divisors(data * context):
             yield build_mesh(Degrees(pipeline, data, context, tensor, expert), ranks)
 
@@ -47,17 +47,17 @@ def test_groups_of_every_kind_partition_the_ranks(ranks: int) -> None:
 def test_groups_are_orthogonal_and_follow_the_coordinates(ranks: int) -> None:
     """Ranks of a group differ in its own coordinate alone, so two groups of two kinds meet at most once."""
     for mesh in meshes(ranks):
-        places = [mesh.place_of(rank) for rank in range(ranks)]
-        assert len(set(places)) == ranks
+        coordinates = [mesh.coordinate_of(rank) for rank in range(ranks)]
+        assert len(set(coordinates)) == ranks
         for kind, axis in AXES.items():
             for group in mesh.groups(kind):
-                along = [getattr(places[rank], axis) for rank in group]
+                along = [getattr(coordinates[rank], axis) for rank in group]
                 assert along == list(range(len(group)))
-                assert len({places[rank]._replace(**{axis: 0}) for rank in group}) == 1
+                assert len({coordinates[rank]._replace(**{axis: 0}) for rank in group}) == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 24, 48, 64])
-def test_the_grid_is_the_documented_array(ranks: int) -> None:
+def test_the_mesh_is_the_documented_array(ranks: int) -> None:
     """Against numpy: pipeline outermost, then data, context, tensor; experts in runs along data x context."""
     for mesh in meshes(ranks):
         pipeline, data, context, tensor, expert = mesh.degrees
@@ -107,22 +107,22 @@ def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
             8,
             ["data_parallel 2 x model_parallel 2 are for 4 ranks", "start 4, or set data_parallel 4; or model_"],
         ),
-        (Degrees(data_parallel=6, expert_parallel=4), 6, ["expert_parallel = 4", "= 6: that", "set it to 3 or 6"]),
+        (Degrees(data_parallel=6, expert_parallel=4), 6, ["expert_parallel = 4", "= 6, the ranks", "set it to 3 or 6"]),
     ],
 )
-def test_degrees_that_do_not_fit_name_the_nearest_that_do(degrees: Degrees, ranks: int, parts: list[str]) -> None:
+def test_degrees_that_do_not_fit_name_the_nearest_that_fit(degrees: Degrees, ranks: int, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         build_mesh(degrees, ranks)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_choices_change_no_more_than_they_may() -> None:
+def test_the_fix_changes_allowed_degrees_only() -> None:
     assert nearest_degrees(Degrees(data_parallel=4), 8, may_change=("data_parallel",)) == [Degrees(data_parallel=8)]
     assert len(nearest_degrees(Degrees(data_parallel=4), 8)) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 7, 12, 64, 1000])
-def test_every_choice_that_is_named_fits(ranks: int) -> None:
+def test_every_named_choice_fits(ranks: int) -> None:
     for wrong in (Degrees(2, 3, 1, 5), Degrees(1, 9, 2, 1), Degrees(3, 1, 1, 4)):
         choices = nearest_degrees(wrong, ranks)
         assert choices and len(set(choices)) == len(choices)

@@ -13,8 +13,9 @@ from test_monitors_report import colours, picture, write_metrics
 
 from trainer.monitors.console import ProgressMonitor, console_monitor, log_file_monitor
 from trainer.monitors.jsonl import JsonlMonitor
-from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
+from trainer.monitors.metrics import routing_details
 from trainer.monitors.report import Curves, Panel, _draw_panel, draw_report, read_curves
+from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.routing import RoutingCounts
 
 # Layers 1 and 2 and an MTP module, of 4 experts: nothing dropped, 3 of 12 dropped, all at one expert.

@@ -9,7 +9,8 @@ import pytest
 
 from trainer.config import Override, load_config
 from trainer.ops.select import kernel_notices
-from trainer.plan.plan import Plan, plan_dict, plan_text
+from trainer.plan.plan import Plan
+from trainer.plan.render import plan_dict, plan_text
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]

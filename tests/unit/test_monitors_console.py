@@ -1,4 +1,4 @@
-"""What a run shows: its lines, the live line on a pseudo-terminal, the log file, the closing summary, their cost."""
+"""The output of a run: its lines, the live line on a pseudo-terminal, the log file, the closing summary, their cost."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from trainer.errors import RunError
 from trainer.monitors import wording
 from trainer.monitors.console import Eta, LineMonitor, ProgressMonitor, console_monitor, log_file_monitor
 from trainer.monitors.jsonl import JsonlMonitor
-from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics
-from trainer.monitors.summary import Totals
+from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics, Totals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EVALUATION = EvalMetrics(step=20, epoch=1, loss=2.25, perplexity=9.4877, tokens=16384, seconds=1.2)
@@ -112,7 +111,7 @@ def steps_shown(monitor: Monitor, shown: list[str], info: RunInfo, **changes) ->
     return [int(match[1]) for line in shown if (match := re.match(r"step +(\d+)/", line))]
 
 
-def test_a_line_every_so_many_steps_and_for_the_first_and_the_last() -> None:
+def test_every_nth_step_and_the_first_and_last_have_a_line() -> None:
     shown: list[str] = []
     assert steps_shown(LineMonitor(shown.append, every=1), shown, run_info(last_step=3)) == [1, 2, 3]
     shown = []
@@ -142,7 +141,7 @@ def test_the_other_events_have_lines() -> None:
     ]
 
 
-def test_the_eta_leaves_the_compiling_first_step_out_and_counts_to_the_runs_own_end() -> None:
+def test_eta_ignores_the_first_step_and_counts_to_the_last_step_of_the_run() -> None:
     eta = Eta()
     eta.start(run_info(last_step=52))
     eta.add(step_metrics(1, step_seconds=100.0))
@@ -165,7 +164,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("log_format", ["rich", "plain", "mindformers"])
-def test_without_a_terminal_there_are_lines_whatever_the_environment_says(
+def test_without_a_terminal_lines_are_plain_in_any_environment(
     log_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -252,14 +251,14 @@ def test_the_live_line_on_a_terminal(columns: int) -> None:
     assert text.rstrip().endswith("after the run")
 
 
-def test_the_live_line_leaves_out_a_norm_nobody_asked_for() -> None:
+def test_the_live_line_leaves_out_a_norm_that_was_not_requested() -> None:
     monitor = ProgressMonitor(Console(file=io.StringIO()))
     assert "compiling" in monitor.figures().plain
     monitor.on_step(step_metrics(3, global_norm=None))
     assert "norm" not in monitor.figures().plain and "loss 5.6123" in monitor.figures().plain
 
 
-def test_the_live_monitor_tells_the_other_events() -> None:
+def test_the_live_monitor_prints_the_other_events() -> None:
     stream = io.StringIO()
     monitor = ProgressMonitor(Console(file=stream, width=200))
     monitor.on_step(step_metrics(7, overflow=True, loss_scale=512.0))
@@ -275,7 +274,7 @@ def test_the_live_monitor_tells_the_other_events() -> None:
 # ---- log file --------------------------------------------------------------------------------------------------------
 
 
-def test_the_log_file_gets_plain_lines_with_their_time_and_is_continued(tmp_path: Path) -> None:
+def test_the_log_file_has_plain_lines_with_their_time_and_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "rank-0.log"
     for start_step in (0, 1):
         monitor = log_file_monitor(path)

@@ -121,7 +121,7 @@ def test_a_picture_that_fails_is_a_notice(tmp_path: Path) -> None:
 def test_the_drawing_library_is_imported_only_to_draw() -> None:
     program = """if True:
         import sys
-        import trainer.monitors.report, trainer.monitors.console, trainer.monitors.summary
+        import trainer.monitors.report, trainer.monitors.console
         assert not {"matplotlib", "rich", "numpy"} & set(sys.modules), set(sys.modules)
     """
     result = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)

@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, error_of, failure, load
 
 from trainer.cli.flags import split_arguments
-from trainer.config import check_runnable, config_notices, dump_config, parse_config
+from trainer.config import config_notices, dump_config, parse_config, preflight
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
 from trainer.errors import UserError
 from trainer.parallel.mesh import Degrees
@@ -19,7 +19,7 @@ EIGHT = world_of(8)
 def run_error(text: str, world=EIGHT, *overrides: str) -> str:
     """The message that a job ends in before it starts."""
     config = load(BASE + text, *overrides)
-    return failure(lambda: check_runnable(config, world, choose_backend(config, world).problems()))
+    return failure(lambda: preflight(config, world, choose_backend(config, world).problems()))
 
 
 def told(text: str, world=EIGHT) -> str:
@@ -30,7 +30,7 @@ def told(text: str, world=EIGHT) -> str:
 def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
     config = load(BASE)
     for world in (SINGLE_PROCESS, world_of(2), EIGHT):
-        check_runnable(config, world)
+        preflight(config, world)
         assert degrees_of(config, world) == Degrees(data_parallel=world.size)
     assert config_notices(config) == []
     assert config_notices(config, EIGHT) == ["use_parallel: not set, taken as True: this job has 8 ranks"]
@@ -48,7 +48,7 @@ def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
 )
 def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
     config = load(BASE + text)
-    check_runnable(config, EIGHT)
+    preflight(config, EIGHT)
     assert degrees_of(config, EIGHT) == Degrees(data_parallel=8)
     assert config_notices(config, EIGHT) == []
 
@@ -113,7 +113,7 @@ def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[
     ],
 )  # fmt: skip
 def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
-    check_runnable(load(BASE + text))
+    preflight(load(BASE + text))
     assert notice in told(text, SINGLE_PROCESS)
     assert degrees_of(load(BASE + text), SINGLE_PROCESS) == Degrees()
 
@@ -121,12 +121,12 @@ def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     text = "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
     config = load(BASE + "use_parallel: True\n" + text)
-    check_runnable(config, EIGHT)
+    preflight(config, EIGHT)
     assert degrees_of(config, EIGHT) == Degrees(data_parallel=8)
     said = "parallel.parallel_mode 1: data parallelism in its place, as parallel_fallback explicit says"
     assert config_notices(config, EIGHT) == [said]
     flagged = load(BASE + "parallel: {parallel_mode: semi_auto_parallel}\n", "parallel.parallel_fallback=explicit")
-    check_runnable(flagged, EIGHT)
+    preflight(flagged, EIGHT)
     assert split_arguments(["--parallel_fallback", "explicit"]).overrides[0].key == "parallel.parallel_fallback"
     assert "parallel_fallback" in error_of("parallel: {parallel_fallback: automatic}\n")
 
@@ -136,6 +136,8 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     [
         ("parallel_config: {pipeline_stage: 2}\nrunner_config: {gradient_accumulation_steps: 4}\n",
          ["micro_batch_num = 1: a pipeline of 2 stages needs as many", "set it to 2 or more"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 4}\nrunner_config: {gradient_accumulation_steps: 8}\n",
+         ["gradient_accumulation_steps = 8: in a pipeline it means micro_batch_num, which is 4 (a.yaml:17)"]),
         ("parallel_config: {pipeline_stage: 8, micro_batch_num: 8}\n", ["stage = 8: the model has 2 layers"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nfreeze: {layers: 0}\n",
          ["freeze = {'layers': 0}: not yet supported in semi-automatic mode with a pipeline", "pipeline_stage to 1"]),
@@ -172,7 +174,7 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
     choose_backend(load(text), SINGLE_PROCESS).check_device("CPU")  # not in force
     explicit = load(BASE + "parallel: {parallel_mode: 1}\n", "parallel.parallel_fallback=explicit")
     choose_backend(explicit, EIGHT).check_device("CPU")
-    check_runnable(load(text), EIGHT, choose_backend(load(text), EIGHT).problems())  # nothing else is wrong with it
+    preflight(load(text), EIGHT, choose_backend(load(text), EIGHT).problems())  # nothing else is wrong with it
 
 
 def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
@@ -203,7 +205,7 @@ def test_sharing_optimizer_state_needs_several_ranks() -> None:
     config = load(BASE + "parallel: {enable_parallel_optimizer: True}\n")
     assert shards_optimizer(config, EIGHT) and not shards_optimizer(config, SINGLE_PROCESS)
     assert not shards_optimizer(load(BASE), EIGHT)
-    check_runnable(
+    preflight(
         load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n"), SINGLE_PROCESS
     )
 

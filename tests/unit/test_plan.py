@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainer.config import Override, load_config
 from trainer.plan.memory import memory_estimate, memory_notices
-from trainer.plan.plan import plan_dict, plan_text
+from trainer.plan.render import plan_dict, plan_sections, plan_text
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -97,7 +98,25 @@ def test_rows_of_an_evaluation_are_those_it_reads() -> None:
 
 def test_notes_are_a_list() -> None:
     notes = plan_text(plan_of("quickstart", runner_config__sink_mode=True, predict_data="x")).split("NOTES\n")[1]
-    assert [line[:4] for line in notes.splitlines() if line] == ["  - ", "  - "]
+    assert [line[:4] for line in notes.split("\n\n")[0].splitlines()] == ["  - ", "  - "]
+
+
+def test_notes_come_by_importance_and_name_their_file_once() -> None:
+    notices = (
+        "ignored: a.b (configs/x.yaml:3), a.c (configs/x.yaml:4): nothing reads them",
+        "model.model_config.compute_dtype: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16",
+        "parallel_config (data_parallel 8): replaced, one device runs it all",
+        "moe_config: capacity_factor 1.25 drops tokens in training only",
+    )
+    plan = replace(plan_of("quickstart"), notices=notices)
+    (title, rows), *_ = plan_sections(plan, verbose=True)
+    assert title == "notes (lines are those of configs/x.yaml)"
+    assert [row[0] for row in rows[1:]] == [
+        *(f"- {notice}" for notice in reversed(notices[1:])),
+        "- ignored: a.b (line 3), a.c (line 4): nothing reads them",
+    ]
+    (_, rows), *_ = plan_sections(plan, verbose=False)
+    assert rows[-1] == ("- ignored, --verbose says why: a.b (line 3), a.c (line 4)",)
 
 
 HALF = {"amp_level": "auto", "runner_wrapper__scale_sense": 128}

@@ -12,7 +12,7 @@ from trainer.config import Config, Override, load_config
 from trainer.errors import UserError
 from trainer.parallel.world import World, world_of
 from trainer.plan.memory import memory_estimate, memory_notices
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -116,8 +116,8 @@ def test_the_command_sees_the_job_around_it(capsys: pytest.CaptureFixture, monke
     [
         ("--ranks 0", "--ranks"),
         ("--ranks eight", "--ranks"),
-        ("--ranks 4 --local_ranks 5", "--local_ranks = 5: more than the 4 ranks"),
-        ("--ranks 8 --local_ranks 3", "--local_ranks = 3: every host has equally many"),
+        ("--ranks 4 --local_ranks 5", "--local_ranks = 5: exceeds the 4 ranks"),
+        ("--ranks 8 --local_ranks 3", "--local_ranks = 3: every host has the same number of ranks"),
         ("--ranks 8 --parallel_config.data_parallel 3", "data_parallel 3 is for 3 ranks, and this job has 8"),
         ("--ranks 100000", "rows of 128 tokens fill no batch of 32 rows on each of 100000 ranks"),
     ],

@@ -8,7 +8,7 @@ from config_helpers import BASE, error_of, load, notices
 from trainer.config import dump_config, parse_config
 from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import recompute_text, recomputed_parts
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 TEXT = BASE.replace("num_layers: 2", "num_layers: 4")

@@ -188,6 +188,10 @@ def test_the_scripts_call_what_they_promise(project: Project) -> None:
     processes = ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
     pytest_arguments = [*processes, "--durations=15", "tests/unit", "-k", "a b"]
     assert calls == ["called ruff ['check', '.']", "called flake8 ['.']", f"called pytest {pytest_arguments}"]
+    (project.root / "tests").mkdir()
+    (project.root / "tests" / "run_suite.py").write_text("print('called run_suite')\nraise SystemExit(1)")
+    output = project.run("test.sh", fails=True)
+    assert output.splitlines()[-1] == "called run_suite" and "called pytest" not in output
 
     (project.root / "run_trainer.py").write_text("raise SystemExit(3)")
     output = project.run("quickstart.sh", fails=True)

@@ -1,28 +1,27 @@
-"""Ranges of optimizer state, and the chunks in which arrays travel."""
+"""Ranges of optimizer state, and the buckets and chunks in which arrays travel."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from trainer.parallel.buckets import buckets, chunks
-from trainer.parallel.optimizer_shard import OptimizerShard, part_of
+from trainer.parallel.sharding import OptimizerShard, buckets, chunks, range_of_rank
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("numbers", [8, 9, 1000, 4097])
-def test_the_parts_of_all_ranks_are_the_whole_and_equally_long(numbers: int, ranks: int) -> None:
-    parts = [part_of(numbers, rank, ranks) for rank in range(ranks)]
-    assert [number for part in parts for number in range(numbers)[part]] == list(range(numbers))
-    lengths = [part.stop - part.start for part in parts]
+def test_ranges_of_all_ranks_cover_the_whole_and_have_equal_length(numbers: int, ranks: int) -> None:
+    ranges = [range_of_rank(numbers, rank, ranks) for rank in range(ranks)]
+    assert [number for each in ranges for number in range(numbers)[each]] == list(range(numbers))
+    lengths = [each.stop - each.start for each in ranges]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_small_parameters_stay_whole() -> None:
     shard = OptimizerShard(1, 4, threshold_bytes=64 << 10)
-    assert shard.cuts(16 << 10) and not shard.cuts((16 << 10) - 1)
-    assert shard.part(16 << 10) == slice(4096, 8192)
-    assert not OptimizerShard(0, 4).cuts(3) and OptimizerShard(0, 4).cuts(4)  # every rank has something of what is cut
+    assert shard.divides(16 << 10) and not shard.divides((16 << 10) - 1)
+    assert shard.own_range(16 << 10) == slice(4096, 8192)
+    assert not OptimizerShard(0, 4).divides(3) and OptimizerShard(0, 4).divides(4)  # every rank gets at least one
 
 
 def test_buckets_hold_what_fits_in_order() -> None:
@@ -38,10 +37,10 @@ def test_chunks_carry_every_number_once_and_in_order(length: int) -> None:
     cut = chunks(ranges, length, -(-total // length) + 1)
     assert cut[-1] == []
     for number, pieces in enumerate(cut[:-1]):
-        filled = [place for piece in pieces for place in range(piece.place.start, piece.place.stop)]
+        filled = [at for piece in pieces for at in range(piece.target.start, piece.target.stop)]
         assert filled == list(range(min(length, total - number * length)))
     for array, each in enumerate(ranges):
         pieces = [piece for chunk in cut for piece in chunk if piece.array == array]
         found = [at for piece in pieces for at in range(piece.source.start, piece.source.stop)]
         assert found == list(range(each.start, each.stop))
-        assert all(p.place.stop - p.place.start == p.source.stop - p.source.start for p in pieces)
+        assert all(p.target.stop - p.target.start == p.source.stop - p.source.start for p in pieces)

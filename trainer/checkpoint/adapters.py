@@ -1,11 +1,11 @@
-"""Low-rank adapters on disk: what Hugging Face's PEFT reads and writes, and what our checkpoints add. No MindSpore.
+"""LoRA adapters on disk, in the format of Hugging Face's PEFT, and the files that our checkpoints add. No MindSpore.
 
     step-00000100/adapter_model.safetensors   base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight ...
                  /adapter_config.json         rank, alpha, targets
                  /optimizer.safetensors, state.json, COMPLETE
 
-They hold no base weights. `state.json` has a digest of those that they were trained on, so that nobody puts them on top
-of others; adapters from elsewhere come without, and are taken at their word.
+They contain no weights of the base model. `state.json` has a digest of the base model that they were trained on, which
+must match; adapters from elsewhere have no digest and are not checked.
 """
 
 from __future__ import annotations
@@ -28,54 +28,54 @@ if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the name of every parameter."""
+"""PEFT's prefix of every parameter name."""
 PART = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 
 Weights = dict[str, np.ndarray]
-# Keys of PEFT's adapter_config.json with which adapters mean something else than here, and the value that is ours.
+# Keys of PEFT's adapter_config.json that change what adapters compute, and the values that are supported.
 _OURS = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None, "lora_bias": False,
     "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
-# What every version of PEFT knows; a newer key would be an error to an older one.
+# Keys that every version of PEFT knows; an older version rejects unknown keys.
 _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 
 def starting_weights(config: Config, notice: Callable[[str], None] | None = None) -> Weights | None:
-    """The weights that a run starts from: `load_checkpoint`, and with `pet_config` the adapters of `adapter_id` on top.
+    """The initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
     Args:
-        config: Of the run.
-        notice: Told what of the checkpoint is left out, and what it lacks that starts anew.
+        config: The whole configuration.
+        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
 
     Returns:
-        All parameters by name. What nothing names are those of `seed`; None where that is all of them.
+        All parameters by name, initialised from `seed` where no file names them; None where no file names any.
 
     Raises:
-        UserError: Nothing readable there, or weights of another model, or adapters of other weights.
+        UserError: The files cannot be read, or belong to another model or base model.
     """
     if config.decoder.pet_config is None:
         return requested_weights(config, notice, new_modules=config.trains)
     base = base_weights(config, notice)
     if not config.adapter_id:
-        return base | _of_seed(adapter_shapes(config.decoder), config)
+        return base | _from_seed(adapter_shapes(config.decoder), config)
     return base | read_adapters(config, Path(config.adapter_id).expanduser(), base)
 
 
 def base_weights(config: Config, notice: Callable[[str], None] | None = None) -> Weights:
-    """The weights below the adapters: those of `load_checkpoint`, else those of `seed`."""
+    """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
     found = requested_weights(config, notice)
-    return _of_seed(parameter_shapes(config.decoder), config) if found is None else found
+    return _from_seed(parameter_shapes(config.decoder), config) if found is None else found
 
 
-def _of_seed(shapes: Mapping[str, tuple[int, ...]], config: Config) -> Weights:
+def _from_seed(shapes: Mapping[str, tuple[int, ...]], config: Config) -> Weights:
     return {name: initial_value(name, shape, config.decoder, config.seed) for name, shape in shapes.items()}
 
 
 def base_record(config: Config, weights: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """What a checkpoint remembers of the weights below its adapters: where they came from, and their digest."""
+    """What a checkpoint of adapters stores about its base model: the origin of its weights, and their digest."""
     record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
     return record | {"digest": digest(weights, config.decoder)}
 
@@ -93,12 +93,12 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) ->
     """Adapters by parameter name.
 
     Args:
-        config: Its `pet_config` says which adapters there should be.
-        path: A folder as PEFT writes it, a checkpoint of a training with `pet_config`, or a folder of those.
-        base: The weights that they will be put on.
+        config: Its `pet_config` describes the adapters.
+        path: A folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
+        base: Weights of the base model.
 
     Raises:
-        UserError: There are none, or they do not fit `pet_config` or `base`.
+        UserError: There are no adapters, or they do not fit `pet_config` or `base`.
     """
     where = config.source.where("adapter_id")
     file = path / f"{PART}.safetensors"
@@ -121,10 +121,10 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) ->
 def fitting_adapters(
     tensors: Mapping[str, np.ndarray], config: Config, path: Path, where: str, key: str = "adapter_id"
 ) -> Weights:
-    """Adapters of a folder by parameter name: those that `pet_config` describes, all there and each in its shape.
+    """Adapters of a folder by parameter name, checked against `pet_config` for completeness and shapes.
 
     Raises:
-        UserError: They are others.
+        UserError: They do not fit `pet_config`.
     """
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
@@ -133,29 +133,27 @@ def fitting_adapters(
 
 
 def check_base(state: Mapping[str, Any], config: Config, base: Mapping[str, np.ndarray]) -> None:
-    """The adapters of a checkpoint with this `state` were trained on top of `base`.
+    """Checks that the adapters of a checkpoint with this `state` were trained on the base model `base`.
 
     Raises:
-        UserError: It was another model.
+        UserError: It was another base model.
     """
     before, now = state["base"], digest(base, config.decoder)
     if before["digest"] == now:
         return
-    again = f"give the base weights again with --load_checkpoint {before['load_checkpoint']}"
+    fix = f"give the same base model with --load_checkpoint {before['load_checkpoint']}"
     if not before["load_checkpoint"]:
-        again = f"their base was random weights: leave load_checkpoint out and use --seed {before['seed']}"
-    raise UserError(
-        f"the adapters were trained on top of other weights than these (their SHA-256 is {before['digest'][:12]}...,"
-        f" these have {now[:12]}...)",
-        where=config.source.where("load_checkpoint"),
-        key="load_checkpoint",
-        value=config.load_checkpoint,
-        fix=again,
+        fix = f"their base model had random weights: leave load_checkpoint out and use --seed {before['seed']}"
+    rule = (
+        f"the adapters were trained on another base model (its SHA-256 is {before['digest'][:12]}..., that of this one"
+        f" is {now[:12]}...)"
     )
+    where = config.source.where("load_checkpoint")
+    raise UserError(rule, where=where, key="load_checkpoint", value=config.load_checkpoint, fix=fix)
 
 
 def _check_description(folder: Path, config: Config, where: str, key: str) -> None:
-    """What `adapter_config.json` says is what `pet_config` says."""
+    """Checks that `adapter_config.json` agrees with `pet_config`."""
     path, adapters = folder / CONFIG_FILE, config.decoder.pet_config
 
     def problem(rule: str, fix: str) -> UserError:
@@ -166,7 +164,7 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
         theirs = {"lora_rank": found["r"], "lora_alpha": found["lora_alpha"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
-        raise problem(f"there is no readable {CONFIG_FILE} beside the adapters ({error})", fix) from error
+        raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error
     for name, value in _OURS.items():
         if name in found and found[name] != value and (found[name] or value):
             rule = f"{CONFIG_FILE} says {name} {found[name]!r}: such adapters are not supported"
@@ -179,16 +177,11 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
 
 
 def description(settings: ModelConfig, base: str) -> dict[str, Any]:
-    """The adapters as PEFT's adapter_config.json.
-
-    Args:
-        settings: The model section.
-        base: `load_checkpoint`, empty for none.
-    """
+    """The content of PEFT's adapter_config.json; `base` is `load_checkpoint`, empty for none."""
     adapters = settings.pet_config
     targets = [tuple(layer_targets(settings, layer)) for layer in range(settings.num_layers)]
     names = [name.split(".")[-1] for name in targets[0]]
-    if len(set(targets)) > 1:  # not the same in every layer: full names
+    if len(set(targets)) > 1:  # layers differ: full names
         names = [f"model.layers.{layer}.{name}" for layer, found in enumerate(targets) for name in found]
     return {
         **{name: _OURS[name] for name in _WRITTEN},
@@ -205,12 +198,7 @@ def description(settings: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def merged(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
-    """The decoder's parameters with the adapters folded in: W + alpha / rank * B A, summed in float64.
-
-    Args:
-        weights: All parameters by name.
-        settings: The model section.
-    """
+    """The decoder's parameters with the adapters merged in: W + alpha / rank * B A, summed in float64."""
     found = {name: weights[name] for name in parameter_shapes(settings)}
     for layer in range(settings.num_layers):
         for projection in layer_targets(settings, layer):

@@ -1,7 +1,7 @@
-"""What of the configuration a checkpoint remembers, to tell a run that goes on from it what is not as it was.
+"""The settings that a checkpoint records, so that a resumed run can report which of them differ.
 
-None of it must stay: lowering the learning rate of a training that goes on is a good reason to resume. But a value that
-changed by mistake shall not do so silently.
+All of them may change: to lower the learning rate is a good reason to resume. But a value that was changed by mistake
+must not go unnoticed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from trainer.config.schema.fields import Section, support_of
 if TYPE_CHECKING:
     from trainer.config import Config
 
-# What a step computes. Data and seed are the place in the data, which must stay: `state.data_layout`.
+# What a step computes. Data and seed belong to the position in the data, which must fit: `state.data_layout`.
 _SECTIONS = ("lr_schedule", "optimizer", "runner_wrapper", "model")
 _KEYS = ("batch_size", "gradient_accumulation_steps", "epochs")  # of runner_config
-# Of the model: how it predicts, and what says the same in other words.
+# Keys of the model that only matter for prediction, and batch_size, which runner_config has already.
 _PREDICTION = frozenset(
     "batch_size do_sample max_decode_length max_new_tokens temperature top_k top_p repetition_penalty".split()
 )
@@ -25,9 +25,9 @@ _UNSET = "not set"
 
 
 def settings_record(config: Config) -> dict[str, Any]:
-    """The values that change what a step computes, by dotted key, where they are not the defaults.
+    """The values that change what a step computes, by dotted key, where they differ from the defaults.
 
-    Defaults are left out: a key that a later version adds is then no change.
+    Defaults are left out, so that a key that a later version adds is not a change.
     """
     found = {"amp_level": config.amp_level} if config.amp_level is not None else {}
     runner = config.runner_config
@@ -42,25 +42,25 @@ def settings_record(config: Config) -> dict[str, Any]:
 
 def _differing(section: Section, key: str) -> Iterator[tuple[str, Any]]:
     for name, field in type(section).model_fields.items():
-        value, place = getattr(section, name), f"{key}.{field.alias or name}"
+        value, dotted = getattr(section, name), f"{key}.{field.alias or name}"
         if support_of(field)[0] != "honoured" or (key == "model.model_config" and name in _PREDICTION):
             continue
         if isinstance(value, Section):
-            yield from _differing(value, place)
+            yield from _differing(value, dotted)
         elif name == "type" or value != field.get_default(call_default_factory=True):
-            yield place, value
+            yield dotted, value
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Says what is not as it was: ``lr_schedule.learning_rate 0.001 -> 0.002, amp_level O2 -> not set``; or nothing.
+    """The differences: ``lr_schedule.learning_rate 0.001 -> 0.002, amp_level O2 -> not set``; empty without any.
 
     Args:
-        before: `settings_record` of the run that made the checkpoint.
-        now: That of this run.
+        before: `settings_record` of the run that saved the checkpoint.
+        now: `settings_record` of this run.
     """
     keys = list(dict.fromkeys((*before, *now)))
     pairs = {key: tuple(_shown(values[key]) if key in values else _UNSET for values in (before, now)) for key in keys}
-    # Another kind of something has other keys: that it is another kind says enough.
+    # Another type has other keys: the change of the type says enough.
     kinds = {key for key, (was, is_now) in pairs.items() if key.endswith(".type") and was != is_now}
     replaced = tuple(key.removesuffix("type") for key in kinds)
     both = before.keys() & now.keys()

@@ -1,8 +1,8 @@
-"""Where a training stands in its data, when it goes on with other ranks or other batches. Pure Python.
+"""Position in the data of a run that resumes with other ranks or other batches. Pure Python.
 
-An epoch goes through its rows in an order of its own, the same for any number of ranks, and a step takes the next
-`batch_size` x `gradient_accumulation_steps` x ranks of them. As long as that product stays, a step remains a step, and
-a training goes on with exactly the row that comes next: none twice, none never.
+Each epoch has its own order of sequences, the same for any number of ranks, and a step takes the next `batch_size` x
+`gradient_accumulation_steps` x ranks of them. As long as that product stays the same, a step means the same sequences,
+and the run continues with exactly the next one: no sequence is repeated or left out.
 """
 
 from __future__ import annotations
@@ -13,41 +13,40 @@ from typing import Any
 from trainer.errors import UserError
 
 BATCH_KEYS = ("batch_size", "gradient_accumulation_steps", "ranks")
-"""What of a data layout says which rows a step takes; the rest of it must stay as it is."""
+"""The keys of a data layout that may change; all other keys must stay."""
 
 
-def batch_now(batch: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-    """The micro-batch of an epoch to go on with.
+def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    """The micro-batch of the epoch to continue with.
 
     Args:
         batch: Micro-batches of the epoch that were done.
-        before, now: The data layout of the run that did them and of the one that goes on; see `BATCH_KEYS`. Their other
-            keys agree.
+        before, now: The data layouts of the saved run and of the resumed run; they differ in `BATCH_KEYS` at most.
 
     Raises:
-        UserError: A step would take more or fewer rows, an epoch would have another number of steps, or the place is
-            in the middle of a batch.
+        UserError: A step would take another number of sequences, an epoch would have another number of steps, or the
+            position is in the middle of a batch.
     """
     changes = ", ".join(f"{key} was {before[key]} and is {now[key]}" for key in BATCH_KEYS if before[key] != now[key])
-    rows_before, rows_now = _rows_of_step(before), _rows_of_step(now)
-    if rows_before != rows_now:
-        rule = f"a step took {rows_before} rows and would take {rows_now}, so another step would be next: {changes}"
-        raise UserError(rule, fix=f"{_same_rows(rows_before, now)}, or {_FROM_BEGINNING}")
+    size_before, size_now = _step_size(before), _step_size(now)
+    if size_before != size_now:
+        rule = f"a step took {size_before} sequences and would take {size_now}: {changes}"
+        raise UserError(rule, fix=f"{_same_step_size(size_before, now)}, or {_FROM_BEGINNING}")
     if "rows" in before and "rows" in now and _steps_of_epoch(before) != _steps_of_epoch(now):
         was, is_now = _steps_of_epoch(before), _steps_of_epoch(now)
-        rule = f"an epoch of {now['rows']} rows had {was} steps and would have {is_now}: {changes}"
+        rule = f"an epoch of {now['rows']} sequences had {was} steps and would have {is_now}: {changes}"
         raise UserError(rule, fix=f"change batch_size rather than gradient_accumulation_steps, or {_FROM_BEGINNING}")
-    rows, left = divmod(batch * before["batch_size"] * before["ranks"], now["batch_size"] * now["ranks"])
+    batches, left = divmod(batch * before["batch_size"] * before["ranks"], now["batch_size"] * now["ranks"])
     if left:
-        rule = f"the checkpoint stands in the middle of a micro-batch of all ranks: {changes}"
-        raise UserError(rule, fix=f"go on with the batch_size and ranks of that run, or {_FROM_BEGINNING}")
-    return rows
+        rule = f"the checkpoint is in the middle of a micro-batch of all ranks: {changes}"
+        raise UserError(rule, fix=f"use the batch_size and ranks of that run, or {_FROM_BEGINNING}")
+    return batches
 
 
 _FROM_BEGINNING = "--ignore_data_skip to start the data from its beginning"
 
 
-def _rows_of_step(layout: Mapping[str, Any]) -> int:
+def _step_size(layout: Mapping[str, Any]) -> int:
     return layout["batch_size"] * layout["gradient_accumulation_steps"] * layout["ranks"]
 
 
@@ -57,9 +56,9 @@ def _steps_of_epoch(layout: Mapping[str, Any]) -> int:
     return -(-batches // layout["gradient_accumulation_steps"])
 
 
-def _same_rows(rows: int, now: Mapping[str, Any]) -> str:
-    """How this number of ranks could take so many rows."""
+def _same_step_size(size: int, now: Mapping[str, Any]) -> str:
+    """How this number of ranks could take so many sequences a step."""
     ranks = now["ranks"]
-    if rows % ranks:
-        return f"start a number of ranks that divides {rows}"
-    return f"choose batch_size x gradient_accumulation_steps = {rows // ranks} for {ranks} rank{'s' * (ranks > 1)}"
+    if size % ranks:
+        return f"start a number of ranks that divides {size}"
+    return f"choose batch_size x gradient_accumulation_steps = {size // ranks} for {ranks} rank{'s' * (ranks > 1)}"

@@ -1,4 +1,4 @@
-"""Experts on disk: each has its own tensors there, as in Hugging Face's files; in memory those of a layer are stacked.
+"""Names of experts' tensors: on disk each expert has its own, as in Hugging Face's files; in memory they are stacked.
 
 ===========  ===========================================================  ==========================
 form         tensors                                                      shapes
@@ -10,9 +10,9 @@ Mixtral      block_sparse_moe.experts.{e}.{w1,w3,w2}.weight,              the sa
 fused        mlp.experts.gate_up_proj, mlp.experts.down_proj              [E, 2F, D], [E, D, F]
 ===========  ===========================================================  ==========================
 
-Saved is "one by one", which every family's published files have but Mixtral's: transformers finds a Mixtral's experts
-under their own names only. All are read; "fused" is what transformers 5 has in memory and writes when asked to. Needs
-numpy only. E experts, F width of an expert, D hidden.
+Checkpoints are saved "one by one", as published files of every family but Mixtral's are; transformers finds a Mixtral's
+experts under Mixtral's names only. All forms can be read; "fused" is what transformers 5 has in memory and can write.
+Needs numpy only. E experts, F width of an expert, D hidden size.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, 
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
-    """Parameters as they are saved: one expert a tensor, a view each.
+    """Tensors to save, one for each expert, as views.
 
     Args:
-        arrays: By their names in memory.
+        arrays: Parameters by their names in memory.
         family: `model.arch.type`.
     """
     form, found = MIXTRAL if family == "MixtralForCausalLM" else ONE_BY_ONE, {}
@@ -76,8 +76,8 @@ def from_disk(weights: Mapping[str, np.ndarray], shapes: Shapes) -> Weights:
     """Parameters by their names in memory.
 
     Args:
-        weights: Of a file in any form, with every tensor of `disk_shapes`. Other ones are handed on.
-        shapes: In memory.
+        weights: Tensors of a file in any form, with every tensor of `disk_shapes`. Other tensors are kept.
+        shapes: Shapes in memory.
     """
     form, left, found = form_of(weights), dict(weights), {}
     for name, shape in shapes.items():
@@ -99,12 +99,12 @@ def _is_stack(name: str) -> bool:
 
 
 def _single_name(name: str, form: str) -> str:
-    """Of a parameter that is no stack: the router's differs from form to form."""
+    """Name on disk of a parameter that is not stacked; the router's depends on the form."""
     return name.replace("mlp.", _HOME) if form == MIXTRAL and name.endswith(_ROUTER) else name
 
 
 def _expert_names(name: str, experts: int, form: str) -> Iterator[str]:
-    """Of the experts' tensors that a stack consists of, in order."""
+    """Names on disk of the tensors of a stack, in order."""
     layer, _, projection = name.partition(_EXPERTS)
     if form == MIXTRAL:
         layer, projection = f"{layer}{_HOME}experts.", _OF_MIXTRAL[projection]
@@ -114,6 +114,6 @@ def _expert_names(name: str, experts: int, form: str) -> Iterator[str]:
 
 
 def _joined_name(name: str) -> tuple[str, int]:
-    """The fused tensor with a stack in it, and how many stacks that holds."""
+    """The fused tensor that contains a stack, and how many stacks it contains."""
     layer = name.partition(_EXPERTS)[0]
     return (layer + _DOWN_JOINED, 1) if name.endswith(_DOWN) else (layer + _JOINED, 2)

@@ -1,7 +1,7 @@
-"""What a checkpoint may hold or lack beside the model's weights: multi-token prediction modules, expert biases.
+"""Weights that a checkpoint may have or lack: multi-token prediction (MTP) modules and expert biases.
 
-Published files hold DeepSeek's modules behind the last layer, whether they are to be trained or not; a balancing bias
-is a matter of the training, and files of most families know none. Needs numpy only.
+Published files have DeepSeek's MTP modules after the last layer, whether a run trains them or not. Expert biases belong
+to the training, and the files of most families have none. Pure Python.
 """
 
 from __future__ import annotations
@@ -17,31 +17,26 @@ if TYPE_CHECKING:
 
 _LAYERS = "model.layers."
 _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-"""What a layer has that is a multi-token prediction module, and no other layer."""
+"""Ends of the names that only MTP modules have."""
 
 
 def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
-    """Tensors of multi-token prediction modules that the model does not have, and what to say of them.
-
-    Args:
-        names: Of all tensors in the file.
-        settings: The model section.
-    """
+    """Tensors of MTP modules that the model does not have, and a notice about them; `names` are those of the file."""
     beyond = [name for name in names if _layer(name) >= settings.num_layers]
     layers = {_layer(name) for name in beyond}
     modules = _modules(beyond)
     unused = {layer for layer in modules if layer >= settings.num_layers + settings.mtp_depth}
-    # With layers of another kind between them it is a deeper model.
+    # If there are other layers among them, the file is of a deeper model.
     if not unused or layers != modules:
         return set(), ""
     depth = max(unused) - settings.num_layers + 1
     one, them = ("module", "it") if len(unused) == 1 else ("modules", "them")
-    text = f"left out of the checkpoint: the {one} for further tokens ({layer_text(unused)})"
+    text = f"not loaded from the checkpoint: the multi-token prediction {one} ({layer_text(unused)})"
     return {name for name in beyond if _layer(name) in unused}, f"{text}; mtp_depth: {depth} would use {them}"
 
 
 def missing_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
-    """Parameters of multi-token prediction modules of which the file has nothing, and what to say of them."""
+    """Parameters of MTP modules that the file lacks completely, and a notice about them."""
     there = {_layer(name) for name in names}
     depth = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
     missing = [layer for layer in depth if layer not in there]
@@ -54,16 +49,16 @@ def missing_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[st
 
 
 def missing_biases(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
-    """The biases that balance_via_topk_bias asks for, where the file has none at all, and what to say of them."""
+    """The expert biases of balance_via_topk_bias, where the file has none at all, and a notice about them."""
     moe = settings.experts
     if moe is None or not moe.balance_via_topk_bias or any(name.endswith(EXPERT_BIAS) for name in names):
         return set(), ""
     found = {name for name in parameter_shapes(settings) if name.endswith(EXPERT_BIAS)}
-    return found, "balance_via_topk_bias: the checkpoint has no bias on the choice of experts, it starts at 0"
+    return found, "balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"
 
 
 def fix_for(missing: Collection[str], unknown: Collection[str], settings: ModelConfig) -> str:
-    """How multi-token prediction modules are brought in line, where they are what differs; else empty."""
+    """The fix, where the file differs in MTP modules alone; else empty."""
     beyond = [name for name in (*missing, *unknown) if _layer(name) >= settings.num_layers]
     if len(beyond) < len(missing) + len(unknown) or not beyond or _modules(beyond) != set(map(_layer, beyond)):
         return ""
@@ -79,6 +74,6 @@ def _modules(names: Iterable[str]) -> set[int]:
 
 
 def _layer(name: str) -> int:
-    """The layer of a tensor; -1 for one that stands in none."""
+    """The layer of a tensor; -1 for a tensor outside the layers."""
     number = name.removeprefix(_LAYERS).partition(".")[0]
     return int(number) if name.startswith(_LAYERS) and number.isdecimal() else -1

@@ -1,15 +1,15 @@
-"""Checkpoints on disk: a folder a step, complete or not there at all.
+"""Reads checkpoints: one folder a step, which counts only when it is complete.
 
     checkpoints/step-00000100/model.safetensors      the weights, by their names
-                             /optimizer.safetensors  the optimizer's state; of ranks that share it, a file of each:
+                             /optimizer.safetensors  the optimizer's state; where ranks shard it, a file for each rank:
                              /optimizer-00003-of-00008.safetensors
-                             /state.json             step, epoch, position in the data, random numbers ...
-                             /COMPLETE               written last: without it nobody reads the folder
+                             /state.json             step, epoch, position in the data, settings ...
+                             /COMPLETE               written last: a folder without it is ignored
 
 `trainer.checkpoint.writing` says how a folder becomes complete.
 
-"Newest" means saved last, by a number in the marker that grows with every save. It is not the highest step: who resumes
-from step 100 of a training that had reached 500 wants 150 next, not 500.
+"Newest" means saved last, by a number in the marker that grows with every save, not the highest step: after a run that
+had reached step 500 is resumed from step 100, its newest checkpoint is step 150, not step 500.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from trainer.errors import UserError
 MARKER = "COMPLETE"
 STATE = "state.json"
 REPLACED = ".replaced"
-"""End of the name of a checkpoint whose step is being saved again."""
+"""Suffix of a checkpoint whose step is being saved again."""
 UNFINISHED = ".tmp-"
-"""Start of the name of a temporary folder or file."""
+"""Prefix of a temporary folder or file."""
 
 _ENDING = ".safetensors"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -46,9 +46,9 @@ class Checkpoint:
     Attributes:
         path: Its folder.
         step: Optimizer steps done when it was saved.
-        tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. Those of several files are put
-            together; what was cut is flat.
-        state: What else the run remembers.
+        tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. Shards are
+            concatenated to a flat array.
+        state: The rest of the run's state.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Marker:
-    """What the marker says: which step, which save of the folder, and how long each file is."""
+    """Content of the marker: the step, the number of the save, and the length of each file."""
 
     step: int
     save_number: int
@@ -67,17 +67,17 @@ class Marker:
 
 
 def folder_name(step: int) -> str:
-    """The folder of a step: ``step-00000100``."""
+    """Name of the folder of a step: ``step-00000100``."""
     return f"step-{step:08d}"
 
 
 def shard_name(part: str, rank: int, ranks: int) -> str:
-    """A rank's share of a part, which is a file of its own: ``optimizer-00003-of-00008`` of rank 2."""
+    """Name of a rank's shard of a part, which is a file of its own: ``optimizer-00003-of-00008`` for rank 2."""
     return f"{part}-{rank + 1:05d}-of-{ranks:05d}"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of ``folder``, the one saved last at the end. No folder, no checkpoints."""
+    """The complete checkpoints of ``folder``, the one saved last at the end. None where the folder is missing."""
     found = []
     for path in step_folders(folder):
         marker = read_marker(path)
@@ -93,7 +93,7 @@ def newest_complete(folder: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
-    """The checkpoint that a user means by ``path``.
+    """The checkpoint that ``path`` names.
 
     Args:
         path: A checkpoint, a folder of checkpoints, or the output folder that has them in ``checkpoints``; of several,
@@ -101,7 +101,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
         key: The setting that ``path`` comes from, for messages.
 
     Raises:
-        UserError: There is none. (Whether the one that ``path`` names is complete, reading it tells.)
+        UserError: There is none. (Whether a named checkpoint is complete is checked when it is read.)
     """
     try:
         if not path.exists():
@@ -119,7 +119,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes sure, before a run starts, that checkpoints can be written to ``folder``.
+    """Checks, before a run starts, that checkpoints can be written to ``folder``.
 
     Raises:
         UserError: It cannot be made, is a file or is not writable.
@@ -137,7 +137,7 @@ def prepare_folder(folder: Path) -> None:
 def put_aside(folder: Path) -> Path | None:
     """Renames a folder with complete checkpoints to the first free ``checkpoints-1``, ``checkpoints-2`` ...
 
-    A fresh training that saved among those of an earlier one would prune them, and a resume could take the wrong one.
+    A new run that saved into the same folder would prune them, and a resumed run could read the wrong one.
     """
     if newest_complete(folder) is None:
         return None
@@ -154,7 +154,7 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Contai
     Args:
         path: The checkpoint's folder.
         parts: Which parts to read, for example ``("model",)``; all when None.
-        lazy: Parts whose arrays are read one by one, each time that they are asked for.
+        lazy: Parts whose arrays are read one by one, whenever they are accessed.
 
     Raises:
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
@@ -177,7 +177,7 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Contai
 
 
 def _files_of_parts(marker: Marker) -> dict[str, list[str]]:
-    """The names of the files that make up each part, in the order of ranks; also of those that should be there."""
+    """Names of the files of each part, in the order of ranks, including missing ones."""
     found: dict[str, list[str]] = {}
     for name in marker.file_bytes:
         if not name.endswith(_ENDING):
@@ -193,30 +193,30 @@ def _files_of_parts(marker: Marker) -> dict[str, list[str]]:
 
 
 class _Arrays(Mapping[str, np.ndarray]):
-    """The arrays of a part, read from its files when they are asked for.
+    """The arrays of a part, read from its files when they are accessed.
 
-    An array in all files is in ranges, one behind the other; one in the first file alone is whole.
+    An array in all files is sharded into consecutive ranges; an array in the first file alone is whole.
     """
 
     def __init__(self, path: Path, names: list[str], marker: Marker) -> None:
         """Opens the files; raises UserError where one is missing or damaged."""
         self.path, self.files = path, []
         for rank, name in enumerate(names):
-            _check_length(path, name, marker, f", the share of rank {rank} of {len(names)}" if len(names) > 1 else "")
+            _check_length(path, name, marker, f", the shard of rank {rank} of {len(names)}" if len(names) > 1 else "")
             try:
                 self.files.append(safetensors.safe_open(path / name, "numpy"))
             except (OSError, safetensors.SafetensorError) as error:
                 raise _damaged(path, f"{name} cannot be read ({error})") from error
         self.names = [set(file.keys()) for file in self.files]
         if any(names - self.names[0] for names in self.names[1:]):
-            raise _damaged(path, "the shares of some ranks hold arrays that are not in that of rank 0")
+            raise _damaged(path, "the shards of some ranks hold arrays that are not in that of rank 0")
 
     def __getitem__(self, name: str) -> np.ndarray:
         files = [file for file, names in zip(self.files, self.names, strict=True) if name in names]
         if not files:
             raise KeyError(name)
         if len(files) not in (1, len(self.files)):
-            raise _damaged(self.path, f"{name} is in the shares of {len(files)} of {len(self.files)} ranks")
+            raise _damaged(self.path, f"{name} is in the shards of {len(files)} of {len(self.files)} ranks")
         try:
             ranges = [file.get_tensor(name) for file in files]
         except (OSError, safetensors.SafetensorError) as error:
@@ -277,4 +277,4 @@ def _damaged(path: Path, what: str) -> UserError:
 
 def _use_another(path: Path) -> str:
     others = [other for other in complete_checkpoints(path.parent) if other != path]
-    return f"use {others[-1]}" if others else "use another checkpoint or start anew"
+    return f"use {others[-1]}" if others else "use another checkpoint or start a new run"

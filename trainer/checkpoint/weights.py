@@ -1,4 +1,4 @@
-"""Weights by name from a checkpoint of this trainer or Hugging Face safetensors, as float32 arrays. No MindSpore."""
+"""Reads weights by name, as float32 arrays, from our checkpoints and Hugging Face's safetensors. No MindSpore."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-# Where one of them lies, there is a checkpoint of this trainer, or half of one.
+# A folder with one of them is a checkpoint of this trainer, complete or not.
 _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
-# Tables that older Hugging Face files hold beside the weights; here they follow from the configuration.
+# Tables that older Hugging Face files contain; here they are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
 
 
 def requested_weights(
     config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = False
 ) -> dict[str, np.ndarray] | None:
-    """The weights of `load_checkpoint`, which fit the model; None without.
+    """The weights of `load_checkpoint`, checked against the model; None when the key is not set.
 
     Args:
-        config: Names the checkpoint and describes the model.
-        notice: Told what of the checkpoint is left out, and what it lacks that starts anew.
-        new_modules: Multi-token prediction modules that the checkpoint lacks start from the seed.
+        config: The whole configuration.
+        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
+        new_modules: Initialise missing multi-token prediction modules from the seed.
 
     Raises:
-        UserError: Nothing readable there, or weights of another model.
+        UserError: The file cannot be read, or belongs to another model.
     """
     if not config.load_checkpoint:
         return None
@@ -46,10 +46,10 @@ def requested_weights(
     if config.classifier is not None:
         return fitting_weights(weights, config.network, path, where)
     settings = config.decoder
-    unused, *texts = unused_modules(weights, settings)
+    unused, *notices = unused_modules(weights, settings)
     findings = [missing_biases(weights, settings), *([missing_modules(weights, settings)] if new_modules else [])]
     absent = {name for names, _ in findings for name in names}
-    for text in (*texts, *(text for names, text in findings if names)):
+    for text in (*notices, *(text for names, text in findings if names)):
         if text and notice is not None:
             notice(text)
     used = {name: array for name, array in weights.items() if name not in unused}
@@ -66,16 +66,16 @@ def fitting_weights(
     key: str = "load_checkpoint",
     absent: Container[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Weights as `read_weights` gives them by the names of parameters: the experts of a layer are stacked.
+    """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
     Args:
-        weights: As they lie in the file.
+        weights: Arrays by their names in the file.
         settings: The model section.
         path, where, key: For messages.
-        absent: Parameters that they need not have.
+        absent: Parameters that may be missing.
 
     Raises:
-        UserError: They are those of another model.
+        UserError: They belong to another model.
     """
     shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
     own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings)}
@@ -84,7 +84,7 @@ def fitting_weights(
 
 
 def _is_copy(name: str, weights: Mapping[str, np.ndarray], settings: ModelConfig) -> bool:
-    """Whether it is the embedding or head that published multi-token prediction modules repeat from the main model."""
+    """Whether it is the copy of embedding or head that published multi-token prediction modules contain."""
     for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
         if name.endswith(ending) and name != main and settings.mtp_depth:
             whole = EMBEDDING if settings.tie_word_embeddings else main
@@ -98,10 +98,10 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
     Args:
         path: A `.safetensors` file, a folder of them as Hugging Face publishes it, a checkpoint folder of this trainer,
             or a folder of checkpoints (the newest complete one).
-        where: Where the path was set, for messages.
+        where: Location of the setting, for messages.
 
     Raises:
-        UserError: Nothing readable there.
+        UserError: There are no readable weights.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if files and not any((path / name).exists() for name in _OUR_FILES):
@@ -127,13 +127,13 @@ def check_weights(
     key: str = "load_checkpoint",
     settings: ModelConfig | None = None,
 ) -> None:
-    """Every parameter is there and has its shape; a tied head may lie in the file as well.
+    """Checks that every parameter is there with its shape; the file may also contain a tied head.
 
     Args:
-        weights: As they lie in the file.
-        shapes: What there should be.
+        weights: Arrays by their names in the file.
+        shapes: The expected names and shapes.
         path, where, key: For messages.
-        settings: The model section, None for what is no whole decoder.
+        settings: The model section; None for adapters.
 
     Raises:
         UserError: Names the first parameter that is missing, unknown or of another shape, and counts the others.
@@ -143,19 +143,15 @@ def check_weights(
     other = [name for name in shapes if name in weights and weights[name].shape != tuple(shapes[name])]
     problems = [f"lacks {_first(missing)}"] if missing else []
     if unknown:
-        problems.append(f"holds {_first(unknown)} unknown here")
+        problems.append(f"holds {_first(unknown)}, which this model does not have")
     if other:
         theirs, ours = weights[other[0]].shape, tuple(shapes[other[0]])
         problems.append(f"has {_first(other)} of shape {list(theirs)} where this model has {list(ours)}")
     if problems:
         fix = "" if settings is None or other else fix_for(missing, unknown, settings)
-        raise UserError(
-            f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}",
-            where=where,
-            key=key,
-            value=str(path),
-            fix=fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint",
-        )
+        fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"
+        rule = f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}"
+        raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
 
 
 def _first(names: list[str]) -> str:
@@ -166,31 +162,22 @@ def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> di
     """The arrays of a file by name.
 
     Raises:
-        UserError: It cannot be read, or holds other numbers than floating-point ones.
+        UserError: The file cannot be read, or has tensors that are not floating-point.
     """
     try:
         entries = safetensors.deserialize(file.read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(
-            f"not a readable safetensors file ({error})",
-            where=where,
-            key=key,
-            value=str(file),
-            fix="name a checkpoint folder or a complete .safetensors file",
-        ) from error
+        fix = "name a checkpoint folder or a complete .safetensors file"
+        rule = f"not a readable safetensors file ({error})"
+        raise UserError(rule, where=where, key=key, value=str(file), fix=fix) from error
     other = [f"{name} is {entry['dtype']}" for name, entry in entries if entry["dtype"] not in ("BF16", *_DTYPES)]
     if other:
-        raise UserError(
-            f"weights must be floating-point numbers of 16 to 64 bits; {_first(other)}",
-            where=where,
-            key=key,
-            value=str(file),
-            fix="use a checkpoint that is not quantized",
-        )
+        rule = f"weights must be floating-point numbers of 16 to 64 bits; {_first(other)}"
+        raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
     return {name: _as_float32(entry).reshape(entry["shape"]) for name, entry in entries}
 
 
 def _as_float32(entry: dict) -> np.ndarray:
-    if entry["dtype"] == "BF16":  # numpy has no bfloat16: it is the upper half of a float32
+    if entry["dtype"] == "BF16":  # numpy has no bfloat16, which is the upper half of a float32
         return (np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).astype(np.float32)

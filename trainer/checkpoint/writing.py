@@ -1,12 +1,12 @@
-"""How a checkpoint becomes complete.
+"""Writes a checkpoint so that it is either complete or ignored.
 
-A save writes a temporary folder, flushes it to the disk, renames it and only then adds the marker: a machine that dies
-at any moment leaves the previous checkpoint the newest complete one. Removing goes the other way round: the marker
-first. A save begins by clearing what such a death left behind.
+A save writes a temporary folder, flushes it to disk, renames it and then adds the marker: if the machine dies at any
+moment, the previous checkpoint is still the newest complete one. A removal deletes the marker first. Every save begins
+by removing what an interrupted save has left.
 
-Ranks save together: the first makes the folder, then each writes files of its own, then the first completes it. After
-each of these they tell each other whether it went well, so that a disk that fails for one of them ends the save on all
-with the same error, and none is left waiting.
+Ranks save together: rank 0 makes the folder, every rank writes its own files, rank 0 completes the folder. After each
+stage the ranks exchange whether it succeeded, so that a disk that fails on one rank ends the save on all ranks with the
+same error, and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import safetensors
+import safetensors.numpy
 
-from trainer.checkpoint.arrays import save_arrays
 from trainer.checkpoint.store import (
     MARKER,
     REPLACED,
@@ -56,34 +58,34 @@ def write_checkpoint(
     documents: Mapping[str, Mapping[str, object]] | None = None,
     communicator: Communicator | None = None,
 ) -> Path:
-    """Saves a checkpoint and removes the oldest ones beyond ``keep_max``. Of several ranks, all must call it.
+    """Saves a checkpoint and removes the oldest ones beyond ``keep_max``. All ranks must call it.
 
     Args:
-        folder: Holds the checkpoints; made if missing. All ranks see the same.
+        folder: Holds the checkpoints; made if missing. All ranks must see the same folder.
         step: Optimizer steps done.
         tensors: Arrays by part and name, for example ``{"model": {...}, "optimizer": {...}}``. Each part becomes a
-            file. Any layout in memory, any dtype of safetensors. Of a rank other than the first only its shares, under
-            the names that `trainer.checkpoint.store.shard_name` gives.
-        state: What else the run remembers; must go through JSON. Written by the first rank, as all that follows.
+            file. Any memory layout, any dtype of safetensors. Ranks other than 0 pass only their shards, under the
+            names from `trainer.checkpoint.store.shard_name`.
+        state: The rest of the run's state, which must be valid JSON; written by rank 0, as are `documents`.
         keep_max: Complete checkpoints to keep; 0 keeps all.
-        on_stage: Told the name of each stage when it is reached: for tests that stop a save there.
-        documents: Further JSON files by name, for other programs that read the folder.
-        peers: The ranks that save together.
+        on_stage: Called with the name of each stage that is reached, for tests that stop a save there.
+        documents: More JSON files by name, for other programs that read the folder.
+        communicator: The ranks that save together; None for a single process.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        RunError: The disk is full or does not let us write, on this or on another rank. Earlier checkpoints are
-            untouched, nothing half is left.
-        TypeError: An array's dtype has no place in safetensors.
+        RunError: The disk is full or cannot be written, on this or on another rank. Earlier checkpoints are unchanged,
+            and nothing incomplete is left.
+        TypeError: safetensors does not support an array's dtype.
     """
     stage, communicator = on_stage or (lambda name: None), communicator or SingleProcess()
     unfinished = folder / f"{UNFINISHED}{folder_name(step)}"
     _check_dtypes(tensors)
-    texts = {name: json.dumps(content, indent=1) for name, content in {**(documents or {}), STATE: state}.items()}
+    json_files = {name: json.dumps(content, indent=1) for name, content in {**(documents or {}), STATE: state}.items()}
     own_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
-    needed_bytes = sum(int(text) for text in communicator.gather_bytes(str(own_bytes).encode()))
+    needed_bytes = sum(int(size) for size in communicator.gather_bytes(str(own_bytes).encode()))
     first = communicator.rank == 0
 
     def prepare() -> None:
@@ -96,7 +98,7 @@ def write_checkpoint(
             stage("made temporary folder")
 
     def write() -> dict[str, int]:
-        return _write_files(unfinished, tensors, texts if first else {}, stage)
+        return _write_files(unfinished, tensors, json_files if first else {}, stage)
 
     def complete() -> None:
         if first:
@@ -119,24 +121,24 @@ def write_checkpoint(
 
 
 def _together(work: Callable[[], Result], communicator: Communicator, folder: Path, needed_bytes: int) -> list[Result]:
-    """Does a part of a save on all ranks.
+    """Does one stage of a save on all ranks.
 
     Returns:
-        What it gave on each rank; goes through JSON.
+        The result of each rank, which must be valid JSON.
 
     Raises:
-        RunError: It failed somewhere; what is half done has been removed.
+        RunError: It failed on some rank. The incomplete save has been removed.
     """
     result, failure, cause = None, None, None
     try:
         result = work()
     except OSError as error:
         failure, cause = _failure(folder, error, needed_bytes), error
-    every = [json.loads(text) for text in communicator.gather_bytes(json.dumps([result, failure]).encode())]
-    failures = [(rank, told) for rank, (_, told) in enumerate(every) if told is not None]
+    every = [json.loads(data) for data in communicator.gather_bytes(json.dumps([result, failure]).encode())]
+    failures = [(rank, error) for rank, (_, error) in enumerate(every) if error is not None]
     if not failures:
         return [result for result, _ in every]
-    if communicator.rank == 0:  # nobody writes any more
+    if communicator.rank == 0:  # no rank is writing any more
         with contextlib.suppress(OSError):
             _clear_leftovers(folder)
     rank, (reason, fix) = failures[0]
@@ -149,19 +151,19 @@ def _check_dtypes(tensors: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     for part, arrays in tensors.items():
         for name, array in arrays.items():
             if array.dtype.name not in _SAVABLE_DTYPES:
-                raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors cannot hold")
+                raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors does not support")
 
 
 def _check_space(folder: Path, needed_bytes: int) -> None:
-    """Ends a save before it writes half of what has no room."""
+    """Fails early where the disk has no room for the whole save."""
     if shutil.disk_usage(folder).free < needed_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _write_files(
-    unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], texts: Mapping[str, str], stage: OnStage
+    unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], json_files: Mapping[str, str], stage: OnStage
 ) -> dict[str, int]:
-    """Writes this rank's files and flushes them to the disk; returns the length of each."""
+    """Writes this rank's files and flushes them to disk; returns the length of each in bytes."""
     if not unfinished.is_dir():
         raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
     written = []
@@ -169,7 +171,7 @@ def _write_files(
         written.append(unfinished / f"{part}.safetensors")
         save_arrays(written[-1], arrays)
         stage(f"wrote {part}")
-    for name, text in texts.items():
+    for name, text in json_files.items():
         written.append(unfinished / name)
         written[-1].write_text(text, encoding="utf-8")
     stage("wrote state")
@@ -186,7 +188,7 @@ def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[s
     path = folder / folder_name(step)
     newest = newest_complete(folder)
     newest_marker = read_marker(newest) if newest else None
-    if path.exists():  # the same step saved again: its older save stays complete, under another name, until the end
+    if path.exists():  # saved before: the older save stays complete under another name until the end
         path.rename(path.with_name(path.name + REPLACED))
         stage("moved older save away")
     unfinished.rename(path)
@@ -205,6 +207,26 @@ def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[s
     _flush_to_disk(path)
 
 
+def save_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file with the permissions of the umask; the library makes it private to its owner.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    # The library reads from an array's address and assumes C order. np.ascontiguousarray would make a scalar
+    # one-dimensional.
+    in_order = {name: np.require(array, requirements="C").reshape(array.shape) for name, array in arrays.items()}
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.numpy.save_file(in_order, path, metadata)
+    except safetensors.SafetensorError as error:
+        # The library reports the system's error in its message only.
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error)) from error
+    path.chmod(mode)
+
+
 def _flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -214,11 +236,11 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Removes what an interrupted save or removal left; gives back its name to a save that was being replaced."""
+    """Removes what an interrupted save or removal has left, and restores the name of a save that was being replaced."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path)
     for path in step_folders(folder):
-        # Not `read_marker(path) is None`: a marker that cannot be read just now is no reason to remove a checkpoint.
+        # Not `read_marker(path) is None`: a marker that is unreadable for now must not remove a checkpoint.
         if not (path / MARKER).exists():
             shutil.rmtree(path)
     for path in folder.glob(f"step-*{REPLACED}"):
@@ -237,7 +259,7 @@ def _prune(folder: Path, keep_max: int, stage: OnStage) -> None:
 
 
 def _remove_folder(path: Path, stage: OnStage) -> None:
-    """Removes a checkpoint, its marker first. What cannot be removed is no reason to end a training: it stays."""
+    """Removes a checkpoint, its marker first. What cannot be removed stays: it must not end the run."""
     with contextlib.suppress(OSError):
         (path / MARKER).unlink()
         stage("unmarked an old checkpoint")
@@ -245,7 +267,7 @@ def _remove_folder(path: Path, stage: OnStage) -> None:
 
 
 def _failure(folder: Path, error: OSError, needed_bytes: int) -> Sequence[str]:
-    """What went wrong, and what to do about it."""
+    """The reason, and the fix."""
     reason = error.strerror or str(error)
     if error.errno not in _FULL_DISK:
         return reason, "make the folder writable or choose another output_dir, then resume"

@@ -3,7 +3,7 @@
 Named flags are MindSpore Transformers' (``run_mindformer.py``); each sets one dotted key. Every other key of the
 configuration is a flag as well: ``--runner_config.epochs 3``, ``--callbacks.0.save_checkpoint_steps=50``,
 ``--log_format plain``, or ``--options a.b=c d.e=f``. Strength, weakest first: file, ``--options``, named flags,
-dotted flags; of two alike the later one counts.
+dotted flags. A flag that is given twice keeps its last value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainer.config import Override
 
 FlagKind = Literal["value", "bool", "list", "optional"]
-"""One value; True when alone; one or more texts; True when alone but a name is possible too."""
+"""One value; True when alone; one or more strings; True when alone but a name is possible too."""
 
 
 class Flag(NamedTuple):
@@ -36,77 +36,88 @@ class Flag(NamedTuple):
 
 _DATA, _MODEL, _MOE = "train_dataset.data_loader", "model.model_config", "model.model_config.moe_config"
 
-FLAGS: tuple[Flag, ...] = (
-    Flag("run_mode", "run_mode", "value", "What to do: train, finetune, eval or predict.", "MODE"),
-    Flag("output_dir", "output_dir", "value", "Folder for all a run leaves.", "DIR"),
-    Flag("seed", "seed", "value", "Seed of weights, dropout and the order of data.", "INT"),
-    Flag("epochs", "runner_config.epochs", "value", "Passes over the training data.", "INT"),
-    Flag("batch_size", "runner_config.batch_size", "value", "Rows in one micro-batch.", "INT"),
-    Flag(
-        "gradient_accumulation_steps",
-        "runner_config.gradient_accumulation_steps",
-        "value",
-        "Micro-batches summed before one optimizer step.",
-        "INT",
+# By panel of the help.
+PANELS: dict[str, tuple[Flag, ...]] = {
+    "Training": (
+        Flag("run_mode", "run_mode", "value", "What to do: train, finetune, eval or predict.", "MODE"),
+        Flag("seed", "seed", "value", "Seed of weights, dropout and the order of data.", "INT"),
+        Flag("learning_rate", "lr_schedule.learning_rate", "value", "Peak learning rate of the schedule.", "FLOAT"),
+        Flag("epochs", "runner_config.epochs", "value", "Passes over the training data.", "INT"),
+        Flag("batch_size", "runner_config.batch_size", "value", "Sequences of one micro-batch on a rank.", "INT"),
+        Flag(
+            "gradient_accumulation_steps", "runner_config.gradient_accumulation_steps", "value",
+            "Micro-batches of one optimizer step.", "INT",
+        ),  # fmt: skip
+        Flag("stop_step", "runner_config.stop_step", "value", "End after this optimizer step; 0: off.", "INT"),
+        Flag("use_clip_grad", "runner_wrapper.use_clip_grad", "bool", "Clip gradients by their global norm."),
+        Flag("max_grad_norm", "runner_wrapper.max_grad_norm", "value", "Largest global norm after clipping.", "FLOAT"),
+        Flag("do_eval", "do_eval", "bool", "Evaluate while training."),
+        Flag("mode", "context.mode", "value", "0: compiled blocks; 1: no compilation.", "0|1"),
+        Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
+        Flag("device_fallback", "context.device_fallback", "bool", "Use the best device if that is missing."),
+        Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
     ),
-    Flag("stop_step", "runner_config.stop_step", "value", "End after this optimizer step; 0: off.", "INT"),
-    Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink of MindSpore Transformers; ignored with a notice."),
-    Flag("use_clip_grad", "runner_wrapper.use_clip_grad", "bool", "Clip gradients by their global norm."),
-    Flag("max_grad_norm", "runner_wrapper.max_grad_norm", "value", "Largest global norm after clipping.", "FLOAT"),
-    Flag("train_dataset_dir", f"{_DATA}.dataset_dir", "value", 'Data to train on: file, folder or "stdlib".', "PATH"),
-    Flag("eval_dataset_dir", "eval_dataset.data_loader.dataset_dir", "value", "Data to evaluate on.", "PATH"),
-    Flag(
-        "num_samples",
-        f"{_DATA}.num_samples",
-        "value",
-        "At most so many rows of each data set.",
-        "INT",
-        also="eval_dataset.data_loader.num_samples",
+    "Data": (
+        Flag(
+            "train_dataset_dir", f"{_DATA}.dataset_dir", "value",
+            'Data to train on: file, folder or "stdlib".', "PATH",
+        ),  # fmt: skip
+        Flag("eval_dataset_dir", "eval_dataset.data_loader.dataset_dir", "value", "Data to evaluate on.", "PATH"),
+        Flag(
+            "num_samples", f"{_DATA}.num_samples", "value",
+            "At most so many sequences of each data set.", "INT", also="eval_dataset.data_loader.num_samples",
+        ),  # fmt: skip
+        Flag("predict_data", "predict_data", "list", "predict: prompts, or a file of prompts.", "TEXT..."),
+        Flag("predict_batch_size", "predict_batch_size", "value", "predict: prompts generated at once.", "INT"),
     ),
-    Flag("do_eval", "do_eval", "bool", "Evaluate while training."),
-    Flag("load_checkpoint", "load_checkpoint", "value", "Weights to start from.", "PATH"),
-    Flag(
-        "resume_training", "resume_training", "optional", "Go on from the newest, or the named, checkpoint.", "[NAME]"
+    "Model": (
+        Flag("do_sample", f"{_MODEL}.do_sample", "bool", "predict: sample instead of taking the likeliest token."),
+        Flag("use_fused_rope", f"{_MODEL}.use_fused_rope", "bool", "Fused rotary embedding where there is one."),
+        Flag("use_fused_swiglu", f"{_MODEL}.use_fused_swiglu", "bool", "Fused SwiGLU where there is one."),
+        Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),
+        Flag("enable_gmm_safe_tokens", f"{_MOE}.enable_gmm_safe_tokens", "bool", "At least one token for each expert."),
+        Flag(
+            "callback_moe_droprate", f"{_MOE}.callback_moe_droprate", "bool",
+            "Report the tokens that experts dropped.",
+        ),  # fmt: skip
     ),
-    Flag("predict_data", "predict_data", "list", "predict: prompts, or a file of prompts.", "TEXT..."),
-    Flag("predict_batch_size", "predict_batch_size", "value", "predict: prompts generated at once.", "INT"),
-    Flag("do_sample", f"{_MODEL}.do_sample", "bool", "predict: draw tokens instead of taking the likeliest."),
-    Flag("mode", "context.mode", "value", "0: compiled blocks; 1: no compilation.", "0|1"),
-    Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
-    Flag("device_fallback", "context.device_fallback", "bool", "Take the best device where that is not there."),
-    Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
-    Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; as the job is when left out."),
-    Flag(
-        "parallel_fallback",
-        "parallel.parallel_fallback",
-        "value",
-        "explicit: data parallelism in the place of semi-automatic mode.",
-        "NAME",
+    "Parallelism": (
+        Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: as the job is."),
+        Flag(
+            "parallel_fallback", "parallel.parallel_fallback", "value",
+            "explicit: data parallelism instead of semi-automatic mode.", "NAME",
+        ),  # fmt: skip
     ),
-    Flag("use_fused_rope", f"{_MODEL}.use_fused_rope", "bool", "Fused rotary embedding where there is one."),
-    Flag("use_fused_swiglu", f"{_MODEL}.use_fused_swiglu", "bool", "Fused SwiGLU where there is one."),
-    Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),
-    Flag("enable_gmm_safe_tokens", f"{_MOE}.enable_gmm_safe_tokens", "bool", "At least one token for each expert."),
-    Flag("callback_moe_droprate", f"{_MOE}.callback_moe_droprate", "bool", "Report the tokens that experts dropped."),
-    Flag("log_format", "log_format", "value", "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT"),
-    Flag("profile", "profile", "bool", "Record what the device does; not yet."),
-    Flag("auto_trans_ckpt", "auto_trans_ckpt", "bool", "Cut checkpoints for another layout; ignored with a notice."),
-    Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value", "Layout of a checkpoint; ignored.", "PATH"),
-    Flag("strategy_load_checkpoint", "strategy_load_checkpoint", "value", "Layout of a checkpoint; ignored.", "PATH"),
-    Flag("only_save_strategy", "only_save_strategy", "bool", "Write the layout and end; not yet."),
-    Flag("transform_process_num", "transform_process_num", "value", "Processes that cut a checkpoint; ignored.", "INT"),
-    Flag(
-        "remote_save_url",
-        "remote_save_url",
-        "value",
-        "Where MindSpore Transformers uploads to; ignored with a notice.",
-        "URL",
+    "Output": (
+        Flag("output_dir", "output_dir", "value", "Folder for everything a run leaves.", "DIR"),
+        Flag(
+            "log_format", "log_format", "value",
+            "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT",
+        ),  # fmt: skip
     ),
-    Flag("register_path", "register_path", "value", "Folder of own Python classes; not yet.", "DIR"),
-    Flag("trust_remote_code", "trust_remote_code", "bool", "Run code of a model repository; ignored with a notice."),
-    Flag("adapter_id", "adapter_id", "value", "Adapters (pet_config) to start from.", "PATH"),
-    Flag("modal_type", "modal_type", "list", "Kinds of the inputs of predict_data; not yet.", "TEXT..."),
-)
+    "Checkpoints": (
+        Flag("load_checkpoint", "load_checkpoint", "value", "Weights to start from.", "PATH"),
+        Flag(
+            "resume_training", "resume_training", "optional",
+            "Resume from the newest, or the named, checkpoint.", "[NAME]",
+        ),  # fmt: skip
+        Flag("adapter_id", "adapter_id", "value", "Adapters (pet_config) to start from.", "PATH"),
+    ),
+    "Ignored, or not yet there": (
+        Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink; ignored."),
+        Flag("profile", "profile", "bool", "Profiler; not yet."),
+        Flag("auto_trans_ckpt", "auto_trans_ckpt", "bool", "Transform checkpoints; ignored."),
+        Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value", "Checkpoint's layout; ignored.", "PATH"),
+        Flag("strategy_load_checkpoint", "strategy_load_checkpoint", "value", "Checkpoint's layout; ignored.", "PATH"),
+        Flag("only_save_strategy", "only_save_strategy", "bool", "Write a layout; not yet."),
+        Flag("transform_process_num", "transform_process_num", "value", "For auto_trans_ckpt; ignored.", "INT"),
+        Flag("remote_save_url", "remote_save_url", "value", "Upload address; ignored.", "URL"),
+        Flag("register_path", "register_path", "value", "Own Python classes; not yet.", "DIR"),
+        Flag("trust_remote_code", "trust_remote_code", "bool", "Code of a model hub; ignored."),
+        Flag("modal_type", "modal_type", "list", "Kinds of predict_data; not yet.", "TEXT..."),
+    ),
+}
+FLAGS = tuple(flag for flags in PANELS.values() for flag in flags)
 
 
 class Arguments(NamedTuple):

@@ -6,19 +6,19 @@ Nothing here imports MindSpore: a run does, when all that can be checked without
 from __future__ import annotations
 
 import _thread
-import inspect
+import copy
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.cli.flags import FLAGS, Arguments, split_arguments
+from trainer.cli.flags import PANELS, Arguments, split_arguments
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
 from trainer.launch import heartbeat
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainer.launch.arguments import LaunchOptions
     from trainer.parallel.world import World
 
-_COMMANDS = ("train", "plan", "launch", "status", "stop", "export", "doctor", "schema")
 # A paragraph is one line: the terminal's width breaks it.
 _HELP = "\n\n".join(
     (
@@ -35,28 +34,16 @@ _HELP = "\n\n".join(
         "Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], "
         "[bold]--callbacks.0.save_checkpoint_steps 50[/bold], or [bold]--options optimizer.betas=[0.9,0.95][/bold]. "
         "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad.",
-        "Other commands: [bold]plan[/bold] says what a run would do; [bold]launch[/bold] runs on several devices, "
-        "[bold]status[/bold] and [bold]stop[/bold] look after that; [bold]export[/bold] writes a checkpoint as one "
-        "Hugging Face file; [bold]doctor[/bold] checks this machine; "
-        "[bold]schema[/bold] prints the JSON Schema of the YAML files. Each has its own --help.",
     )
 )
 
-_EXPORT_HELP = "\n\n".join(
-    (
-        "Writes the weights of --load_checkpoint as one safetensors file with Hugging Face's names. Never loads "
-        "MindSpore.",
-        "With [bold]--adapter DIR --merge[/bold] the adapters of a training with pet_config are folded in.",
-    )
-)
+_NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
-
-_LAUNCH_HELP = "\n\n".join(
-    (
-        "Runs the trainer on several devices, through MindSpore's msrun, and supervises it: the first failure ends the "
-        "job and is named, Ctrl-C reaches every worker, a hang is found, and no process is left.",
-        "All other flags are those of a run: [bold]run_trainer.py launch --nproc 8 --config configs/a.yaml[/bold].",
-    )
+app = typer.Typer(
+    help=f"{_HELP}\n\nFlags without a command train.",
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
 )
 
 
@@ -72,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        print("stopped by SIGINT", file=sys.stderr)
         code = EXIT_SIGINT
     except OSError as error:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
@@ -112,94 +100,126 @@ def _receive_signals_in_a_thread() -> None:
 
 def dispatch(argv: list[str]) -> int:
     """Runs the command that `argv` names, train by default, and returns its exit code."""
-    command, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
-    if command not in _COMMANDS:
-        import difflib
-
-        if command.endswith((".yaml", ".yml")):
-            raise UserError("the YAML file comes after --config", key=command, fix=f"write --config {command}")
-        near = difflib.get_close_matches(command, _COMMANDS, 1)
-        raise UserError(
-            "no such command",
-            key=command,
-            fix=f"use {near[0]}" if near else f"use one of {', '.join(_COMMANDS)}, or flags only to train",
-        )
-    if command == "launch":
-        return _dispatch_launch(rest)
-    if command in ("doctor", "status", "stop"):
-        return _invoke([command, *rest], None)
-    if command == "export":
-        arguments = split_arguments(rest, ("--help", "--merge", "--force"), own_values=("--output", "--adapter"))
-    else:
-        values = ("--ranks", "--local_ranks", "--audit") if command == "plan" else ()
-        arguments = split_arguments(rest, own_flags=("--help", "--json"), own_values=values)
-    return _invoke([command, *arguments.rest], arguments)
+    group = typer.main.get_command(app)
+    if argv[:1] == ["--help"]:
+        _add_flags(group, group.commands["train"])
+        return _run(group, ["--help"], None)
+    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
+    command = group.commands.get(name)
+    if command is None:
+        raise _no_such_command(name, list(group.commands))
+    if name == "launch":
+        return _dispatch_launch(command, rest)
+    if not any(option.name == "config" for option in command.params):
+        return _run(command, rest, None)
+    own = {switch: option for option in command.params for switch in option.opts}
+    switches = ["--help", *(switch for switch, option in own.items() if option.is_flag)]
+    values = [switch for switch, option in own.items() if not option.is_flag and option.name != "config"]
+    arguments = split_arguments(rest, switches, values)
+    if "--help" in arguments.rest:
+        _add_flags(command, command)
+    return _run(command, arguments.rest, arguments)
 
 
-def _dispatch_launch(rest: list[str]) -> int:
-    from trainer.launch.arguments import read_options, read_positional, split_own
+def _no_such_command(name: str, commands: list[str]) -> UserError:
+    import difflib
+
+    if name.endswith((".yaml", ".yml")):
+        return UserError("the YAML file comes after --config", key=name, fix=f"write --config {name}")
+    near = difflib.get_close_matches(name, commands, 1)
+    fix = f"use {near[0]}" if near else f"use one of {', '.join(commands)}, or flags only to train"
+    return UserError("no such command", key=name, fix=fix)
+
+
+def _dispatch_launch(command: Any, rest: list[str]) -> int:
+    from trainer.launch.arguments import HELP, read_options, read_positional, split_own
 
     if rest[:1] == ["--positional"]:  # of scripts/msrun_launcher.sh
-        return _invoke(["launch"], read_positional(rest[1:], os.environ))
-    wants_help = "help" in split_own(rest)[0]
-    return _invoke(["launch", "--help"] if wants_help else ["launch"], None if wants_help else read_options(rest))
+        return _run(command, [], read_positional(rest[1:], os.environ))
+    if "help" not in split_own(rest)[0]:
+        return _run(command, [], read_options(rest))
+    template = command.params[0]
+    command.params += [_option(template, name, text, metavar) for name, (metavar, text) in HELP.items()]
+    return _run(command, ["--help"], None)
 
 
-def _invoke(args: list[str], arguments: Arguments | LaunchOptions | None) -> int:
+def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | None) -> int:
     usage_error = typer.BadParameter.__base__  # of the Click that this Typer uses, which may be a copy of its own
+    name = "run_trainer.py" if hasattr(command, "commands") else f"run_trainer.py {command.name}"
     try:
-        code = typer.main.get_command(_app())(args, prog_name="run_trainer.py", obj=arguments, standalone_mode=False)
+        code = command(args, prog_name=name, obj=arguments, standalone_mode=False)
     except usage_error as error:
-        raise UserError(error.format_message().rstrip("."), fix=f"see run_trainer.py {args[0]} --help") from None
+        raise UserError(error.format_message().rstrip("."), fix=f"see {name} --help") from None
     return code if isinstance(code, int) else EXIT_OK
 
 
-def _app() -> typer.Typer:
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    app.command("train", help=_HELP)(_with_flags(_train))
-    plan_help = "Says what a run would do, and ends. Never loads MindSpore, but for --audit."
-    audit = "ascend: build the graph of a training step for Ascend, without one, and look for its fused operators."
-    counts = {
-        "ranks": _count("ranks", "Plan for a job of so many ranks. Default: the job around, or one."),
-        "local_ranks": _count("local_ranks", "So many of them on one host. Default: all."),
-    }
-    own = {"json_": _switch("json", "For machines."), "audit": _name("audit", audit), **counts}
-    app.command("plan", help=plan_help)(_with_flags(_plan, **own))
-    paths = {
-        "output": _path("output", "The file, ending in .safetensors, or a folder for model.safetensors."),
-        "adapter": _path("adapter", "The adapters: another name of --adapter_id."),
-    }
-    merge, force = _switch("merge", "Fold the adapters in."), _switch("force", "Replace a file that is there.")
-    app.command("launch", help=_LAUNCH_HELP)(_with_launch_options())
-    app.command("status", help="Says what a job of launch does, or how it ended.")(_status)
-    app.command("stop", help="Lets a job of launch save and end.")(_stop)
-    app.command("export", help=_EXPORT_HELP)(_with_flags(_export, **paths, merge=merge, force=force))
-    app.command("doctor", help="Checks whether this machine can train, and says how to mend what is missing.")(_doctor)
-    app.command("schema", help="Prints the JSON Schema of the YAML files, for editors.")(_schema)
-    return app
+def _add_flags(command: Any, template_of: Any) -> None:
+    """Shows the flags of the configuration, whose values `split_arguments` takes, in a command's help."""
+    template, options = (option for option in template_of.params if option.name in ("config", "options"))
+    if command is not template_of:
+        command.params += [template, options]
+    for panel, flags in PANELS.items():
+        for flag in flags:
+            metavar = "BOOL" if flag.kind == "bool" else flag.metavar
+            command.params.append(_option(template, flag.name, flag.help, metavar, panel))
 
 
-def _train(context: typer.Context) -> int:
-    config = _load(context.obj)
+def _option(template: Any, name: str, text: str, metavar: str, panel: str | None = None) -> Any:
+    """A changed copy of one of Typer's options: it makes them of a function's signature alone."""
+    option = copy.copy(template)
+    option.name, option.opts, option.help, option.metavar = name, [f"--{name}"], text, metavar
+    option.rich_help_panel, option.expose_value = panel, False
+    return option
+
+
+_ConfigFile = Annotated[str | None, typer.Option("--config", help="The YAML file.", metavar="FILE", show_default=False)]
+_Options = Annotated[
+    str | None,
+    typer.Option("--options", help="Any other keys: a.b=c d.e=f.", metavar="KEY=VALUE", show_default=False),
+]
+_Name = Annotated[
+    str | None, typer.Option(help="ascend: look for fused operators in the graph.", metavar="NAME", show_default=False)
+]
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of logs of the job.")]
+_Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+@app.command("train", help=_HELP)
+def _train(context: typer.Context, config: _ConfigFile = None, options: _Options = None) -> int:
+    loaded = _load(context.obj)
     _receive_signals_in_a_thread()  # before numpy and MindSpore start threads
     from trainer.run.loop import run
 
-    return run(config)
+    return run(loaded)
 
 
-def _plan(context: typer.Context, json_: bool, audit: str | None, ranks: int | None, local_ranks: int | None) -> int:
+@app.command("plan")
+def _plan(
+    context: typer.Context,
+    config: _ConfigFile = None,
+    options: _Options = None,
+    json_: _Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="All kernels, dtypes, groups and reasons.")] = False,
+    audit: _Name = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of the job.", metavar="INT")] = None,
+    local_ranks: Annotated[int | None, typer.Option("--local_ranks", help="Ranks on one host.", metavar="INT")] = None,
+) -> int:
+    """Says what a run would do, and ends. Never loads MindSpore, but for --audit.
+
+    The audit builds the graph of a training step for Ascend, without one, and looks for its fused operators.
+    """
     from trainer.parallel.world import planned_world
-    from trainer.plan.plan import plan_dict, plan_sections
+    from trainer.plan.render import plan_dict, plan_sections, print_sections
     from trainer.run.prepare import build_plan
 
-    config, world = _load(context.obj), planned_world(ranks, local_ranks)
+    loaded, world = _load(context.obj), planned_world(ranks, local_ranks)
     if audit is not None:
-        return _audit(config, audit, json_, world)
-    plan = build_plan(config, world)
+        return _audit(loaded, audit, json_, world)
+    plan = build_plan(loaded, world)
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
-        _print_sections(plan_sections(plan))
+        print_sections(plan_sections(plan, verbose))
     return EXIT_OK
 
 
@@ -209,16 +229,69 @@ def _audit(config: Config, device: str, json_: bool, world: World) -> int:
         rule = "there is an audit for ascend alone"
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
     from trainer.audit.report import audit_ascend, audit_dict, audit_sections
+    from trainer.plan.render import print_sections
 
     found = audit_ascend(config, world=world)
     if json_:
         print(json.dumps(audit_dict(found), indent=1))
     else:
-        _print_sections(audit_sections(found))
+        print_sections(audit_sections(found))
     return EXIT_RUN_FAILED if found.missing else EXIT_OK
 
 
-def _export(context: typer.Context, output: str | None, adapter: str | None, merge: bool, force: bool) -> int:
+@app.command("launch")
+def _launch(
+    context: typer.Context,
+    force: Annotated[bool, typer.Option("--force", help="Start even where memory seems too small.")] = False,
+) -> int:
+    """Runs the trainer on several devices, through MindSpore's msrun, and supervises it.
+
+    The first failure ends the job and is named, Ctrl-C reaches every worker, a hang is found, and no process is left.
+
+    All other flags are those of a run: [bold]run_trainer.py launch --nproc 8 --config configs/a.yaml[/bold].
+    """
+    from trainer.launch.checks import check_launch
+    from trainer.launch.command import launch
+    from trainer.run.prepare import build_plan
+
+    def check(options: LaunchOptions) -> None:
+        """As a run would, so that one message says what each of the workers would say after some seconds."""
+        check_launch(options, build_plan)
+
+    return launch(context.obj, check)
+
+
+@app.command("status")
+def _status(folder: _Folder, json_: _Json = False) -> int:
+    """Says what a job of launch does, or how it ended."""
+    from trainer.launch.command import status
+
+    return status(folder, json_)
+
+
+@app.command("stop")
+def _stop(folder: _Folder) -> int:
+    """Lets a job of launch save and end."""
+    from trainer.launch.command import stop
+
+    return stop(folder)
+
+
+@app.command("export")
+def _export(
+    context: typer.Context,
+    config: _ConfigFile = None,
+    options: _Options = None,
+    output: Annotated[str | None, typer.Option(help="The .safetensors file, or a folder.", metavar="PATH")] = None,
+    adapter: Annotated[str | None, typer.Option(help="The adapters: --adapter_id.", metavar="PATH")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the weights.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> int:
+    """Writes the weights of --load_checkpoint as one safetensors file with Hugging Face's names.
+
+    With [bold]--adapter DIR --merge[/bold] the adapters of a training with pet_config are merged in. Never loads
+    MindSpore.
+    """
     from trainer.config import Override
     from trainer.run.export import export
 
@@ -232,38 +305,13 @@ def _export(context: typer.Context, output: str | None, adapter: str | None, mer
     return EXIT_OK
 
 
-def _launch(context: typer.Context) -> int:
-    from trainer.launch.checks import check_launch
-    from trainer.launch.command import launch
-    from trainer.run.prepare import build_plan
-
-    def check(options: LaunchOptions) -> None:
-        """As a run would, so that one message says what each of the workers would say after some seconds."""
-        check_launch(options, build_plan)
-
-    return launch(context.obj, check)
-
-
-_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of logs of the job.")]
-
-
-def _status(folder: _Folder, json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> int:
-    from trainer.launch.command import status
-
-    return status(folder, json_)
-
-
-def _stop(folder: _Folder) -> int:
-    from trainer.launch.command import stop
-
-    return stop(folder)
-
-
+@app.command("doctor")
 def _doctor(
-    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    json_: _Json = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also run a MindSpore operator; takes seconds.")] = False,
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Where a run would write.")] = Path("output"),
 ) -> int:
+    """Checks whether this machine can train, and says how to mend what is missing."""
     from rich.console import Console
 
     from trainer.device.doctor import checks, exit_code, render, to_json
@@ -272,11 +320,13 @@ def _doctor(
     if json_:
         print(to_json(found))
     else:
-        render(found, Console())
+        render(found, Console(width=None if sys.stdout.isatty() else _NO_FOLDING))
     return exit_code(found)
 
 
+@app.command("schema")
 def _schema() -> int:
+    """Prints the JSON Schema of the YAML files, for editors."""
     from trainer.config import json_schema
 
     print(json.dumps(json_schema(), indent=1))
@@ -289,92 +339,3 @@ def _load(arguments: Arguments) -> Config:
     if arguments.config is None:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
     return load_config(arguments.config, arguments.overrides)
-
-
-def _print_sections(sections: list[tuple[str, list[tuple[str, ...]]]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    for title, (header, *rows) in sections:
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        table.show_header = any(header)
-        for name in header:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
-        console.print()
-
-
-def _switch(name: str, text: str) -> inspect.Parameter:
-    """A flag of one command that is on or off."""
-    return _parameter(Annotated[bool, typer.Option(f"--{name}", help=text)], default=False)
-
-
-def _name(name: str, text: str) -> inspect.Parameter:
-    """A flag of one command that names something."""
-    return _parameter(Annotated[str | None, typer.Option(f"--{name}", help=text, metavar="NAME", show_default=False)])
-
-
-def _path(name: str, text: str) -> inspect.Parameter:
-    """A flag of one command that names a file or folder."""
-    return _parameter(Annotated[str | None, typer.Option(f"--{name}", help=text, metavar="PATH", show_default=False)])
-
-
-def _count(name: str, text: str) -> inspect.Parameter:
-    """A flag of one command that counts something."""
-    # Without a range, which would widen the column of every flag: `planned_world` checks it.
-    option = typer.Option(f"--{name}", help=text, metavar="INT", show_default=False)
-    return _parameter(Annotated[int | None, option])
-
-
-def _parameter(annotation: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter("own", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _with_launch_options() -> Callable:
-    """The command `launch` with its options, for its help; their values have been taken by `read_options` already."""
-    from trainer.launch.arguments import HELP
-
-    def wrapper(context: typer.Context, **values: Any) -> int:
-        return _launch(context)
-
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-    for name, (metavar, text) in HELP.items():
-        annotation = Annotated[str | None, typer.Option(f"--{name}", help=text, metavar=metavar, show_default=False)]
-        parameters.append(_parameter(annotation).replace(name=name))
-    parameters.append(_switch("force", "Start even where memory seems too small.").replace(name="force"))
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return wrapper
-
-
-def _with_flags(command: Callable, **own: inspect.Parameter) -> Callable:
-    """Gives a command every named flag, for its help; their values have been taken by `split_arguments` already.
-
-    Args:
-        command: Takes Typer's context, and the values of its own flags.
-        own: The parameters of these, by name.
-    """
-
-    def wrapper(context: typer.Context, **values: Any) -> int:
-        try:
-            return command(context, **{name: values[name] for name in own})
-        except KeyboardInterrupt:  # Typer would end without a word
-            print("stopped by SIGINT", file=sys.stderr)
-            return EXIT_SIGINT
-
-    def option(name: str, text: str, metavar: str, kind: Any = str | None) -> inspect.Parameter:
-        annotation = Annotated[kind, typer.Option(f"--{name}", help=text, metavar=metavar, show_default=False)]
-        return _parameter(annotation).replace(name=name)
-
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-    parameters.append(option("config", "The YAML file.", "FILE"))
-    parameters += [option(flag.name, flag.help, "BOOL" if flag.kind == "bool" else flag.metavar) for flag in FLAGS]
-    parameters.append(option("options", "Any other keys: a.b=c d.e=f.", "KEY=VALUE"))
-    parameters += [parameter.replace(name=name) for name, parameter in own.items()]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return wrapper

@@ -1,6 +1,6 @@
 """Configuration: YAML and flags in, one checked tree of values out. Never imports MindSpore."""
 
-from trainer.config.checks.preflight import check_runnable
+from trainer.config.checks.preflight import preflight
 from trainer.config.read.dump import dump_config
 from trainer.config.read.json_schema import json_schema
 from trainer.config.read.loader import config_notices, load_config, parse_config
@@ -11,7 +11,7 @@ from trainer.config.schema.root import Config
 __all__ = [
     "Config",
     "Override",
-    "check_runnable",
+    "preflight",
     "config_notices",
     "dump_config",
     "is_boolean",

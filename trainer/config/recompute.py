@@ -8,10 +8,10 @@ taken as the half that they belong to.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
-from trainer.config.checks.problem import Problem
+from trainer.config.checks.problem import Problem, problem
 from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
 from trainer.config.schema.root import Config
 from trainer.config.schema.system import RecomputeConfig
@@ -116,7 +116,7 @@ def _sublayers(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",))
     return choice
 
 
-def recompute_problems(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
+def recompute_problems(config: Config) -> Iterator[Problem]:
     """Layers and parts that the model does not have."""
     for name, read in (
         ("recompute", _whole),
@@ -128,7 +128,7 @@ def recompute_problems(config: Config, report: Callable[..., Problem]) -> Iterat
             read(written, config.decoder.num_layers)
         except LayerError as error:
             fix = RecomputeConfig.model_fields[name].description.split(":", 1)[1].strip(" .")
-            yield report(f"{_KEY}.{name}", written, str(error), f"{name}: {fix}")
+            yield problem(config, f"{_KEY}.{name}", str(error), f"{name}: {fix}")
 
 
 def recompute_notices(config: Config) -> Iterator[str]:

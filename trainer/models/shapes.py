@@ -54,7 +54,7 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     width, shared = settings.expert_size, settings.shared_expert_size
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
     shapes[ROUTER] = (moe.expert_num, hidden)
-    if moe.has_choice_bias:
+    if moe.has_expert_bias:
         shapes[EXPERT_BIAS] = (moe.expert_num,)
     sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
     shapes |= {f"mlp.experts.{name}.weight": (moe.expert_num, *size) for name, size in sizes.items()}

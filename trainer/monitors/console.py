@@ -1,6 +1,6 @@
-"""What a run shows: a live progress line on a terminal, lines everywhere else and in the log file.
+"""The output of a run: a live progress line on a terminal, plain lines everywhere else and in the log file.
 
-The live line is drawn by a thread of Rich a few times a second, so that a step only leaves its metrics behind.
+A thread of Rich draws the live line a few times a second, so a step only stores its metrics.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from trainer.errors import RunError
 from trainer.monitors import wording
+from trainer.monitors.files import write_failure
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics
 
 if TYPE_CHECKING:
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 REFRESHES_PER_SECOND = 4
-_WIDTH_WITH_BAR = 105  # columns; a narrower terminal has room for the figures only
+_WIDTH_WITH_BAR = 105  # columns; a narrower terminal shows the figures only
 
 DetailLines = Callable[[StepMetrics], list[str]]
-"""Makes the lines that follow that of a step."""
+"""Makes more lines after the line of a step."""
 
 
 def no_details(metrics: StepMetrics) -> list[str]:
-    """Nothing follows."""
     return []
 
 
 class Interval:
-    """Which steps have their line: every so many, and the first and the last of a run."""
+    """The steps that are printed: every so many, and the first and the last of a run."""
 
     def __init__(self, every: int) -> None:
         self._every, self._first_step, self._last_step = every, 1, 0
@@ -47,7 +46,7 @@ class Interval:
 
 
 class Eta:
-    """Seconds until the last step, from a mean of step times that forgets after about twenty steps."""
+    """Seconds until the last step, from an exponential mean over about twenty steps."""
 
     _FORGET = 0.05
 
@@ -57,11 +56,11 @@ class Eta:
         self._steps_seen = 0
 
     def start(self, info: RunInfo) -> None:
-        """Counts towards the last step of this run, which ``stop_step`` may put before the schedule's end."""
+        """Counts towards the last step of this run, which may come before the end of the schedule (``stop_step``)."""
         self._last_step = info.last_step
 
     def add(self, metrics: StepMetrics) -> None:
-        """Takes one step into the mean; the first one compiles and says nothing about the others."""
+        """Adds a step to the mean, except the first, which compiles."""
         self._steps_seen += 1
         if self._steps_seen == 2:
             self._mean_seconds = metrics.step_seconds
@@ -69,20 +68,20 @@ class Eta:
             self._mean_seconds += self._FORGET * (metrics.step_seconds - self._mean_seconds)
 
     def seconds(self, metrics: StepMetrics) -> float | None:
-        """Seconds from ``metrics`` to the last step; None at the last step, and while nothing is known."""
+        """Seconds from ``metrics`` to the last step; None at the last step, and before the second step."""
         steps_left = (self._last_step or metrics.total_steps) - metrics.step
         return steps_left * self._mean_seconds if self._mean_seconds is not None and steps_left > 0 else None
 
 
 class LineMonitor(Monitor):
-    """One line for every ``every``-th step, and for everything else that happens.
+    """Prints a line for every ``every``-th step and for every other event.
 
     Args:
-        write: Takes one line without its newline.
-        step_line: Makes the line of a step from its metrics and the seconds left, None when unknown or done.
-        every: Steps from one line to the next; the first and the last step of a run always have theirs.
-        details: Makes the lines that follow that of a step.
+        write: Prints one line, given without its newline.
+        step_line: Makes the line of a step from its metrics and the seconds left (None when unknown or done).
+        every: Steps between lines; the first and the last step of a run are always printed.
         release: Called once at the end, for example to close a file.
+        details: Makes more lines after the line of a step.
     """
 
     def __init__(
@@ -105,6 +104,9 @@ class LineMonitor(Monitor):
         self._eta.add(metrics)
         if metrics.step in self._interval or metrics.overflow:
             self._write(self._step_line(metrics, self._eta.seconds(metrics)))
+        self._write_details(metrics)
+
+    def _write_details(self, metrics: StepMetrics) -> None:
         if metrics.step in self._interval:
             for line in self._details(metrics):
                 self._write(line)
@@ -127,22 +129,17 @@ class LineMonitor(Monitor):
             self._release = None
 
 
-class ProgressMonitor(Monitor):
-    """A live line with the newest step; evaluations, checkpoints and notices scroll past above it.
+class ProgressMonitor(LineMonitor):
+    """Shows the newest step in a live line; evaluations, checkpoints, notices and details scroll past above it.
 
-    Must be closed, after a failure too: until then a thread draws and the cursor is hidden.
-
-    Args:
-        console: A Rich console on a terminal.
-        every: Steps from one step's details to the next.
-        details: Makes them, lines that scroll past above the live line.
+    It must be closed, also after a failure: until then a thread draws and the cursor is hidden.
     """
 
     def __init__(self, console: Console, every: int = 1, details: DetailLines = no_details) -> None:
-        self._console, self._details, self._interval = console, details, Interval(every)
+        super().__init__(self._print, every=every, details=details)
+        self._console = console
         self._progress: Progress | None = None
         self._bar_task: Task | None = None
-        self._eta = Eta()
         self._last_step = 0
         self.newest: StepMetrics | None = None
 
@@ -156,9 +153,7 @@ class ProgressMonitor(Monitor):
             def render(self, task: object) -> Text:
                 return monitor.figures()
 
-        self._eta.start(info)
-        self._interval.start(info)
-        self._print(wording.start_line(info))
+        super().on_start(info)
         self._last_step = info.last_step
         bar = [BarColumn(bar_width=20)] if self._console.width >= _WIDTH_WITH_BAR else []
         columns = (Figures(table_column=Column(no_wrap=True)), *bar)
@@ -171,22 +166,11 @@ class ProgressMonitor(Monitor):
         self._eta.add(metrics)
         self.newest = metrics
         if self._bar_task is not None:
-            # Not Progress.update, which locks and redraws: the drawing thread reads one number when it next comes by.
+            # Not Progress.update, which locks and redraws: the drawing thread reads this number at its next refresh.
             self._bar_task.completed = metrics.step
         if metrics.overflow:
             self._print(f"step {metrics.step}: overflow, update skipped (loss scale {metrics.loss_scale:g})")
-        if metrics.step in self._interval:
-            for line in self._details(metrics):
-                self._print(line)
-
-    def on_eval(self, metrics: EvalMetrics) -> None:
-        self._print(wording.eval_line(metrics))
-
-    def on_checkpoint(self, path: Path, step: int) -> None:
-        self._print(f"checkpoint of step {step}: {path}")
-
-    def on_notice(self, text: str) -> None:
-        self._print(f"note: {text}")
+        self._write_details(metrics)
 
     def close(self, summary: RunSummary | None) -> None:
         if self._progress is not None:
@@ -223,21 +207,21 @@ class ProgressMonitor(Monitor):
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in wording.summary_rows(summary):
-            table.add_row(Text(name), Text(value))  # as text: a path may hold brackets
+            table.add_row(Text(name), Text(value))  # as Text: a path may contain brackets
         self._console.print(table)
 
 
 def console_monitor(
     log_format: str, per_print_times: int = 1, stream: TextIO | None = None, details: DetailLines = no_details
 ) -> Monitor:
-    """The monitor that talks to the user.
+    """Makes the monitor that prints to the user.
 
     Args:
         log_format: ``rich`` (a live line on a terminal, plain lines elsewhere), ``plain``, ``mindformers`` or
             ``mindspore``.
-        per_print_times: Steps from one line to the next; the live line shows every step.
-        stream: Where to; standard output when None.
-        details: Makes the lines that follow that of a step.
+        per_print_times: Steps between lines; the live line shows every step.
+        stream: Standard output when None.
+        details: Makes more lines after the line of a step.
     """
     stream = sys.stdout if stream is None else stream
     if log_format == "rich" and stream.isatty():
@@ -248,7 +232,7 @@ def console_monitor(
             return ProgressMonitor(console, per_print_times, details)
 
     def write(line: str) -> None:
-        # Whoever read the lines may be gone, as in `| head`. The training goes on, and the log file has them all.
+        # The reader may have closed the pipe, as in `| head`. The run continues, and the log file has all lines.
         with contextlib.suppress(BrokenPipeError):
             print(line, file=stream, flush=True)
 
@@ -258,7 +242,7 @@ def console_monitor(
 def worker_log_monitor(
     path: Path, log_format: str, every: int = 1, details: DetailLines = no_details, *, anew: bool = True
 ) -> Monitor:
-    """The lines of ``log_format`` and nothing else, as a process prints them; `anew` replaces a file that is there.
+    """Writes the lines of ``log_format`` alone, as a process prints them; `anew` replaces an existing file.
 
     Raises:
         RunError: The file cannot be opened or written.
@@ -276,30 +260,25 @@ def log_file_monitor(
     step_line: wording.StepLine = wording.plain_step,
     stamp: str = "%Y-%m-%d %H:%M:%S ",
 ) -> Monitor:
-    """Lines that start with date and time, added to the end of the file at ``path``.
+    """Appends lines to the file at ``path``, each with date and time (`stamp`).
 
     Raises:
         RunError: The file cannot be opened or written.
     """
-
-    def failure(error: OSError) -> RunError:
-        return RunError(f"the log cannot be written: {error.strerror or error}", value=str(path), key="log file",
-                        fix="free space or choose another output_dir")
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise failure(error) from error
+        raise write_failure(path, error, "the log", "log file") from error
 
     def write(line: str) -> None:
         try:
             log.write(f"{time.strftime(stamp)}{line}\n")
         except OSError as error:
-            raise failure(error) from error
+            raise write_failure(path, error, "the log", "log file") from error
 
     def release() -> None:
-        # What a full disk did not take is still in the buffer, and closing would fail on it once more.
+        # After a full disk the buffer still has data, and closing would fail again.
         with contextlib.suppress(OSError):
             log.close()
 

@@ -1,4 +1,4 @@
-"""Small files of a run: whole or not there at all, and a failed write is an error with a fix."""
+"""Small files of a run: written completely or not at all; a failed write is an error with a fix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from trainer.errors import RunError, UserError
 
 
 def make_folder(folder: Path, where: str = "") -> None:
-    """Makes the folder of a run.
-
-    Args:
-        folder: `output_dir`.
-        where: Where that was set, for the message.
+    """Makes `output_dir`; `where` is the location of the setting, for the message.
 
     Raises:
         UserError: It cannot be made.
@@ -24,17 +20,15 @@ def make_folder(folder: Path, where: str = "") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"the folder cannot be made: {error.strerror}",
-            where=where, key="output_dir", value=str(folder), fix="choose a folder you may write to",
-        ) from error  # fmt: skip
+        rule, fix = f"the folder cannot be made: {error.strerror}", "choose a folder you may write to"
+        raise UserError(rule, where=where, key="output_dir", value=str(folder), fix=fix) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file and moves it into place, so that an older one is replaced by a whole one or stays.
+    """Writes a file and moves it into place, so that an older file is replaced completely or stays.
 
     Raises:
-        RunError: The disk is full or does not let us write.
+        RunError: The disk is full or cannot be written.
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
@@ -45,21 +39,15 @@ def write_text(path: Path, text: str) -> None:
         raise write_failure(path, error) from error
 
 
-def write_failure(path: Path, error: OSError) -> RunError:
+def write_failure(path: Path, error: OSError, what: str = "the file", key: str = "") -> RunError:
     """The error for a file of a run that cannot be written."""
-    return RunError(
-        f"the file cannot be written: {error.strerror or error}",
-        key=path.name, value=str(path), fix="free space or choose another output_dir",
-    )  # fmt: skip
+    rule, fix = f"{what} cannot be written: {error.strerror or error}", "free space or choose another output_dir"
+    return RunError(rule, key=key or path.name, value=str(path), fix=fix)
 
 
 @contextlib.contextmanager
 def claimed_folder(folder: Path, where: str = "") -> Iterator[None]:
-    """Keeps a folder for this process as long as it lasts; made if missing. Leaves no file behind.
-
-    Args:
-        folder: What a run writes to.
-        where: Where the path was set, for messages.
+    """Locks `output_dir` for this process, and makes it if missing. Leaves no file.
 
     Raises:
         UserError: Another run writes there, or it cannot be made.
@@ -70,13 +58,8 @@ def claimed_folder(folder: Path, where: str = "") -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                "another run writes there",
-                where=where,
-                key="output_dir",
-                value=str(folder),
-                fix="give this run another --output_dir, or end the other one first",
-            ) from None
+            rule, fix = "another run writes there", "give this run another --output_dir, or end the other one first"
+            raise UserError(rule, where=where, key="output_dir", value=str(folder), fix=fix) from None
         except OSError:
             pass  # a file system without locks
         yield

@@ -1,6 +1,6 @@
-"""metrics.jsonl: one JSON object a line, a line a step and a line an evaluation, over all the runs of one training.
+"""metrics.jsonl: one JSON object a line for each step and each evaluation, over all runs of one training.
 
-Numbers that are not finite are written as ``null``: JSON has no others, and a reader then sees a gap.
+Numbers that are not finite are written as ``null``, because JSON has none; a reader sees a gap.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from trainer.errors import RunError
+from trainer.monitors.files import write_failure
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
 
 
 class JsonlMonitor(Monitor):
     """Writes metrics.jsonl.
 
-    A fresh run puts an older file aside; a resumed one continues it after its last step. Every line is handed to the
-    operating system at once, so that a killed run leaves all its steps.
-
-    Args:
-        path: The file.
+    A new run renames an older file; a resumed run continues it after its last step. Every line reaches the operating
+    system at once, so that a killed run leaves all its steps.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +37,7 @@ class JsonlMonitor(Monitor):
                 put_aside(self._path)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
-            raise self._failure(error) from error
+            raise write_failure(self._path, error, "metrics", "metrics file") from error
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._write(step_record(metrics))
@@ -50,13 +47,13 @@ class JsonlMonitor(Monitor):
 
     def close(self, summary: RunSummary | None) -> None:
         if self._file is not None:
-            # What a full disk did not take is still in the buffer, and closing would fail on it once more.
+            # After a full disk the buffer still has data, and closing would fail again.
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
 
     def _write(self, record: dict[str, object]) -> None:
-        if self._file is None:  # an evaluation alone, without training, has no metrics over time
+        if self._file is None:  # an evaluation without training writes no file
             return
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -64,15 +61,11 @@ class JsonlMonitor(Monitor):
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: OSError) -> RunError:
-        return RunError(f"metrics cannot be written: {error.strerror or error}", key="metrics file",
-                        value=str(self._path), fix="free space or choose another output_dir")
+            raise write_failure(self._path, error, "metrics", "metrics file") from error
 
 
 def read_records(path: Path) -> Iterator[dict[str, object]]:
-    """The records of a metrics file, in its order. Leaves out a line that a killed run left unfinished."""
+    """The records of a metrics file in order, without a line that a killed run left incomplete."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             record = _parse(line)
@@ -81,7 +74,7 @@ def read_records(path: Path) -> Iterator[dict[str, object]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Removes the lines after ``step``, which a resumed run makes again. The file is replaced in one move.
+    """Removes the lines after ``step``, which a resumed run writes again. The file is replaced atomically.
 
     Raises:
         OSError: The file cannot be read or written.

@@ -1,22 +1,34 @@
-"""What a run tells its monitors: plain values, one kind for each event, and the hooks that receive them."""
+"""The events of a run as plain values, the hooks of a monitor that receive them, and the totals of a run."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
+import time
+from array import array
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.ops.routing import RoutingCounts
+
+DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY = "drop_rate", "load_imbalance", "router_entropy"
+"""Fields of metrics.jsonl, each a list with a number for each MoE layer."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known when the first step is about to run.
+    """What is known before the first step.
 
     Attributes:
         output_dir: Where the run writes.
         total_steps: Optimizer steps of the whole schedule.
-        last_step: The step after which this run ends: ``total_steps``, or ``stop_step`` when that comes earlier.
-        start_step: Optimizer steps already done by an earlier run; 0 for a fresh one.
+        last_step: Step after which this run ends: ``total_steps``, or ``stop_step`` if that is smaller.
+        start_step: Optimizer steps that an earlier run has done; 0 for a new run.
         epochs: Epochs of the whole schedule.
         steps_per_epoch: Optimizer steps of one epoch.
         resumed_from: The checkpoint that this run continues, or None.
@@ -43,20 +55,19 @@ class StepMetrics:
         step_in_epoch: 1-based number of the step within its epoch.
         steps_per_epoch: Optimizer steps of one epoch.
         loss: Sum of token losses of the window divided by its valid tokens, in nats.
-        lr: Learning rate the step was made with.
-        global_norm: Norm of the gradient before clipping; None when nobody asked for it.
-        loss_scale: Factor the loss was multiplied with for the backward pass; 1.0 without scaling.
+        lr: Learning rate of the step.
+        global_norm: Norm of the gradient before clipping; None when it was not requested.
+        loss_scale: Factor on the loss in the backward pass; 1.0 without scaling.
         overflow: Whether the gradient was not finite, so that the update was skipped.
         tokens: Valid tokens of the window, over all micro-batches and ranks.
         tokens_per_second: ``tokens / step_seconds``.
-        step_seconds: Wall-clock time of the step, waiting for data included.
+        step_seconds: Wall-clock time of the step, including the wait for data.
         peak_rss_bytes: Highest resident memory of this process so far.
-        extra: What models add, for example ``{"aux_loss": 1.02}``; the console shows it too. The part before the first
-            dot names the panel of report.png that shows it.
+        extra: Values that models add, for example ``{"aux_loss": 1.02}``; the console shows them too. In report.png
+            the part before the first dot names the panel.
         skipped: Why the step updated nothing; empty when it did.
-        details: What metrics.jsonl keeps beside, for example the norm of each parameter's gradient, or lists with a
-            number for each layer with experts.
-        labels: What ``tokens`` counts, in a word: images for a classifier.
+        details: Values for metrics.jsonl alone, for example the norm of each gradient, or a number for each MoE layer.
+        labels: The unit of ``tokens``: "images" for a classifier.
     """
 
     step: int
@@ -86,12 +97,12 @@ class EvalMetrics:
 
     Attributes:
         step: Optimizer steps done before it; 0 before training.
-        epoch: 1-based epoch it happened in.
-        loss: Mean loss of a valid token, in nats.
+        epoch: 1-based epoch of the evaluation.
+        loss: Mean loss per valid token, in nats.
         perplexity: ``exp(loss)``.
         tokens: Valid tokens evaluated.
         seconds: Wall-clock time of the evaluation.
-        accuracy: Part of the images whose likeliest class is theirs; None for a decoder.
+        accuracy: Fraction of the images that are classified right; None for a decoder.
     """
 
     step: int
@@ -105,7 +116,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did, for its last lines.
+    """Summary of a run, for its last lines.
 
     Attributes:
         outcome: How it ended, for example ``"finished"`` or ``"stopped by SIGTERM"``.
@@ -114,16 +125,16 @@ class RunSummary:
         total_steps: Optimizer steps of the whole schedule.
         tokens: Valid tokens this run trained on.
         seconds: Wall-clock time from the start of the first step.
-        tokens_per_second: Median over this run's steps without its first, which compiles; of that one if it is alone.
+        tokens_per_second: Median over this run's steps except the first, which compiles; the first if it is alone.
         first_step_seconds: Time of this run's first step, compilation included.
         first_loss: Loss of this run's first step; None without a step.
         last_loss: Loss of this run's last step; None without a step.
         best_eval: The evaluation with the lowest loss; None without one.
         last_eval: The last evaluation; None without one.
-        skipped: How many steps updated nothing, by reason.
+        skipped: Number of steps that updated nothing, by reason.
         peak_rss_bytes: Highest resident memory of this process.
-        places: What lies where, for example ``{"metrics": Path("output/metrics.jsonl")}``.
-        labels: What ``tokens`` counts, as in `StepMetrics`.
+        paths: Files of the run by name, for example ``{"metrics": Path("output/metrics.jsonl")}``.
+        labels: The unit of ``tokens``, as in `StepMetrics`.
     """
 
     outcome: str
@@ -139,35 +150,35 @@ class RunSummary:
     best_eval: EvalMetrics | None
     last_eval: EvalMetrics | None
     peak_rss_bytes: int
-    places: Mapping[str, Path]
+    paths: Mapping[str, Path]
     skipped: Mapping[str, int] = field(default_factory=dict)
     labels: str = "tokens"
 
 
 class Monitor:
-    """The hooks of a run, each of which does nothing: a monitor overrides those it needs."""
+    """The hooks of a run, which do nothing: a monitor overrides those that it needs."""
 
     def on_start(self, info: RunInfo) -> None:
-        """The first step is about to run."""
+        """Called before the first step."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """An optimizer step is done. Called every step: must stay far below a millisecond."""
+        """Called after every optimizer step: must stay far below a millisecond."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """An evaluation is done."""
+        """Called after an evaluation."""
 
     def on_checkpoint(self, path: Path, step: int) -> None:
-        """A checkpoint of ``step`` lies complete at ``path``."""
+        """Called when the checkpoint of ``step`` is complete at ``path``."""
 
     def on_notice(self, text: str) -> None:
-        """Something a user should know, one sentence or a few lines."""
+        """Called with something that the user should know: a sentence or a few lines."""
 
     def close(self, summary: RunSummary | None) -> None:
-        """The run is over; ``summary`` is None when it failed. Releases what the monitor holds."""
+        """Called at the end to release resources; ``summary`` is None when the run failed."""
 
 
 def step_record(metrics: StepMetrics) -> dict[str, object]:
-    """The fields of a step that metrics.jsonl keeps, in its order: totals stay out, they are in config.yaml."""
+    """The fields of a step in metrics.jsonl, in order."""
     return {
         "step": metrics.step,
         "epoch": metrics.epoch,
@@ -187,16 +198,27 @@ def step_record(metrics: StepMetrics) -> dict[str, object]:
 
 
 def eval_record(metrics: EvalMetrics) -> dict[str, object]:
-    """The fields of an evaluation that metrics.jsonl keeps: ``step``, ``epoch`` and the rest behind ``eval_``."""
+    """The fields of an evaluation in metrics.jsonl: ``step``, ``epoch``, and the others with the prefix ``eval_``."""
     fields = {name: value for name, value in asdict(metrics).items() if (name, value) != ("accuracy", None)}
     return {name if name in ("step", "epoch") else f"eval_{name}": value for name, value in fields.items()}
+
+
+def routing_details(counts: RoutingCounts) -> dict[str, list[float]]:
+    """The router statistics of a step for metrics.jsonl.
+
+    The drop rate is counted (assignments dropped / requested), not estimated from the router's scores. The load
+    imbalance is the busiest expert's load over the mean, 1 for an even load. The entropy of scores is in nats
+    and at most log(experts).
+    """
+    found = {DROP_RATE: counts.drop_rate, LOAD_IMBALANCE: counts.load_imbalance, ROUTER_ENTROPY: counts.entropy}
+    return {name: [float(value) for value in values] for name, values in found.items()}
 
 
 def peak_rss_bytes() -> int:
     """Highest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
-        # getrusage would count the memory of the process that started this one, from before it did.
+        # psutil has no peak, and getrusage includes the memory of the parent process before exec.
         line = next((line for line in status.read_text(errors="replace").splitlines() if line.startswith("VmHWM")), "")
         if line:
             return int(line.split()[1]) * 1024
@@ -204,3 +226,59 @@ def peak_rss_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Totals(Monitor):
+    """Collects the figures of the summary; stores 8 bytes a step."""
+
+    def __init__(self) -> None:
+        self._info: RunInfo | None = None
+        self._started_at = time.perf_counter()
+        self._rates = array("d")  # tokens per second of every step
+        self._tokens = 0
+        self._skipped: Counter[str] = Counter()
+        self._first: StepMetrics | None = None
+        self._last: StepMetrics | None = None
+        self._best_eval: EvalMetrics | None = None
+        self._last_eval: EvalMetrics | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        self._info = info
+        self._started_at = time.perf_counter()
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._rates.append(metrics.tokens_per_second)
+        if metrics.skipped:
+            self._skipped[metrics.skipped.partition(":")[0]] += 1
+        self._tokens += metrics.tokens
+        self._first = self._first or metrics
+        self._last = metrics
+
+    def on_eval(self, metrics: EvalMetrics) -> None:
+        self._last_eval = metrics
+        # A NaN is never the best loss, even when it came first.
+        if self._best_eval is None or metrics.loss < self._best_eval.loss or math.isnan(self._best_eval.loss):
+            self._best_eval = metrics
+
+    def summary(self, outcome: str, paths: Mapping[str, Path]) -> RunSummary:
+        """The summary of the run so far; see `RunSummary` for the arguments."""
+        start_step, total_steps = (self._info.start_step, self._info.total_steps) if self._info else (0, 0)
+        steady = self._rates[1:] or self._rates
+        return RunSummary(
+            outcome=outcome,
+            steps=len(self._rates),
+            last_step=self._last.step if self._last else start_step,
+            total_steps=total_steps,
+            tokens=self._tokens,
+            seconds=time.perf_counter() - self._started_at,
+            tokens_per_second=statistics.median(steady) if steady else 0.0,
+            first_step_seconds=self._first.step_seconds if self._first else 0.0,
+            first_loss=self._first.loss if self._first else None,
+            last_loss=self._last.loss if self._last else None,
+            best_eval=self._best_eval,
+            last_eval=self._last_eval,
+            peak_rss_bytes=peak_rss_bytes(),
+            paths=dict(paths),
+            skipped=dict(self._skipped),
+            labels=self._last.labels if self._last else "tokens",
+        )

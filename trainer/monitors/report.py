@@ -1,4 +1,4 @@
-"""report.png: the course of a training, drawn from its metrics.jsonl so that it covers resumed runs too."""
+"""report.png: the curves of a training, drawn from metrics.jsonl, so that they include earlier runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.monitors.jsonl import read_records
-from trainer.monitors.metrics import Monitor, RunSummary
+from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, Monitor, RunSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 _NAN = math.nan
 _USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 _NOT_DRAWN = frozenset({"step", "epoch", "loss", "loss_scale", "overflow", "tokens", "step_seconds", "peak_rss_bytes"})
-# Lists with a number for each layer with experts, a panel each.
-_LAYER_PANELS = {"drop_rate": "drop rate", "load_imbalance": "busiest expert / mean"}
-_MAX_POINTS = 4000  # more than a picture has columns
+# Lists with a number for each MoE layer, a panel each.
+_LAYER_PANELS = {DROP_RATE: "drop rate", LOAD_IMBALANCE: "busiest expert / mean"}
+_MAX_POINTS = 4000  # more than the columns of a picture
 _MAX_LEGEND_ENTRIES = 8
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of the picture: its title and the step fields it shows."""
+    """A panel of the picture: its title and the fields of a step that it shows."""
 
     title: str
     fields: list[str]
@@ -35,7 +35,7 @@ class Panel:
 
 @dataclass
 class Curves:
-    """What metrics.jsonl holds, a list a field, NaN where a step lacks it."""
+    """The content of metrics.jsonl: a list for each field, with NaN where a step lacks it."""
 
     steps: list[int] = field(default_factory=list)
     fields: dict[str, list[float]] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class Curves:
     eval_losses: list[float] = field(default_factory=list)
 
     def has_values(self, name: str) -> bool:
-        """Whether a step field holds any number."""
+        """Whether a field has any number."""
         return any(not math.isnan(value) for value in self.fields.get(name, ()))
 
     def panels(self) -> list[Panel]:
-        """The panels below the loss: the usual ones that hold numbers, then one for each group of extra fields."""
+        """The panels below the loss: the usual ones that have numbers, then one for each group of extra fields."""
         usual = [Panel(title, [name]) for name, title in _USUAL_PANELS.items() if self.has_values(name)]
         groups: dict[str, list[str]] = defaultdict(list)
         for name in self.fields:
@@ -58,13 +58,13 @@ class Curves:
 
 
 class ReportMonitor(Monitor):
-    """Draws the report when the run is over. A picture that fails becomes a notice: the training itself is done.
+    """Draws the report at the end of a run. A failure becomes a notice, because the training itself has succeeded.
 
     Args:
         metrics_path: The metrics.jsonl to draw from.
         report_path: The picture, replaced if it exists.
-        notice: Told why there is no picture.
-        layers: Numbers of the layers with experts.
+        notice: Called with the reason when there is no picture.
+        layers: Numbers of the MoE layers.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class ReportMonitor(Monitor):
     def close(self, summary: RunSummary | None) -> None:
         try:
             draw_report(self._metrics_path, self._report_path, self._layers)
-        except Exception as error:  # whatever a drawing library runs into must not fail a training that is done
+        except Exception as error:  # no error of a drawing library may fail a finished run
             self._notice(f"report {self._report_path} was not drawn: {type(error).__name__}: {error}")
 
 
 def read_curves(path: Path, layers: Sequence[int] = ()) -> Curves:
-    """Reads a metrics file, keeping at most some thousand steps, evenly spaced, and every evaluation.
+    """Reads a metrics file: at most a few thousand steps, evenly spaced, and every evaluation.
 
-    Lists of numbers by layer become a field each layer; `layers` are their numbers.
+    A list over MoE layers becomes one field for each layer; `layers` are their numbers.
     """
     with path.open("rb") as lines:
         line_count = sum(1 for _ in lines)
@@ -101,7 +101,7 @@ def read_curves(path: Path, layers: Sequence[int] = ()) -> Curves:
 
 
 def _by_layer(record: dict[str, object], layers: Sequence[int]) -> dict[str, object]:
-    """A step's fields, with ``drop_rate.layer 3`` and its like for the lists."""
+    """A step's fields, where each list becomes fields such as ``drop_rate.layer 3``."""
     fields: dict[str, object] = {}
     for name, value in record.items():
         if name in _LAYER_PANELS and isinstance(value, list):
@@ -126,12 +126,7 @@ def _number(value: object) -> float:
 
 
 def draw_report(metrics_path: Path, report_path: Path, layers: Sequence[int] = ()) -> bool:
-    """Draws ``report_path`` from ``metrics_path``; the picture is replaced in one move.
-
-    Args:
-        metrics_path: Of a run.
-        report_path: The picture.
-        layers: Numbers of the layers with experts.
+    """Draws ``report_path`` from ``metrics_path`` and replaces it atomically; `layers` are those of MoE layers.
 
     Returns:
         Whether there was anything to draw.
@@ -144,7 +139,7 @@ def draw_report(metrics_path: Path, report_path: Path, layers: Sequence[int] = (
     curves = read_curves(metrics_path, layers)
     if not curves.steps and not curves.eval_steps:
         return False
-    # The classes rather than pyplot: no global figure, and no window system is looked for.
+    # Not pyplot, which keeps a global figure and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -183,25 +178,25 @@ def _draw_panel(axis: Axes, curves: Curves, panel: Panel) -> None:
             style["label"] = name.partition(".")[2] or name
         axis.plot(curves.steps, curves.fields[name], linewidth=1, marker=_marker(curves.steps), **style)
     axis.set_ylabel(panel.title)
-    if panel.title == _LAYER_PANELS["drop_rate"]:
+    if panel.title == _LAYER_PANELS[DROP_RATE]:
         axis.set_ylim(bottom=0)
     if count > 1:
         axis.legend(fontsize="x-small", ncols=4)
 
 
 def _named(count: int) -> set[int]:
-    """The lines that a legend names: all of a few, else some evenly spread with the first and the last."""
+    """The curves that a legend names: all of a few, else evenly spread ones with the first and the last."""
     entries = min(count, _MAX_LEGEND_ENTRIES)
     return {round(entry * (count - 1) / max(entries - 1, 1)) for entry in range(entries)}
 
 
 def _colour(part: float) -> tuple[float, ...]:
-    """From the first line's colour, 0, to the last one's, 1: neighbours look alike, the order is seen."""
+    """A colour from 0 (first curve) to 1 (last), so that neighbours look alike and the order can be seen."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](part)
 
 
 def _marker(steps: list[int]) -> str:
-    """A line through a single point would not be seen."""
+    """Points where there are too few for a line."""
     return "." if len(steps) < 3 else ""

@@ -1,10 +1,10 @@
-"""The lines a run prints, as pure functions of its metrics."""
+"""The lines that a run prints, as pure functions of its metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from trainer.monitors.metrics import EvalMetrics, RunInfo, RunSummary, StepMetrics
+from trainer.monitors.metrics import DROP_RATE, EvalMetrics, RunInfo, RunSummary, StepMetrics
 
 StepLine = Callable[[StepMetrics, float | None], str]
 
@@ -68,7 +68,7 @@ def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
 
 
 def mindformers_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
-    """The line of MindSpore Transformers, for tools that read its logs; without a norm when nobody asked for one."""
+    """The line of MindSpore Transformers, for tools that read its logs; without a norm when none was requested."""
     epochs = f"Epoch:[{metrics.epoch:>3}/{metrics.epochs:>3}]"
     steps = f"step:[{metrics.step_in_epoch:>5}/{metrics.steps_per_epoch:>5}]"
     norm = "" if metrics.global_norm is None else f", global_norm: {metrics.global_norm:.3f}"
@@ -88,24 +88,40 @@ def mindspore_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
 STEP_LINES: dict[str, StepLine] = {
     "rich": plain_step, "plain": plain_step, "mindformers": mindformers_step, "mindspore": mindspore_step,
 }  # fmt: skip
-"""By `log_format`; what is live on a terminal is plain elsewhere."""
+"""By `log_format`; ``rich`` has plain lines outside a terminal."""
 
 
 def _scientific(number: float) -> str:
-    """Like ``5.0e-05`` or ``2.5641026e-08``: float32's eight digits, less their zeros at the end."""
+    """Like ``5.0e-05`` or ``2.5641026e-08``: float32's eight digits without trailing zeros."""
     mantissa, _, exponent = f"{number:.7e}".partition("e")
     mantissa = mantissa.rstrip("0")
     return f"{mantissa}0e{exponent}" if mantissa.endswith(".") else f"{mantissa}e{exponent}"
 
 
+def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]:
+    """Makes the drop-rate lines of a step, one for each MoE layer, in MindSpore Transformers' form.
+
+    Args:
+        layers: Numbers of the MoE layers; multi-token prediction modules continue after the last layer.
+    """
+
+    def lines(metrics: StepMetrics) -> list[str]:
+        rates = metrics.details.get(DROP_RATE)  # missing in a step without a valid token
+        if rates is None:
+            return []
+        return [f"layer: {layer}, drop_rate: {rate:.5f}" for layer, rate in zip(layers, rates, strict=True)]
+
+    return lines
+
+
 def eval_line(metrics: EvalMetrics) -> str:
-    """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``; no step outside a training."""
-    place = f"eval at step {metrics.step}" if metrics.step else "eval"
+    """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``; without a step outside training."""
+    name = f"eval at step {metrics.step}" if metrics.step else "eval"
     if metrics.accuracy is not None:
         images = f"{count(metrics.tokens)} images in {duration(metrics.seconds)}"
-        return f"{place}: loss {metrics.loss:.4f}, accuracy {100 * metrics.accuracy:.2f} % ({images})"
+        return f"{name}: loss {metrics.loss:.4f}, accuracy {100 * metrics.accuracy:.2f} % ({images})"
     tokens = f"{count(metrics.tokens)} tokens in {duration(metrics.seconds)}"
-    return f"{place}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
+    return f"{name}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
 
 
 def start_line(info: RunInfo) -> str:
@@ -116,7 +132,7 @@ def start_line(info: RunInfo) -> str:
 
 
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """The closing summary as (name, value) rows; what the run did not do is left out."""
+    """The closing summary as (name, value) rows, without what the run did not do."""
     done = f"{summary.steps} steps" if summary.steps != 1 else "1 step"
     where = f"{summary.outcome} at step {summary.last_step} of {summary.total_steps}"
     rows = [("run", f"{where}: {done} in {duration(summary.seconds)}")]
@@ -136,12 +152,12 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         if last.accuracy is not None:
             rows.append(("accuracy", f"last {100 * last.accuracy:.2f} % at step {last.step}"))
     rows.append(("peak memory", size(summary.peak_rss_bytes)))
-    rows += [(name, str(path)) for name, path in summary.places.items()]
+    rows += [(name, str(path)) for name, path in summary.paths.items()]
     return rows
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The closing summary as aligned text."""
+    """The closing summary as aligned lines."""
     rows = summary_rows(summary)
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -1,6 +1,6 @@
 """The dtype that each part of the model computes in on a device, and why. Pure Python: `plan` prints it.
 
-What each `amp_level` means is in `trainer.config.checks.precision`. Always float32: parameters and their gradients, the
+What each `amp_level` means is in `trainer.config.precision`. Always float32: parameters and their gradients, the
 residual stream, the softmax of the loss and the loss, norms of gradients, the optimizer.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.config.checks.precision import asked_dtype
+from trainer.config.precision import asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import operations as P
 
-from trainer.optim.base import Optimizer, Sharing, one_for_each, scalar
+from trainer.optim.base import Optimizer, one_for_each, scalar
 from trainer.optim.groups import ParameterGroup
-from trainer.optim.host_adamw import HostAdamW, Work
+from trainer.optim.host_adamw import HostAdamW, ParameterUpdate
+from trainer.parallel.sharding import OptimizerShard
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
@@ -24,8 +25,8 @@ class AdamW(Optimizer):
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     p = p - lr decay p;     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Both implementations leave the corrections out of the arrays: p - lr' m / (sqrt(v) + eps') with
-    lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t) is the same value.
+    Both implementations apply the bias corrections to the scalars instead of the arrays, which gives the same value:
+    p - lr' m / (sqrt(v) + eps') with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t).
     """
 
     def __init__(
@@ -34,15 +35,15 @@ class AdamW(Optimizer):
         groups: Sequence[ParameterGroup],
         settings: OptimizerConfig,
         device: str | None = None,
-        sharing: Sharing | None = None,
+        shard: OptimizerShard | None = None,
     ) -> None:
-        """As `Optimizer`; `device` is MindSpore's own when None."""
+        """As `Optimizer`; `device` is MindSpore's current target when None."""
         self.host = HostAdamW() if (device or mindspore.get_context("device_target")) == "CPU" else None
-        super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"), sharing)
+        super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"), shard)
         self.beta1, self.beta2 = settings.betas
         self.eps = settings.eps
         self.betas = scalar(self.beta1), scalar(self.beta2)
-        # Zero beta powers: the bias corrections are in the rates already, computed in float64.
+        # Zero beta powers: lr' and eps' contain the bias corrections already, computed in float64.
         self.powers = scalar(0.0), scalar(0.0)
         self.adam, self.descend = P.Adam(), P.ApplyGradientDescent()
 
@@ -58,19 +59,20 @@ class AdamW(Optimizer):
         rate, eps = lr * root2 / (1 - self.beta1**self.updates), self.eps * root2
         if self.host is None:
             self.update_by_operators(self.scaled(gradients, scale), lr, scalar(rate), scalar(eps))
-            self.share()
+            self.all_gather()
             return
         scales = one_for_each(scale, len(gradients))
-        work = []
+        updates = []
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
             # On a CPU these are views of MindSpore's memory, and writing to them writes to the parameter.
             weight, gradient = parameter.asnumpy().reshape(-1), gradient.asnumpy().reshape(-1)
-            if name in self.parts:
-                weight, gradient = weight[self.parts[name]], gradient[self.parts[name]]
+            if name in self.own_ranges:
+                weight, gradient = weight[self.own_ranges[name]], gradient[self.own_ranges[name]]
             first, second = (self.state[kind][name].reshape(-1) for kind in ("exp_avg", "exp_avg_sq"))
-            work.append(Work(weight, first, second, gradient, scale=factor, keep=1 - lr * self.decay[name]))
-        self.host.update(work, rate=rate, eps=eps, betas=(self.beta1, self.beta2))
-        self.share()
+            keep = 1 - lr * self.decay[name]
+            updates.append(ParameterUpdate(weight, first, second, gradient, scale=factor, keep=keep))
+        self.host.update(updates, rate=rate, eps=eps, betas=(self.beta1, self.beta2))
+        self.all_gather()
 
     def update_by_operators(
         self, scaled: Iterable[tuple[str, Parameter, Tensor]], lr: float, rate: Tensor, eps: Tensor

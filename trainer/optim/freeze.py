@@ -1,7 +1,7 @@
-"""Which weights are frozen. Pure Python: `plan` counts them and every mistake is known before MindSpore loads.
+"""Which weights are frozen. Pure Python: `plan` counts them, and every mistake is found before MindSpore loads.
 
-Frozen weights get no gradient, no optimizer state, no decay and no part in the norm, and leave the training byte for
-byte as they came; so does the bias on the choice of a frozen router, which no gradient moves.
+Frozen weights have no gradient, no optimizer state, no decay and no part in the norm; training does not change a byte
+of them. The same holds for the expert bias of a frozen router.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ONE_EXPERT = re.compile(r"(.*\bexperts)\.(?:\d+|\*|\[[^]]*\])(\..*|\*?)")
 _PLAIN_LAYERS = re.compile(r"[\d\s,-]+")
 
 
-# What MindSpore Transformers calls the words of a name that are others here, in Hugging Face's names.
+# Parts of parameter names: MindSpore Transformers' name -> Hugging Face's, which this trainer uses.
 _OTHER_WORDS = {
     "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "linear_proj": "o_proj", "linear_q": "q_proj",
     "linear_k": "k_proj", "linear_v": "v_proj", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
@@ -50,15 +50,15 @@ class _Item(NamedTuple):
     key: str
     """Dotted, for messages."""
     value: Any
-    """What stands there."""
+    """As the file has it, for messages."""
     kind: str
-    """pattern, embeddings or layers."""
+    """pattern, embeddings, layers or unknown."""
     wanted: Any
     """The pattern or the layers."""
 
 
 def frozen_names(config: Config) -> frozenset[str]:
-    """Names of the weights that a training leaves alone; those of the base model where adapters are trained.
+    """Names of the frozen weights; with adapters these include the whole base model.
 
     Raises:
         UserError: A pattern matches nothing, a layer does not exist, or nothing would be left to train.
@@ -68,7 +68,7 @@ def frozen_names(config: Config) -> frozenset[str]:
     included |= _matches(config, _short_forms(config), shapes)
     excluded = _matches(config, _items("freeze.exclude", settings.exclude), shapes)
     if excluded and not included:
-        rule = "there is no include that it could take from"
+        rule = "exclude takes weights out of include, and there is no include"
         raise _error(config, "freeze.exclude", settings.exclude, rule, "write include: ['*'] to freeze all but these")
     frozen = included - excluded
     if config.decoder.pet_config is not None:
@@ -89,8 +89,8 @@ def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
     """The lowest layer whose activations the backward pass needs; the number of layers when it needs none.
 
-    The embedding stands below all layers: where it is trained, the backward pass goes through every layer. A tied
-    embedding that is frozen needs no gradient, neither as embedding nor as head.
+    The embedding comes before all layers: where it is trained, the backward pass goes through every layer. A frozen
+    tied embedding needs no gradient, neither as embedding nor as head.
     """
     if EMBEDDING not in frozen:
         return 0
@@ -103,7 +103,7 @@ def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
 
 
 def freeze_notices(config: Config) -> Iterator[str]:
-    """What a reader of the file might not expect of freezing."""
+    """Effects of freezing that a reader of the file may not expect."""
     if config.trains and config.freeze != FreezeConfig():
         shapes, frozen = all_shapes(config.network), frozen_names(config)
         every, left = (sum(math.prod(shapes[name]) for name in names) for names in (shapes, frozen))
@@ -114,7 +114,8 @@ def freeze_notices(config: Config) -> Iterator[str]:
     if config.trains and moe is not None and moe.balance_via_topk_bias and moe.topk_bias_update_rate:
         still = set(config.decoder.moe_layers) - set(balanced_layers(config.decoder, frozen_names(config)))
         if still:
-            yield f"moe_config.balance_via_topk_bias: the bias of frozen routers does not move ({layer_text(still)})"
+            layers = layer_text(still)
+            yield f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
 
 
 def _matches(config: Config, items: Iterator[_Item], shapes: Mapping[str, Any]) -> set[str]:
@@ -122,7 +123,7 @@ def _matches(config: Config, items: Iterator[_Item], shapes: Mapping[str, Any]) 
 
 
 def _short_forms(config: Config) -> Iterator[_Item]:
-    """The short forms that stand in the section itself."""
+    """The short forms in the section itself."""
     settings = config.freeze
     if settings.embeddings:
         yield _Item("freeze.embeddings", True, "embeddings", None)
@@ -131,7 +132,7 @@ def _short_forms(config: Config) -> Iterator[_Item]:
 
 
 def _items(key: str, written: Any) -> Iterator[_Item]:
-    """The entries that a value of include or exclude holds, in any of its spellings."""
+    """The entries of include or exclude, in each form that a value may have."""
     if isinstance(written, list):
         for number, entry in enumerate(written):
             for item in _items(f"{key}.{number}", entry):
@@ -153,9 +154,9 @@ def _items(key: str, written: Any) -> Iterator[_Item]:
 
 
 def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
-    """The weights that an entry means."""
+    """The weights that an entry selects."""
     if item.kind in ("embeddings", "layers") and config.classifier is not None:
-        rule, fix = "this short form is for decoders", f"write a pattern, for example '{next(iter(shapes))}'"
+        rule, fix = "this short form works for decoders only", f"write a pattern, for example '{next(iter(shapes))}'"
         raise _error(config, item.key, item.value, rule, fix)
     if item.kind == "embeddings":
         return [EMBEDDING]
@@ -167,7 +168,7 @@ def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
         prefixes = tuple(layer_prefix(layer) for layer in layers)
         return [name for name in shapes if name.startswith(prefixes)]
     if item.kind == "unknown":
-        rule = f"{item.wanted!r} is no short form: there are layers and embeddings"
+        rule = f"{item.wanted!r} is not a short form; the short forms are layers and embeddings"
         raise _error(config, item.key, item.value, rule, "write a pattern in quotes, embeddings, or layers: 0-3")
     found = [name for name in shapes if fnmatchcase(name, item.wanted)]
     if not found:
@@ -176,9 +177,9 @@ def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
 
 
 def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
-    """What was probably meant by a pattern that matches nothing."""
+    """Suggests what a pattern that matches nothing was meant to be."""
     if pattern == HEAD:
-        return f"the head is the embedding here (tie_word_embeddings): write {EMBEDDING}"
+        return f"the model has no separate head (tie_word_embeddings): write {EMBEDDING}"
     stacked = _ONE_EXPERT.fullmatch(pattern)
     if stacked and (together := stacked[1] + (stacked[2] or ".*")) and any(fnmatchcase(n, together) for n in shapes):
         return f"the experts of a layer are one stacked weight, all trained or all frozen: write '{together}'"
@@ -190,13 +191,13 @@ def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
         return f"write layers: {pattern.strip()}"
     for wider in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
         if any(fnmatchcase(name, wider) for name in shapes):
-            return f"a pattern is for the whole name: write '{wider}'"
+            return f"a pattern must match the whole name: write '{wider}'"
     near = difflib.get_close_matches(pattern.strip("*."), ["embeddings", *shapes], n=3, cutoff=0.0)
     return f"the nearest names are {', '.join(near)}"
 
 
 def _error(config: Config, key: str, value: Any, rule: str, fix: str) -> UserError:
     parts = key.split(".")
-    # The line of the entry where it is known, else that of the list, else that of the section.
-    places = (config.source.where(".".join(parts[:length])) for length in range(len(parts), 0, -1))
-    return UserError(rule, where=next((place for place in places if place), ""), key=key, value=value, fix=fix)
+    # The line of the entry if it is known, else that of the list, else that of the section.
+    locations = (config.source.where(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return UserError(rule, where=next(filter(None, locations), ""), key=key, value=value, fix=fix)

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay, and by which rule each is updated. Pure Python: `plan` prints them."""
+"""Parameter groups: which parameters decay, and which rule updates each. Pure Python: `plan` prints them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ParameterGroup:
     rule: str = "AdamW"
 
 
-# Matrices that look a row up or score rows: a step in their rows' directions is what they need, not an orthogonal one.
+# Embedding and head: their rows are vectors of single tokens, to which an orthogonalised update does not apply.
 _NOT_FOR_MUON = ("embed_tokens", "lm_head")
 
 
@@ -27,8 +27,8 @@ def parameter_groups(
 
     Args:
         shapes: Shape by parameter name, in the order of the model.
-        weight_decay: Of the configuration.
-        optimizer: Its type. Muon leaves embeddings, head, norms and biases to AdamW.
+        weight_decay: Decay of the matrices.
+        optimizer: `optimizer.type`. Muon leaves embeddings, head, norms and biases to AdamW.
     """
     matrices = tuple(name for name, shape in shapes.items() if len(shape) > 1)
     vectors = tuple(name for name, shape in shapes.items() if len(shape) <= 1)
@@ -47,5 +47,5 @@ def parameter_groups(
 
 
 def _is_for_muon(name: str, shape: tuple[int, ...]) -> bool:
-    # With three axes: the matrices of all experts of a layer.
+    # Three axes: the stacked matrices of a layer's experts.
     return len(shape) in (2, 3) and not any(part in _NOT_FOR_MUON for part in name.split("."))

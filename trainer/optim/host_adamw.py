@@ -1,10 +1,10 @@
-"""AdamW's arithmetic on arrays in the host's memory, block by block while a block is in the cache.
+"""AdamW on arrays in host memory, one cache-sized block at a time.
 
-The update is bound by memory: it reads four arrays and writes three. Operators of MindSpore make a pass for the clip
-factor, one for the decay and one for Adam, and a call of each costs 0.15 ms, half of what a tensor of 100,000 numbers
-takes. Here a block is read once, all of the arithmetic happens in the cache, and the threads, which NumPy lets run side
-by side, take the next block when they have done one. Every operation is element by element, so the bits do not depend
-on the blocks or the threads.
+The update is bound by memory bandwidth: it reads four arrays and writes three. MindSpore's operators make one pass for
+the clip factor, one for the decay and one for Adam, and each call costs 0.15 ms, half of the time for a tensor of
+100,000 numbers. Here a block is read once and all of the arithmetic happens in the cache. NumPy releases Python's lock,
+so that threads run in parallel; each takes the next block when it is done. Every operation is elementwise, so the
+bits depend neither on the blocks nor on the threads.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 
 from trainer.device.host_threads import HostThreads
 
-_BLOCK = 1 << 17  # numbers; shorter ones spend their time in NumPy's calls, longer ones leave the cache
+_BLOCK = 1 << 17  # numbers; shorter blocks are bound by NumPy's call overhead, longer ones exceed the cache
 
 
 @dataclass(frozen=True)
-class Work:
+class ParameterUpdate:
     """The update of one parameter; all arrays are flat float32.
 
     Attributes:
         weight, first, second: Weights and both moments, changed in place.
-        gradient: Read only.
+        gradient: Not changed.
         scale: Factor on the gradient.
-        keep: What weight decay leaves of a weight.
+        keep: Factor that weight decay puts on the weights, 1 - lr decay.
     """
 
     weight: np.ndarray
@@ -39,35 +39,31 @@ class Work:
 
 
 class HostAdamW:
-    """Updates parameters with as many threads as this process has cores.
-
-    Args:
-        threads: Another number of them.
-    """
+    """Updates parameters with `threads` threads; None: as many as this process has cores."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = HostThreads(threads)
         count = self.threads.threads
         self.scratch = [(np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)) for _ in range(count)]
 
-    def update(self, work: Sequence[Work], rate: float, eps: float, betas: tuple[float, float]) -> None:
-        """m and v take the gradient in; then w = keep w - rate m / (sqrt(v) + eps)."""
+    def update(self, updates: Sequence[ParameterUpdate], rate: float, eps: float, betas: tuple[float, float]) -> None:
+        """Adds the gradient to m and v; then w = keep w - rate m / (sqrt(v) + eps)."""
 
-        def run(block: tuple[Work, int], thread: int) -> None:
+        def run(block: tuple[ParameterUpdate, int], thread: int) -> None:
             item, start = block
             _update_block(item, slice(start, start + _BLOCK), self.scratch[thread], rate, eps, betas)
 
-        self.threads.run(_blocks(work), run)
+        self.threads.run(_blocks(updates), run)
 
 
-def _blocks(work: Sequence[Work]) -> Iterator[tuple[Work, int]]:
-    for item in work:
+def _blocks(updates: Sequence[ParameterUpdate]) -> Iterator[tuple[ParameterUpdate, int]]:
+    for item in updates:
         for start in range(0, item.weight.size, _BLOCK):
             yield item, start
 
 
 def _update_block(
-    item: Work,
+    item: ParameterUpdate,
     part: slice,
     scratch: tuple[np.ndarray, np.ndarray],
     rate: float,

@@ -1,7 +1,7 @@
-"""Muon: momentum whose matrices are orthogonalised before they move the weights; AdamW for all that is no such matrix.
+"""Muon: orthogonalises the momentum of each matrix before it updates the weights; AdamW updates all other parameters.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the step length of Liu et al. 2025 ("Muon is scalable for
-LLM training", section 2.2), as MindSpore Transformers has it: a learning rate that fits AdamW fits Muon.
+LLM training", section 2.2), as in MindSpore Transformers, so that a learning rate for AdamW fits Muon.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Muon(Optimizer):
     r = sqrt(max(1, rows / columns)), Jordan's.
 
     Args:
-        parameters: By name; gradients come in this order.
-        groups: Those of rule Muon hold matrices; the others are updated by AdamW, with the same learning rate.
+        parameters: Parameters by name; gradients come in this order.
+        groups: Groups of rule Muon hold matrices; AdamW updates the others with the same learning rate.
         settings: The section `optimizer`.
         compiled: Compile the orthogonalisation, once for each shape.
     """
@@ -69,7 +69,7 @@ class Muon(Optimizer):
             self.update_matrix(name, matrix, *given[name], lr)
 
     def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: float, lr: float) -> None:
-        """One matrix, or the matrices of a layer's experts [E, rows, columns], in place."""
+        """Updates one matrix, or the matrices of a layer's experts [E, rows, columns], in place."""
         if scale != 1.0:
             gradient = gradient * scalar(scale)
         buffer = self.state["momentum_buffer"][name]
@@ -83,7 +83,7 @@ class Muon(Optimizer):
         ops.assign(matrix, kept - direction * scalar(lr * self.step_length(*matrix.shape[-2:])))
 
     def step_length(self, rows: int, columns: int) -> float:
-        """r above."""
+        """r of the class docstring."""
         if self.rms is None:
             return math.sqrt(max(1.0, rows / columns))
         return self.rms * math.sqrt(max(rows, columns))
@@ -92,7 +92,7 @@ class Muon(Optimizer):
         """Nearly U V^T of the singular value decomposition U S V^T: singular values between about 0.7 and 1.2."""
         tall = direction.shape[0] > direction.shape[1]
         x = ops.transpose(direction, (1, 0)) if tall else direction
-        # The Frobenius norm is an upper bound of the largest singular value, which has to be 1 at most.
+        # The Frobenius norm bounds the largest singular value, which must be at most 1.
         norm = ops.sqrt(P.MatMul(transpose_b=True)(x.reshape(1, -1), x.reshape(1, -1)).reshape(()))
         x = x / (norm + self.eps)
         for _ in range(self.steps):

@@ -9,20 +9,21 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.ops import operations as P
 
 from trainer.optim.adamw import AdamW
-from trainer.optim.base import Optimizer, Sharing, scalar
+from trainer.optim.base import Optimizer, scalar
 from trainer.optim.groups import ParameterGroup
 from trainer.optim.muon import Muon
+from trainer.parallel.sharding import OptimizerShard
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
 
-__all__ = ["SGD", "AdamW", "Muon", "Optimizer", "Sharing", "build_optimizer"]
+__all__ = ["SGD", "AdamW", "Muon", "Optimizer", "build_optimizer"]
 
 
 class SGD(Optimizer):
     """Gradient descent with momentum, PyTorch's arithmetic: d = g + decay p; b = momentum b + d; p = p - lr b.
 
-    With nesterov the last is p = p - lr (d + momentum b).
+    With nesterov the last step is p = p - lr (d + momentum b).
     """
 
     def __init__(
@@ -30,9 +31,9 @@ class SGD(Optimizer):
         parameters: Mapping[str, Parameter],
         groups: Sequence[ParameterGroup],
         settings: OptimizerConfig,
-        sharing: Sharing | None = None,
+        shard: OptimizerShard | None = None,
     ) -> None:
-        super().__init__(parameters, groups, ("momentum_buffer",), sharing)
+        super().__init__(parameters, groups, ("momentum_buffer",), shard)
         self.momentum, self.apply = scalar(settings.momentum), P.ApplyMomentum()
         self.nesterov = settings.nesterov
 
@@ -49,7 +50,7 @@ class SGD(Optimizer):
             # ApplyMomentum(use_nesterov=True) of MindSpore 2.10 computes something else on a CPU.
             ops.assign(buffer, buffer * self.momentum + gradient)
             ops.assign(parameter, parameter - (gradient + buffer * self.momentum) * rate)
-        self.share()
+        self.all_gather()
 
 
 def build_optimizer(
@@ -57,18 +58,18 @@ def build_optimizer(
     groups: Sequence[ParameterGroup],
     settings: OptimizerConfig,
     compiled: bool = True,
-    sharing: Sharing | None = None,
+    shard: OptimizerShard | None = None,
 ) -> Optimizer:
     """The optimizer that `optimizer.type` names.
 
     Args:
-        parameters: To train, by name.
-        groups: As `trainer.optim.groups.parameter_groups` makes them for this type.
+        parameters: Parameters to train, by name.
+        groups: From `trainer.optim.groups.parameter_groups` for this type.
         settings: The section `optimizer`.
-        compiled: Whether what an optimizer could compile is.
-        sharing: Of its state with other ranks; not for Muon, which needs whole matrices.
+        compiled: Compile the parts of an update that can be compiled.
+        shard: This rank's shard of the state; None for Muon, which needs whole matrices.
     """
     if settings.type == "Muon":
-        assert sharing is None, "the configuration's rules have refused it"
+        assert shard is None, "the checks of the configuration refuse it"
         return Muon(parameters, groups, settings, compiled)
-    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, sharing=sharing)
+    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, shard=shard)

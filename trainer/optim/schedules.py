@@ -12,7 +12,7 @@ Symbols in the docstrings: t the step, w the warm-up steps, T the total steps, l
 down to whole steps), every learning rate is the factor of the optimizer's update, without a unit.
 
 Where the peer's formula is broken outside the range it was written for, ours holds the value at the range's border;
-each place says so.
+the docstrings say where.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Schedule = Callable[[int], float]
 
 
 class _Inputs(NamedTuple):
-    """What a builder gets: the YAML section, its total number of steps, and where a key was written."""
+    """Input of a builder: the YAML section, the total number of steps, and where a key was set."""
 
     section: Any
     total_steps: int
@@ -41,12 +41,13 @@ def build_schedule(section: Any, total_steps: int, where: Callable[[str], str] =
     Args:
         section: The section, one of the schema's schedule types (``section.type`` names it).
         total_steps: Optimizer steps of the whole run (epochs x steps of the data set). ``section.total_steps``, when it
-            is neither -1 nor None, takes its place: after that many steps the schedule stays at its end value, however
-            long the run is.
+            is neither -1 nor None, replaces it: after that many steps the schedule stays at its end value, however long
+            the run is.
         where: Says where a dotted key was set (``configs/a.yaml:12``), for error messages.
 
     Returns:
-        The learning rate as a function of the 0-based optimizer step. It has no state: resuming needs but the step.
+        The learning rate as a function of the 0-based optimizer step. It has no state: a resumed run needs only the
+            step.
 
     Raises:
         UserError: The total is below 1, the type is unknown, or two keys contradict each other.
@@ -79,14 +80,14 @@ def warmup_steps(section: Any, total_steps: int) -> int:
 
 
 def first_full_step(section: Any, total_steps: int) -> int:
-    """The step, from 0, whose learning rate no warm-up lowers; 0 for a schedule without one."""
+    """The first step, from 0, that warm-up does not lower; 0 for a schedule without warm-up."""
     if "warmup_steps" not in type(section).model_fields:
         return 0
     return warmup_steps(section, schedule_total_steps(section, total_steps))
 
 
 def _warm_up(inputs: _Inputs, after: Schedule) -> Schedule:
-    """warmup_lr_init + (lr - warmup_lr_init) * t / w before step w, the first full one; ``after(t)`` from there on."""
+    """warmup_lr_init + (lr - warmup_lr_init) * t / w before step w; ``after(t)`` from step w on."""
     section = inputs.section
     steps = warmup_steps(section, inputs.total_steps)
     start, rise = section.warmup_lr_init, section.learning_rate - section.warmup_lr_init
@@ -98,7 +99,7 @@ def _warm_up(inputs: _Inputs, after: Schedule) -> Schedule:
 
 
 def _constant_warm_up(inputs: _Inputs) -> Schedule:
-    """ConstantWarmUpLR. After warm-up: lr, for ever."""
+    """ConstantWarmUpLR. After warm-up: lr."""
     peak = inputs.section.learning_rate
     return _warm_up(inputs, lambda step: peak)
 
@@ -137,7 +138,7 @@ def _cosine_with_restarts(inputs: _Inputs) -> Schedule:
 
 
 def _cosine_until_cut(inputs: _Inputs, decay_steps: int | None, half_waves: Callable[[float], float]) -> Schedule:
-    """The common part of both: ``half_waves`` turns the progress (t - w) / (T - w) into an angle in units of pi."""
+    """The common part of both; ``half_waves`` turns the progress (t - w) / (T - w) into an angle in units of pi."""
     section, total = inputs.section, inputs.total_steps
     first = warmup_steps(section, total)
     steps = max(1, total - first)

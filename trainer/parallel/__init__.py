@@ -1,1 +1,1 @@
-"""Several ranks: who they are, which of them belong together, and how they talk to each other."""
+"""Several ranks: their numbers, their groups and how they communicate."""

@@ -1,21 +1,22 @@
-"""What ranks say to each other; the only file that communicates.
+"""Collective communication; no other file communicates.
 
-MindSpore 2.10 on a CPU has few collectives, and of those some are silently wrong: AllReduce sums float32 and float16
-(bfloat16 wrongly), AllGather hands on float32 alone bit by bit (integers, float16 and float64 arrive damaged), and in a
-group of some ranks there is AllReduce only. So all that is gathered travels as float32, numbers of other types as the
-bits of some, and all sums are of float32.
+MindSpore 2.10 has few collectives on a CPU, and some of them are silently wrong: AllReduce sums float32 and float16
+(bfloat16 wrongly), AllGather preserves the bits of float32 alone (integers, float16 and float64 arrive damaged), and a
+group of some of the ranks has AllReduce only. So everything that is gathered travels as float32 or as bits in a float32
+array, and all sums are in float32.
 
-The cells at the end are pairs of a forward and a backward pass, for models that are cut over ranks. What a rank's loss
-sends back is the gradient of the sum of all ranks' losses: the gradient of a sum is a sum, that of gathering is summing
-and cutting. They use the device's own operators, and on a CPU what can be said with AllReduce, AllGather and Broadcast.
+The cells at the end are pairs of a forward and a backward pass, for models that are sharded over ranks. Each gradient
+is that of the sum of all ranks' losses: the backward pass of a sum is a sum, that of a gather is a reduce-scatter. The
+cells use the device's own operators, and on a CPU what AllReduce, AllGather and Broadcast can express.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mindspore
 import numpy as np
@@ -24,58 +25,83 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.errors import RunError
-from trainer.parallel.buckets import FLOAT32_BYTES, buckets, chunks
-from trainer.parallel.optimizer_shard import part_of
-from trainer.parallel.serial_init import serialized_init
+from trainer.parallel.sharding import FLOAT32_BYTES, buckets, chunks, range_of_rank
 from trainer.parallel.world import World
 
 BUCKET_BYTES = 25 << 20
-"""Small tensors are summed together up to this size: a call of AllReduce takes 0.4 ms even for one number."""
+"""Small tensors are summed together up to this size: an AllReduce takes 0.4 ms even for one number."""
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
-_FEWEST = 16  # numbers of a gather: the next sizes are powers of two, because MindSpore keeps a kernel for each
+_FEWEST = 16  # numbers of a gather: larger sizes are powers of two, because MindSpore keeps a kernel for each size
 
 
 def start(world: World) -> None:
-    """Joins the ranks of a job; nothing to do for a process alone. The device must have been set.
+    """Joins the ranks of a job; does nothing for a single process. The device must be set before.
 
     Raises:
-        RunError: The other ranks do not answer, or MindSpore counts them in another way.
+        RunError: The other ranks do not answer, or MindSpore numbers them differently.
     """
     if world.size == 1:
         return
     os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
-        with serialized_init():
+        with _serialized_init():
             communication.init()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(f"rank {world.rank} cannot join the {world.size} ranks of the job: {reason}") from error
     found = communication.get_rank(), communication.get_group_size()
     if found != (world.rank, world.size):
-        said = f"rank {world.rank} of {world.size} by its environment is {found[0]} of {found[1]} in MindSpore"
-        raise RunError(said, fix="start the job with `run_trainer.py launch`")
+        rule = f"rank {world.rank} of {world.size} by its environment is {found[0]} of {found[1]} in MindSpore"
+        raise RunError(rule, fix="start the job with `run_trainer.py launch`")
+
+
+@contextlib.contextmanager
+def _serialized_init() -> Iterator[None]:
+    """Runs this thread on one core, with a scheduling policy under which waking threads do not preempt it.
+
+    MindSpore 2.10 joins a job by connecting twice. When the thread that sees a connection is faster than the one that
+    makes it, the connection counts as failed, and MindSpore starts again half a second later. On two busy cores that
+    took 10 to 40 seconds, and takes 5 this way.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores, policy, threads = os.sched_getaffinity(0), os.sched_getscheduler(0), set(os.listdir("/proc/self/task"))
+    rank = int(os.environ.get("DEVICE_ID", "0"))
+    with contextlib.suppress(OSError):  # a container may forbid it: joining then takes longer
+        os.sched_setaffinity(0, {sorted(cores)[rank % len(cores)]})
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        for thread in (0, *map(int, set(os.listdir("/proc/self/task")) - threads)):
+            with contextlib.suppress(OSError):  # it has ended, or was never changed
+                os.sched_setaffinity(thread, cores)
+                os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 def make_group(name: str, ranks: Sequence[int]) -> None:
-    """Makes a group of some ranks, for the argument `group` of everything below. All its ranks must call this, and
-    ranks that share several groups in the same order."""
+    """Makes a group of some ranks, for the argument `group` of the functions below.
+
+    All its ranks must call this; ranks with several groups in common must make them in the same order.
+    """
     communication.create_group(name, list(ranks))
 
 
 def group_size(group: str | None = None) -> int:
-    """How many ranks a group has; None for the group of all."""
+    """Number of ranks in a group; None for the group of all ranks."""
     return communication.get_group_size(_name(group))
 
 
 def gather_float64(values: Sequence[float]) -> list[list[float]]:
-    """What each rank gave, bit by bit, in the order of ranks; all give equally many."""
+    """Every rank's values, bit by bit, in the order of ranks; all ranks pass equally many."""
     gathered = _gather(np.asarray(values, np.float64))
     return [row.view(np.float64).tolist() for row in gathered]
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """What each rank gave, in the order of ranks; each may give another length."""
+    """Every rank's data, in the order of ranks; lengths may differ."""
     lengths = [int(row.view(np.int64)[0]) for row in _gather(np.array([len(data)], np.int64))]
     padded = np.zeros(-(-max(lengths) // 4) * 4, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -84,20 +110,20 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def barrier() -> None:
-    """Waits until every rank is here."""
+    """Waits until every rank has called it."""
     _operator("AllReduce", _name(None))(Tensor(np.zeros(1, np.float32))).asnumpy()
 
 
 def all_reduce_in_buckets(
     tensors: Sequence[Tensor], group: str | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """Each tensor summed over all ranks of a group, the same bits on each of them; small tensors travel together.
+    """Sums each tensor over all ranks of a group, with the same bits on every rank; small tensors travel together.
 
     Args:
-        tensors: Of the same shapes on every rank, in the same order. They are summed in float32 and come back in their
-            own dtype.
-        group: Of `make_group`; None for all ranks.
-        bucket_bytes: Most bytes of tensors that travel together; a larger tensor travels alone, uncopied.
+        tensors: The same shapes in the same order on every rank. They are summed in float32 and returned in their own
+            dtype.
+        group: From `make_group`; None for all ranks.
+        bucket_bytes: Limit for tensors that travel together; a larger tensor travels alone, without a copy.
     """
     all_reduce = _operator("AllReduce", _name(group))
     sums = []
@@ -115,9 +141,9 @@ def all_reduce_in_buckets(
 
 
 def _host_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list[Tensor]:
-    """The sums of several float32 tensors in host memory: each is copied once, the sums are parts of one buffer."""
+    """Sums float32 tensors in host memory: each is copied once, the sums are views of one buffer."""
     flat = np.concatenate([tensor.asnumpy().reshape(-1) for tensor in tensors])
-    # A view of MindSpore's memory, which lives as long as the last tensor made from it.
+    # A view of MindSpore's memory, which lives as long as the last tensor that is made from it.
     total = all_reduce(Tensor.from_numpy(flat)).asnumpy()
     ends = np.cumsum([tensor.size for tensor in tensors]).tolist()
     return [
@@ -127,58 +153,56 @@ def _host_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list[T
 
 
 def _device_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list[Tensor]:
-    """The sums of several float32 tensors that are in the memory of a device, and stay there."""
+    """Sums float32 tensors in a device's memory, where they stay."""
     total = all_reduce(ops.concat([tensor.reshape(-1) for tensor in tensors]))
     parts = ops.split(total, [tensor.size for tensor in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def share_parts(
-    tensors: Sequence[Parameter], parts: Sequence[Tensor] | None = None, chunk_bytes: int = BUCKET_BYTES
+def all_gather_ranges(
+    tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None, chunk_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Completes, in place, tensors of which each rank has its own range (see `part_of`): the same bits on all ranks.
+    """Completes tensors in place, each rank contributing its own range (`range_of_rank`): the same bits on all ranks.
 
     Args:
-        tensors: Of the same shapes on every rank, in the same order, each of at least as many numbers as there are
-            ranks.
-        parts: The range of this rank of each, flat; None where it stands in the tensor already.
-        chunk_bytes: Most bytes that arrive at once in the host's memory.
+        tensors: The same shapes in the same order on every rank, each with at least as many numbers as there are ranks.
+        own: This rank's range of each tensor, flat; None where the tensor contains it already.
+        chunk_bytes: Limit of what arrives at once in host memory.
     """
     if _has_all_operators():
-        _share_on_device(tensors, parts)
+        _all_gather_on_device(tensors, own)
     else:
-        _share_on_host(tensors, parts, chunk_bytes)
+        _all_gather_on_host(tensors, own, chunk_bytes)
 
 
-def _share_on_host(tensors: Sequence[Parameter], parts: Sequence[Tensor] | None, chunk_bytes: int) -> None:
+def _all_gather_on_host(tensors: Sequence[Parameter], own: Sequence[Tensor] | None, chunk_bytes: int) -> None:
     rank, ranks = communication.get_rank(), group_size()
     # On a CPU these are views of MindSpore's memory, and writing to them writes to the tensor.
     flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
-    ranges = [[part_of(flat.size, each, ranks) for flat in flats] for each in range(ranks)]
-    if parts is not None:
-        for flat, own, part in zip(flats, ranges[rank], parts, strict=True):
-            flat[own] = part.asnumpy()
-    most = max(sum(each.stop - each.start for each in own) for own in ranges)
+    ranges = [[range_of_rank(flat.size, each, ranks) for flat in flats] for each in range(ranks)]
+    if own is not None:
+        for flat, place, tensor in zip(flats, ranges[rank], own, strict=True):
+            flat[place] = tensor.asnumpy()
+    most = max(sum(each.stop - each.start for each in of_rank) for of_rank in ranges)
     length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // ranks))
     given = np.zeros(length, np.float32)
-    for of_ranks in zip(*(chunks(own, length, -(-most // length)) for own in ranges), strict=True):
+    for of_ranks in zip(*(chunks(of_rank, length, -(-most // length)) for of_rank in ranges), strict=True):
         for piece in of_ranks[rank]:
-            given[piece.place] = flats[piece.array][piece.source]
+            given[piece.target] = flats[piece.array][piece.source]
         gathered = _operator("AllGather", _name(None))(Tensor.from_numpy(given)).asnumpy().reshape(ranks, length)
         for row, pieces in zip(gathered, of_ranks, strict=True):
             for piece in pieces:
-                flats[piece.array][piece.source] = row[piece.place]
+                flats[piece.array][piece.source] = row[piece.target]
 
 
-def _share_on_device(tensors: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
-    """The same without a way through the host's memory."""
+def _all_gather_on_device(tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
     rank, ranks = communication.get_rank(), group_size()
     all_gather = _operator("AllGather", _name(None))
     for number, tensor in enumerate(tensors):
-        ranges = [part_of(tensor.size, each, ranks) for each in range(ranks)]
-        own = (parts[number] if parts else tensor.reshape(-1)[ranges[rank]]).astype(tensor.dtype)
+        ranges = [range_of_rank(tensor.size, each, ranks) for each in range(ranks)]
+        given = (own[number] if own else tensor.reshape(-1)[ranges[rank]]).astype(tensor.dtype)
         most = -(-tensor.size // ranks)
-        whole = all_gather(own if own.size == most else ops.concat([own, ops.zeros(1, own.dtype)]))
+        whole = all_gather(given if given.size == most else ops.concat([given, ops.zeros(1, given.dtype)]))
         if tensor.size % ranks:
             sizes = [each.stop - each.start for each in ranges]
             whole = ops.concat([whole[at * most : at * most + size] for at, size in enumerate(sizes)])
@@ -186,10 +210,10 @@ def _share_on_device(tensors: Sequence[Parameter], parts: Sequence[Tensor] | Non
 
 
 def _gather(array: np.ndarray) -> np.ndarray:
-    """The bytes [ranks, array.nbytes] that each rank gave: an array of the same size everywhere, of n x 4 bytes."""
+    """Every rank's bytes [ranks, array.nbytes]; the array has the same size on all ranks, a multiple of 4 bytes."""
     words = array.reshape(-1).view(np.float32)
     padded = np.zeros(max(_FEWEST, 1 << (words.size - 1).bit_length()), np.float32)
-    # As integers: copied as numbers, some processors would alter those bits that mean "signalling NaN".
+    # As integers: when copied as float32, some processors change the bits that mean "signalling NaN".
     padded.view(np.int32)[: words.size] = words.view(np.int32)
     gathered = _operator("AllGather", _name(None))(Tensor.from_numpy(padded)).asnumpy()
     return gathered.reshape(-1, padded.size)[:, : words.size].copy().view(np.uint8)
@@ -201,7 +225,7 @@ def _name(group: str | None) -> str:
 
 @functools.cache
 def _operator(name: str, group: str, **settings: int) -> ops.Primitive:
-    """An operator of MindSpore for a group; one instance serves all calls."""
+    """MindSpore's operator for a group; all calls use one instance."""
     return getattr(ops, name)(group=group, **settings)
 
 
@@ -220,7 +244,7 @@ class AllReduce(nn.Cell):
 
 
 class AllGather(nn.Cell):
-    """[n, ...] of each rank, one below the other: [ranks n, ...]; backward, `ReduceScatter`."""
+    """[n, ...] of each rank, concatenated to [ranks n, ...]; backward, `ReduceScatter`."""
 
     def __init__(self, group: str | None = None) -> None:
         super().__init__()
@@ -234,7 +258,7 @@ class AllGather(nn.Cell):
 
 
 class ReduceScatter(nn.Cell):
-    """The sum over all ranks of [ranks n, ...], of which each keeps its own n rows; backward, `AllGather`."""
+    """The sum over all ranks of [ranks n, ...], of which each rank keeps its own n rows; backward, `AllGather`."""
 
     def __init__(self, group: str | None = None) -> None:
         super().__init__()
@@ -248,7 +272,7 @@ class ReduceScatter(nn.Cell):
 
 
 class AllToAll(nn.Cell):
-    """Of [ranks n, ...], the r-th n rows go to rank r, which has them in the order of ranks; backward, the same."""
+    """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
     def __init__(self, group: str | None = None) -> None:
         super().__init__()
@@ -262,7 +286,7 @@ class AllToAll(nn.Cell):
 
 
 class Broadcast(nn.Cell):
-    """What the job's rank `root` has, everywhere; backward, the sum of gradients at the root and zeros elsewhere."""
+    """The tensor of the job's rank `root` on every rank; backward, the summed gradient at the root, zeros elsewhere."""
 
     def __init__(self, root: int, group: str | None = None) -> None:
         super().__init__()
@@ -274,51 +298,52 @@ class Broadcast(nn.Cell):
 
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
         total = self.sum(dout)
-        # A sum that nobody used would be taken out of a compiled graph, and the other ranks would wait for it.
+        # A compiled graph would drop an unused sum, and the other ranks would wait for it.
         return (total if self.is_root else self.depend(ops.zeros_like(x), total),)
 
 
 class Send(nn.Cell):
-    """Gives a tensor to another rank, which must `Receive` it; returns a zero for the loss, so that the backward pass
-    comes by and takes the gradient that the other sends back.
+    """Sends a tensor to another rank, which must `Receive` it.
+
+    Returns a zero to add to the loss, so that the backward pass reaches this cell and receives the gradient.
 
     Args:
         to: Rank in the job.
-        group: Of the two.
+        group: Group of the two ranks.
     """
 
     def __init__(self, to: int, group: str) -> None:
         super().__init__()
-        self.hand_over, self.take = _hand_over(to, group), _take(to, group)
+        self.send, self.receive = _send(to, group), _receive(to, group)
 
     def construct(self, x: Tensor) -> Tensor:
-        self.hand_over(x)
+        self.send(x)
         return ops.zeros((), mstype.float32)
 
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (self.take(x.shape, x.dtype),)
+        return (self.receive(x.shape, x.dtype),)
 
 
 class Receive(nn.Cell):
-    """What another rank sends; backward, gives the gradient back to it.
+    """Receives a tensor from another rank; backward, sends the gradient to it.
 
     Args:
         source: Rank in the job.
-        group: Of the two.
-        shape, dtype: Of what comes.
+        group: Group of the two ranks.
+        shape, dtype: Shape and dtype of the tensor.
     """
 
     def __init__(self, source: int, group: str, shape: tuple[int, ...], dtype: mstype.Type = mstype.float32) -> None:
         super().__init__()
-        self.hand_over, self.take = _hand_over(source, group), _take(source, group)
+        self.send, self.receive = _send(source, group), _receive(source, group)
         self.shape, self.dtype = shape, dtype
 
     def construct(self, trained: Tensor) -> Tensor:
-        """`trained` is anything with respect to which gradients are taken, so that the backward pass comes by."""
-        return self.take(self.shape, self.dtype)
+        """`trained` is any tensor that needs a gradient, so that the backward pass reaches this cell."""
+        return self.receive(self.shape, self.dtype)
 
     def bprop(self, trained: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        self.hand_over(dout)
+        self.send(dout)
         return (ops.zeros_like(trained),)
 
 
@@ -337,12 +362,12 @@ def _gathered(group: str | None) -> Callable[[Tensor], Tensor]:
         return all_gather
     if group is None:
         return _in_float32(all_gather)
-    # On a CPU, AllReduce alone knows groups: each puts its rows among zeros.
-    summed, ranks, place = _sum(group), group_size(group), communication.get_rank(group)
+    # On a CPU a group has AllReduce only: each rank puts its rows among zeros.
+    summed, ranks, rank = _sum(group), group_size(group), communication.get_rank(group)
 
     def gathered(x: Tensor) -> Tensor:
         zeros = ops.zeros_like(x)
-        return summed(ops.concat([x if each == place else zeros for each in range(ranks)]))
+        return summed(ops.concat([x if each == rank else zeros for each in range(ranks)]))
 
     return gathered
 
@@ -359,7 +384,7 @@ def _exchanged(group: str | None) -> Callable[[Tensor], Tensor]:
     if _has_all_operators():
         return _operator("AlltoAll", _name(group), split_count=ranks, split_dim=0, concat_dim=0)
     gathered, rank = _gathered(group), communication.get_rank(_name(group))
-    # Of the rows that each rank gave, those for this one.
+    # This rank's part of what each rank has sent.
     return lambda x: ops.concat([_rows(rows, rank, ranks) for rows in ops.split(gathered(x), x.shape[0])])
 
 
@@ -371,30 +396,29 @@ def _spread(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
     return lambda x: summed(x if is_root else ops.zeros_like(x))
 
 
-def _hand_over(to: int, group: str) -> Callable[[Tensor], object]:
+def _send(to: int, group: str) -> Callable[[Tensor], object]:
     if _has_all_operators():
-        return _operator("Send", group, sr_tag=0, dest_rank=_place(to, group))
+        return _operator("Send", group, sr_tag=0, dest_rank=_rank_in_group(to, group))
     return _spread(communication.get_rank(), group)
 
 
-def _take(source: int, group: str) -> Callable[[tuple[int, ...], mstype.Type], Tensor]:
+def _receive(source: int, group: str) -> Callable[[tuple[int, ...], mstype.Type], Tensor]:
     if _has_all_operators():
-        place = _place(source, group)
-        return lambda shape, dtype: ops.Receive(0, place, list(shape), dtype, group=group)(Tensor(0.0))
+        rank = _rank_in_group(source, group)
+        return lambda shape, dtype: ops.Receive(0, rank, list(shape), dtype, group=group)(Tensor(0.0))
     spread = _spread(source, group)
     return lambda shape, dtype: spread(ops.zeros(shape, dtype))
 
 
-def _place(rank: int, group: str) -> int:
-    """Where a rank of the job stands in a group."""
+def _rank_in_group(rank: int, group: str) -> int:
     return communication.get_group_rank_from_world_rank(rank, group)
 
 
 def _rows(x: Tensor, part: int, parts: int) -> Tensor:
-    """One of so many equal parts of the rows."""
+    """One of `parts` equal parts of the rows."""
     return ops.split(x, x.shape[0] // parts)[part]
 
 
 def _in_float32(operator: ops.Primitive) -> Callable[[Tensor], Tensor]:
-    """A collective of a CPU for numbers of all floating types: right in float32 alone."""
+    """A CPU collective for all floating-point types, computed in float32, the only one for which it is right."""
     return lambda x: operator(x) if x.dtype == mstype.float32 else operator(x.astype(mstype.float32)).astype(x.dtype)

@@ -1,8 +1,8 @@
-"""What a training asks of the other ranks: sums, a vote, bytes, a barrier.
+"""How a run talks to the other ranks: sums, flags, bytes, a barrier.
 
-Whatever decides about the course of a run (tokens, norms, overflow, signals, the end of the data) is computed from what
-these functions return, which is the same on every rank: so all ranks always decide alike, and none waits for one that
-has left. Without other ranks the same questions have immediate answers.
+Every decision about the course of a run (tokens, norms, overflow, signals, the end of the data) uses the results of
+these methods, which are the same on every rank. So all ranks decide alike, and none waits for a rank that has left. A
+single process gets the same results without communication.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class Communicator(Protocol):
     size: int
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, rounded once from the exact sum: the same bits whatever the order of ranks."""
+        """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each gradient summed over all ranks; the same bits on every rank."""
 
-    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
-        """Completes parameters in place, of which each rank gives its own range; see `OptimizerShard`."""
+    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+        """Completes parameters in place from the ranges of all ranks; see `OptimizerShard`."""
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in the order of ranks."""
+        """The data of every rank, in the order of ranks."""
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on some rank."""
+        """Whether the flag is true on any rank."""
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank has called it."""
 
 
 class SingleProcess:
-    """One process, no other ranks."""
+    """A run of one process."""
 
     rank, size = 0, 1
 
@@ -56,8 +56,8 @@ class SingleProcess:
     def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return list(gradients)
 
-    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
-        assert parts is None, "one rank has all of every parameter"
+    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+        assert own is None, "one rank has all of every parameter"
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -70,11 +70,7 @@ class SingleProcess:
 
 
 class ProcessGroup:
-    """The ranks of a job, through `trainer.parallel.collectives`. Making it waits until all of them are there.
-
-    Args:
-        world: This rank among how many.
-    """
+    """The ranks of a job, through `trainer.parallel.collectives`. The constructor waits until all ranks have joined."""
 
     def __init__(self, world: World) -> None:
         from trainer.parallel import collectives
@@ -89,8 +85,8 @@ class ProcessGroup:
     def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self.collectives.all_reduce_in_buckets(gradients)
 
-    def share(self, parameters: Sequence[Parameter], parts: Sequence[Tensor] | None) -> None:
-        self.collectives.share_parts(parameters, parts)
+    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+        self.collectives.all_gather_ranges(parameters, own)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return self.collectives.gather_bytes(data)
@@ -103,15 +99,15 @@ class ProcessGroup:
 
 
 def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:
-    """Compares what several ranks have of the same name.
+    """Checks that all ranks have the same value for each name.
 
     Args:
-        own: Numbers or texts of this rank, by name; a rank need not have all names.
-        what: Is compared, for the message.
-        peers: The ranks.
+        own: Numbers or strings of this rank, by name; a rank need not have all names.
+        what: Names what is compared, for the message.
+        communicator: Reaches the other ranks.
 
     Raises:
-        RunError: They differ; names the ranks that are not like the first one that has a name.
+        RunError: Values differ. The message names the ranks that differ from the first rank that has a name.
     """
     first, differing, right = {}, set(), set()
     for rank, data in enumerate(communicator.gather_bytes(json.dumps(own).encode())):

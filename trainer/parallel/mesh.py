@@ -1,14 +1,14 @@
-"""The rank grid: degrees of parallelism -> which ranks belong together. Pure Python.
+"""The device mesh: degrees of parallelism -> groups of ranks. Pure Python.
 
-The axes of the grid, outermost first: **pipeline, data, context, tensor**. Neighbouring ranks, which usually share a
-host, thus form tensor groups, which communicate most; pipeline stages, which communicate least, are farthest apart.
-That is the order of Megatron-LM (`megatron/core/parallel_state.py`, ``order="tp-cp-ep-dp-pp"``, innermost first).
+The axes of the mesh, outermost first: **pipeline, data, context, tensor**. Neighbouring ranks, which are usually on the
+same host, form tensor groups, which communicate most; pipeline stages, which communicate least, are farthest apart.
+This is the order of Megatron-LM (`megatron/core/parallel_state.py`, ``order="tp-cp-ep-dp-pp"``, innermost first).
 
     rank = ((pipeline * DP + data) * CP + context) * TP + tensor
 
-Expert parallelism cuts no axis of its own: layers with experts see the data and context axes as one of DP * CP places
-and cut that into runs of EP neighbours, each of which holds all experts once. This, too, is what Megatron-LM does
-where experts keep the tensor degree of the other layers. So EP must divide DP * CP.
+Expert parallelism has no axis of its own: MoE layers see the data and context axes as one axis of DP * CP ranks and
+divide it into groups of EP neighbours, each of which holds all experts once. Megatron-LM does the same where experts
+keep the tensor degree of the other layers. So EP must divide DP * CP.
 
 With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 
@@ -28,11 +28,11 @@ from trainer.errors import UserError
 GroupKind = Literal["dp", "tp", "pp", "cp", "ep"]
 GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
 
-_CHOICES = 3  # valid settings that a message names
+_CHOICES = 3  # number of valid settings that a message names
 
 
 class Degrees(NamedTuple):
-    """How often each axis is cut, under the names of ``parallel_config``."""
+    """Size of each axis, by the names of ``parallel_config``."""
 
     pipeline_stage: int = 1
     data_parallel: int = 1
@@ -42,7 +42,6 @@ class Degrees(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that these degrees need."""
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
 
@@ -56,7 +55,7 @@ class MeshCoordinate(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    """Ranks that belong together stand `stride` apart, `size` of them."""
+    """A group along this axis has `size` ranks, `stride` apart."""
 
     size: int
     stride: int
@@ -64,17 +63,12 @@ class _Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of ranks; made by `build_mesh`.
-
-    Attributes:
-        degrees: Of each axis; their product is the number of ranks.
-    """
+    """The mesh of a job's ranks; made by `build_mesh`."""
 
     degrees: Degrees
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.degrees.ranks
 
     def _axis(self, kind: GroupKind) -> _Axis:
@@ -91,7 +85,7 @@ class Mesh:
         return axes[kind]
 
     def groups(self, kind: GroupKind) -> list[range]:
-        """All groups of a kind: each rank is in exactly one, ranks ascend within it."""
+        """All groups of a kind: each rank is in exactly one; ranks ascend within a group."""
         size, stride = self._axis(kind)
         blocks = range(0, self.size, size * stride)
         return [
@@ -99,13 +93,12 @@ class Mesh:
         ]
 
     def group_of(self, kind: GroupKind, rank: int) -> range:
-        """The group of a kind that a rank is in."""
+        """The group of a kind that contains a rank."""
         size, stride = self._axis(kind)
         first = rank - rank // stride % size * stride
         return range(first, first + size * stride, stride)
 
-    def place_of(self, rank: int) -> MeshCoordinate:
-        """The coordinates of a rank."""
+    def coordinate_of(self, rank: int) -> MeshCoordinate:
         rest, tensor = divmod(rank, self.degrees.model_parallel)
         rest, context = divmod(rest, self.degrees.context_parallel)
         pipeline, data = divmod(rest, self.degrees.data_parallel)
@@ -113,10 +106,10 @@ class Mesh:
 
 
 def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
-    """The grid of `ranks` ranks.
+    """Makes the mesh.
 
     Raises:
-        UserError: The degrees do not fit the number of ranks; the message names the nearest that do.
+        UserError: The degrees do not fit the number of ranks; the message names the nearest degrees that fit.
     """
     mismatch = degree_mismatch(degrees, ranks)
     if mismatch is not None:
@@ -126,13 +119,13 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
 
 
 class DegreeMismatch(NamedTuple):
-    """Why degrees and ranks do not go together, in words.
+    """Why degrees do not fit a number of ranks.
 
     Attributes:
-        key: The degree to blame.
+        key: The degree that the message names.
         rule: What is wrong.
-        change: Which degrees would fit; empty where none of those that may change does.
-        ranks: How many ranks would; 0 where no number of them does.
+        change: Degrees that would fit; empty where changing the allowed ones cannot help.
+        ranks: Number of ranks that would fit; 0 where no number does.
     """
 
     key: str
@@ -141,41 +134,34 @@ class DegreeMismatch(NamedTuple):
     ranks: int
 
     def fix(self, start: str) -> str:
-        """The ways out: so many `{ranks}` started, other degrees, or either."""
+        """The fix: start another number of ranks (`start` holds the place `{ranks}`), or use other degrees."""
         return ", or ".join(filter(None, (start.format(ranks=self.ranks) if self.ranks else "", self.change)))
 
 
 def degree_mismatch(
     degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields
 ) -> DegreeMismatch | None:
-    """What is wrong with these degrees for so many ranks; None when they fit.
-
-    Args:
-        degrees: Asked for.
-        ranks: That there are.
-        may_change: The degrees that the advice may be about.
-    """
-    cuts = {name: size for name, size in degrees._asdict().items() if name != "expert_parallel"}
+    """Why these degrees do not fit so many ranks; None when they fit. The fix changes only degrees in `may_change`."""
+    axes = {name: size for name, size in degrees._asdict().items() if name != "expert_parallel"}
     if degrees.ranks != ranks:
-        used = {name: size for name, size in cuts.items() if size > 1} or {"data_parallel": 1}
+        used = {name: size for name, size in axes.items() if size > 1} or {"data_parallel": 1}
         product = " x ".join(f"{name} {size}" for name, size in used.items())
         rule = f"{product} {'are' if len(used) > 1 else 'is'} for {degrees.ranks} rank{'s' * (degrees.ranks > 1)}"
         near = nearest_degrees(degrees, ranks, may_change)
         choices = "; or ".join(_changes(degrees, choice) for choice in near)
         key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
         return DegreeMismatch(key, f"{rule}, and this job has {ranks}", f"set {choices}" if near else "", degrees.ranks)
-    places = degrees.data_parallel * degrees.context_parallel
-    if places % degrees.expert_parallel:
-        near = sorted(_divisors(places), key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
-        rule = f"must divide data_parallel x context_parallel = {places}: that many ranks share a layer's experts"
-        return DegreeMismatch(
-            "expert_parallel", rule, f"set it to {' or '.join(str(size) for size in sorted(near))}", 0
-        )
+    product = degrees.data_parallel * degrees.context_parallel
+    if product % degrees.expert_parallel:
+        divisors = _divisors(product)
+        near = sorted(divisors, key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
+        rule = f"must divide data_parallel x context_parallel = {product}, the ranks that share a layer's experts"
+        return DegreeMismatch("expert_parallel", rule, f"set it to {' or '.join(map(str, sorted(near)))}", 0)
     return None
 
 
 def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> list[Degrees]:
-    """The few settings for `ranks` ranks that change least: few degrees first, then small factors, then data."""
+    """The settings for `ranks` ranks that change least: fewest degrees, then smallest factors, then data_parallel."""
     fixed = {name: size for name, size in degrees._asdict().items() if name not in may_change}
 
     def distance(choice: Degrees) -> tuple[int, float, bool]:

@@ -1,4 +1,4 @@
-"""Who runs beside this process: its rank among how many. Pure Python; only the environment says it."""
+"""The world of a job: this process's rank and the number of ranks, from the environment. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 from trainer.errors import UserError
 
 LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
-"""How many workers this host has: msrun tells its workers everything but that."""
+"""Number of workers on this host, the one thing that msrun does not tell its workers."""
 
 
 class World(NamedTuple):
     """The ranks of a job, as one of them sees it."""
 
     rank: int = 0
-    """Of this process, from 0 over all hosts."""
+    """Rank of this process, from 0 over all hosts."""
     size: int = 1
     """Number of ranks on all hosts together."""
     local_rank: int = 0
-    """Of this process among those of its host."""
+    """Rank of this process among those of its host."""
     local_size: int = 1
     """Number of ranks of this host."""
 
@@ -29,27 +29,27 @@ SINGLE_PROCESS = World()
 
 
 def world_of(ranks: int, local_ranks: int | None = None) -> World:
-    """Rank 0 of a job of so many ranks, which are all on one host unless said otherwise: for plans and tests."""
+    """Rank 0 of a job, by default with all ranks on one host; for plans and tests."""
     return World(0, ranks, 0, local_ranks or ranks)
 
 
 def planned_world(ranks: int | None, local_ranks: int | None) -> World:
-    """The job that a plan is for: the one that the flags name, or the one around this process.
+    """The job that a plan describes: the one that the flags name, or the one that this process belongs to.
 
     Raises:
-        UserError: A number below 1, or one on a host that does not divide the job's.
+        UserError: A number is below 1, or local_ranks does not divide ranks.
     """
     if ranks is None and local_ranks is None:
         return world_from_environment()
     for key, value in (("--ranks", ranks), ("--local_ranks", local_ranks)):
         if value is not None and value < 1:
-            raise UserError("must be at least 1", where=f"flag {key}", key=key, value=value, fix="write 8 for example")
+            raise UserError("must be at least 1", where=f"flag {key}", key=key, value=value, fix="write for example 8")
     ranks = ranks or local_ranks
     if local_ranks is not None and local_ranks > ranks:
         fix = f"write --local_ranks {ranks} or less"
-        raise UserError(f"more than the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
+        raise UserError(f"exceeds the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
     if local_ranks is not None and ranks % local_ranks:
-        rule = f"every host has equally many, and {ranks} ranks are no multiple of it"
+        rule = f"every host has the same number of ranks, and {ranks} is not a multiple of it"
         below = next(number for number in range(local_ranks, 0, -1) if ranks % number == 0)
         raise UserError(rule, key="--local_ranks", value=local_ranks, fix=f"write --local_ranks {below}")
     return world_of(ranks, local_ranks)
@@ -59,25 +59,22 @@ def world_from_environment(environment: Mapping[str, str] | None = None) -> Worl
     """Reads what msrun gives its workers: MS_WORKER_NUM, RANK_ID and DEVICE_ID.
 
     Args:
-        environment: Of the process; None for that of this one.
+        environment: Environment variables; None for those of this process.
 
     Returns:
-        `SINGLE_PROCESS` where no job is around this process.
+        `SINGLE_PROCESS` where this process belongs to no job.
 
     Raises:
-        UserError: The variables do not fit together: a job that was started by hand, or in another way.
+        UserError: The variables contradict each other, as when a job was started by hand.
     """
     variables = os.environ if environment is None else environment
     if "MS_WORKER_NUM" not in variables:
         return SINGLE_PROCESS
     size = _number(variables, "MS_WORKER_NUM", 1)
     if "RANK_ID" not in variables:
-        raise UserError(
-            f"is not set, though MS_WORKER_NUM says that {size} workers run",
-            where="environment",
-            key="RANK_ID",
-            fix="start the job with `run_trainer.py launch`, or unset MS_WORKER_NUM to run alone",
-        )
+        rule = f"is not set, but MS_WORKER_NUM says that {size} workers run"
+        fix = "start the job with `run_trainer.py launch`, or unset MS_WORKER_NUM for a single process"
+        raise UserError(rule, where="environment", key="RANK_ID", fix=fix)
     rank = _number(variables, "RANK_ID", 0, size)
     local_size = _number(variables, LOCAL_SIZE_VARIABLE, 1, size + 1) if LOCAL_SIZE_VARIABLE in variables else size
     local_rank = _number(variables, "DEVICE_ID", 0) if "DEVICE_ID" in variables else rank % local_size
@@ -85,15 +82,10 @@ def world_from_environment(environment: Mapping[str, str] | None = None) -> Worl
 
 
 def _number(variables: Mapping[str, str], name: str, least: int, end: int | None = None) -> int:
-    """A variable that must be an integer from `least` to below `end`."""
+    """Reads an integer that must be at least `least` and below `end`."""
     text = variables[name]
     bounds = f"at least {least}" if end is None else f"from {least} to {end - 1}"
     if not text.isdecimal() or not least <= int(text) or (end is not None and int(text) >= end):
-        raise UserError(
-            f"must be an integer, {bounds}",
-            where="environment",
-            key=name,
-            value=text,
-            fix="start the job with `run_trainer.py launch`, which sets it",
-        )
+        fix = "start the job with `run_trainer.py launch`, which sets it"
+        raise UserError(f"must be an integer, {bounds}", where="environment", key=name, value=text, fix=fix)
     return int(text)

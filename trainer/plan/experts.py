@@ -60,8 +60,8 @@ def _tokens(config: Config, moe: MoEConfig) -> str:
         return f"none is dropped ({why})"
     fair = moe.num_experts_chosen * tokens / moe.expert_num
     return (
-        f"an expert takes {capacity:,} of a micro-batch's {tokens:,}, {moe.room:g} times its share of {fair:,.0f};"
-        f" beyond, {_POLICIES[moe.drop_policy]} are dropped, in training only"
+        f"an expert takes {capacity:,} of a micro-batch's {tokens:,}, {moe.effective_capacity:g} times its share of"
+        f" {fair:,.0f}; beyond, {_POLICIES[moe.drop_policy]} are dropped, in training only"
     )
 
 

@@ -1,10 +1,10 @@
-"""What a run will do, computed without MindSpore: printed by `plan`, kept as plan.txt, and testable."""
+"""What a run will do, computed once and without MindSpore; `render` shows it, and the run reads it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,98 +281,3 @@ def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, f
     parts = (min(1 + first_full_step(section, total), total), total // 10, total // 4, total // 2, 3 * total // 4)
     steps = sorted({1, last, total, *(max(1, step) for step in parts)})
     return tuple((step, schedule(step - 1)) for step in steps)
-
-
-def plan_dict(plan: Plan) -> dict:
-    """The plan as plain values, for `plan --json`."""
-    values = asdict(replace(plan, backend=None, data=None))
-    return {name: value for name, value in values.items() if name not in ("backend", "data")}
-
-
-def plan_sections(plan: Plan) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The plan as titled tables of text rows, the first row of each being its header."""
-    sections = [("run", _run_rows(plan))]
-    if plan.experts:
-        sections.append(("experts", [("", ""), *plan.experts.items()]))
-    kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels]
-    if kernels:
-        sections.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
-    groups = [("group", "weight decay", "tensors", "weights")]
-    groups += [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
-    if plan.frozen.tensors:
-        groups.append((plan.frozen.name, "-", str(plan.frozen.tensors), f"{plan.frozen.weights:,}"))
-    if plan.groups:
-        sections.append(("parameters", groups))
-    sections.append(("dtypes", [("part", "dtype", "why"), *((part, *dtype) for part, dtype in plan.dtypes.items())]))
-    if plan.learning_rates:
-        rates = [("step", "learning rate"), *((str(step), f"{rate:.3e}") for step, rate in plan.learning_rates)]
-        sections.append(("schedule", rates))
-    parts = plan.memory_bytes
-    if plan.ranks > 1:
-        parts = parts | {f"{plan.host_ranks} ranks of this host": plan.host_memory_bytes}
-    memory = [("part", "MiB"), *((part, f"{size / (1 << 20):,.0f}") for part, size in parts.items())]
-    sections.append(("memory of a rank, estimated" if plan.ranks > 1 else "memory, estimated", memory))
-    if plan.notices:
-        sections.append(("notes", [("",), *((f"- {notice}",) for notice in plan.notices)]))
-    return sections
-
-
-def _run_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
-    if plan.ranks > 1:
-        hosts = "" if plan.host_ranks == plan.ranks else f", {plan.host_ranks} of them on this host"
-        rows.append(("ranks", f"{plan.ranks}{hosts}: {plan.layout}"))
-    rows += [("execution", plan.execution), ("output_dir", plan.output_dir), ("weights", _weights(plan))]
-    if plan.run_mode in ("train", "finetune"):
-        about = "" if plan.rows_exact else "about "
-        step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
-        step += f" on each rank: {plan.rows_per_step:,} rows" if plan.ranks > 1 else ""
-        ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
-        rows += [
-            *([("resumes", plan.resumed)] if plan.resumed else []),
-            ("data", f"{about}{plan.rows:,} rows an epoch"),
-            ("optimizer step", f"{step}, {plan.tokens_per_step:,} {plan.labels}"),
-            ("steps", f"{about}{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {about}{plan.total_steps:,}{ends}"),
-            ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
-            *([("optimizer state", plan.optimizer_sharing)] if plan.optimizer_sharing else []),
-            ("clipping", plan.clipping),
-            ("loss scale", plan.loss_scale),
-            *([("skipped", plan.skipping)] if plan.skipping else []),
-            ("schedule", plan.schedule),
-        ]
-    if plan.adapters:
-        rows.append(("adapters", plan.adapters))
-    if plan.recompute:
-        rows.append(("recompute", plan.recompute))
-    if plan.eval_rows is not None:
-        rows.append(("evaluation", f"{plan.eval_rows:,} rows"))
-    return rows
-
-
-def _weights(plan: Plan) -> str:
-    every = plan.weights + plan.frozen.weights
-    active = f"; {plan.active_weights:,} compute a token" if plan.active_weights < every else ""
-    if not plan.frozen.tensors:
-        return f"{every:,}{active}"
-    return f"{every:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen{active}"
-
-
-def _shown(name: str, value: Any) -> str:
-    """A number of the optimizer: `betas 0.9 0.95`; of its type the value alone."""
-    values = value if isinstance(value, list) else [value]
-    text = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
-    return text if name == "type" else f"{name} {text}"
-
-
-def plan_text(plan: Plan) -> str:
-    """The plan as aligned plain text."""
-    lines = []
-    for title, rows in plan_sections(plan):
-        lines.append(title.upper())
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            if line:
-                lines.append(f"  {line}")
-        lines.append("")
-    return "\n".join(lines)

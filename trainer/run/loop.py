@@ -26,14 +26,13 @@ from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
 from trainer.monitors.files import claimed_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
-from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes
-from trainer.monitors.moe_drop_rate import drop_rate_lines, routing_details
+from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, Totals, peak_rss_bytes, routing_details
 from trainer.monitors.report import ReportMonitor
-from trainer.monitors.summary import Totals
+from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.select import kernel_notices
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
-from trainer.plan.plan import plan_text
+from trainer.plan.render import plan_text
 from trainer.run.evaluate import eval_run, evaluate_now
 from trainer.run.prepare import Prepared, prepare
 from trainer.run.stop_signals import EXIT_CODES, StopSignals

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import check_runnable
+from trainer.config import preflight
 from trainer.config.checks.parallel import runs_semi_auto
 from trainer.device.resolve import resolve_device
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -57,7 +57,7 @@ class ExplicitBackend:
         """It runs on all of them."""
 
     def problems(self) -> list[Problem]:
-        return []  # `check_runnable` knows them all
+        return []  # `preflight` knows them all
 
     def notices(self) -> Iterator[str]:
         yield from ()
@@ -93,7 +93,7 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     """
     backend, device = choose_backend(config, world), resolve_device(config)
     backend.check_device(device)
-    check_runnable(config, world, backend.problems())
+    preflight(config, world, backend.problems())
     if not config.trains:
         return Prepared(plan_run(config, world, backend, device, show_build), {}, None, None)
     from trainer.checkpoint.state import checkpoint_to_resume, data_layout, plan_resumed, read_resumed

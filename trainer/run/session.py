@@ -23,12 +23,11 @@ from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
-from trainer.optim.base import Sharing
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess, check_same_values
-from trainer.parallel.optimizer_shard import OptimizerShard
+from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.step.train_step import TrainStep
 
@@ -126,14 +125,13 @@ def open_training(
     session, shapes = open_session(config, weights, world, device), trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: session.model.parameters_by_name[name] for name in shapes}
-    sharing = None
+    shard = None
     if shards_optimizer(config, world):
-        sharing = Sharing(
-            OptimizerShard(world.rank, world.size, shard_threshold_bytes(config)), session.communicator.share
-        )
+        all_gather = session.communicator.all_gather_ranges
+        shard = OptimizerShard(world.rank, world.size, shard_threshold_bytes(config), all_gather)
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, sharing),
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shard),
         schedule,
         session.build_inputs,
         config.runner_wrapper,

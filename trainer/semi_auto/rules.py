@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.checks.parallel import degrees_of, fit_problems, problem
-from trainer.config.checks.problem import Problem
+from trainer.config.checks.parallel import degrees_of, fit_problems
+from trainer.config.checks.problem import Problem, problem
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.root import Config
 from trainer.errors import UserError
@@ -58,24 +58,24 @@ def semi_auto_without_device(config: Config) -> UserError:
         "MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU, which this run is on"
     )
     fix = "add --parallel_fallback explicit for data parallelism, the trainer's own; or set it to 0, which is the same"
-    return problem(config, "parallel.parallel_mode", config.parallel.parallel_mode, rule, fix).error
+    return problem(config, "parallel.parallel_mode", rule, fix).error
 
 
 def _cannot(config: Config) -> Iterator[Problem]:
     """What the mode cannot do."""
     if not config.trains:
         fix = "add --use_parallel False to run alone, or --parallel_fallback explicit for several ranks"
-        yield problem(config, "run_mode", config.run_mode, "semi-automatic mode trains only", fix)
+        yield problem(config, "run_mode", "semi-automatic mode trains only", fix)
         return
     if config.classifier is not None:
-        yield problem(config, "model.arch.type", config.model.arch.type, _NOT_YET, f"use a decoder, {_INSTEAD}")
+        yield problem(config, "model.arch.type", _NOT_YET, f"use a decoder, {_INSTEAD}")
         return
     yield from _degrees(config)
     yield from _pipeline(config)
     yield from _not_in_one_graph(config)
     if config.do_eval:
         fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
-        yield problem(config, "do_eval", True, _NOT_YET, fix)
+        yield problem(config, "do_eval", _NOT_YET, fix)
 
 
 def _degrees(config: Config) -> Iterator[Problem]:
@@ -88,13 +88,13 @@ def _degrees(config: Config) -> Iterator[Problem]:
     uneven = [f"{count} {what}" for what, count in parts.items() if count % section.model_parallel]
     if uneven:
         key, rule = "parallel_config.model_parallel", f"must divide what it cuts: {', '.join(uneven)}"
-        yield problem(config, key, section.model_parallel, rule, "set it to a divisor of each")
+        yield problem(config, key, rule, "set it to a divisor of each")
     if section.model_parallel > 1 and not config.parallel.full_batch:
         # MindSpore would take the rows of tensor-parallel ranks for different ones.
-        yield problem(config, "parallel.full_batch", False, f"{_NOT_YET} with model_parallel above 1", "set it to True")
+        yield problem(config, "parallel.full_batch", f"{_NOT_YET} with model_parallel above 1", "set it to True")
     for name in ("context_parallel", "expert_parallel"):
         if getattr(section, name) > 1:
-            yield problem(config, f"parallel_config.{name}", getattr(section, name), _NOT_YET, "set it to 1")
+            yield problem(config, f"parallel_config.{name}", _NOT_YET, "set it to 1")
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -104,19 +104,23 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         return
     if section.micro_batch_num < number:
         key, rule = "parallel_config.micro_batch_num", f"a pipeline of {number} stages needs as many"
-        yield problem(config, key, section.micro_batch_num, rule, f"set it to {number} or more")
+        yield problem(config, key, rule, f"set it to {number} or more")
+    accumulation = config.runner_config.gradient_accumulation_steps
+    if accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num:
+        where = config.source.where("parallel_config.micro_batch_num")
+        rule = f"in a pipeline it means micro_batch_num, which is {section.micro_batch_num} ({where})"
+        yield problem(config, "runner_config.gradient_accumulation_steps", rule, "remove one of the two")
     if settings.num_layers < number:
         rule = f"the model has {settings.num_layers} layers"
-        yield problem(config, "parallel_config.pipeline_stage", number, rule, "set it to that or less")
+        yield problem(config, "parallel_config.pipeline_stage", rule, "set it to that or less")
     # MindSpore 2.10 does not compile a weight that two stages use, nor a stage in which nothing is trained.
     rule = f"{_NOT_YET} with a pipeline"
     if settings.tie_word_embeddings:
-        yield problem(config, f"{model}.tie_word_embeddings", True, rule, "set pipeline_stage to 1")
+        yield problem(config, f"{model}.tie_word_embeddings", rule, "set pipeline_stage to 1")
     if settings.mtp_depth:
-        yield problem(config, f"{model}.mtp_depth", settings.mtp_depth, rule, "set it to 0, or pipeline_stage to 1")
+        yield problem(config, f"{model}.mtp_depth", rule, "set it to 0, or pipeline_stage to 1")
     if config.freeze != FreezeConfig():
-        chosen = config.freeze.model_dump(exclude_unset=True)
-        yield problem(config, "freeze", chosen, rule, "remove it, or set pipeline_stage to 1")
+        yield problem(config, "freeze", rule, "remove it, or set pipeline_stage to 1")
 
 
 def _not_in_one_graph(config: Config) -> Iterator[Problem]:
@@ -125,11 +129,11 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(settings, name):
             rule = f"{_NOT_YET}, whose graph draws no masks"
-            yield problem(config, f"{model}.{name}", getattr(settings, name), rule, "set it to 0")
+            yield problem(config, f"{model}.{name}", rule, "set it to 0")
     if settings.pet_config is not None:
-        yield problem(config, f"{model}.pet_config", settings.pet_config.pet_type, _NOT_YET, f"remove it, {_INSTEAD}")
+        yield problem(config, f"{model}.pet_config", _NOT_YET, f"remove it, {_INSTEAD}", value="lora")
     if settings.experts is not None:
         key = f"{model}.moe_config.expert_num"
-        yield problem(config, key, settings.experts.expert_num, _NOT_YET, f"set it to 1, {_INSTEAD}")
+        yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")
     if config.optimizer.type == "Muon":
-        yield problem(config, "optimizer.type", "Muon", _NOT_YET, "use AdamW or SGD")
+        yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")

@@ -16,13 +16,13 @@ from trainer.parallel.communicator import Communicator, SingleProcess
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a forward and backward pass leaves.
+    """Result of one forward and backward pass.
 
     Attributes:
         loss_sum: Sum of the token losses.
-        other_sums: Further losses before their factors, by their name in the metrics: a sum, and the number of labels
-            that it is to be divided by.
-        routing: What the routers did, None for a dense model.
+        other_sums: Auxiliary losses before their factors, by their name in the metrics: the sum, and the number of
+            labels to divide it by.
+        routing: Router statistics, None for a dense model.
         gradients: One for each parameter.
     """
 
@@ -40,11 +40,11 @@ class WindowGradients:
         loss: Sum of token losses / valid tokens, in nats.
         tokens: Valid tokens of the window.
         empty: Micro-batches of the window without a valid token, on all ranks.
-        gradients: Of what is minimised times the loss scale, one for each parameter; None when the window has no valid
-            token.
-        others: Further losses by name, each the mean over its own labels, before their factors.
-        routing: Over all micro-batches, None for a dense model.
-        reduce_seconds: Time of the sum over ranks, waiting for the last of them included.
+        gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None when the window
+            has no valid token.
+        others: Auxiliary losses by name, each the mean over its own labels, before their factors.
+        routing: Router statistics over all micro-batches, None for a dense model.
+        reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank.
     """
 
     loss: float
@@ -57,7 +57,7 @@ class WindowGradients:
 
 
 def valid_tokens(batch: Batch) -> int:
-    """Labels that carry a loss."""
+    """Number of labels that carry a loss."""
     return int(np.count_nonzero(batch.labels != IGNORE_INDEX))
 
 
@@ -69,17 +69,16 @@ def accumulate(
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
-    The number of valid tokens of all ranks is known before the first backward pass, so every micro-batch's loss is
-    divided by the whole window's total and the sum of the gradients is that of one large batch, however the tokens are
-    spread.
+    The number of valid tokens of all ranks is known before the first backward pass. Every micro-batch's loss is divided
+    by that total, so the summed gradients equal those of one large batch, however the tokens are distributed.
 
     Args:
-        micro_batches: The window of this rank; as many on every rank. The last one of an epoch may be shorter.
-        backward: (batch, its number in the window, loss scale / tokens of the window) -> losses as sums over tokens and
-            gradients of these times the factor. Not called for a micro-batch without a valid token, whose gradient is
-            zero, unless this rank has no other: it takes part in the sums then.
+        micro_batches: This rank's window; all ranks have equally many. The last window of an epoch may be shorter.
+        backward: (batch, its number in the window, loss scale / tokens of the window) -> losses as sums over tokens,
+            and their gradients times the factor. It is not called for a micro-batch without a valid token, whose
+            gradient is zero, unless this rank has no other one: every rank must take part in the sums.
         loss_scale: Factor on the gradients, see `trainer.step.loss_scale`.
-        peers: The other ranks; None: there are none.
+        communicator: Reaches the other ranks; None for a single process.
     """
     communicator = SingleProcess() if communicator is None else communicator
     counts = [valid_tokens(batch) for batch in micro_batches]
@@ -94,7 +93,7 @@ def accumulate(
         loss_sum += part.loss_sum
         others = {name: np.add(others.get(name, 0.0), pair) for name, pair in part.other_sums.items()}
         routing = part.routing if routing is None else routing + part.routing
-        # Summed one by one and dropped at once: memory does not grow with the number of micro-batches.
+        # Each set is added and dropped at once: memory does not grow with the number of micro-batches.
         total = list(part.gradients) if total is None else _add(total, part.gradients)
         del part
     loss_sum, *sums = communicator.all_sum([loss_sum, *(float(number) for pair in others.values() for number in pair)])
@@ -118,7 +117,7 @@ def _over_ranks(routing: RoutingCounts, communicator: Communicator) -> RoutingCo
 
 
 def _add(total: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Adds in place of `total`, tensor by tensor, so that no third set of gradients is ever alive."""
+    """Adds to `total` in place, tensor by tensor, so that a third set of gradients never exists."""
     for i, gradient in enumerate(gradients):
         total[i] = ops.add(total[i], gradient)
     return total

@@ -1,6 +1,7 @@
 """Clipping: by the global norm, by the norm of each parameter group, or element by element.
 
-What is measured and multiplied are numbers that the kernels deliver; only clipping by value computes on gradients.
+Norms come from sums of squares that a kernel has computed, and the update applies the factors; only clipping by value
+computes on gradients here.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ def clip(
     group_of: Mapping[str, str],
     scale: float = 1.0,
 ) -> tuple[Sequence[Tensor], list[float]]:
-    """What `runner_wrapper` does to the gradients of a window before the update.
+    """Clips the gradients of a window as `runner_wrapper` says.
 
     Args:
-        gradients: One for each parameter, times `scale`; all finite. They are left as they are.
-        squares: Sum of the squares of each of them, in float32 or better.
-        names: Of the parameters.
+        gradients: One for each parameter, times `scale`; all finite. They are not changed in place.
+        squares: Sum of squares of each gradient, in float32 or better.
+        names: Names of the parameters.
         wrapper: Says whether and how to clip.
         group_of: Group of each parameter, see `trainer.optim.groups`; for `clip_by_group`.
-        scale: Loss scale that is still in the gradients. Norms and values are compared without it.
+        scale: Loss scale that the gradients still contain. Norms and values are compared without it.
 
     Returns:
-        Gradients and a factor on each for the update, which takes the scale out too: exactly 1 / scale where nothing
-        is clipped.
+        The gradients, and for each a factor that the update applies. The factor also removes the loss scale: it is
+        exactly 1 / scale where nothing is clipped.
     """
     if not wrapper.use_clip_grad:
         return gradients, [1.0 / scale] * len(names)
@@ -64,9 +65,9 @@ def clip(
 
 
 def clip_by_value(gradient: Tensor, limit: float) -> Tensor:
-    """Every element brought to between -limit and limit."""
+    """Limits every element to the range from -limit to limit."""
     from mindspore import Tensor, ops
 
-    # Bounds as tensors: MindSpore keeps a kernel for every new Python number, and loss scales come and go.
+    # Bounds as tensors: MindSpore keeps a kernel for every new Python number, and a loss scale changes often.
     low, high = (Tensor(bound, gradient.dtype) for bound in (-limit, limit))
     return ops.minimum(ops.maximum(gradient, low), high)

@@ -1,4 +1,4 @@
-"""Evaluation: mean loss of a valid token over a data set, without dropout and without gradients."""
+"""Evaluation: mean loss per valid token over a data set, without dropout and without gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation(NamedTuple):
-    """Mean loss in nats per valid token, valid tokens, seconds; of a classifier the part of hits too."""
+    """Mean loss in nats per valid token, valid tokens, seconds; for a classifier also its accuracy (0 to 1)."""
 
     loss: float
     tokens: int
@@ -37,16 +37,16 @@ def evaluate(
 
     Args:
         model: The decoder or classifier.
-        build_inputs: Makes its inputs.
-        batches: What this rank reads.
-        stop: Asked before every batch; True ends the evaluation early (a signal came).
-        peers: The other ranks; None: there are none.
+        build_inputs: Makes its inputs from a batch.
+        batches: This rank's batches.
+        stop: Called before every batch; True ends the evaluation early, after a signal.
+        communicator: Reaches the other ranks; None for a single process.
 
     Returns:
-        The result; None when it ended early on some rank.
+        The result; None when it ended early on any rank.
 
     Raises:
-        RunError: There was no valid token.
+        RunError: The data has no valid token.
     """
     communicator = SingleProcess() if communicator is None else communicator
     began = time.perf_counter()
@@ -76,5 +76,5 @@ def evaluate(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); inf where that is beyond a float."""
+    """exp(loss); inf where that exceeds a float."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,4 +1,4 @@
-"""What stands between a gradient and the update: overflow under a loss scale, and spikes of the norm."""
+"""Decides whether a gradient may update the weights: overflow under a loss scale, and spikes of the norm."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
 
 MOST_OVERFLOWS_IN_A_ROW = 10
-"""So many steps with overflow, one after the other, end a run: no scale will help it."""
+"""So many consecutive steps with overflow end a run: no loss scale will help."""
 
 
 class Guards:
-    """The loss scale and the counts that a run keeps of steps without an update.
+    """The loss scale, and the run's counts of steps without an update.
 
     Args:
         wrapper: The section `runner_wrapper`: loss scale, skipping.
-        stop_at_bad_loss: A loss that is not finite raises, even where loss scaling would skip the step.
+        stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
     """
 
     def __init__(self, wrapper: RunnerWrapper, stop_at_bad_loss: bool = False) -> None:
@@ -35,13 +35,13 @@ class Guards:
         return self.loss_scale.value
 
     def skipped(self, loss: float, norm: float, *, step: int, culprit: str = "") -> str:
-        """Why a window updates nothing, in words with details behind a colon; empty when it does. Counts the step.
+        """Counts the step and says why it skips the update, with details after a colon; empty when it updates.
 
         Args:
-            loss: Of the window.
-            norm: Of the unscaled gradient.
+            loss: Loss of the window.
+            norm: Norm of the unscaled gradient.
             step: Number of the optimizer step, from 1.
-            culprit: Where the gradient is first not finite, as the end of a sentence.
+            culprit: Names the first gradient that is not finite, as the end of a sentence.
 
         Raises:
             RunError: Loss or gradient is not finite and no loss scale is to blame, ten steps in a row overflowed, or
@@ -54,7 +54,7 @@ class Guards:
         return f"spike: norm {norm:.3g}" if self._is_spike(norm) else ""
 
     def _count_overflow(self, loss: float, norm: float, step: int, culprit: str) -> None:
-        """Lowers the scale; raises where that would hide a broken training."""
+        """Lowers the scale; raises where that would hide a broken run."""
         bad_loss = self.stop_at_bad_loss and not math.isfinite(loss)
         if bad_loss or not self.loss_scale.active:
             raise self._not_finite(loss, norm, step, culprit)
@@ -95,7 +95,7 @@ class Guards:
         return True
 
     def state(self) -> dict:
-        """What a checkpoint keeps of the step, beside the optimizer."""
+        """What a checkpoint stores of the step, apart from the optimizer."""
         return {
             "loss_scale": self.loss_scale.state(),
             "spikes": self.spikes,
@@ -103,6 +103,6 @@ class Guards:
         }
 
     def load_state(self, state: Mapping) -> None:
-        """Takes over what `state` gave."""
+        """Restores what `state` returned."""
         self.loss_scale.load_state(state["loss_scale"])
         self.spikes, self.spikes_in_a_row = int(state["spikes"]), int(state["spikes_in_a_row"])

@@ -1,7 +1,7 @@
 """Loss scaling: the factor on the loss that keeps small float16 gradients from becoming zero. Pure Python.
 
 The factor multiplies the loss before the backward pass and divides the gradients afterwards, so it changes no result;
-it only moves the gradients on their way into the range of float16 (Micikevicius et al. 2018, section 3.2).
+it only moves intermediate gradients into the range of float16 (Micikevicius et al. 2018, section 3.2).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
 
 _SMALLEST = 1.0
-"""A dynamic scale does not fall below this, as in MindSpore's DynamicLossScaleUpdateCell."""
+"""A dynamic scale does not fall below this value, as in MindSpore's DynamicLossScaleUpdateCell."""
 
 
 @dataclass
@@ -23,12 +23,12 @@ class LossScale:
 
     Attributes:
         value: The factor of the next step.
-        factor: A dynamic scale is divided by it on overflow and multiplied by it after `window` steps without one;
-            None: the scale is fixed.
+        factor: Divides a dynamic scale on overflow and multiplies it after `window` steps without overflow; None for a
+            fixed scale.
         window: Steps without overflow before a dynamic scale grows.
         quiet_steps: Steps without overflow since the scale last changed.
-        overflows_in_a_row: Steps with overflow since the last one without.
-        overflows: All steps with overflow of the run.
+        overflows_in_a_row: Consecutive steps with overflow up to now.
+        overflows: Steps with overflow in the whole run.
     """
 
     value: float = 1.0
@@ -40,11 +40,11 @@ class LossScale:
 
     @property
     def active(self) -> bool:
-        """Whether an overflow is something to live with: without scaling it is an error of the training."""
+        """Whether an overflow only skips a step; without loss scaling it is an error."""
         return self.factor is not None or self.value != 1.0
 
     def update(self, *, overflow: bool) -> None:
-        """Counts a step and moves a dynamic scale."""
+        """Counts a step and adjusts a dynamic scale."""
         if overflow:
             self.overflows += 1
             self.overflows_in_a_row += 1
@@ -59,7 +59,7 @@ class LossScale:
             self.quiet_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """What a checkpoint stores."""
         return {
             "dynamic": self.factor is not None,
             "value": self.value,
@@ -69,7 +69,7 @@ class LossScale:
         }
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Takes over what `state` gave; the value only from one dynamic scale to another."""
+        """Restores what `state` returned; the value only where both scales are dynamic."""
         if self.factor is not None and state["dynamic"]:
             self.value = float(state["value"])
         self.quiet_steps = int(state["quiet_steps"])

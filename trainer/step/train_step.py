@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Attributes:
         loss: Sum of token losses of the window / its valid tokens, in nats; not multiplied by the loss scale.
         tokens: Valid tokens of the window.
         lr: Learning rate of the update.
         global_norm: Norm of the whole gradient, unscaled and before clipping; inf or nan on overflow.
-        updated: Whether weights, optimizer and schedule moved on.
-        skipped: Why not, in words, with details behind a colon; empty when they did.
+        updated: Whether weights, optimizer and schedule advanced.
+        skipped: Why they did not, with details after a colon; empty when they did.
         loss_scale: Factor on the loss in this step's backward passes.
         overflow: Whether the scaled gradient was not finite.
         empty_micro_batches: Micro-batches without a valid token.
         local_norms: Norm of each parameter's gradient by name, unscaled and before clipping; empty unless
             `runner_wrapper.local_norm` asks for them.
-        losses: Further losses by name, before their factors: aux_loss (mean over the layers with experts; 1 is an even
-            load), z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
-        routing: What the routers of the window did; None for a dense model.
-        reduce_seconds: Time that the sum of gradients over the ranks took, waiting for the last rank included; None
-            where the graph sums them.
+        losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
+            z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
+        routing: Router statistics of the window; None for a dense model.
+        reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
+            None where the graph sums them.
     """
 
     loss: float
@@ -70,32 +70,32 @@ class StepResult:
 
 
 class Saved(NamedTuple):
-    """What a checkpoint takes of a training, as one rank has it."""
+    """What one rank contributes to a checkpoint."""
 
     weights: Mapping[str, np.ndarray]
-    """All of them by name, on rank 0."""
+    """All weights by name on rank 0, empty elsewhere."""
     optimizer: Mapping[str, np.ndarray]
-    """State by `kind.parameter`: on rank 0, or of every rank its part."""
+    """State by `kind.parameter`: the whole on rank 0, or each rank's shard."""
     updates: int
-    in_parts: bool = False
+    is_sharded: bool = False
 
 
 class TrainStep:
-    """The step of a run; usable without the command line, in a notebook for example.
+    """The training step of explicit mode; also usable without the command line, for example in a notebook.
 
         step = TrainStep(model, optimizer, lambda update: 1e-3, InputBuilder(settings, kernels), RunnerWrapper())
         result = step([batch_1, batch_2])       # one update from two micro-batches
 
     Args:
         model: Its call gives the sums of the losses of a micro-batch, see `trainer.models.inputs.LossSums`.
-        optimizer: Over the parameters to train, with respect to which alone gradients are computed; its count of
-            updates drives the schedule and the dropout streams.
+        optimizer: Holds the parameters to train; gradients are computed for these alone. Its count of updates drives
+            the schedule and the dropout masks.
         schedule: Learning rate of update number `n`, from 0.
         build_inputs: Turns a `Batch` into the model's inputs.
         wrapper: The section `runner_wrapper`: clipping, loss scale, skipping.
-        seed: Of dropout.
-        peers: The other data-parallel ranks; None: there are none. Ranks draw different dropout masks.
-        stop_at_bad_loss: A loss that is not finite raises, even where loss scaling would skip the step.
+        seed: Seed of dropout.
+        communicator: Reaches the other data-parallel ranks, which draw other dropout masks; None for a single process.
+        stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
     """
 
     def __init__(
@@ -126,11 +126,10 @@ class TrainStep:
         """Runs one window of micro-batches and updates the weights.
 
         Args:
-            micro_batches: One or more batches of int32 arrays [B, T]; a last, partial window is simply shorter.
+            micro_batches: One or more batches of int32 arrays [B, T]; the last window of an epoch may be shorter.
 
         Raises:
-            RunError: Loss or gradient is not finite and no loss scale is to blame, ten steps in a row overflowed, or
-                too many norms in a row were spikes. Nothing has been updated.
+            RunError: See `Guards.skipped`. Nothing has been updated.
         """
         lr = self.schedule(self.optimizer.updates)
         window = accumulate(micro_batches, self.backward, self.guards.scale, self.communicator)
@@ -142,17 +141,17 @@ class TrainStep:
         return result
 
     def backward(self, batch: Batch, number: int, factor: float) -> MicroBatch:
-        """Losses of one micro-batch as sums over tokens, and the gradients of what is minimised times `factor`."""
+        """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
         dropout = DropoutKey(self.seed, self.communicator.rank, self.optimizer.updates, number)
         inputs = self.build_inputs(batch)
         statistics = RouterStatistics()
-        # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator meets.
+        # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator gets.
         outputs, gradients = self.gradients_of(inputs, dropout, statistics, Tensor(np.float32(factor)))
         sums = LossSums(*outputs)
         settings, tokens = self.model.settings, valid_tokens(batch)
         others = {}
         if settings.mtp_depth:
-            # A module has fewer labels than the main model: none for the last tokens of a row or document.
+            # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
             labels = sum(float(mtp.valid_N1.asnumpy().sum()) for mtp in inputs.mtp)
             others["mtp_loss"] = (sums.mtp, labels)
         if settings.moe_layers:
@@ -163,23 +162,23 @@ class TrainStep:
         return MicroBatch(float(sums.tokens.asnumpy()), other_sums, statistics.counts(), gradients)
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
-        """Takes over the optimizer's state from a checkpoint, whole arrays by `kind.parameter`."""
+        """Restores the optimizer's state from a checkpoint: whole arrays by `kind.parameter`."""
         self.optimizer.load_state(arrays, updates)
 
     def to_save(self) -> Saved:
-        """What a checkpoint takes; all ranks call it."""
+        """What this rank contributes to a checkpoint; all ranks call it."""
         optimizer, first = self.optimizer, self.communicator.rank == 0
         parameters = self.model.parameters_by_name.items() if first else ()
         weights = {name: parameter.asnumpy() for name, parameter in parameters}
-        in_parts = bool(optimizer.parts)
-        return Saved(weights, optimizer.state_arrays() if first or in_parts else {}, optimizer.updates, in_parts)
+        is_sharded = bool(optimizer.own_ranges)
+        return Saved(weights, optimizer.state_arrays() if first or is_sharded else {}, optimizer.updates, is_sharded)
 
     def state(self) -> dict:
-        """What a checkpoint keeps of the step, beside the optimizer."""
+        """What a checkpoint stores of the step, apart from the optimizer."""
         return self.guards.state()
 
     def load_state(self, state: Mapping) -> None:
-        """Takes over what `state` gave."""
+        """Restores what `state` returned."""
         self.guards.load_state(state)
 
 
@@ -191,15 +190,15 @@ def apply_window(
     wrapper: RunnerWrapper,
     guards: Guards,
 ) -> StepResult:
-    """Guards, norm, clipping and update: what follows the gradients of a window.
+    """Applies guards, norm, clipping and update to the gradients of a window.
 
     Args:
-        window: Of all ranks, with the gradients of what `optimizer` has, times the loss scale.
-        squares: Sum of the squares of every gradient by name; where ranks have parts of them, of the whole.
+        window: Sums over all ranks, with a gradient for each parameter of `optimizer`, times the loss scale.
+        squares: Sum of squares of every gradient by name; of the whole gradient where ranks hold shards of it.
         lr: Learning rate.
         optimizer: Updated.
         wrapper: The section `runner_wrapper`: clipping, local norms.
-        guards: Say whether there is an update.
+        guards: Decide whether there is an update.
 
     Raises:
         RunError: See `Guards.skipped`. Nothing has been updated.
@@ -215,7 +214,7 @@ def apply_window(
 
     if window.gradients is None:
         return result(0.0, "no token with a loss")
-    # Dividing the norm by the scale, and the gradients in the update, spares a pass over all of them.
+    # The norm is divided by the scale here and the gradients in the update: this saves a pass over all gradients.
     norm = global_norm(squares.values(), float) / scale
     skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, culprit=_first_bad(squares))
     if skipped:
@@ -230,6 +229,6 @@ def apply_window(
 
 
 def _first_bad(squares: Mapping[str, float]) -> str:
-    """Names the first parameter whose gradient is not finite."""
+    """Names the first parameter whose gradient is not finite, as the end of a sentence."""
     bad = next((name for name, square in squares.items() if not math.isfinite(square)), None)
     return f"; not finite first in the gradient of {bad}" if bad else ""

@@ -1,90 +1,99 @@
-"""Rules about the sizes of the decoder."""
+"""Rules about the model: sizes, positions, precision, vocabulary, families, adapters, and what a classifier lacks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 
-from trainer.config.checks.adapter import adapter_problems
-from trainer.config.checks.problem import Problem
-from trainer.config.schema.root import Config
+from trainer.config.checks.problem import Problem, nearest, problem
+from trainer.config.families import FAMILIES, layers_with_experts, named_family
+from trainer.config.precision import HALF_PARTS, PART_KEYS, half_of
+from trainer.config.recompute import recompute_problems
+from trainer.config.schema.adapter import PROJECTIONS
+from trainer.config.schema.data import TokenizerConfig
+from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.root import CLASSIFIER, Config
+from trainer.config.schema.system import RecomputeConfig
+
+BYTE_VOCABULARY = 257
+"""Token ids of the byte tokenizer: 256 bytes and the end of a document."""
 
 _KEY = "model.model_config"
+_EXPERTS = f"{_KEY}.moe_config"
+_KIND = "model.arch.type"
+_IMAGES = "MnistDataset"
+_ONE = "remove one of the two"
 
 
-def model_problems(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
-    """Sizes that do not divide each other, and options that contradict each other."""
-    yield from _heads(config, report)
-    yield from _positions(config, report)
-    yield from _windows(config, report)
-    yield from adapter_problems(config, report)
+def model_problems(config: Config) -> Iterator[Problem]:
+    """What the model's section says against itself, and data that the model cannot take."""
+    classifier = config.classifier is not None
+    for section in ("train_dataset", "eval_dataset"):
+        dataset, key = getattr(config, section), f"{section}.data_loader.type"
+        if dataset is None or (dataset.data_loader.type == _IMAGES) == classifier:
+            continue
+        if classifier:
+            yield problem(config, key, f"an {CLASSIFIER} takes images", f"write {_IMAGES}")
+        else:
+            fix = f"write {_KIND}: {CLASSIFIER}, or use TextDataset, JsonlDataset or SyntheticDataset"
+            yield problem(config, key, f"{config.model.arch.type} takes text, not images", fix)
+    if classifier:
+        yield from _classifier(config)
+        return
+    if config.model.classifier is not None:
+        rule = f"only an {CLASSIFIER} has it, and {_KIND} is {config.model.arch.type}"
+        yield problem(config, "model.classifier", rule, f"write {_KIND}: {CLASSIFIER}, or remove it", value="...")
+    for rules in (_sizes, _positions, _attention, _adapters, _family, _sparse_layers, _vocabulary, _precision,
+                  recompute_problems):  # fmt: skip
+        yield from rules(config)
+
+
+def _classifier(config: Config) -> Iterator[Problem]:
+    """A classifier reads images, and sections that only a decoder has are not silently ignored."""
+    of_decoders = {
+        _KEY: config.decoder != ModelConfig(),
+        "recompute_config": config.recompute_config != RecomputeConfig() or config.recompute,
+        "train_dataset.tokenizer": config.train_dataset.tokenizer != TokenizerConfig(),
+    }
+    for key in (key for key, present in of_decoders.items() if present):
+        yield problem(config, key, f"an {CLASSIFIER} has no such part", "remove it", value="...")
+    if config.run_mode == "predict":
+        fix = "use --run_mode eval, which gives the accuracy"
+        yield problem(config, "run_mode", f"an {CLASSIFIER} generates no text", fix)
+    if config.amp_level not in (None, "O0"):
+        yield problem(config, "amp_level", f"an {CLASSIFIER} computes in float32", "remove it, or write O0")
+    if config.train_dataset.held_out:
+        fix = "remove it and write an eval_dataset, which reads the test images"
+        yield problem(config, "train_dataset.held_out", "it keeps documents back, and images are none", fix)
+
+
+def _sizes(config: Config) -> Iterator[Problem]:
     decoder = config.decoder
-    untied = decoder.untie_embeddings_and_output_weights
-    if untied is not None and untied == decoder.tie_word_embeddings:
-        yield report(
-            f"{_KEY}.untie_embeddings_and_output_weights",
-            untied,
-            f"contradicts tie_word_embeddings = {decoder.tie_word_embeddings}"
-            f" ({config.source.where(f'{_KEY}.tie_word_embeddings')})",
-            "remove one of the two",
-        )
-
-
-def _heads(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
-    decoder = config.decoder
-    heads, width = decoder.num_heads, decoder.hidden_size
+    heads, width, head, turned = decoder.num_heads, decoder.hidden_size, decoder.head_size, decoder.rotary_size
+    pairs = "and rotary positions turn pairs of them"
     if decoder.head_dim is None and width % heads:
-        yield report(
-            f"{_KEY}.num_heads",
-            heads,
-            f"must divide hidden_size ({width})",
-            f"use {_divisor(width, heads)} heads, or set head_dim",
-        )
-    elif decoder.head_size % 2:
-        key = "num_heads" if decoder.head_dim is None else "head_dim"
-        yield report(
-            f"{_KEY}.{key}",
-            getattr(decoder, key),
-            f"a head has {decoder.head_size} numbers, and rotary positions turn pairs of them: the width must be even",
-            "choose hidden_size and num_heads, or head_dim, so that a head is even",
-        )
-    elif decoder.rotary_size % 2 or not decoder.rotary_size:
-        turned = decoder.rotary_size
+        fix = f"use {_divisor(width, heads)} heads, or set head_dim"
+        yield problem(config, f"{_KEY}.num_heads", f"must divide hidden_size ({width})", fix)
+    elif head % 2:
+        key = f"{_KEY}.{'num_heads' if decoder.head_dim is None else 'head_dim'}"
+        fix = "choose hidden_size and num_heads, or head_dim, so that a head is even"
+        yield problem(config, key, f"a head has {head} numbers, {pairs}: the width must be even", fix)
+    elif turned % 2 or not turned:
         even = max(2 * round(turned / 2), 2)
-        part = math.ceil(even / decoder.head_size * 1e6) / 1e6  # rounded up: the product is cut to a whole number
-        yield report(
-            f"{_KEY}.rotary_pct",
-            decoder.rotary_pct,
-            f"rotates {turned} of a head's {decoder.head_size} numbers, and rotary positions turn pairs of them",
-            f"write {part:g} for {even} of them",
-        )
+        part = math.ceil(even / head * 1e6) / 1e6  # rounded up: the product is cut to a whole number
+        rule = f"rotates {turned} of a head's {head} numbers, {pairs}"
+        yield problem(config, f"{_KEY}.rotary_pct", rule, f"write {part:g} for {even} of them")
     if heads % decoder.kv_heads:
-        yield report(
-            f"{_KEY}.n_kv_heads",
-            decoder.kv_heads,
-            f"must divide num_heads ({heads})",
-            f"use {_divisor(heads, decoder.kv_heads)}, or leave it out for {heads}",
-        )
-
-
-def _windows(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
-    """Attention that does not see all earlier tokens: Hugging Face's files name it even where it is off."""
-    decoder = config.decoder
-    if decoder.sliding_window is not None and not config.source.where(f"{_KEY}.use_sliding_window"):
-        yield report(
-            f"{_KEY}.sliding_window",
-            decoder.sliding_window,
-            "not yet supported: attention sees all earlier tokens",
-            "leave it out, or write use_sliding_window: False where the model does not use it",
-        )
-    others = sorted(set(decoder.layer_types or ()) - {"full_attention"})
-    if others:
-        yield report(
-            f"{_KEY}.layer_types",
-            others,
-            "not yet supported: every layer has full_attention",
-            "leave it out, or use a model of full_attention layers",
-        )
+        fix = f"use {_divisor(heads, decoder.kv_heads)}, or leave it out for {heads}"
+        yield problem(config, f"{_KEY}.n_kv_heads", f"must divide num_heads ({heads})", fix)
+    untied, tied = decoder.untie_embeddings_and_output_weights, decoder.tie_word_embeddings
+    if untied is not None and untied == tied:
+        rule = f"contradicts tie_word_embeddings = {tied} ({config.source.where(f'{_KEY}.tie_word_embeddings')})"
+        yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _ONE)
+    if decoder.mtp_depth >= decoder.seq_length:
+        rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has none so far ahead"
+        yield problem(config, f"{_KEY}.mtp_depth", rule, "use 1")
 
 
 def _divisor(number: int, near: int) -> int:
@@ -92,28 +101,148 @@ def _divisor(number: int, near: int) -> int:
     return min((part for part in range(1, number + 1) if number % part == 0), key=lambda part: abs(part - near))
 
 
-def _positions(config: Config, report: Callable[..., Problem]) -> Iterator[Problem]:
+def _positions(config: Config) -> Iterator[Problem]:
     scaling, kind = config.decoder.rope_scaling, config.decoder.position_embedding_type
     if kind in ("yarn", "llama3") and (scaling is None or scaling.rope_type != kind):
-        yield report(
-            f"{_KEY}.position_embedding_type",
-            kind,
-            f"positions are not scaled by {kind}: rope_scaling is {'absent' if scaling is None else scaling.rope_type}",
-            f"write rope_scaling with rope_type: {kind}, or rope here",
-        )
+        found = "absent" if scaling is None else scaling.rope_type
+        fix = f"write rope_scaling with rope_type: {kind}, or rope here"
+        yield problem(config, f"{_KEY}.position_embedding_type", f"rope_scaling is {found}, not {kind}", fix)
     if scaling is None:
         return
-    if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
-        yield report(
-            f"{_KEY}.rope_scaling.low_freq_factor",
-            scaling.low_freq_factor,
-            f"must be below high_freq_factor ({scaling.high_freq_factor})",
-            "use 1 and 4, as Llama 3 does",
-        )
+    key, low, high = f"{_KEY}.rope_scaling", scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.rope_type == "llama3" and low >= high:
+        rule, fix = f"must be below high_freq_factor ({high})", "use 1 and 4, as Llama 3 does"
+        yield problem(config, f"{key}.low_freq_factor", rule, fix)
     if scaling.rope_type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
-        yield report(
-            f"{_KEY}.rope_scaling.beta_slow",
-            scaling.beta_slow,
-            f"must be below beta_fast ({scaling.beta_fast})",
-            "use 1 and 32, as yarn does",
-        )
+        rule = f"must be below beta_fast ({scaling.beta_fast})"
+        yield problem(config, f"{key}.beta_slow", rule, "use 1 and 32, as yarn does")
+
+
+def _attention(config: Config) -> Iterator[Problem]:
+    """Attention that does not see all earlier tokens: Hugging Face's files name it even where it is off."""
+    decoder = config.decoder
+    if decoder.sliding_window is not None and not config.source.where(f"{_KEY}.use_sliding_window"):
+        rule = "not yet supported: attention sees all earlier tokens"
+        fix = "leave it out, or write use_sliding_window: False where the model does not use it"
+        yield problem(config, f"{_KEY}.sliding_window", rule, fix)
+    others = sorted(set(decoder.layer_types or ()) - {"full_attention"})
+    if others:
+        rule, fix = "every layer has full_attention", "leave it out, or use a model of full_attention layers"
+        yield problem(config, f"{_KEY}.layer_types", f"not yet supported: {rule}", fix, value=others)
+
+
+def _vocabulary(config: Config) -> Iterator[Problem]:
+    size = config.decoder.vocab_size
+    reads_bytes = config.train_dataset.tokenizer.type == "bytes" and config.train_dataset.data_loader.dataset_dir
+    if reads_bytes and size < BYTE_VOCABULARY:
+        rule = f"the byte tokenizer has {BYTE_VOCABULARY} tokens, more than the model's vocabulary"
+        yield problem(config, f"{_KEY}.vocab_size", rule, f"set it to {BYTE_VOCABULARY} or more")
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = getattr(config.decoder, name)
+        tokens = value if isinstance(value, list) else [value]
+        if any(token is not None and not 0 <= token < size for token in tokens):
+            rule = f"must be a token of the vocabulary, 0 to {size - 1} (vocab_size {size})"
+            yield problem(config, f"{_KEY}.{name}", rule, "set it to the tokenizer's id, or leave it out")
+
+
+def _precision(config: Config) -> Iterator[Problem]:
+    """A dtype that contradicts the amp_level."""
+    level, settings = config.amp_level, config.decoder
+    for key in PART_KEYS if level not in (None, "auto") else ():
+        expected = half_of(settings) if key in HALF_PARTS[level] else "float32"
+        if getattr(settings, key) not in (None, expected):
+            rule = f"amp_level {level} ({config.source.where('amp_level')}) means {expected} here"
+            fix = f"{_ONE}, or use amp_level auto, over which a written dtype wins"
+            yield problem(config, f"{_KEY}.{key}", rule, fix)
+
+
+def _family(config: Config) -> Iterator[Problem]:
+    """A family that is named twice and differently, or a mixture without experts."""
+    decoder, kind = config.decoder, config.model.arch.type
+    named, key = named_family({"architectures": decoder.architectures, "model_type": decoder.model_type})
+    if named and named != kind:
+        fix = f"write {_KIND}: {named}, or remove this key"
+        yield problem(config, f"{_KEY}.{key}", f"contradicts {_KIND} = {kind}", fix)
+    elif not FAMILIES[kind].is_mixture:
+        return
+    elif decoder.moe_config is None and config.source.where(_EXPERTS):
+        fix = f"leave it out, or write a dense {_KIND}"
+        yield problem(config, _EXPERTS, f"{kind} has experts, and this leaves none", fix)
+    elif decoder.experts is None:
+        written = decoder.moe_config is not None and config.source.where(f"{_EXPERTS}.expert_num")
+        fix = f"write moe_config.expert_num and num_experts_chosen, or a dense {_KIND}"
+        key = f"{_EXPERTS}.expert_num" if written else _KIND
+        yield problem(config, key, f"{kind} has experts, and this model has none", fix)
+
+
+def _sparse_layers(config: Config) -> Iterator[Problem]:
+    """Qwen3-MoE's names for the layers with experts."""
+    moe, layers = config.decoder.moe_config, config.decoder.num_layers
+    if moe is None:
+        return
+    dense = moe.mlp_only_layers or []
+    outside = [layer for layer in dense if not 0 <= layer < layers]
+    if outside:
+        rule, fix = f"there is no such layer: they are 0 to {layers - 1}", "remove it, or correct num_layers"
+        yield problem(config, f"{_EXPERTS}.mlp_only_layers", rule, fix, value=outside[0])
+    elif moe.decoder_sparse_step != 1 or dense:
+        wanted = layers_with_experts(layers, moe.decoder_sparse_step, dense)
+        if moe.moe_layer_freq != wanted:
+            rule = f"disagrees with moe_layer_freq = {moe.moe_layer_freq}: it means {wanted}"
+            yield problem(config, f"{_EXPERTS}.{'mlp_only_layers' if dense else 'decoder_sparse_step'}", rule, _ONE)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+_NAMES_OF_EXPERTS = (
+    "mlp.gate", *(f"mlp.{kind}.{name}_proj" for kind in ("experts", "experts.0", "shared_experts")
+                  for name in ("gate", "up", "down")),
+)  # fmt: skip
+
+
+def _adapters(config: Config) -> Iterator[Problem]:
+    """Targets that are no regular expression or match nothing, and adapters without the section that describes them."""
+    adapters, key = config.decoder.pet_config, f"{_KEY}.pet_config.target_modules"
+    if adapters is None:
+        if config.adapter_id:
+            fix = "write pet_config with the lora_rank, lora_alpha and target_modules that they were trained with"
+            yield problem(config, "adapter_id", f"adapters need {_KEY}.pet_config, which is absent", fix)
+        return
+    try:
+        matches = [name for layer in range(config.decoder.num_layers) for name in adapters.targets(layer)]
+    except re.error as error:
+        fix = "write one such as '.*q_proj|.*v_proj', in quotes"
+        yield problem(config, key, f"is not a regular expression: {error}", fix)
+        return
+    if not matches and not targets_experts(config):
+        yield problem(config, key, "matches none of the model's matrices", _nearest_targets(adapters.target_modules))
+    elif len(targets_in_experts(config)) == len(matches):
+        fix = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
+        yield problem(config, key, "matches only matrices of experts, which take no adapters", fix)
+
+
+def targets_experts(config: Config) -> bool:
+    """Whether the targets match a name that only the router or an expert has."""
+    decoder = config.decoder
+    layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
+    names = [f"model.layers.{layer}.{name}" for layer in layers for name in _NAMES_OF_EXPERTS]
+    return any(re.fullmatch(decoder.pet_config.target_modules, name) for name in names)
+
+
+def targets_in_experts(config: Config) -> list[str]:
+    """Projections of experts that are targets, one for each layer that has them."""
+    decoder = config.decoder
+    layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
+    return [name for layer in layers for name in decoder.pet_config.targets(layer) if name.startswith("mlp.")]
+
+
+def _nearest_targets(targets: str) -> str:
+    """Names that were probably meant, one for each alternative of the expression."""
+    ours = [name.split(".")[-1] for name in PROJECTIONS]
+    names = [*ours, *(name.split(".")[-1] for name in PROJECTIONS.values())]
+    parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in targets.split("|")]
+    # `query` is nearest to nothing by its letters alone; its first letter says q_proj.
+    guesses = [nearest(part, names) or next((name for name in ours if part[:1] == name[0]), "") for part in parts]
+    found = list(dict.fromkeys(guess for guess in guesses if guess))
+    written = "|".join(f".*{name}" for name in found)
+    return f"{f'write {written}; ' if found else ''}their names end in {', '.join(names[:-1])} or {names[-1]}"

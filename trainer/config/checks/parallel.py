@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation
+from trainer.config.checks.problem import Problem, problem
 from trainer.config.schema.root import Config
-from trainer.errors import UserError
 from trainer.parallel.mesh import DegreeMismatch, Degrees, degree_mismatch
 from trainer.parallel.world import World
 
@@ -21,8 +19,8 @@ _MEANWHILE = {
     "expert_parallel": "set it to 1: every rank then has all experts, and parallel.enable_parallel_optimizer shares"
     " their optimizer state",
 }
-_DATA_PARALLEL = (0, "data_parallel")  # values of parallel_mode
-_SEMI_AUTO = (1, "semi_auto_parallel")
+DATA_PARALLEL = (0, "data_parallel")  # values of parallel_mode
+SEMI_AUTO = (1, "semi_auto_parallel")
 _KIB = 1024
 
 
@@ -56,7 +54,7 @@ def shard_threshold_bytes(config: Config) -> int:
 
 def is_semi_auto(config: Config) -> bool:
     """Whether MindSpore's semi-automatic mode is asked for, and nothing in its place."""
-    return config.parallel.parallel_mode in _SEMI_AUTO and config.parallel.parallel_fallback is None
+    return config.parallel.parallel_mode in SEMI_AUTO and config.parallel.parallel_fallback is None
 
 
 def runs_semi_auto(config: Config, world: World) -> bool:
@@ -73,7 +71,7 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
     """What keeps this job from running on its ranks."""
     if world.size > 1 and config.use_parallel is False:
         fix = "remove the key or set it to True; to run alone, leave `launch` out"
-        return [problem(config, "use_parallel", False, f"this job has {world.size} ranks", fix)]
+        return [problem(config, "use_parallel", f"this job has {world.size} ranks", fix)]
     if not _in_force(config, world) or is_semi_auto(config):  # that mode has rules of its own
         return []
     found = [*_degrees_not_yet(config)] or fit_problems(config, world)
@@ -88,19 +86,10 @@ def fit_problems(config: Config, world: World) -> list[Problem]:
     return [_mismatch(config, world, mismatch)] if mismatch else []
 
 
-def problem(config: Config, key: str, value: Any, rule: str, fix: str) -> Problem:
-    """What is wrong with a key, at its place in the file."""
-    place = config.source.place(key)
-    if place == NOWHERE:  # a default: the file as a whole is to blame
-        place = SourceLocation(0, config.source.path)
-    return Problem(place, UserError(rule, where=place.text, key=key, value=value, fix=fix))
-
-
 def _degrees_not_yet(config: Config) -> Iterator[Problem]:
     for name, fix in _MEANWHILE.items():
-        value = getattr(config.parallel_config, name)
-        if value > 1:
-            yield problem(config, f"parallel_config.{name}", value, "not yet supported", fix)
+        if getattr(config.parallel_config, name) > 1:
+            yield problem(config, f"parallel_config.{name}", "not yet supported", fix)
 
 
 def _mismatch(config: Config, world: World, mismatch: DegreeMismatch) -> Problem:
@@ -110,47 +99,19 @@ def _mismatch(config: Config, world: World, mismatch: DegreeMismatch) -> Problem
     alone = "to run alone, add --use_parallel False"
     left_out = "an unset data_parallel takes the ranks that are left"
     fix += f"; {alone if world.size == 1 else left_out}"
-    return problem(config, key, getattr(config.parallel_config, mismatch.key), mismatch.rule, fix)
+    return problem(config, key, mismatch.rule, fix)
 
 
 def _mode(config: Config, world: World) -> Iterator[Problem]:
     key, value = "parallel.parallel_mode", config.parallel.parallel_mode
-    if value in (*_DATA_PARALLEL, *_SEMI_AUTO):
+    if value in (*DATA_PARALLEL, *SEMI_AUTO):
         return
     rule = f"runs one rank alone, and this job has {world.size}" if value == "stand_alone" else "not yet supported"
-    yield problem(config, key, value, rule, "set it to 0, data parallelism, or leave it out")
+    yield problem(config, key, rule, "set it to 0, data parallelism, or leave it out")
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     if config.parallel.enable_parallel_optimizer and config.optimizer.type == "Muon" and config.trains:
         fix = "use optimizer.type AdamW, or set it to False: every rank then keeps Muon's whole state"
         rule = "not yet supported with optimizer.type Muon, which needs whole matrices"
-        yield problem(config, "parallel.enable_parallel_optimizer", True, rule, fix)
-
-
-def parallel_notices(config: Config, world: World) -> Iterator[str]:
-    """What of the file does not count in this job, and what was chosen for it."""
-    if config.parallel.full_batch is False and not runs_semi_auto(config, world):
-        yield "parallel.full_batch False: not used, every rank reads rows of its own"
-    if world.size > 1:
-        if config.use_parallel is None:
-            yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
-        if config.parallel.parallel_mode in _SEMI_AUTO and config.parallel.parallel_fallback:
-            yield (
-                f"parallel.parallel_mode {config.parallel.parallel_mode}: data parallelism in its place, as"
-                f" parallel_fallback {config.parallel.parallel_fallback} says"
-            )
-        return
-    section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")
-    used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]
-    if used and not config.use_parallel:
-        because = "use_parallel is False" if config.use_parallel is False else "start several with `launch --nproc`"
-        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: {because}"
-    if config.use_parallel:
-        yield "use_parallel True: this job has one rank; `run_trainer.py launch --nproc 8` starts eight"
-    mode, sharded = config.parallel.parallel_mode, config.parallel.enable_parallel_optimizer
-    plain = mode in (*_DATA_PARALLEL, "stand_alone") or runs_semi_auto(config, world)
-    keys = [] if plain else [f"parallel_mode {mode}"]
-    keys += ["enable_parallel_optimizer"] * sharded
-    if keys:
-        yield f"parallel ({', '.join(keys)}): not used, one device runs it all"
+        yield problem(config, "parallel.enable_parallel_optimizer", rule, fix)

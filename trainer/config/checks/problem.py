@@ -1,14 +1,20 @@
-"""Several mistakes of one file in one message."""
+"""Mistakes of a configuration: where each stands, and all of them in one message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.errors import UserError
 
+if TYPE_CHECKING:
+    from trainer.config.schema.root import Config
+
 _SHOWN = 10
+_FIND: Any = object()
+NO_VALUE: Any = object()
+"""For `problem`: the message names the key alone."""
 
 
 class SourceLocation(NamedTuple):
@@ -22,10 +28,45 @@ NOWHERE = SourceLocation(0, "")
 
 
 class Problem(NamedTuple):
-    """A mistake and where it stands."""
+    """A mistake and its location."""
 
     place: SourceLocation
     error: UserError
+
+
+def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND, because: str = "") -> Problem:
+    """A rule that a key of the configuration breaks.
+
+    Args:
+        config: Knows the value of the key and its location; the file as a whole is to blame for a default.
+        key: Dotted, under the main names: ``model.model_config.num_heads``, ``callbacks.0.type``.
+        rule: What is wrong, as a sentence without its full stop.
+        fix: What to do about it.
+        value: Shown in place of the key's own value, or `NO_VALUE`.
+        because: A key whose location is shown where this one is not set.
+    """
+    source = config.source
+    written = source.place(key)
+    if value is _FIND:
+        value = value_of(config, key)
+        value = NO_VALUE if value is None and written == NOWHERE else value
+    places = (written, source.place(because), SourceLocation(0, source.path))
+    place = next((place for place in places if place != NOWHERE), NOWHERE)
+    return problem_at(place, source.name(key), rule, fix, value)
+
+
+def problem_at(place: SourceLocation, key: str, rule: str, fix: str, value: Any = NO_VALUE) -> Problem:
+    """The same for a file that is no configuration yet."""
+    shown = {} if value is NO_VALUE else {"value": value}
+    return Problem(place, UserError(rule, where=place.text, key=key, fix=fix, **shown))
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key; of a section what the file sets of it."""
+    value: Any = config
+    for part in key.split("."):
+        value = value[int(part)] if isinstance(value, list) else getattr(value, value.attribute(part))
+    return value.model_dump(exclude_unset=True, by_alias=True) if hasattr(value, "model_dump") else value
 
 
 class SeveralProblems(UserError):
@@ -61,5 +102,5 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 def one_of(names: Sequence[object]) -> str:
     """Lists names for a message: ``A, B or C``."""
-    texts = [str(name) for name in names]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+    strings = [str(name) for name in names]
+    return strings[0] if len(strings) == 1 else f"{', '.join(strings[:-1])} or {strings[-1]}"

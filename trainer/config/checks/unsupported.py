@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from trainer.config.checks.problem import Problem
+from trainer.config.checks.problem import Problem, problem
 from trainer.config.schema.fields import Section, Support, support_of
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
-from trainer.errors import UserError
 
 
 class Finding(NamedTuple):
@@ -60,11 +59,7 @@ def not_yet_problems(config: Config) -> list[Problem]:
     problems = []
     for finding in findings(config):
         if finding.support == "not_yet" and not _unread(config, finding.key):
-            place, key = config.source.place(finding.key), config.source.name(finding.key)
-            error = UserError(
-                "not yet supported", where=place.text, key=key, value=finding.value, fix=finding.reason
-            )
-            problems.append(Problem(place, error))
+            problems.append(problem(config, finding.key, "not yet supported", finding.reason, value=finding.value))
     return problems
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.config.checks.parallel import parallel_notices
+from trainer.config.checks.notices import parallel_notices, rule_notices
 from trainer.config.checks.problem import raise_problems
-from trainer.config.checks.rules import rule_notices, rule_problems
+from trainer.config.checks.rules import rule_problems
 from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
 from trainer.config.checks.validation import validate
 from trainer.config.read.defaults import fill_in

@@ -2,9 +2,9 @@
 
 # No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 import re
-from typing import Any, Literal
+from typing import Literal
 
-from trainer.config.schema.fields import Section, ignored, not_yet, setting
+from trainer.config.schema.fields import Section, setting
 
 PROJECTIONS = {
     "self_attn.q_proj": "attention.wq",
@@ -16,9 +16,6 @@ PROJECTIONS = {
     "mlp.down_proj": "feed_forward.w2",
 }
 """The matrices of a block that can be adapted: Hugging Face's name -> MindSpore Transformers'."""
-
-_ADAPTERS_ONLY = "only the adapters are trained, all other weights are frozen"
-_HU = "A is drawn by the seed and B is zero, so that training starts from the base model"
 
 
 class PetConfig(Section):
@@ -35,13 +32,6 @@ class PetConfig(Section):
         " model.layers.0.self_attn.q_proj. Default .*wq|.*wk|.*wv|.*wo.",
         min_length=1,
     )
-    exclude_layers: str | list[str] | None = not_yet(None, "Matrices left out.", "leave them out of target_modules")
-    freeze_include: list[str] | None = ignored(None, "Weights to freeze.", _ADAPTERS_ONLY)
-    freeze_exclude: list[str] | None = ignored(None, "Weights to train as well.", _ADAPTERS_ONLY)
-    lora_a_init: Any = ignored("normal", "Initial value of A.", _HU)
-    lora_b_init: Any = ignored("zero", "Initial value of B.", _HU)
-    param_init_type: str | None = ignored(None, "Dtype of adapters.", "they have the dtypes of the model's weights")
-    compute_dtype: str | None = ignored(None, "Dtype of adapters.", "they have the dtypes of the model's weights")
 
     @property
     def scale(self) -> float:

@@ -4,7 +4,7 @@
 from typing import Literal
 
 from trainer.config.schema.classifier import ClassifierConfig
-from trainer.config.schema.fields import Section, not_yet, section, setting
+from trainer.config.schema.fields import Section, section, setting
 from trainer.config.schema.model import ModelConfig
 
 
@@ -20,9 +20,6 @@ class ArchConfig(Section):
         " router with a bias on the choice; MlpClassifier is no decoder: it classifies images. Default:"
         " model_config.architectures, else LlamaForCausalLM.",
     )  # fmt: skip
-    auto_register: str | None = not_yet(
-        None, "Own Python class.", "only the built-in models can be trained; leave it out"
-    )
 
 
 class ModelSection(Section):

@@ -1,11 +1,11 @@
 """How a key of the YAML file is declared: its default, its documentation, its other names and whether we can honour it.
 
-Every section is a frozen pydantic model derived from :class:`Section`; every key is declared by one of
+Every section is a frozen pydantic model derived from :class:`Section`; every key that acts is declared by one of
 
 * :func:`setting`: acts as documented;
 * :func:`section`: a nested section that may be left out;
-* :func:`ignored`: accepted so that existing files load; another value than the default gives a printed notice;
-* :func:`not_yet`: accepted and checked; another value than the default is an error which says what to do meanwhile.
+
+or, where it changes nothing, in the table of :mod:`trainer.config.schema.unsupported`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_arg
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from trainer.config.schema.unsupported import OTHER_NAMES, Support, unsupported_keys
+
 REQUIRED: Any = ...
+_WORDS = {"ignored": "Ignored", "not_yet": "Not yet"}
 
 _ALIASES, _SUPPORT, _REASON, _MEANINGS = "x-aliases", "x-support", "x-reason", "x-meanings"
-Support = Literal["honoured", "ignored", "not_yet"]
 
 
 class Section(BaseModel):
@@ -43,6 +45,22 @@ class Section(BaseModel):
     """In a family of sections told apart by ``type``: the type that holds when the file names none."""
     type_aliases: ClassVar[dict[str, str]] = {}
     """Other spellings of ``type`` which mean the same, for example a misspelling once shipped."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Adds the keys that change nothing. No validator is built yet, see `defer_build`."""
+        for name, annotation, default, support, reason in unsupported_keys(cls.__name__):
+            told = f"{_WORDS[support]}: {reason}" if reason else f"{_WORDS[cls.support]}: {cls.support_reason}"
+            aliases = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+            extra = {_ALIASES: aliases, _SUPPORT: support if reason else "", _REASON: reason}
+            shown = "null" if default is None else repr(default)
+            declared = _declare(default, f"{told}. Default {shown}.", extra, {})
+            cls.model_fields[name] = FieldInfo.from_annotated_attribute(annotation, declared)
+
+    @classmethod
+    def attribute(cls, key: str) -> str:
+        """The attribute of a key of the file."""
+        return next((name for name, field in cls.model_fields.items() if field.alias == key), key)
 
 
 def _declare(default: Any, description: str, extra: dict[str, Any], constraints: dict[str, Any]) -> Any:
@@ -77,18 +95,6 @@ def setting(
 def section(kind: type[Section], description: str, **constraints: Any) -> Any:
     """Declares a nested section whose keys all have defaults."""
     return Field(default_factory=kind, description=description, **constraints)
-
-
-def ignored(default: Any, description: str, reason: str, *, aliases: tuple[str, ...] = (), **constraints: Any) -> Any:
-    """Declares a key that changes nothing here; ``reason`` is printed when it differs from the default."""
-    extra = {_ALIASES: list(aliases), _SUPPORT: "ignored", _REASON: reason}
-    return _declare(default, f"{description} Ignored: {reason}.", extra, constraints)
-
-
-def not_yet(default: Any, description: str, reason: str, *, aliases: tuple[str, ...] = (), **constraints: Any) -> Any:
-    """Declares a key that only its default can be honoured of; ``reason`` says what to use meanwhile."""
-    extra = {_ALIASES: list(aliases), _SUPPORT: "not_yet", _REASON: reason}
-    return _declare(default, f"{description} Not yet: {reason}.", extra, constraints)
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

@@ -1,22 +1,16 @@
 """The decoder: YAML ``model.model_config``."""
 
 # No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from trainer.config.schema.adapter import PetConfig
-from trainer.config.schema.fields import Section, ignored, not_yet, setting
+from trainer.config.schema.fields import Section, setting
 from trainer.config.schema.moe import MoEConfig
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-
-_MLA_LATER = "multi-head latent attention is not built; use n_kv_heads"
-_ASCEND_ONLY = "it steers a kernel that only exists on Ascend"
-_SEPARATE = "weights keep Hugging Face's names, separate ones"
-_PAGED = "generation keeps its own key/value cache"
-_HF_ONLY = "a key of Hugging Face's config.json that changes nothing in training"
 
 
 class RopeScaling(Section):
@@ -43,9 +37,6 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """The decoder (YAML ``model.model_config``, or ``model_config`` at the top level)."""
 
-    type: str = ignored(
-        "LlamaConfig", "MindSpore Transformers' class of this section.", "model.arch.type says which model it is"
-    )
     model_type: str | None = setting(
         None, "Hugging Face's name of the family: says model.arch.type where that is left out. Default null."
     )
@@ -122,9 +113,6 @@ class ModelConfig(Section):
         "Dropout on attention weights. Default 0.",
         aliases=("attention_dropout_rate", "attention_dropout_prob", "attn_dropout"),
     )
-    emb_dropout_prob: Probability = not_yet(
-        0.0, "Dropout on the embedding.", "it is not built; use hidden_dropout", aliases=("embed_dropout_prob",)
-    )
     initializer_range: float = setting(
         0.02, "Standard deviation of new weights. Default 0.02.", gt=0, aliases=("init_method_std",)
     )
@@ -174,22 +162,9 @@ class ModelConfig(Section):
     )
     eos_token_id: int | list[int] | None = setting(None, "Token that ends a document. Default null: the tokenizer's.")
     bos_token_id: int | None = setting(None, "Token that starts a document. Default null: the tokenizer's.")
-    pad_token_id: int | None = ignored(
-        None, "Token that fills a row.", "rows are packed full, and what fills a last one carries no loss"
-    )
-    ignore_token_id: int = not_yet(-100, "Label without loss. Default -100.", "labels without loss are always -100")
 
-    checkpoint_name_or_path: str | None = not_yet(
-        None,
-        "Where MindSpore Transformers' model class finds its weights.",
-        "use load_checkpoint",
-        aliases=("pretrained_model_name_or_path",),
-    )
     max_decode_length: int | None = setting(
         None, "predict: tokens of prompt and answer. Default null: seq_length.", ge=1
-    )
-    max_length: int | None = ignored(
-        None, "predict: tokens of prompt and answer.", "max_decode_length and max_new_tokens say it"
     )
     max_new_tokens: int | None = setting(
         None, "predict: tokens of the answer. Default null: up to max_decode_length.", ge=1
@@ -203,112 +178,10 @@ class ModelConfig(Section):
     repetition_penalty: float = setting(
         1.0, "predict: divides the scores of tokens already there. Default 1: off.", gt=0
     )
-    use_past_shard: bool = ignored(False, "Cut the key/value cache.", "every rank keeps its own, whole")
-    use_past: bool = ignored(False, "predict: keep keys and values.", "generation always keeps them")
-    is_dynamic: bool = ignored(False, "Shapes that change.", _PAGED)
-    block_size: int | None = ignored(None, "Tokens of a block of the key/value cache.", _PAGED)
-    num_blocks: int | None = ignored(None, "Blocks of the key/value cache.", _PAGED)
-    parallel_decoding_params: dict[str, Any] | None = not_yet(
-        None, "Speculative decoding.", "it is not built; leave it out"
-    )
-    offset: int | list[Any] = ignored(0, "Moves layers between pipeline stages.", "there is one stage")
-    pp_interleave_num: int = ignored(1, "Interleaved pipeline parts.", "there is one stage")
-    input_sliced_sig: bool = ignored(
-        False, "The data set's rows hold one token more than seq_length.", "rows are always cut with their labels"
-    )
-    return_extra_loss: bool = ignored(False, "Return extra losses.", "the step always has them")
-    fine_grain_interleave: int = ignored(1, "Interleave parts of a batch.", _ASCEND_ONLY)
-    fine_grain_config: dict[str, Any] | None = ignored(None, "Interleave parts of a batch.", _ASCEND_ONLY)
-    ffn_concat: bool = ignored(False, "One matrix for gate and up.", _SEPARATE, aliases=("mlp_concat",))
-    mla_qkv_concat: bool = ignored(False, "One matrix for query, key and value.", _SEPARATE)
-    gated_linear_unit: bool = not_yet(True, "A gate in the feed-forward layer.", "it always has one; leave it True")
     rotary_pct: float = setting(
         1.0, "Part of a head that is rotated. Default 1.", gt=0, le=1, aliases=("partial_rotary_factor",)
     )
-    bias_dropout_fusion: bool = ignored(False, "Fuse bias and dropout.", _ASCEND_ONLY)
-    attention_softmax_in_fp32: bool = ignored(True, "Dtype of the attention's softmax.", "softmax_compute_type says it")
-    fp32_residual_connection: bool = ignored(
-        True, "Residual stream in float32.", "the residual stream is always float32"
-    )
-    compute_in_2d: bool = ignored(False, "Fold batch and sequence.", "it computes the same")
-    use_pad_tokens: bool = ignored(False, "Pad the batch.", "rows are always full")
-    pretrain_seqlen: int | None = ignored(None, "Trained length.", "rope_scaling says how positions are stretched")
-    eod_reset: bool = ignored(False, "Keep packed documents apart.", "packed documents are always kept apart")
-    auto_register: str | None = not_yet(
-        None, "Own Python class.", "only the built-in models can be trained; leave it out"
-    )
-    beta_fast: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
-    beta_slow: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
-    mscale: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
-    mscale_all_dim: float | None = not_yet(None, "yarn.", "write it in rope_scaling")
-    rotary_scaling_factor: float | None = not_yet(None, "Rope scaling.", "write it in rope_scaling as factor")
-    quantization_config: dict[str, Any] | None = not_yet(None, "Quantized weights.", "it is not built; leave it out")
-    qkv_concat: bool = ignored(False, "One matrix for query, key and value.", _SEPARATE)
-    use_attn_mask_compression: bool = ignored(False, "Compressed attention mask.", _ASCEND_ONLY)
-    use_eod_attn_mask_compression: bool = ignored(False, "Compressed packed-document mask.", _ASCEND_ONLY)
-    use_eod_reset: bool = ignored(False, "Keep packed documents apart.", "packed documents are always kept apart")
-    use_ring_attention: bool = ignored(False, "Attention around a ring of devices.", _ASCEND_ONLY)
-    use_rope_slice: bool = ignored(False, "Slice rotary tables.", _ASCEND_ONLY)
-    rl_config: dict[str, Any] | None = not_yet(None, "Reinforcement learning.", "it is not built; leave it out")
-    scaling_factor: float | dict[str, Any] = not_yet(
-        1.0, "MindSpore Transformers' older rope scaling.", "use rope_scaling"
-    )
-    extend_method: Literal["None", "PI", "NTK", "YARN", "LLAMA3", "DYNAMIC_NTK"] | None = not_yet(
-        None, "MindSpore Transformers' older rope scaling.", "use rope_scaling"
-    )
-    position_embedding_type: Literal["rope", "yarn", "llama3"] | None = ignored(
-        None, "Kind of position embedding.", "positions are always rotary; rope_scaling says how they are stretched"
-    )
-    normalization: Literal["RMSNorm", "FusedRMSNorm"] = ignored(
-        "RMSNorm", "Kind of norm.", "the norm is always RMSNorm"
-    )
-    add_bias_linear_head: bool = not_yet(False, "Bias on the head.", "it is not built; leave it False")
-    embedding_init_type: Dtype | None = ignored(
-        None, "Dtype of the embedding.", "all parameters are kept in float32"
-    )
-    residual_dtype: Dtype | None = ignored(
-        None, "Dtype of the residual stream.", "the residual stream is always float32", aliases=("res_dtype",)
-    )
-    parallel_optimizer: bool = ignored(
-        False, "Shard the optimizer.", "parallel.enable_parallel_optimizer says whether it is"
-    )
-    use_contiguous_weight_layout: bool = ignored(
-        False, "Layout of the query, key and value weights.", "weights keep Hugging Face's layout"
-    )
-    use_contiguous_weight_layout_attention: bool = ignored(
-        False, "Layout of the query, key and value weights.", "weights keep Hugging Face's layout"
-    )
-    use_interleaved_weight_layout_mlp: bool = ignored(
-        False, "Layout of the feed-forward weights.", "weights keep Hugging Face's layout"
-    )
-    use_cache: bool = ignored(True, "Keep keys and values.", "generation always keeps them")
-    torch_dtype: str | None = ignored(
-        None,
-        "Dtype of the Hugging Face file.",
-        "all parameters are kept in float32; compute_dtype says the dtype of the matrix products",
-        aliases=("dtype",),
-    )
-    pretraining_tp: int = ignored(1, "Pretraining parallelism.", _HF_ONLY)
-    transformers_version: str | None = ignored(None, "Version that wrote config.json.", _HF_ONLY)
-    sliding_window: int | None = ignored(
-        None, "Window of attention; an error without use_sliding_window False.", "use_sliding_window turns it off"
-    )
-    layer_types: list[str] | None = ignored(
-        None, "Kind of attention of each layer; another one is an error.", "every layer has full_attention"
-    )
-    use_mrope: bool = not_yet(False, "Positions of images.", "only text models can be trained; leave it False")
-    use_sliding_window: bool = not_yet(
-        False, "Window of attention.", "attention sees all earlier tokens; leave it False"
-    )
-    max_window_layers: int | None = ignored(None, "Layers without window.", _HF_ONLY)
-    multi_latent_attention: bool = not_yet(False, "Multi-head latent attention.", _MLA_LATER)
-    q_lora_rank: int | None = not_yet(None, "Rank of the query.", _MLA_LATER)
-    kv_lora_rank: int | None = not_yet(None, "Rank of key and value.", _MLA_LATER)
-    qk_rope_head_dim: int | None = not_yet(None, "Rotary width of a head.", _MLA_LATER)
-    qk_nope_head_dim: int | None = not_yet(None, "Other width of a head.", _MLA_LATER)
-    v_head_dim: int | None = not_yet(None, "Width of a value head.", _MLA_LATER)
     pet_config: PetConfig | None = setting(None, "Low-rank adapters, trained alone. Default null: none.")
-    auto_map: dict[str, Any] | None = not_yet(None, "Own Python classes.", "only the built-in models can be trained")
 
     @property
     def kv_heads(self) -> int:

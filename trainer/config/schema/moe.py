@@ -4,11 +4,7 @@
 import math
 from typing import Literal
 
-from trainer.config.schema.fields import Section, ignored, not_yet, setting
-
-_METRICS = "callback_moe_droprate writes load_imbalance of every layer into metrics.jsonl"
-_ALL_EXPERTS = "every device has all experts"
-_SAME = "it computes the same"
+from trainer.config.schema.fields import Section, setting
 
 
 class MoEConfig(Section):
@@ -54,16 +50,10 @@ class MoEConfig(Section):
         "Router function by its Hugging Face name. Default null: use_gating_sigmoid decides.",
         aliases=("moe_router_score_function",),
     )
-    router_dense_type: Literal["float32", "float16", "bfloat16"] | None = ignored(
-        "float32", "Dtype of the router.", "the router always computes in float32", aliases=("moe_router_dtype",)
-    )
     routed_scaling_factor: float = setting(
         1.0, "Factor on the routed experts' sum. Default 1.", gt=0, aliases=("moe_router_topk_scaling_factor",)
     )
     shared_expert_num: int = setting(0, "Experts every token goes to. Default 0.", ge=0, aliases=("n_shared_experts",))
-    use_shared_expert_gating: bool = not_yet(
-        False, "Gate the shared expert's output.", "the shared expert is added as it is; leave it False"
-    )
     moe_intermediate_size: int | None = setting(
         None, "Width of an expert. Default null: intermediate_size.", ge=1, aliases=("moe_ffn_hidden_size",)
     )
@@ -106,16 +96,6 @@ class MoEConfig(Section):
     topk_bias_update_rate: float = setting(
         0.0, "How far that bias moves in a step. Default 0.", ge=0, aliases=("moe_router_bias_update_rate",)
     )
-    group_wise_a2a: bool = ignored(False, "All-to-all in groups.", _ALL_EXPERTS)
-    comp_comm_parallel: bool = ignored(False, "Overlap expert computation and communication.", _ALL_EXPERTS)
-    comp_comm_parallel_degree: int = ignored(2, "Parts of that overlap.", _ALL_EXPERTS, ge=1)
-    save_token_distribution: bool = ignored(False, "Write the tokens of each expert.", _METRICS)
-    cur_layer: int = ignored(0, "First layer of that record.", _METRICS, ge=0)
-    enable_cold_hot_expert: bool = ignored(False, "Copy the experts with most tokens.", _ALL_EXPERTS)
-    update_step: int = ignored(10000, "Steps between such copies.", _ALL_EXPERTS, ge=1)
-    hot_expert_num: int = ignored(0, "Experts to copy.", _ALL_EXPERTS, ge=0)
-    cold_token_percent: float = ignored(1.0, "Share of tokens for experts without copies.", _ALL_EXPERTS, ge=0, le=1)
-    moe_module_name: str = ignored("", "Where those experts stand in the model.", _ALL_EXPERTS)
     use_gmm: bool = setting(
         False,
         "One grouped matrix product for all experts of a device; drops nothing. Default False.",
@@ -130,48 +110,20 @@ class MoEConfig(Section):
         "Fused sorting of tokens by expert where the device has it. Default False.",
         aliases=("moe_permute_fusion",),
     )
-    use_fused_ops_topkrouter: bool = ignored(False, "Fused router.", _SAME)
-    enable_deredundency: bool = ignored(False, "Send a token only once to a device group.", _ALL_EXPERTS)
-    npu_nums_per_device: int = ignored(1, "Devices of such a group.", _ALL_EXPERTS, ge=1)
-    dispatch_global_max_bs: int = ignored(0, "Largest batch of a fused dispatch.", _ALL_EXPERTS, ge=0)
-    expert_group_size: int | None = ignored(None, "Experts of a device group.", _ALL_EXPERTS, ge=1)
-    use_random_expert: bool = not_yet(
-        False,
-        "Random routing, for speed tests.",
-        "tokens always go where the router sends them; leave it False",
-        aliases=("moe_router_force_expert_balance",),
-    )
-    use_allgather_in_group: bool = ignored(False, "All-gather in a group instead of all-to-all.", _ALL_EXPERTS)
-    moe_token_dispatcher_type: Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", "allgather"] = (
-        ignored("alltoall", "How tokens reach their experts.", _ALL_EXPERTS)
-    )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "gbs_aux_loss", "sinkhorn", "none"] = setting(
         "aux_loss",
         "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each row (DeepSeek-V3, section"
         " 2.1.2), which accumulation and ranks do not change. Default aux_loss.",
     )
-    moe_router_pre_softmax: bool = ignored(
-        False, "Softmax before choosing.", "it always stands there, and norm_topk_prob makes the chosen sum to 1"
-    )
-    moe_router_fusion: bool = ignored(False, "Fused router.", _SAME)
-    routing_policy: str | None = ignored(
-        None, "The router by MindSpore Transformers' name.", "num_experts_chosen, n_group and capacity_factor say it"
-    )
-    ep_extend_tp: bool = ignored(False, "Experts across tensor groups.", _ALL_EXPERTS)
-    max_router_load: int | None = ignored(None, "Size of the router's tables.", "there are no such tables")
     moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
         None,
         "Which tokens over capacity go: the last of a micro-batch (position), or those with the lowest score"
         " (probability, or probs). Default null: probability; with enable_sdrop position.",
         aliases=("drop_policy",),
     )
-    moe_pad_expert_input_to_capacity: bool = ignored(False, "Pad experts' inputs to capacity.", _SAME)
     output_router_logits: bool | None = setting(
         None, "Hugging Face: False leaves the balance loss out there; here aux_loss_factor alone decides. Default null."
     )
-    router_jitter_noise: float = not_yet(0.0, "Mixtral: noise on what the router sees.", "it is not built; leave it 0")
-    seq_aux: bool = ignored(True, "DeepSeek: a balance loss for each row.", "the balance loss is that of each row")
-    ep_size: int = ignored(1, "DeepSeek: devices with experts.", _ALL_EXPERTS)
     callback_moe_droprate: bool = setting(
         False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback). Default False."
     )
@@ -182,17 +134,17 @@ class MoEConfig(Section):
         return self.scoring_func or ("sigmoid" if self.use_gating_sigmoid else "softmax")
 
     @property
-    def has_choice_bias(self) -> bool:
+    def has_expert_bias(self) -> bool:
         """Whether a bias on the scores takes part in the choice of experts, and only there."""
         return self.balance_via_topk_bias or self.topk_method == "noaux_tc"
 
     @property
     def group_score(self) -> str:
         """How a group of experts is scored: by its two best experts together, or by its best."""
-        return "two_best" if self.has_choice_bias or self.score_function == "sigmoid" else "best"
+        return "two_best" if self.has_expert_bias or self.score_function == "sigmoid" else "best"
 
     @property
-    def room(self) -> float | None:
+    def effective_capacity(self) -> float | None:
         """The capacity factor in force; None when training drops nothing."""
         factor = 1.1 if self.capacity_factor is None and self.enable_sdrop else self.capacity_factor
         return None if self.use_gmm or factor == -1 else factor
@@ -209,9 +161,10 @@ class MoEConfig(Section):
 
         GShard (Lepikhin et al. 2020, section 2.2): an equal share of all assignments, times the factor, rounded up.
         """
-        if self.room is None:
+        if self.effective_capacity is None:
             return None
         from fractions import Fraction  # here: start-up does not need it
 
         # Exact: in binary, 1.1 x 10 is a little more than 11.
-        return min(tokens, math.ceil(Fraction(str(self.room)) * self.num_experts_chosen * tokens / self.expert_num))
+        share = Fraction(str(self.effective_capacity)) * self.num_experts_chosen * tokens / self.expert_num
+        return min(tokens, math.ceil(share))

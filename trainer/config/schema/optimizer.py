@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.fields import REQUIRED, Section, ignored, not_yet, setting
+from trainer.config.schema.fields import REQUIRED, Section, setting
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -46,19 +46,11 @@ class OptimizerConfig(Section):
         " update times sqrt(max(1, rows / columns)). Default 0.2.",
         gt=0,
     )
-    qk_clip_threshold: float = ignored(
-        4.0, "Muon: bound on attention scores.", "it acts on multi-head latent attention, which is not built"
-    )
     learning_rate: float | None = setting(
         None,
         "Peak learning rate; must agree with lr_schedule's when both are given. Default null: lr_schedule's.",
         ge=0,
     )
-    amsgrad: bool = not_yet(False, "AdamW: keep the maximum of the second moment.", "it is not built; leave it False")
-    maximize: bool = not_yet(False, "Climb instead of descend.", "it is not built; leave it False")
-    dampening: float = not_yet(0.0, "SGD: dampening of the momentum.", "it is not built; leave it 0")
-    use_fused: bool = ignored(False, "Ask for the fused update.", "both compute the same update")
-    swap: bool = ignored(False, "Keep the state in host memory.", "on a CPU it is there already")
 
 
 class _Schedule(Section):

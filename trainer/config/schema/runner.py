@@ -5,10 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.fields import Section, ignored, setting
-
-_STEP_IN_PYTHON = "each optimizer step is one call from Python, there is no data sink to fill"
-_ADAPTIVE_ONLY = "only AdaptiveLossScaleUpdateCell has it, which is not supported"
+from trainer.config.schema.fields import Section, setting
 
 
 class RunnerConfig(Section):
@@ -24,20 +21,6 @@ class RunnerConfig(Section):
         "Ends the run after this optimizer step and changes nothing else, the schedule included. Default 0: off.",
         ge=0,
     )
-    sink_mode: bool = ignored(False, "Data sink of MindSpore Transformers. Default False.", _STEP_IN_PYTHON)
-    sink_size: int = ignored(1, "Steps of one data sink call. Default 1.", _STEP_IN_PYTHON, ge=-1)
-    sink_interval: int | None = ignored(None, "Older name of the sink size. Default null.", _STEP_IN_PYTHON)
-    initial_epoch: int = ignored(0, "First epoch. Default 0.", "a resumed run knows its epoch from its checkpoint")
-    num_classes: int | None = ignored(
-        None, "Classes of an image classifier. Default null.", "it is not a language model key"
-    )
-    image_size: int | None = ignored(None, "Pixels of an image. Default null.", "it is not a language model key")
-    has_trained_epoches: int | None = ignored(
-        None, "Epochs done before. Default null.", "a resumed run knows its epoch from its checkpoint"
-    )
-    has_trained_steps: int | None = ignored(
-        None, "Steps done before. Default null.", "a resumed run knows its step from its checkpoint"
-    )
 
 
 class LossScaleSection(Section):
@@ -52,8 +35,6 @@ class LossScaleSection(Section):
     scale_window: int = setting(
         1000, "Dynamic: optimizer steps without overflow before the scale grows. Default 1000.", ge=1
     )
-    max_scale_window: int = ignored(1000, "Largest window of the adaptive kind. Default 1000.", _ADAPTIVE_ONLY, ge=1)
-    min_scale_window: int = ignored(20, "Smallest window of the adaptive kind. Default 20.", _ADAPTIVE_ONLY, ge=1)
 
 
 class RunnerWrapper(Section):
@@ -77,11 +58,6 @@ class RunnerWrapper(Section):
         1.0, "Loss scale: a number, or a section of a dynamic one. Default 1.0: off."
     )
     local_norm: bool = setting(False, "Norm of each parameter's gradient in metrics.jsonl. Default False.")
-    calculate_per_token_loss: bool = ignored(
-        False,
-        "Divide the summed loss by the valid tokens of the window. Default False.",
-        "the loss is always divided once by all valid tokens of the window, which is what True means",
-    )
     use_skip_data_by_global_norm: bool = setting(
         False, "Skip the update of a step whose gradient norm is above global_norm_spike_threshold. Default False."
     )
@@ -89,8 +65,3 @@ class RunnerWrapper(Section):
         1.0, "Gradient norm before clipping above which a step is a spike. Default 1.0.", gt=0
     )
     global_norm_spike_count_threshold: int = setting(10, "Spikes in a row that stop the run. Default 10.", ge=1)
-    use_graceful_exit: bool = ignored(
-        False,
-        "Finish the step and save on a signal. Default False.",
-        "SIGINT and SIGTERM always finish the step and save",
-    )

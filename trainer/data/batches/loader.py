@@ -62,7 +62,7 @@ def eval_batches(config: Config, ranks: Ranks, progress: Progress, notice: Calla
 
 
 def _evaluation(config: Config, rows: RowDataset | None, ranks: Ranks) -> EvalBatches:
-    assert rows is not None, "check_runnable has seen that there is something to evaluate on"
+    assert rows is not None, "preflight has seen that there is something to evaluate on"
     section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
     loader = _loader(config, section, rows, ranks, shuffle=False, whole=True)
     return EvalBatches(rows, loader, getattr(config, section).max_batches or None)

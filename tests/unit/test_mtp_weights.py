@@ -1,4 +1,4 @@
-"""Checkpoints with more or less than the model: multi-token prediction modules, the bias on the choice of experts."""
+"""Checkpoints with more or fewer tensors than the model: multi-token prediction modules, expert biases."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DENSE, MTP = "dense", "mtp_2"
 
 
 def config_of(name: str, folder: Path, *, mode: str = "train", moe: dict | None = None, **changes: object) -> Config:
-    """The model of a golden file, whose weights lie in `folder`, with other keys of model_config and moe_config."""
+    """The model of a golden file, whose weights are in `folder`, with other keys of model_config and moe_config."""
     model = SIZES if name == DENSE else load_model_case(name).metadata["config_json"]
     model = model | changes | ({"moe_config": moe} if moe else {})
     if name == MTP and "mtp_depth" in changes:
-        del model["num_nextn_predict_layers"]  # the same in Hugging Face's words
+        del model["num_nextn_predict_layers"]  # Hugging Face's key for the same
     text = {"run_mode": mode, "load_checkpoint": str(folder), "model_config": model}
     return parse_config("a.yaml", json.dumps(text | ({"predict_data": "a"} if mode == "predict" else {})))
 
@@ -61,21 +61,21 @@ def without_modules(folder: Path, layers: tuple[int, ...] = (1, 2)) -> Path:
     ("name", "depth", "layers", "them"),
     [(DENSE, 0, "layers 1-2", "them"), (DENSE, 1, "layer 2", "it"), (MTP, 1, "layer 2", "it")],
 )
-def test_modules_that_the_model_lacks_are_left_out_and_that_is_said(
+def test_modules_that_the_model_lacks_are_left_out_with_a_notice(
     tmp_path: Path, mode: str, name: str, depth: int, layers: str, them: str
 ) -> None:
     save_file(weights_of(name), tmp_path / "model.safetensors")
-    config, told = config_of(name, tmp_path, mode=mode, mtp_depth=depth), []
-    found = requested_weights(config, told.append)
+    config, notices = config_of(name, tmp_path, mode=mode, mtp_depth=depth), []
+    found = requested_weights(config, notices.append)
     assert found.keys() == parameter_shapes(config.decoder).keys()
-    (text,) = told
-    assert f"further tokens ({layers}); mtp_depth: 2 would use {them}" in text
+    (text,) = notices
+    assert f"({layers}); mtp_depth: 2 would use {them}" in text
     whole = fitting_weights(weights_of(name), config_of(name, tmp_path).decoder, Path("file"))
     for key, array in found.items():
         np.testing.assert_array_equal(array, whole[key])
 
 
-def test_a_deeper_model_is_not_taken_for_one_with_modules(modules: Path) -> None:
+def test_a_deeper_model_is_not_mistaken_for_modules(modules: Path) -> None:
     weights = load_file(modules / "model.safetensors")
     copies = {name.replace(".0.", ".3."): array for name, array in weights.items() if ".layers.0." in name}
     save_file(weights | copies, modules / "model.safetensors")
@@ -84,13 +84,13 @@ def test_a_deeper_model_is_not_taken_for_one_with_modules(modules: Path) -> None
 
 
 @pytest.mark.parametrize("layers", [(1, 2), (2,)])
-def test_modules_that_the_checkpoint_lacks_start_from_the_seed_in_a_training(
+def test_missing_modules_start_from_the_seed_in_training(
     modules: Path, layers: tuple[int, ...]
 ) -> None:
-    config, told = config_of(DENSE, without_modules(modules, layers), mode="finetune"), []
-    found = starting_weights(config, told.append)
+    config, notices = config_of(DENSE, without_modules(modules, layers), mode="finetune"), []
+    found = starting_weights(config, notices.append)
     assert found.keys() == parameter_shapes(config.decoder).keys()
-    (text,) = told
+    (text,) = notices
     which = "layers 1-2 (mtp_depth 2) start" if len(layers) == 2 else "layer 2 (mtp_depth 2) starts"
     assert text == f"the checkpoint has no multi-token prediction module: {which} from the seed"
     name = "model.layers.2.eh_proj.weight"
@@ -98,7 +98,7 @@ def test_modules_that_the_checkpoint_lacks_start_from_the_seed_in_a_training(
     np.testing.assert_array_equal(found[name], right)
 
 
-def test_elsewhere_a_checkpoint_without_modules_is_an_error_that_names_the_key(modules: Path, tmp_path: Path) -> None:
+def test_missing_modules_are_an_error_outside_training(modules: Path, tmp_path: Path) -> None:
     without_modules(modules, (2,))
     for mode in ("eval", "predict"):
         message = failure(lambda mode=mode: starting_weights(config_of(DENSE, modules, mode=mode)))
@@ -110,7 +110,7 @@ def test_elsewhere_a_checkpoint_without_modules_is_an_error_that_names_the_key(m
     assert "write mtp_depth: 1 instead" in failure(lambda: starting_weights(adapters))
 
 
-def test_a_training_that_goes_on_needs_the_very_modules(modules: Path) -> None:
+def test_a_resumed_run_needs_the_same_modules(modules: Path) -> None:
     weights = load_file(modules / "model.safetensors")
     settings = config_of(DENSE, modules, mtp_depth=0).decoder
     message = failure(lambda: fitting_weights(weights, settings, modules, key="resume_training"))
@@ -127,16 +127,16 @@ BALANCED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_a_bias_that_the_checkpoint_lacks_starts_at_zero_and_that_is_said(mixtral: Path, mode: str) -> None:
-    config, told = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
-    found = requested_weights(config, told.append)
-    assert told == ["balance_via_topk_bias: the checkpoint has no bias on the choice of experts, it starts at 0"]
+def test_missing_expert_biases_start_at_zero_with_a_notice(mixtral: Path, mode: str) -> None:
+    config, notices = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
+    found = requested_weights(config, notices.append)
+    assert notices == ["balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"]
     biases = [array for name, array in found.items() if name.endswith(EXPERT_BIAS)]
     assert len(biases) == len(config.decoder.moe_layers) and not np.any(biases)
     assert found.keys() == parameter_shapes(config.decoder).keys()
 
 
-def test_a_bias_that_is_missing_in_some_layers_is_a_damaged_checkpoint(mixtral: Path) -> None:
+def test_expert_biases_that_are_missing_in_some_layers_are_an_error(mixtral: Path) -> None:
     config = config_of("experts_mixtral", mixtral, moe=BALANCED)
     name = f"model.layers.0.{EXPERT_BIAS}"
     bias = np.zeros(config.decoder.experts.expert_num, np.float32)
@@ -145,7 +145,7 @@ def test_a_bias_that_is_missing_in_some_layers_is_a_damaged_checkpoint(mixtral: 
     assert f"it lacks model.layers.1.{EXPERT_BIAS}" in message
 
 
-def test_an_export_says_which_biases_transformers_does_not_know(mixtral: Path, tmp_path: Path) -> None:
+def test_export_names_expert_biases_that_transformers_does_not_know(mixtral: Path, tmp_path: Path) -> None:
     config = config_of("experts_mixtral", mixtral, moe=BALANCED)
     still = export(config, tmp_path / "zero", merge=False)  # a bias of zero changes nothing
     assert [text for text in still.notices if "transformers" in text] == []

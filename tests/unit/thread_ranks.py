@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, for what needs no MindSpore."""
+"""Ranks as threads of one process, for tests without MindSpore."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 _LIMIT_SECONDS = 20
 
 
-class ThreadPeers:
-    """One of several ranks; has what a save asks of a `Communicator`. Waiting for ever is an error."""
+class ThreadRank:
+    """One rank, with the methods of a `Communicator` that a save needs. Waiting forever is an error."""
 
     def __init__(self, rank: int, given: list[bytes], meeting: threading.Barrier) -> None:
         self.rank, self.size, self.given, self.meeting = rank, len(given), given, meeting
@@ -24,13 +24,13 @@ class ThreadPeers:
         return every
 
 
-def on_ranks(ranks: int, work: Callable[[ThreadPeers], Any]) -> list[Any]:
-    """Does something on all ranks at once; of each rank the result, or the exception that ended it."""
+def on_ranks(ranks: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
+    """Calls `work` on all ranks at once; returns each rank's result or exception."""
     given, meeting = [b""] * ranks, threading.Barrier(ranks)
 
     def run(rank: int) -> Any:
         try:
-            return work(ThreadPeers(rank, given, meeting))
+            return work(ThreadRank(rank, given, meeting))
         except Exception as error:
             return error
 

@@ -1,0 +1,150 @@
+"""Runs all tests in pytest processes of a few files each, and sums up what they say. Called by scripts/test.sh.
+
+MindSpore keeps every function that it compiled, and its operators leak on a CPU: a process that runs file after file
+grows to several GB. So a process ends after a few files. There is one process for each core, which it keeps to, because
+MindSpore's threads poll and those of two processes on one core slow each other down. The tests of jobs mostly wait for
+other processes: they run beside, on all cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+TESTS = Path(__file__).resolve().parent
+MOST_PROCESSES = 4
+FILES_PER_PROCESS = {"parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
+WAITING = ("parallel",)
+WORDS = ("passed", "failed", "skipped", "error", "xfailed", "deselected")
+SLOWEST = 15
+
+
+class Batch(NamedTuple):
+    """Files that one pytest process runs."""
+
+    files: tuple[str, ...]
+    waits: bool
+
+
+class Running(NamedTuple):
+    """A pytest process; `core` is None for the one beside those of the cores."""
+
+    batch: Batch
+    process: subprocess.Popen
+    output: IO[str]
+    core: int | None
+    began: float
+
+
+def batches(tests: Path = TESTS) -> list[Batch]:
+    """Every test file once, the folders in the order of `FILES_PER_PROCESS`: short files come last, to end together."""
+    found = []
+    folders = {path.parent.name for path in tests.glob("*/test_*.py")}
+    for folder in sorted(folders, key=[*FILES_PER_PROCESS, *sorted(folders)].index):
+        files = [f"tests/{folder}/{path.name}" for path in sorted((tests / folder).glob("test_*.py"))]
+        size = FILES_PER_PROCESS.get(folder, 1)
+        number = -(-len(files) // size)
+        # File n goes to batch n modulo their number: neighbours in the alphabet, often alike, are spread.
+        found += [Batch(tuple(files[start::number]), folder in WAITING) for start in range(number)]
+    return found
+
+
+def start(batch: Batch, core: int | None, root: Path) -> Running:
+    output = tempfile.TemporaryFile("w+", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}", *batch.files]
+    keep = None if core is None or batch.waits else lambda: os.sched_setaffinity(0, {core})
+    process = subprocess.Popen(
+        command, cwd=root, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, preexec_fn=keep
+    )
+    return Running(batch, process, output, core, time.monotonic())
+
+
+def finished(running: list[Running]) -> tuple[Running, int, float]:
+    """Waits for one of the processes; returns it, its exit code and the largest memory of a process of it in GB."""
+    while True:
+        for one in running:
+            pid, status, usage = os.wait4(one.process.pid, os.WNOHANG)
+            if pid:
+                one.process.returncode = os.waitstatus_to_exitcode(status)
+                return one, one.process.returncode, usage.ru_maxrss / 2**20
+        time.sleep(0.05)
+
+
+def counts(output: str) -> dict[str, int]:
+    """What the closing line of pytest counts."""
+    closing = output.rstrip().rpartition("\n")[2]
+    found = re.findall(rf"(\d+) ({'|'.join(WORDS)})s?\b", closing)
+    return {word: int(number) for number, word in found}
+
+
+def durations(output: str) -> Iterator[tuple[float, str]]:
+    for seconds, what in re.findall(r"^([\d.]+)s ((?:call|setup|teardown) .+)$", output, re.M):
+        yield float(seconds), what
+
+
+def closing_line(total: dict[str, int], seconds: float) -> str:
+    said = {word: total.get(word, 0) for word in WORDS}
+    shown = [f"{number} {word}" for word, number in said.items() if number or word in ("passed", "failed", "skipped")]
+    return f"{', '.join(shown)} in {seconds:.2f}s ({time.strftime('%H:%M:%S', time.gmtime(seconds))})"
+
+
+def next_batch(waiting: list[Batch], core: int | None) -> Batch | None:
+    """The first batch of the right kind; a core without one takes what would wait beside it."""
+    own = next((batch for batch in waiting if batch.waits == (core is None)), None)
+    return own or (waiting[0] if waiting and core is not None else None)
+
+
+def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -> int:
+    """Runs the batches, one at a time on each of the cores and one that waits beside; returns the exit code."""
+    began, failed = time.monotonic(), False
+    running: list[Running] = []
+    total: dict[str, int] = {}
+    slowest: list[tuple[float, str]] = []
+    free: list[int | None] = [*cores, None]
+    try:
+        while waiting or running:
+            for core in list(free):
+                batch = next_batch(waiting, core)
+                if batch is not None:
+                    waiting.remove(batch)
+                    free.remove(core)
+                    running.append(start(batch, core, root))
+            one, code, memory_gb = finished(running)
+            running.remove(one)
+            free.append(one.core)
+            one.output.seek(0)
+            text = one.output.read()
+            one.output.close()
+            slowest += durations(text)
+            for word, number in counts(text).items():
+                total[word] = total.get(word, 0) + number
+            if code:
+                failed = True
+                print(text)
+            seconds = time.monotonic() - one.began
+            names = " ".join(file.removeprefix("tests/") for file in one.batch.files)
+            print(f"{text.rstrip().rpartition(chr(10))[2]} | {seconds:.0f} s, {memory_gb:.1f} GB | {names}", flush=True)
+    finally:
+        for one in running:
+            one.process.send_signal(signal.SIGINT)
+    print(f"\nslowest {SLOWEST}:")
+    for seconds, what in sorted(slowest, reverse=True)[:SLOWEST]:
+        print(f"{seconds:.2f}s {what}")
+    print(closing_line(total, time.monotonic() - began))
+    return int(failed)
+
+
+def main() -> int:
+    return run(batches(), sorted(os.sched_getaffinity(0))[:MOST_PROCESSES])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The programme that runs the whole suite: every file once, sums of what is said, an exit code for any failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import run_suite
+from run_suite import Batch, batches, closing_line, counts, next_batch, run
+
+PARALLEL, UNIT = Batch(("tests/parallel/test_a.py",), True), Batch(("tests/unit/test_b.py",), False)
+
+
+def test_every_test_file_runs_once() -> None:
+    files = [file for batch in batches() for file in batch.files]
+    root = run_suite.TESTS.parent
+    assert sorted(files) == sorted(str(path.relative_to(root)) for path in run_suite.TESTS.rglob("test_*.py"))
+
+
+def test_a_new_folder_is_run_too(tmp_path: Path) -> None:
+    for name in ("unit/test_a.py", "new/test_b.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assert batches(tmp_path) == [Batch(("tests/unit/test_a.py",), False), Batch(("tests/new/test_b.py",), False)]
+
+
+def test_what_waits_runs_beside_and_in_the_end_everywhere() -> None:
+    assert next_batch([PARALLEL, UNIT], 0) == UNIT and next_batch([UNIT, PARALLEL], None) == PARALLEL
+    assert next_batch([PARALLEL], 1) == PARALLEL
+    assert next_batch([UNIT], None) is None and next_batch([], 0) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("12 passed in 3.21s", {"passed": 12}),
+        ("1 failed, 2 passed, 3 skipped, 4 warnings in 3.21s", {"failed": 1, "passed": 2, "skipped": 3}),
+        ("5 passed, 2 errors in 61.00s (0:01:01)", {"passed": 5, "error": 2}),
+        ("no tests ran in 0.01s", {}),
+    ],
+)
+def test_counts_of_a_closing_line(line: str, expected: dict[str, int]) -> None:
+    assert counts(f"9 passed as a test says\n{line}\n") == expected
+
+
+def test_the_closing_line() -> None:
+    assert closing_line({"passed": 3600, "skipped": 2}, 599) == (
+        "3600 passed, 0 failed, 2 skipped in 599.00s (00:09:59)"
+    )
+
+
+def test_a_failure_a_crash_and_a_broken_file_each_fail_the_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "tests" / "unit"
+    folder.mkdir(parents=True)
+    programs = {
+        "good": "def test_good(): pass",
+        "bad": "def test_bad(): assert 1 == 2",
+        "crash": "def test_crash(): import os; os._exit(3)",
+        "broken": "import nothing_of_this_name",
+    }
+    for name, text in programs.items():
+        (folder / f"test_{name}.py").write_text(text)
+    found = {name: run([Batch((f"tests/unit/test_{name}.py",), False)], [0], tmp_path) for name in programs}
+    assert found == {"good": 0, "bad": 1, "crash": 1, "broken": 1}
+    printed = capfd.readouterr().out
+    assert "assert 1 == 2" in printed and "nothing_of_this_name" in printed
+    assert "1 passed, 0 failed, 0 skipped in" in printed and "0 passed, 1 failed, 0 skipped in" in printed
+    assert "0 passed, 0 failed, 0 skipped, 1 error in" in printed

@@ -1,0 +1,246 @@
+"""What works, but other than a reader of the file might expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from trainer.config.checks.model import targets_experts, targets_in_experts
+from trainer.config.checks.moe import capacity_factor, watches_drop_rate
+from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, runs_semi_auto
+from trainer.config.families import named_family
+from trainer.config.precision import PART_KEYS, asked_dtype
+from trainer.config.recompute import recompute_notices
+from trainer.config.schema.callbacks import MoEDropRate
+from trainer.config.schema.moe import MoEConfig
+from trainer.config.schema.root import Config
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.world import World
+
+_MODEL = "model.model_config"
+_MOE = f"{_MODEL}.moe_config"
+
+
+class _Unused(NamedTuple):
+    """Keys that have no effect beside another setting: told where they differ from their defaults."""
+
+    section: str
+    keys: str
+    when: Callable[[Config], object]
+    because: str | Callable[[Config], str]
+    switch: str = ""
+    """A key of the section that turns these on: where it is left out, they are told even with their defaults."""
+
+
+def _moe(config: Config) -> MoEConfig:
+    return config.decoder.experts or MoEConfig()
+
+
+def _run_mode(config: Config) -> str:
+    return f"run_mode is {config.run_mode}"
+
+
+def _has_capacity(config: Config) -> bool:
+    """Whether a dense model, or a mixture that drops tokens or says otherwise why it does not."""
+    return config.decoder.experts is None or _moe(config).effective_capacity is not None
+
+
+def _bound(config: Config) -> str:
+    factor = _moe(config).capacity_factor
+    return f"capacity_factor {'null' if factor is None else f'{factor:g}'} sets no bound"
+
+
+_UNUSED = (
+    _Unused("optimizer", "betas eps ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "SGD",
+            "optimizer.type is SGD"),
+    _Unused("optimizer", "momentum nesterov ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "AdamW",
+            "optimizer.type is AdamW"),
+    _Unused("train_dataset", "batch_size", lambda c: c.train_dataset.batch_size != c.runner_config.batch_size,
+            lambda c: f"runner_config.batch_size {c.runner_config.batch_size} counts"),
+    _Unused("train_dataset", "max_batches", lambda c: c.eval_dataset is not None or not c.train_dataset.held_out,
+            "it bounds evaluations: set eval_dataset.max_batches"),
+    _Unused("eval_dataset", "held_out", lambda c: c.eval_dataset is not None,
+            "only train_dataset keeps documents back"),
+    _Unused("", "predict_data", lambda c: c.run_mode != "predict", _run_mode),
+    _Unused("", "resume_training freeze", lambda c: not c.trains, _run_mode),
+    _Unused("runner_wrapper", "clip_value", lambda c: c.trains and c.runner_wrapper.use_clip_grad
+            and c.runner_wrapper.clip_type == "norm", "runner_wrapper.clip_type is norm"),
+    _Unused("runner_wrapper", "max_grad_norm clip_by_group", lambda c: c.trains and c.runner_wrapper.use_clip_grad
+            and c.runner_wrapper.clip_type == "value", "runner_wrapper.clip_type is value"),
+    _Unused("runner_wrapper", "max_grad_norm clip_type clip_by_group clip_value",
+            lambda c: c.trains and not c.runner_wrapper.use_clip_grad,
+            "runner_wrapper.use_clip_grad is False", "use_clip_grad"),
+    _Unused("runner_wrapper", "global_norm_spike_threshold global_norm_spike_count_threshold",
+            lambda c: c.trains and not c.runner_wrapper.use_skip_data_by_global_norm,
+            "runner_wrapper.use_skip_data_by_global_norm is False", "use_skip_data_by_global_norm"),
+    _Unused("runner_wrapper.scale_sense", "scale_factor scale_window",
+            lambda c: c.trains and getattr(c.runner_wrapper.scale_sense, "type", "") == "FixedLossScaleUpdateCell",
+            "a FixedLossScaleUpdateCell does not change its scale"),
+    _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
+    _Unused(_MOE, "capacity_factor", lambda c: _moe(c).use_gmm and _moe(c).capacity_factor != -1,
+            "use_gmm computes every token"),
+    _Unused(_MOE, "enable_sdrop", lambda c: not _has_capacity(c), _bound),
+    _Unused(_MOE, "moe_token_drop_policy", lambda c: not _has_capacity(c) and _moe(c).moe_token_drop_policy, _bound),
+    _Unused(_MOE, "enable_gmm_safe_tokens use_fused_ops_permute", lambda c: c.decoder.experts and not _moe(c).use_gmm,
+            "use_gmm is False"),
+    _Unused(_MOE, "topk_bias_update_rate", lambda c: c.decoder.experts and not _moe(c).balance_via_topk_bias,
+            "balance_via_topk_bias is False"),
+)  # fmt: skip
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """One notice for each reason, with the keys that have no effect for it."""
+    keys: dict[str, list[str]] = {}
+    for row in _UNUSED:
+        if not row.when(config):
+            continue
+        because = row.because if isinstance(row.because, str) else row.because(config)
+        section = config
+        for part in row.section.split(".") if row.section else ():
+            section = getattr(section, section.attribute(part))
+        switched = row.switch and not config.source.where(f"{row.section}.{row.switch}")
+        for name in row.keys.split():
+            key, value = f"{row.section}.{name}".lstrip("."), getattr(section, name)
+            default = type(section).model_fields[name].get_default(call_default_factory=True)
+            if value != default or (switched and config.source.where(key)):
+                shown = f" {value}" if isinstance(value, (bool, int, float)) else ""
+                keys.setdefault(because, []).append(f"{config.source.name(key)}{shown}")
+    return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
+
+
+def rule_notices(config: Config) -> list[str]:
+    """Every notice that does not depend on the number of ranks."""
+    parts = (_unused, _precision, _run, _mixture, _adapters, recompute_notices)
+    return [notice for part in parts for notice in part(config)]
+
+
+def _precision(config: Config) -> Iterator[str]:
+    level, settings = config.amp_level, config.decoder
+    keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
+    for key in PART_KEYS:
+        keys[asked_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
+    if keys["bfloat16"] and config.context.device_target in (None, "CPU"):
+        names = ", ".join(keys["bfloat16"])
+        yield f"{names}: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16"
+    if settings.param_init_type != "float32":
+        yield (
+            f"{_MODEL}.param_init_type {settings.param_init_type}: parameters are kept in float32, as master weights"
+            " that no small update is lost on; products cast them to compute_dtype"
+        )
+    if level == "auto" and settings.compute_dtype == "float32":
+        yield f"amp_level auto: matrix products stay float32, {_MODEL}.compute_dtype says so"
+    if keys["float16"] and config.trains and config.runner_wrapper.scale_sense == 1.0:
+        yield (
+            f"{', '.join(keys['float16'])}: gradients below 6e-8 become zero in float16; set"
+            " runner_wrapper.scale_sense, for example to {type: DynamicLossScaleUpdateCell}"
+        )
+
+
+def _run(config: Config) -> Iterator[str]:
+    decoder, train = config.decoder, config.train_dataset
+    if decoder.max_positions < decoder.seq_length:
+        yield (
+            f"{_MODEL}.seq_length {decoder.seq_length} is beyond max_position_embeddings {decoder.max_positions}:"
+            " the model sees positions it was not made for"
+        )
+    if config.eval_dataset is not None and train.held_out:
+        yield (
+            f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
+            " as there is an eval_dataset"
+        )
+    if config.trains and config.resume_training is not False and config.load_checkpoint and decoder.pet_config is None:
+        yield (
+            f"resume_training: goes on from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
+            " optimizer, step and place in the data; leave it out to start anew from these weights"
+        )
+    if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
+        yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
+    if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
+        yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
+    for name in ("architectures", "model_type"):
+        value = getattr(decoder, name)
+        if value and not named_family({name: value})[0]:
+            yield f"model_config.{name} {value}: not a family that is known here; taken as {config.model.arch.type}"
+
+
+def _mixture(config: Config) -> Iterator[str]:
+    moe, written = config.decoder.experts, config.decoder.moe_config
+    watchers = [number for number, callback in enumerate(config.callbacks) if isinstance(callback, MoEDropRate)]
+    if moe is None:
+        if written is not None and written != MoEConfig():
+            yield "moe_config: changes nothing, expert_num is 1: a dense model"
+        for number in watchers:
+            yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
+        return
+    if moe.effective_capacity is not None and (config.do_eval or not config.trains):
+        yield (
+            f"moe_config: capacity_factor {moe.effective_capacity:g} drops tokens in training only: evaluation and"
+            " prediction compute every one of them"
+        )
+    if moe.balance_via_topk_bias and not moe.topk_bias_update_rate:
+        yield "moe_config.balance_via_topk_bias: the bias stays where it is, topk_bias_update_rate is 0"
+    if not config.trains:
+        return
+    if moe.output_router_logits is False and moe.aux_loss_factor:
+        yield (
+            "output_router_logits False: Hugging Face then leaves the balance loss out; here aux_loss_factor"
+            f" {moe.aux_loss_factor:g} adds it (write aux_loss_factor: 0 to leave it out)"
+        )
+    if not watches_drop_rate(config):
+        return
+    where = config.source.where(f"{_MOE}.callback_moe_droprate")
+    if not watchers:
+        factor = "null" if capacity_factor(moe) is None else f"{capacity_factor(moe):g}"
+        yield (
+            "moe_config.callback_moe_droprate: there is no callback MoEDropRateCallback; assumed the model's"
+            f" expert_num {moe.expert_num}, capacity_factor {factor}, num_layers {config.decoder.num_layers},"
+            f" mtp_depth {config.decoder.mtp_depth}"
+        )
+    elif not moe.callback_moe_droprate and where:
+        yield f"callback_moe_droprate ({where}) is False, but MoEDropRateCallback is there: rates are logged"
+    elif not moe.callback_moe_droprate:
+        yield f"callbacks.{watchers[0]} MoEDropRateCallback: callback_moe_droprate is not in moe_config; assumed True"
+    if moe.effective_capacity is None:
+        why = "use_gmm computes every token" if moe.use_gmm else "no capacity_factor bounds what an expert takes"
+        yield f"the drop rate will be 0.00000 in every layer: {why}"
+
+
+def _adapters(config: Config) -> Iterator[str]:
+    key = f"{_MODEL}.pet_config"
+    if config.decoder.pet_config is None or not config.trains:
+        return
+    names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in targets_in_experts(config)))
+    if names:
+        yield f"{key}.target_modules: {names} of layers with experts get no adapters: experts take none"
+    elif targets_experts(config):
+        yield f"{key}.target_modules: routers and experts get no adapters: they take none"
+    if not config.load_checkpoint:
+        yield f"{key}: the adapters train on top of random weights, as load_checkpoint names no base model"
+
+
+def parallel_notices(config: Config, world: World) -> Iterator[str]:
+    """What of the file has no effect in this job, and what was chosen for it."""
+    parallel, semi_auto = config.parallel, runs_semi_auto(config, world)
+    if parallel.full_batch is False and not semi_auto:
+        yield "parallel.full_batch False: not used, every rank reads sequences of its own"
+    if world.size > 1:
+        if config.use_parallel is None:
+            yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
+        if parallel.parallel_mode in SEMI_AUTO and parallel.parallel_fallback:
+            yield (
+                f"parallel.parallel_mode {parallel.parallel_mode}: data parallelism in its place, as"
+                f" parallel_fallback {parallel.parallel_fallback} says"
+            )
+        return
+    section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")
+    used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]
+    if used and not config.use_parallel:
+        because = "use_parallel is False" if config.use_parallel is False else "start several with `launch --nproc`"
+        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: {because}"
+    if config.use_parallel:
+        yield "use_parallel True: this job has one rank; `run_trainer.py launch --nproc 8` starts eight"
+    plain = parallel.parallel_mode in (*DATA_PARALLEL, "stand_alone") or semi_auto
+    keys = [] if plain else [f"parallel_mode {parallel.parallel_mode}"]
+    keys += ["enable_parallel_optimizer"] * parallel.enable_parallel_optimizer
+    if keys:
+        yield f"parallel ({', '.join(keys)}): not used, one device runs it all"

@@ -1,0 +1,87 @@
+"""How arrays are divided among ranks, and packed into buckets and chunks to travel. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+FLOAT32_BYTES = 4
+
+
+class Sized(Protocol):
+    """An array or tensor."""
+
+    size: int
+
+
+Array = TypeVar("Array", bound=Sized)
+
+
+class OptimizerShard(NamedTuple):
+    """One rank's shard of the optimizer state (ZeRO stage 1): its range of every large parameter, flattened."""
+
+    rank: int
+    """Number of this process among the ranks that share the state."""
+    ranks: int
+    threshold_bytes: int = 0
+    """Every rank keeps the whole state of smaller parameters."""
+    all_gather: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
+    """Completes parameters in place after an update, see `trainer.parallel.collectives.all_gather_ranges`."""
+
+    def divides(self, numbers: int) -> bool:
+        """Whether a parameter of so many numbers is divided among the ranks."""
+        return numbers >= self.ranks and numbers * FLOAT32_BYTES >= self.threshold_bytes
+
+    def own_range(self, numbers: int) -> slice:
+        """This rank's range of a flattened parameter that is divided."""
+        return range_of_rank(numbers, self.rank, self.ranks)
+
+
+def range_of_rank(numbers: int, rank: int, ranks: int) -> slice:
+    """The range of one rank; those of all ranks differ in length by at most one and follow each other."""
+    return slice(rank * numbers // ranks, (rank + 1) * numbers // ranks)
+
+
+class Piece(NamedTuple):
+    """A range of an array, and the range of a chunk in which it travels."""
+
+    array: int
+    """Its number."""
+    source: slice
+    """In the flattened array."""
+    target: slice
+    """In the chunk."""
+
+
+def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]:
+    """Groups consecutive arrays into buckets of up to so many bytes in float32; a larger array has its own bucket."""
+    bucket, used = [], 0
+    for array in arrays:
+        size = FLOAT32_BYTES * array.size
+        if bucket and used + size > bucket_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(array)
+        used += size
+    if bucket:
+        yield bucket
+
+
+def chunks(ranges: Sequence[slice], length: int, count: int) -> list[list[Piece]]:
+    """Divides ranges of arrays, one after the other, into chunks.
+
+    Args:
+        ranges: One of each array, with start and stop.
+        length: Numbers in a chunk; the last chunks may stay partly or wholly empty.
+        count: Number of chunks, enough for all ranges together.
+    """
+    found: list[list[Piece]] = [[] for _ in range(count)]
+    at = 0  # position among all numbers
+    for array, each in enumerate(ranges):
+        start = each.start
+        while start < each.stop:
+            chunk, offset = divmod(at, length)
+            taken = min(each.stop - start, length - offset)
+            found[chunk].append(Piece(array, slice(start, start + taken), slice(offset, offset + taken)))
+            start, at = start + taken, at + taken
+    return found

@@ -1,0 +1,214 @@
+"""The plan and other results as tables: in a terminal's width, or as whole lines for a pipe and for plan.txt."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from trainer.plan.plan import Plan
+
+Rows: TypeAlias = list[tuple[str, ...]]
+Section: TypeAlias = tuple[str, Rows]
+"""A title, and rows of cells of which the first is the header."""
+
+_LOCATION = re.compile(r"\(([^()\s]+\.ya?ml):(\d+)\)")
+_IGNORED = re.compile(r"ignored: (.*\)): ")
+# What a note is about, by importance: results that differ need no words of their own and come first.
+_TOPICS = (
+    (3, re.compile(r"^ignored: ")),
+    (1, re.compile(r"^(use_parallel|parallel)")),
+    (3, re.compile(r"no effect|not used")),
+    (2, re.compile(r"dtype|layernorm_compute_type|softmax_compute_type|param_init_type|b?float(16|32)")),
+)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, for `plan --json`."""
+    values = asdict(replace(plan, backend=None, data=None))
+    return {name: value for name, value in values.items() if name not in ("backend", "data")}
+
+
+def plan_text(plan: Plan) -> str:
+    """All of the plan as plain text: plan.txt."""
+    return sections_text(plan_sections(plan, verbose=True))
+
+
+def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
+    """What matters first: notes, then the model, the steps and the memory.
+
+    Args:
+        verbose: With every kernel, dtype, parameter group, learning rate and part of the memory, and the reason of
+            every ignored key.
+    """
+    found = [_notes(plan.notices, verbose)] if plan.notices else []
+    found.append(("run", _run_rows(plan)))
+    found.append(("model", _model_rows(plan, verbose)))
+    if plan.experts:
+        found.append(("experts", [("", ""), *plan.experts.items()]))
+    if plan.run_mode in ("train", "finetune"):
+        found.append(("steps", _step_rows(plan)))
+    if plan.eval_rows is not None:
+        found.append(("evaluation", [("", ""), ("data", f"{plan.eval_rows:,} rows")]))
+    return [*found, *_details(plan), _memory(plan)] if verbose else [*found, _memory_line(plan)]
+
+
+def _notes(notices: tuple[str, ...], verbose: bool) -> Section:
+    """By importance; a file that all of them name stands in the title alone."""
+    ordered = sorted(notices, key=importance)
+    paths = {path for notice in ordered for path, _ in _LOCATION.findall(notice)}
+    title = "notes"
+    if len(paths) == 1:
+        title = f"notes (lines are those of {paths.pop()})"
+        ordered = [_LOCATION.sub(r"(line \2)", notice) for notice in ordered]
+    if not verbose:
+        ignored = [match[1] for notice in ordered if (match := _IGNORED.match(notice))]
+        ordered = [notice for notice in ordered if not _IGNORED.match(notice)]
+        ordered += [f"ignored, --verbose says why: {', '.join(ignored)}"] if ignored else []
+    return title, [("",), *((f"- {notice}",) for notice in ordered)]
+
+
+def importance(notice: str) -> int:
+    """0: the results differ; 1: other degrees of parallelism; 2: another dtype; 3: a key is ignored."""
+    return next((rank for rank, topic in _TOPICS if topic.search(notice)), 0)
+
+
+def _run_rows(plan: Plan) -> Rows:
+    rows: Rows = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
+    if plan.ranks > 1:
+        hosts = "" if plan.host_ranks == plan.ranks else f", {plan.host_ranks} of them on this host"
+        rows.append(("ranks", f"{plan.ranks}{hosts}: {plan.layout}"))
+    rows += [("execution", plan.execution), ("output_dir", plan.output_dir)]
+    return [*rows, ("resumes", plan.resumed)] if plan.resumed else rows
+
+
+def _model_rows(plan: Plan, verbose: bool) -> Rows:
+    rows: Rows = [("", ""), ("weights", _weights(plan))]
+    rows += [("adapters", plan.adapters)] if plan.adapters else []
+    rows += [("recompute", plan.recompute)] if plan.recompute else []
+    if verbose:
+        return rows
+    fused = [choice.kernel for choice in plan.kernels if choice.fused]
+    others = [choice.kernel for choice in plan.kernels if not choice.fused]
+    if plan.kernels:
+        parts = [f"{kind}: {' '.join(names)}" for kind, names in (("fused", fused), ("reference", others)) if names]
+        rows.append(("kernels", "; ".join(parts) if fused else f"reference for all, device is {plan.device}"))
+    parts_of: dict[str, list[str]] = {}
+    for part, dtype in plan.dtypes.items():
+        parts_of.setdefault(dtype.dtype, []).append(part)
+    listed = "; ".join(f"{dtype}: {', '.join(parts)}" for dtype, parts in parts_of.items())
+    return [*rows, ("dtypes", listed if len(parts_of) > 1 else f"{next(iter(parts_of))} for all")]
+
+
+def _step_rows(plan: Plan) -> Rows:
+    step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
+    step += f" on each rank: {plan.rows_per_step:,} rows" if plan.ranks > 1 else ""
+    ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
+    rows: Rows = [
+        ("", ""),
+        ("data", f"{plan.rows:,} rows an epoch"),
+        ("optimizer step", f"{step}, {plan.tokens_per_step:,} {plan.labels}"),
+        ("steps", f"{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {plan.total_steps:,}{ends}"),
+        ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
+    ]
+    rows += [("optimizer state", plan.optimizer_sharing)] if plan.optimizer_sharing else []
+    rows += [("clipping", plan.clipping), ("loss scale", plan.loss_scale)]
+    rows += [("skipped", plan.skipping)] if plan.skipping else []
+    rows.append(("schedule", plan.schedule))
+    if plan.learning_rates:
+        highest = max(rate for _, rate in plan.learning_rates)
+        chosen = {plan.learning_rates[0][0], plan.last_step, next(n for n, r in plan.learning_rates if r == highest)}
+        rates = ", ".join(f"{rate:.3e} at step {step:,}" for step, rate in plan.learning_rates if step in chosen)
+        rows.append(("learning rate", rates))
+    return rows
+
+
+def _weights(plan: Plan) -> str:
+    every = plan.weights + plan.frozen.weights
+    active = f"; {plan.active_weights:,} compute a token" if plan.active_weights < every else ""
+    if not plan.frozen.tensors:
+        return f"{every:,}{active}"
+    return f"{every:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen{active}"
+
+
+def _shown(name: str, value: Any) -> str:
+    """A setting of the optimizer: `betas 0.9 0.95`; of its type the value alone."""
+    values = value if isinstance(value, list) else [value]
+    text = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    return text if name == "type" else f"{name} {text}"
+
+
+def _details(plan: Plan) -> list[Section]:
+    """The tables that --verbose adds."""
+    found: list[Section] = []
+    if plan.kernels:
+        kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels]
+        found.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
+    if plan.groups:
+        groups = [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
+        if plan.frozen.tensors:
+            groups.append((plan.frozen.name, "-", str(plan.frozen.tensors), f"{plan.frozen.weights:,}"))
+        found.append(("parameters", [("group", "weight decay", "tensors", "weights"), *groups]))
+    found.append(("dtypes", [("part", "dtype", "why"), *((part, *dtype) for part, dtype in plan.dtypes.items())]))
+    if plan.learning_rates:
+        rates = [(str(step), f"{rate:.3e}") for step, rate in plan.learning_rates]
+        found.append(("schedule", [("step", "learning rate"), *rates]))
+    return found
+
+
+def _memory(plan: Plan) -> Section:
+    parts = plan.memory_bytes
+    if plan.ranks > 1:
+        parts = parts | {f"{plan.host_ranks} ranks of this host": plan.host_memory_bytes}
+    title = "memory of a rank, estimated" if plan.ranks > 1 else "memory, estimated"
+    return title, [("part", "MiB"), *((part, _mib(size)) for part, size in parts.items())]
+
+
+def _memory_line(plan: Plan) -> Section:
+    title, (_, *rows) = _memory(plan)
+    totals = ("total", f"{plan.host_ranks} ranks of this host")
+    parts = ", ".join(f"{part} {size}" for part, size in rows if part not in totals)
+    sums = [(part, f"{size} MiB") for part, size in rows if part in totals]
+    return title, [("", ""), *sums, ("parts, MiB", parts)]
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.0f}"
+
+
+def sections_text(sections: list[Section]) -> str:
+    """Titled tables as aligned plain text; no line is folded."""
+    lines = []
+    for title, rows in sections:
+        name, bracket, more = title.partition(" (")
+        lines.append(name.upper() + bracket + more)
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            if line:
+                lines.append(f"  {line}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def print_sections(sections: list[Section]) -> None:
+    """Prints titled tables: folded to the width of a terminal, as whole lines into a file or pipe."""
+    if not sys.stdout.isatty():
+        print(sections_text(sections))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for title, (header, *rows) in sections:
+        console.print(Text(title, style="bold"))
+        table = Table(box=None, pad_edge=False, show_header=any(header))
+        for name in header:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+        console.print()
