@@ -107,7 +107,7 @@ def test_a_plan_says_what_a_run_would_do(tmp_path: Path) -> None:
     _, output, _ = call("plan", "--config", QUICKSTART, "--gradient_accumulation_steps", 4, cwd=tmp_path)
     lines = output.splitlines()
     assert len(lines) <= 30 and all(line == line.rstrip() for line in lines)
-    for text in ("optimizer step", "4 micro-batches of 32 rows", "reference for all", "learning rate",
+    for text in ("optimizer step", "4 micro-batches of 32 sequences", "reference for all", "learning rate",
                  "weights", "MiB"):  # fmt: skip
         assert text in output, text
     flags = ("--output_dir", "x" * 100, "--sink_mode", "--verbose")
@@ -184,7 +184,7 @@ def test_paths_count_from_the_working_directory(tmp_path: Path) -> None:
     write_corpus(tmp_path / "data")
     write_config(tmp_path / "configs", "data", {"output_dir": "out", "train_dataset.cache_dir": "cache"})
     code, output, errors = call("plan", "--config", "configs/run.yaml", cwd=tmp_path)
-    assert code == 0 and "rows an epoch" in output, errors
+    assert code == 0 and "sequences an epoch" in output, errors
     code, _, errors = call("plan", "--config", "run.yaml", cwd=tmp_path)
     assert code == 2 and "run.yaml" in errors
     code, _, errors = call("plan", "--config", "run.yaml", cwd=tmp_path / "configs")  # its data is not there

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.device.cpu_threads import set_up_cpu_threads
+from trainer.device.threads import set_up_cpu_threads
 
 
 @pytest.fixture(scope="session", autouse=True)

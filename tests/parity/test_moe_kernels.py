@@ -19,7 +19,7 @@ from tolerances import rounding_limit
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
-from trainer.device.host_threads import HostThreads
+from trainer.device.threads import HostThreads
 from trainer.ops.cpu import arrays as host_arrays
 from trainer.ops.cpu import experts as moe_swiglu
 from trainer.ops.cpu import kernels as reference

@@ -17,7 +17,7 @@ from tiny_trainer import assert_same_bits, make_batch, shared_trainer
 from tolerances import rounding_limit
 
 from trainer.config import parse_config
-from trainer.device.cpu_threads import set_up_cpu_threads
+from trainer.device.threads import set_up_cpu_threads
 from trainer.optim.groups import parameter_groups
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import build_optimizer

@@ -181,11 +181,11 @@ def test_a_row_longer_than_the_data_is_an_error(tmp_path, size, drop_remainder):
 
 def test_a_batch_larger_than_the_data_set_is_an_error(tmp_path):
     corpus, runner = corpus_of(tmp_path, (100,)), {"batch_size": 13}
-    message = refusal(make_config(tmp_path, corpus, runner_config=runner), "12 rows of 8 tokens, fewer than one")
+    message = refusal(make_config(tmp_path, corpus, runner_config=runner), "12 sequences of 8 tokens, fewer than one")
     assert line_of(tmp_path, "batch_size") in message and "runner_config.batch_size = 13" in message
     assert "at most 12" in message and "drop_remainder" in message
     limited = make_config(tmp_path, corpus, runner_config={"batch_size": 6}, loader={"num_samples": 5})
-    refusal(limited, "train_dataset has 5 rows")
+    refusal(limited, "train_dataset has 5 sequences")
     kept = make_config(tmp_path, corpus, runner_config=runner, train={"drop_remainder": False})
     assert build_datasets(kept)[0].num_rows == 13
 
@@ -199,7 +199,7 @@ def test_a_batch_larger_than_eval_dataset_is_an_error(tmp_path):
     small = make_config(
         tmp_path, corpus_of(tmp_path), eval_dataset=evaluation, do_eval=True, runner_config={"batch_size": 4}
     )
-    refusal(small, "runner_config.batch_size = 4: eval_dataset has 3 rows")
+    refusal(small, "runner_config.batch_size = 4: eval_dataset has 3 sequences")
 
 
 def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path):

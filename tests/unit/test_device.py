@@ -208,7 +208,7 @@ def test_on_a_cpu_none_of_them_acts_and_that_is_told(text: str) -> None:
         ("jit_config: {jit_level: O1}, jit_level: O0", ["context.jit_level = 'O0'", "jit_config says O1"]),
         ("ascend_config: {parallel_speed_up_json_path: a}", ["no call for it; there are precision_mode,", "remove"]),
         ("ascend_config: {jit_compile: maybe}", ["context.ascend_config.jit_compile = 'maybe'", "True or False"]),
-        ("ascend_config: {precision_mode: 1}", ["context.ascend_config.precision_mode = 1", "must be a text"]),
+        ("ascend_config: {precision_mode: 1}", ["context.ascend_config.precision_mode = 1", "must be a string"]),
     ],
 )
 def test_values_that_mindspore_would_refuse(text: str, words: list[str]) -> None:

@@ -43,7 +43,7 @@ def test_the_global_batch_is_that_of_all_ranks() -> None:
     assert build_plan(kept, world_of(8)).steps_per_epoch == -(-one.rows // 32)
     text = text_of(config, world_of(8))
     assert "ranks 8: data_parallel 8" in text
-    assert "optimizer step 2 micro-batches of 4 rows on each rank: 64 rows, 8,192 tokens" in text
+    assert "optimizer step 2 micro-batches of 4 sequences on each rank: 64 sequences, 8,192 tokens" in text
     assert "rank" not in text_of(config, world_of(1))
 
 
@@ -119,7 +119,7 @@ def test_the_command_sees_the_job_around_it(capsys: pytest.CaptureFixture, monke
         ("--ranks 4 --local_ranks 5", "--local_ranks = 5: exceeds the 4 ranks"),
         ("--ranks 8 --local_ranks 3", "--local_ranks = 3: every host has the same number of ranks"),
         ("--ranks 8 --parallel_config.data_parallel 3", "data_parallel 3 is for 3 ranks, and this job has 8"),
-        ("--ranks 100000", "rows of 128 tokens fill no batch of 32 rows on each of 100000 ranks"),
+        ("--ranks 100000", "sequences of 128 tokens fill no batch of 32 on each of 100000 ranks"),
     ],
 )
 def test_a_job_that_cannot_be_is_an_error(flags: str, part: str) -> None:

@@ -124,11 +124,11 @@ class Arguments(NamedTuple):
     """A command line, taken apart."""
 
     config: str | None
-    """The path after ``--config``, as typed: it counts from the working directory."""
+    """The path after ``--config``, relative to the working directory."""
     overrides: list[Override]
     """All values, the weakest first."""
     rest: list[str]
-    """Sub-commands and flags of the caller, in their order."""
+    """Subcommands and the command's own flags, in order."""
 
 
 @dataclass
@@ -169,8 +169,8 @@ def split_arguments(
 
     Args:
         argv: The arguments after the program's name.
-        own_flags: Flags that stay in ``rest``: those of the caller, without values.
-        own_values: Further ones of the caller, which stay there with their value.
+        own_flags: Switches of the command itself: they stay in ``rest``.
+        own_values: Its options with a value, which stay there too.
 
     Raises:
         UserError: An unknown flag (with the nearest one), or a missing value.
@@ -191,7 +191,7 @@ def split_arguments(
 
 
 _SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend"}
-"""What the value of a command's own flag looks like, where it is no path."""
+"""Examples of values of a command's own options that are no paths."""
 
 
 def _is_flag(token: str) -> bool:
@@ -268,7 +268,7 @@ def _negated(flag: Flag, given: str | None) -> list[Override]:
 
 
 def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
-    """A key of the configuration as a flag; unknown keys with a dot are found out when the file is read."""
+    """A key of the configuration as a flag; reading the file reports unknown keys that have a dot."""
     from trainer.config import Override, is_boolean, is_top_level, sections_with
     from trainer.config.checks.problem import nearest, one_of
 

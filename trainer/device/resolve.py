@@ -59,7 +59,7 @@ def device_notices(config: Config, device: str) -> Iterator[str]:
 
 
 def _lacks(config: Config) -> str:
-    """Why the wanted device, or with none the Ascend, cannot be used; empty when it can."""
+    """Why the requested device (by default an Ascend) cannot be used; empty when it can."""
     wanted = config.context.device_target
     if wanted == "CPU":
         return ""

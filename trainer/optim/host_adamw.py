@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.device.host_threads import HostThreads
+from trainer.device.threads import HostThreads
 
 _BLOCK = 1 << 17  # numbers; shorter blocks are bound by NumPy's call overhead, longer ones exceed the cache
 

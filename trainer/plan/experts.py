@@ -18,7 +18,7 @@ _POLICIES = {"position": "the last of a micro-batch", "probability": "those with
 
 
 def experts_plan(config: Config) -> dict[str, str]:
-    """The parts of the section, in order; empty for a dense model that predicts one token."""
+    """Lines of the plan's section on experts, by name; empty for a dense model without MTP modules."""
     settings = config.decoder
     found = _experts(config, settings.experts) if settings.experts is not None else {}
     if settings.mtp_depth:
@@ -80,7 +80,7 @@ def _balance(config: Config, moe: MoEConfig) -> str:
 
 
 def active_weights(settings: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Weights that compute one token of a training: of the experts, those of the chosen ones."""
+    """Weights that compute one token in training: of all experts, only the chosen ones count."""
     moe, total = settings.experts, 0
     for name, shape in shapes.items():
         weights = math.prod(shape)

@@ -51,7 +51,7 @@ def memory_estimate(config: Config, trains: bool, device: str, world: World = SI
 
 
 def _optimizer_state_bytes(config: Config, world: World) -> int:
-    """Of one rank: ranks that share it have equal parts of every parameter that is large enough."""
+    """Of one rank; ranks that share the state have equal parts of every parameter above the threshold."""
     shapes = trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     parts = world.size if shards_optimizer(config, world) else 1
@@ -65,14 +65,14 @@ def _optimizer_state_bytes(config: Config, world: World) -> int:
 
 
 def activations_of_label(config: Config, device: str) -> int:
-    """Numbers that are kept for each label between forward and backward, at the peak."""
+    """Float32 values kept for each label between forward and backward pass, at the peak."""
     if config.classifier is not None:
-        return 3 * sum(config.classifier.sizes)  # of each layer what enters, its product, and the gradient of that
+        return 3 * sum(config.classifier.sizes)  # each layer: input, product and its gradient
     return activations_of_token(config, device)
 
 
 def activations_of_token(config: Config, device: str) -> int:
-    """The same of a decoder's token."""
+    """Float32 values kept for each token of a decoder."""
     settings = config.decoder
     half = resolve_precision(settings, config.amp_level, device).compute.dtype != "float32"
     kept, working, both = 0, 0, 0
@@ -80,11 +80,11 @@ def activations_of_token(config: Config, device: str) -> int:
     again = recomputed_parts(config) + ("",) * settings.mtp_depth
     for layer in range(first, len(again)):
         part, sublayers = again[layer], _activations_of_sublayers(settings, layer)
-        # What is computed again keeps its input, and is there as a whole while its own backward pass runs.
+        # A recomputed part keeps its input alone, and exists as a whole while its own backward pass runs.
         remains = sublayers["block"] - sublayers[part] if part else sublayers["block"]
         kept += (remains * _HALF_KEEPS // 8 if half else remains) + (settings.hidden_size if part else 0)
         working = max(working, sublayers[part] if part else 0)
-        # While its backward pass runs, a block's arrays are there in half precision and in float32.
+        # During its backward pass a block's arrays exist in half precision and in float32.
         both = max(both, sublayers["block"] if half else 0)
     # Multi-token prediction modules: what enters their block, and logits and probabilities of their own.
     kept += settings.mtp_depth * (7 * settings.hidden_size + 2 * settings.vocab_size)
@@ -93,12 +93,12 @@ def activations_of_token(config: Config, device: str) -> int:
 
 
 def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, int]:
-    """Numbers that each half of a layer, and both together, keep for a token."""
+    """Float32 values that each sublayer of a layer, and the whole block, keep for a token."""
     hidden, size = settings.hidden_size, settings.head_size
     heads, keys = settings.num_heads * size, settings.kv_heads * size
     scores = _scores(settings)
-    # Residuals, norms and what follows them; q and the output before and after each change of layout, k and v
-    # likewise; the probabilities. Dropout keeps its masks.
+    # Residuals and norms; q, output, k and v, each before and after its change of layout; the probabilities.
+    # Dropout keeps its masks.
     attention = 4 * hidden + 6 * heads + 4 * keys + scores
     masks = settings.num_heads * settings.seq_length + scores  # the whole mask, and its part in each half
     attention += hidden * bool(settings.hidden_dropout) + masks * bool(settings.attention_dropout)
@@ -112,7 +112,7 @@ def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, in
 
 
 def _activations_of_experts(settings: ModelConfig) -> int:
-    """Scores of the router; of each chosen expert its row, gate and up; shared ones."""
+    """Router scores; input, gate and up of each chosen expert; the shared expert."""
     moe, hidden = settings.experts, settings.hidden_size
     rows = moe.num_experts_chosen * (hidden + 2 * settings.expert_size)
     return 6 * moe.expert_num + rows + 3 * settings.shared_expert_size + hidden * bool(settings.shared_expert_size)
@@ -134,13 +134,7 @@ def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def memory_notices(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:
-    """Says when a run will probably not fit.
-
-    Args:
-        rank_bytes: Of the estimate.
-        left_bytes: Memory that is left here; None: look.
-        ranks: How many run on this host.
-    """
+    """Says when `ranks` ranks on this host will probably not fit in `left_bytes` (None: what is available now)."""
     left_bytes = memory_left_bytes() if left_bytes is None else left_bytes
     total_bytes = rank_bytes * ranks
     if total_bytes > left_bytes:

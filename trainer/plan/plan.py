@@ -51,36 +51,34 @@ class Plan:
     """Everything `plan` says.
 
     Attributes:
-        run_mode, device, execution: What runs, where, and whether blocks are compiled.
-        ranks, host_ranks: Processes that run it together, on all hosts and on this one.
-        layout: How they share the work, in words; empty for one rank.
-        optimizer_sharing: How they share the optimizer state, in words; empty where each has all of it.
-        output_dir: What a run leaves goes there.
-        optimizer: Its type and the numbers that the type uses.
-        clipping: What is done to a large gradient, in words.
+        execution: How the model is executed, in words.
+        ranks, host_ranks: Ranks of the job on all hosts, and on this one.
+        layout: The degrees of parallelism, in words; empty for one rank.
+        optimizer_sharing: How ranks share the optimizer state, in words; empty where each has all of it.
+        optimizer: Its type and the settings that the type uses.
+        clipping: How gradients are clipped, in words.
         loss_scale: Factor on the loss in the backward pass, in words.
         skipping: Which steps update nothing, in words; empty for none.
-        schedule: Type of the learning rate schedule.
         kernels: For each kernel: asked for, chosen, why.
         groups: Parameter groups with their decay and sizes; none where nothing is trained.
         weights: Number of trained weights.
-        active_weights: Of all weights those that compute one token; fewer than there are only with experts.
-        experts: Router, experts, what is dropped, multi-token prediction modules, in words; empty without.
-        frozen: The weights that are not trained, of which nothing is updated.
+        active_weights: Weights that compute one token; fewer than all only with experts.
+        experts: Router, experts, dropped tokens and MTP modules, in words; empty without.
+        frozen: The weights that are not trained.
         adapters: Rank, factor and targets of low-rank adapters, in words; empty without.
         recompute: What the backward pass computes again, in words; empty for nothing.
         dtypes: For each part of the model its dtype on the device, and why.
         rows, rows_exact: Sequences (or images) of an epoch, counted.
-        batch_rows, micro_batches: Rows of a micro-batch on a rank, micro-batches of a step.
-        rows_per_step, tokens_per_step: Rows and positions of a full step, over all ranks.
+        batch_rows, micro_batches: Sequences of a micro-batch on a rank, micro-batches of a step.
+        rows_per_step, tokens_per_step: Sequences and labels of a full step, over all ranks.
         steps_per_epoch, epochs, total_steps, last_step: Optimizer steps; `last_step` is where this run ends.
-        learning_rates: (step, rate) at a few telling steps; steps count from 1 as in the log.
+        learning_rates: (step, rate) at some steps, counted from 1 as in the log.
         memory_bytes: Estimated peak of a rank by part, and their total.
         host_memory_bytes: Of all ranks of this host.
-        eval_rows: Rows of an evaluation, None without.
+        eval_rows: Sequences of an evaluation; None without one.
         notices: What the user should know.
         labels: What `tokens_per_step` counts: tokens, or images.
-        resumed: The checkpoint that the run goes on from and where that is, in words; empty for a fresh start.
+        resumed: The checkpoint that the run resumes from, in words; empty for a fresh start.
         backend: How the run trains.
         data: The opened data of a training or an evaluation; the run reads from it.
     """

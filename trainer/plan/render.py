@@ -51,7 +51,8 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
     if plan.run_mode in ("train", "finetune"):
         found.append(("steps", _step_rows(plan)))
     if plan.eval_rows is not None:
-        found.append(("evaluation", [("", ""), ("data", f"{plan.eval_rows:,} rows")]))
+        unit = "sequences" if plan.labels == "tokens" else plan.labels
+        found.append(("evaluation", [("", ""), ("data", f"{plan.eval_rows:,} {unit}")]))
     return [*found, *_details(plan), _memory(plan)] if verbose else [*found, _memory_line(plan)]
 
 
@@ -103,12 +104,13 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
 
 
 def _step_rows(plan: Plan) -> Rows:
-    step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} rows"
-    step += f" on each rank: {plan.rows_per_step:,} rows" if plan.ranks > 1 else ""
+    unit = "sequences" if plan.labels == "tokens" else plan.labels
+    step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.batch_rows} {unit}"
+    step += f" on each rank: {plan.rows_per_step:,} {unit}" if plan.ranks > 1 else ""
     ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
     rows: Rows = [
         ("", ""),
-        ("data", f"{plan.rows:,} rows an epoch"),
+        ("data", f"{plan.rows:,} {unit} an epoch"),
         ("optimizer step", f"{step}, {plan.tokens_per_step:,} {plan.labels}"),
         ("steps", f"{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {plan.total_steps:,}{ends}"),
         ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),

@@ -33,8 +33,8 @@ class Exported:
     Attributes:
         path: The file.
         tensors, weights, file_bytes: How much it holds.
-        contents: In words.
-        notices: What the user should know of them.
+        contents: What that is, in words.
+        notices: What the user should know.
     """
 
     path: Path

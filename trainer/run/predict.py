@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class _Stopped(Exception):
-    """Someone asked to stop before all was predicted."""
+    """A signal arrived before everything was predicted."""
 
 
 def read_prompts(config: Config) -> list[str]:
-    """The prompts of `predict_data`: texts, or those of one file.
+    """The prompts of `predict_data`: strings, or the contents of one file.
 
     A file whose name ends with .jsonl holds a JSON object a line, with its prompt under `prompt` or `text`; any other
     one a prompt a line.
@@ -170,7 +170,7 @@ def _predict_together(
             found = list(continued(first, shown.append))
             done.append((first, "".join(shown), found))
     except _Stopped:
-        done = None  # the others are waiting for what this rank has to say
+        done = None  # the other ranks wait in the gather
     every = [json.loads(part) for part in communicator.gather_bytes(json.dumps(done).encode())]
     if None in every:
         raise _Stopped
@@ -200,7 +200,7 @@ def write_records(path: Path) -> Iterator[Callable[[dict], None]]:
             yield lambda record: print(json.dumps(record, ensure_ascii=False), file=file)
         os.replace(unfinished, path)
     except BrokenPipeError:
-        raise  # whoever read the console went away
+        raise  # the reader of the console went away
     except OSError as error:
         raise write_failure(path, error) from error
 
@@ -213,7 +213,7 @@ def _show(
     generator: Generator,
     write: Callable[[str], None],
 ) -> list[str]:
-    """Texts of a batch, written under a heading that names the prompt; that of a run's only prompt without one.
+    """The texts of a batch, each written under a heading with its prompt; a run's only prompt has no heading.
 
     A batch of one is written token by token, a larger one when it is done.
     """

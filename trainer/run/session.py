@@ -14,9 +14,9 @@ import numpy as np
 from trainer.checkpoint.state import load_weights
 from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
-from trainer.device.cpu_threads import set_up_cpu_threads
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
+from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as something that a run asks about, instead of something that ends it anywhere."""
+"""SIGINT and SIGTERM as flags that a run checks between steps, instead of exceptions anywhere."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from types import FrameType
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
 
 EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
-
-
 _ECHO_SECONDS = 0.4
 
 
 class StopSignals:
-    """Remembers SIGINT and SIGTERM instead of dying of them; a second one of the same kind acts at once.
+    """Remembers SIGINT and SIGTERM instead of ending the process; a second one of the same kind acts at once.
 
-    One that follows at once is the same one: batch systems signal every process of a job, and then a launcher
-    hands it on as well.
+    A second one within _ECHO_SECONDS counts as the first: batch systems signal every process of a job, and a launcher
+    then forwards the signal as well.
     """
-
-    _CODES = EXIT_CODES
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -30,7 +26,7 @@ class StopSignals:
         self._remembered_at: dict[int, float] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in self._CODES:
+        for number in EXIT_CODES:
             self._before[number] = signal.signal(number, self._remember)
         return self
 
@@ -55,4 +51,4 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        return self._CODES[self.received] if self.received else EXIT_OK
+        return EXIT_CODES[self.received] if self.received else EXIT_OK

@@ -1,4 +1,4 @@
-"""MindSpore's semi-automatic mode: what it cannot do, what has no effect in it, and what a step of it reads."""
+"""Rules of MindSpore's semi-automatic mode: what it does not support, what has no effect, which data a step reads."""
 
 from __future__ import annotations
 

@@ -259,5 +259,5 @@ class ModelConfig(Section):
 
     @property
     def rows_text(self) -> str:
-        """What a row is, in the plural."""
-        return f"rows of {self.seq_length} tokens"
+        """What a row of data is, in the plural."""
+        return f"sequences of {self.seq_length} tokens"

@@ -76,7 +76,7 @@ def _loader(
     if drop_remainder and rows.num_rows < size * ranks[1]:
         of_ranks = f" on each of {ranks[1]} ranks" if ranks[1] > 1 else ""
         raise UserError(
-            f"{rows.num_rows:,} {config.network.rows_text} fill no batch of {size} rows{of_ranks}",
+            f"{rows.num_rows:,} {config.network.rows_text} fill no batch of {size}{of_ranks}",
             where=config.source.where("runner_config.batch_size"),
             key="runner_config.batch_size",
             value=size,

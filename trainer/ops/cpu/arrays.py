@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
-from trainer.device.host_threads import HostThreads
+from trainer.device.threads import HostThreads
 
 MOST_MOVED = 128  # rows that a thread copies at once
 

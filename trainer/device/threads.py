@@ -1,4 +1,4 @@
-"""How MindSpore's CPU runtime uses its threads: as many as there are cores compute, and no other one spins.
+"""Threads on a CPU: those of MindSpore's runtime, and those of NumPy's work on tensors in the host's memory.
 
 As installed, MindSpore 2.10 on a machine with few cores runs operators in the calling thread, which hands the work to
 a pool and then polls for its end, and its queues poll while they are empty. Each poller takes time from the threads
@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import mindspore
 import numpy as np
+import threadpoolctl
 
 _RUNTIME_SETTINGS = "MS_DEV_RUNTIME_CONF"
 _MOST_DISPATCH_THREADS = 5  # MindSpore's own default where there are cores enough
+_MOST_HOST_THREADS = 8  # more do not help: memory is the limit
+
+Item = TypeVar("Item")
 
 
 @functools.cache
@@ -60,3 +66,33 @@ def _silent() -> Iterator[None]:
             os.dup2(original, stream)
             os.close(original)
         os.close(nowhere)
+
+
+class HostThreads:
+    """As many threads as this process has cores; each takes the next item when it has done one.
+
+    NumPy lets other threads run while it computes. Its products then run in one thread each: the BLAS library's own
+    threads would poll for work between two products, and take time from those that compute.
+
+    Args:
+        threads: Another number of them.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = min(len(os.sched_getaffinity(0)), _MOST_HOST_THREADS) if threads is None else threads
+        self.pool = ThreadPoolExecutor(self.threads - 1, "host") if self.threads > 1 else None
+        threadpoolctl.threadpool_limits(1, user_api="blas")
+
+    def run(self, items: Iterable[Item], function: Callable[[Item, int], None]) -> None:
+        """Calls function(item, number of the thread) for every item; items may run at the same time."""
+        # A step of a list's iterator cannot be interrupted, so that no item is taken twice.
+        left = iter(list(items))
+
+        def take(thread: int) -> None:
+            for item in left:
+                function(item, thread)
+
+        others = [self.pool.submit(take, thread) for thread in range(1, self.threads)] if self.pool else []
+        take(0)
+        for other in others:
+            other.result()
