@@ -105,7 +105,7 @@ def test_mistakes_are_explained(freeze: str, parts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("freeze", "parts"),
     [
-        ("{include: 3}", ["freeze.include = 3", "must be a text, a list or a section"]),
+        ("{include: 3}", ["freeze.include = 3", "must be a string, a list or a section"]),
         ("{include: [3]}", ["freeze.include.0 = 3", "must be"]),
         ("{layers: 0.5}", ["freeze.layers = 0.5", "must be"]),
         ("{inclde: ['*']}", ["freeze.inclde", "freeze.include"]),
