@@ -112,7 +112,7 @@ class MoEConfig(Section):
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "gbs_aux_loss", "sinkhorn", "none"] = setting(
         "aux_loss",
-        "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each row (DeepSeek-V3, section"
+        "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each sequence (DeepSeek-V3, section"
         " 2.1.2), which accumulation and ranks do not change. Default aux_loss.",
     )
     moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
