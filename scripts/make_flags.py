@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from trainer.cli.flags import FLAGS  # noqa: E402
+from trainer.cli.flags import PANELS  # noqa: E402
 from trainer.config import json_schema  # noqa: E402
 from trainer.config.schema.fields import Section  # noqa: E402
 
@@ -45,10 +45,7 @@ NAMED = """\
 ## Named flags
 
 Each named flag sets one key. Dashes and underscores are interchangeable. Every other key is a flag by its dotted name:
-[configuration](configuration.md#every-key-is-a-flag).
-
-| flag | key | meaning |
-|---|---|---|"""
+[configuration](configuration.md#every-key-is-a-flag)."""
 KEYS = """\
 ## Keys
 
@@ -65,7 +62,10 @@ _ANOTHER = "Another name of "
 
 def page() -> str:
     """The whole of docs/flags.md."""
-    flags = [f"| `--{flag.name}` | `{flag.key}` | {cell(flag.help)} |" for flag in FLAGS]
+    named = []
+    for panel, flags in PANELS.items():
+        rows = [f"| `--{flag.name}` | `{flag.key}` | {cell(flag.help)} |" for flag in flags]
+        named += ["", f"### {panel}", "", "| flag | key | meaning |", "|---|---|---|", *rows]
     schema = json_schema()
     acting, unsupported = [], []
     supports = {kind.__name__: (kind.support, kind.support_reason) for kind in subclasses(Section)}
@@ -83,7 +83,7 @@ def page() -> str:
             acting += ["", heading, "", "| key | meaning |", "|---|---|", *rows]
         unsupported += others
     tables = [*table(unsupported, "ignored"), *table(unsupported, "not_yet")]
-    parts = [INTRODUCTION, NAMED, *flags, "", KEYS, *acting, "", UNSUPPORTED, *tables]
+    parts = [INTRODUCTION, NAMED, *named, "", KEYS, *acting, "", UNSUPPORTED, *tables]
     return "\n".join(parts) + "\n"
 
 
