@@ -6,9 +6,9 @@
     python scripts/benchmark.py moe --torch_python /path/to/torch-env/bin/python > result.json
 
 `dense` trains the model of configs/bench_dense.yaml in both (the sizes are read from that file), each run in a
-process of its own, in turns (A B A B), several rounds. Prints a table on stderr and JSON on stdout. Exit code 0 when
-every target is met, 1 when one is missed, 2 when a run failed. It takes some ten minutes on two cores: leave the
-machine alone meanwhile.
+process of its own, alternating (A B A B), in several rounds. Prints a table on stderr and JSON on stdout. Exit code
+0 when every target is met, 1 when one is missed, 2 when a run failed. It takes about ten minutes on two cores; run
+nothing else meanwhile.
 
 `step` measures what the parts of the training step cost: accumulation, clipping, loss scaling, freezing, recomputation.
 
@@ -59,12 +59,12 @@ from trainer.errors import TrainerError  # noqa: E402
 
 DEEP_LAYERS = 32
 ACCUMULATION = 8
-# What importing MindSpore alone costs, which PyTorch does not pay.
+# Memory of importing MindSpore alone, which PyTorch does not need.
 IMPORT_ALLOWANCE_BYTES = 450e6
 
 
 def speed_line(name: str, ours: Sequence[Measurement], theirs: Sequence[Measurement], *, binding: bool) -> Line:
-    """The ratio of speeds of runs made in turn; not measured when one side has no runs."""
+    """The ratio of the speeds of alternating runs; not measured when one side has no runs."""
     if not theirs:
         return Line(name, None, 0.9, True, "left out", binding)
     mine, other = ([run.tokens_per_second for run in runs] for runs in (ours, theirs))
@@ -138,7 +138,7 @@ def dense(options: argparse.Namespace, console: Console) -> int:
                               "--gradient_accumulation_steps", str(ACCUMULATION))
     bare = None
     if not options.no_bare:
-        console.print("trainer and bare loop in turns")
+        console.print("trainer and bare loop, alternating")
         program = ROOT / "scripts" / "benchmark_bare.py"
         bare = last_json(run_process([sys.executable, program, "--config", options.config]))
     lines = dense_lines(ours, theirs["eager"], theirs["compile"], compilation, accumulated, bare)
@@ -159,16 +159,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("dense", help="a dense decoder against PyTorch")
-    command.add_argument("--torch_python", required=True, help="the python of an environment that holds torch")
+    command.add_argument("--torch_python", required=True, help="the Python of an environment with torch")
     command.add_argument("--config", default=str(ROOT / "configs" / "bench_dense.yaml"))
     command.add_argument("--trainer", default=ROOT / "run_trainer.py", help="the program to measure")
-    command.add_argument("--rounds", type=int, default=3, help="how often every side runs, in turns")
+    command.add_argument("--rounds", type=int, default=3, help="alternating runs of each side")
     command.add_argument("--steps", type=int, default=20,
                          help=f"steps a run; the first {1 + SETTLING_STEPS} are not counted")
     command.add_argument("--threads", type=int, default=usable_cores(), help="threads of PyTorch")
     command.add_argument("--no_compile", action="store_true",
-                         help="leave torch.compile out, which compiles for half a minute every round")
-    command.add_argument("--no_bare", action="store_true", help="leave the comparison with a bare loop out")
+                         help="skip torch.compile, which compiles for half a minute in every round")
+    command.add_argument("--no_bare", action="store_true", help="skip the comparison with a bare loop")
     benchmark_step.add_command(commands)
     benchmark_moe.add_command(commands)
     benchmark_launch.add_command(commands)

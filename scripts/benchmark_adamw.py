@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measures AdamW's update against copying what it touches: weights, gradients and both moments, once.
+"""Measures AdamW's update against copying weights, gradients and both moments once.
 
-Started by `benchmark.py step`. An update is bound by memory, so the copy says what this machine can do. Both run in
-turns (A B A B) in this process; prints one JSON line with the medians. The target is 1.5 times the copy, with the clip
-factor and decay in it.
+Started by `benchmark.py step`. An update is bound by memory, so the copy shows what the machine can do. Both alternate
+(A B A B) in this process; prints one JSON line with the medians. The target is 1.5 times the copy, including clip
+factor and decay.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def adamw_against_copy(config_path: str = str(ROOT / "configs" / "bench_dense.ya
     """Medians of an update of all weights of a model and of the copy, in seconds, and their ratio.
 
     Args:
-        config_path: Its sizes are used.
-        rounds: Of both, in turns; the first few are not counted.
+        config_path: Gives the sizes.
+        rounds: Alternating rounds of both; the first few do not count.
     """
     from mindspore import Parameter, Tensor
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the trainer adds to its own arithmetic: its steps against a bare loop, in one process, in alternating windows.
+"""Overhead of the trainer: its steps against a bare loop, in one process, in alternating windows.
 
 Started by `benchmark.py dense`. The trainer runs as always, with one more monitor: after every window of its steps
 that monitor runs as many steps of a bare loop (forward, backward, update of the same decoder on a fixed batch; no
@@ -75,8 +75,8 @@ def build_bare_step(config: Config) -> Callable[[], None]:
 
     training = open_training(config, lambda update: 1e-3)
     model, optimizer = training.model, training.optimizer
-    rows, _ = build_datasets(config)
-    batch = rows.rows(range(config.runner_config.batch_size))
+    dataset, _ = build_datasets(config)
+    batch = dataset.batch(range(config.runner_config.batch_size))
     inputs, tokens = training.build_inputs(batch), batch.labels.size
     gradients_of = mindspore.value_and_grad(
         lambda: model(inputs).total * (1 / tokens), None, list(optimizer.parameters.values())
@@ -92,7 +92,7 @@ def build_bare_step(config: Config) -> Callable[[], None]:
 
 
 def run_trainer(config: Config, monitor: Monitor) -> None:
-    """The run that `run_trainer.py` would make of this config, with one more monitor."""
+    """Runs the config as `run_trainer.py` does, with one more monitor."""
     from trainer.run.loop import run
 
     run(config, [monitor])
@@ -101,7 +101,7 @@ def run_trainer(config: Config, monitor: Monitor) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True)
-    parser.add_argument("--steps", type=int, default=22, help="steps of the trainer; its first two do not count")
+    parser.add_argument("--steps", type=int, default=22, help="steps of the trainer; the first two do not count")
     parser.add_argument("--window", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""`benchmark.py launch`: what it costs to start workers, to keep them in step and to share the optimizer's state."""
+"""`benchmark.py launch`: cost of starting workers, of synchronising them and of sharding the optimizer's state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.monitors.jsonl import read_records
 
 MANY, FEW = 8, 2
 START_LIMIT = 1.3
-# A minimal job: what every worker must do before it can train.
+# A minimal job: what every worker must do before training.
 MINIMAL = """
 import sys, time
 import numpy as np
@@ -48,7 +48,7 @@ BIG = ("--model.model_config.vocab_size", "32768", "--runner_config.batch_size",
 
 
 def bare_start_seconds(workers: int) -> float:
-    """From the command to the first collective, with msrun alone and nothing but MindSpore in the workers."""
+    """Seconds from the command to the first collective, with msrun alone and only MindSpore in the workers."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         (folder / "minimal.py").write_text(MINIMAL)
@@ -63,7 +63,7 @@ def bare_start_seconds(workers: int) -> float:
 
 
 def launched(options: argparse.Namespace, workers: int, steps: int, *flags: str) -> tuple[list[dict], float]:
-    """Steps of a job as metrics.jsonl has them, and the seconds from the command to the end of the first one."""
+    """Steps of a job from metrics.jsonl, and the seconds from the command to the end of the first step."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
         command = [sys.executable, options.trainer, "launch", "--nproc", str(workers), "--log_dir", f"{folder}/log",
@@ -83,7 +83,7 @@ def launched(options: argparse.Namespace, workers: int, steps: int, *flags: str)
 
 
 def alone_on_a_core(options: argparse.Namespace, steps: int, *flags: str) -> float:
-    """Tokens per second of one process that has one core."""
+    """Tokens per second of one process on one core."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         core = str(min(os.sched_getaffinity(0)))
         run_process(["taskset", "-c", core, sys.executable, options.trainer, "--config", options.config,
@@ -97,7 +97,7 @@ def steady(steps: Sequence[dict], name: str) -> float:
 
 
 def start_line(options: argparse.Namespace, console: Console) -> Line:
-    """The start of many workers, in turns with msrun alone; the compilation of the model is taken off."""
+    """Start of many workers, alternating with msrun alone, without the compilation of the model."""
     ours, bare = [], []
     for number in range(1, options.rounds + 1):
         console.print(f"round {number} of {options.rounds}: {MANY} workers, then msrun alone")
@@ -141,9 +141,9 @@ def launch(options: argparse.Namespace, console: Console) -> int:
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("launch", help="starting workers, keeping them in step, sharing optimizer state")
+    command = commands.add_parser("launch", help="starting and synchronising workers, sharding optimizer state")
     command.add_argument("--config", default=str(ROOT / "configs" / "bench_dense.yaml"))
     command.add_argument("--trainer", type=Path, default=ROOT / "run_trainer.py", help="the program to measure")
-    command.add_argument("--rounds", type=int, default=2, help="how often every side runs, in turns")
+    command.add_argument("--rounds", type=int, default=2, help="alternating runs of each side")
     command.add_argument("--steps", type=int, default=15,
                          help=f"steps a run; the first {1 + SETTLING_STEPS} are not counted")

@@ -36,7 +36,7 @@ _EXPERTS = f"{_MODEL}.moe_config"
 
 
 def variant_flags(config: Config) -> dict[str, list[str]]:
-    """Flags of each run of a round, by variant; `experts N` all have the same active weights as `dense`."""
+    """Flags of each run of a round, by variant; every `experts N` has as many active weights as `dense`."""
     moe = config.decoder.experts
     if moe is None or moe.effective_capacity is not None:
         raise RunFailed("this benchmark needs a model with experts that drops nothing: moe_config without a capacity")
@@ -48,14 +48,14 @@ def variant_flags(config: Config) -> dict[str, list[str]]:
 
 
 def _numbers(config: Config) -> list[int]:
-    """Numbers of experts to measure, the configured one among them."""
+    """Numbers of experts to measure, including the configured one."""
     return sorted({*EXPERTS, config.decoder.experts.expert_num})
 
 
 def speed_line(
     name: str, limit: float, ours: Sequence[Measurement], theirs: Sequence[Measurement], *, binding: bool = True
 ) -> Line:
-    """Ratio of the speeds of runs made in turns."""
+    """Ratio of the speeds of alternating runs."""
     mine, other = ([run.tokens_per_second for run in runs] for runs in (ours, theirs))
     ratio, low, high = paired_ratio(mine, other)
     detail = f"{statistics.median(mine):.0f} / {statistics.median(other):.0f} tokens/s, rounds {low:.2f} to {high:.2f}"
@@ -123,10 +123,10 @@ def moe(options: argparse.Namespace, console: Console) -> int:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("moe", help="experts against a dense model, PyTorch, their number and a capacity")
-    command.add_argument("--torch_python", required=True, help="the python of an environment that holds torch")
+    command.add_argument("--torch_python", required=True, help="the Python of an environment with torch")
     command.add_argument("--config", default=str(ROOT / "configs" / "bench_moe.yaml"))
     command.add_argument("--trainer", type=Path, default=ROOT / "run_trainer.py", help="the program to measure")
-    command.add_argument("--rounds", type=int, default=3, help="how often every side runs, in turns")
+    command.add_argument("--rounds", type=int, default=3, help="alternating runs of each side")
     command.add_argument("--steps", type=int, default=20,
                          help=f"steps a run; the first {1 + SETTLING_STEPS} are not counted")
     command.add_argument("--threads", type=int, default=usable_cores(), help="threads of PyTorch")

@@ -71,7 +71,7 @@ def variant_lines(seconds: Mapping[str, Sequence[float]]) -> list[Line]:
 
 
 def activation_bytes(many: Measurement, few: Measurement) -> float:
-    """Memory that grows with the rows of a batch, for ROWS_MANY rows; all that is constant cancels out."""
+    """Memory that grows with the batch, for ROWS_MANY sequences; constant memory cancels out."""
     return (many.peak_rss_bytes - few.peak_rss_bytes) * ROWS_MANY / (ROWS_MANY - ROWS_FEW)
 
 
@@ -86,14 +86,14 @@ def step(options: argparse.Namespace, console: Console) -> int:
     for number in range(1, options.rounds + 1):
         for micro_batches in ACCUMULATIONS:
             console.print(f"round {number} of {options.rounds}: accumulation {micro_batches}")
-            # As many micro-batches in each run, and at least three steps that count.
+            # Equally many micro-batches in each run, and at least three steps that count.
             count = max(steps, SETTLING_STEPS + 1 + options.micro_batches // micro_batches)
             runs[micro_batches].append(
                 run_trainer(options.trainer, options.config, count, "--gradient_accumulation_steps", str(micro_batches))
             )
-    console.print("clipping, loss scale, freezing and recomputation in turns")
+    console.print("clipping, loss scale, freezing and recomputation, alternating")
     seconds = run_script("benchmark_variants.py", "--config", options.config)
-    console.print("AdamW against copying in turns")
+    console.print("AdamW against copying, alternating")
     adamw = run_script("benchmark_adamw.py", options.config)
     memory = measure_activations(options, console, SETTLING_STEPS + 2)
     lines = [
@@ -139,5 +139,5 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("step", help="accumulation, clipping, loss scale, freezing, recomputation")
     command.add_argument("--config", default=str(ROOT / "configs" / "bench_dense.yaml"))
     command.add_argument("--trainer", type=Path, default=ROOT / "run_trainer.py", help="the program to measure")
-    command.add_argument("--rounds", type=int, default=2, help="how often every accumulation runs, in turns")
+    command.add_argument("--rounds", type=int, default=2, help="alternating runs of each accumulation")
     command.add_argument("--micro_batches", type=int, default=24, help="micro-batches of a run that count")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: running a program, summarising its steps, judging and showing the figures."""
+"""Shared by the benchmarks: run a program, summarise its steps, judge and show the figures."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ sys.path.insert(0, str(ROOT))
 from trainer.config import Config  # noqa: E402
 from trainer.monitors.jsonl import read_records  # noqa: E402
 
-# Steps after the first that are not counted: caches and allocators settle.
+# Steps after the first that do not count, until caches and allocators have settled.
 SETTLING_STEPS = 2
 
 
 class RunFailed(Exception):
-    """A process that was to be measured failed; the message ends with what it last wrote."""
+    """A measured process failed; the message ends with its last output."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One process' training.
+    """Figures of a training run in one process.
 
     Attributes:
-        first_step_seconds: The first step, with compilation, without the start of the process.
+        first_step_seconds: Time of the first step, with compilation, without the start of the process.
         steady_step_seconds: Median of the steps after the first few.
         tokens_per_second: Tokens of a step / ``steady_step_seconds``.
         peak_rss_bytes: Highest resident memory of the process.
@@ -50,12 +50,12 @@ class Measurement:
 
     @property
     def first_extra_seconds(self) -> float:
-        """What the first step costs more than a later one."""
+        """Time of the first step beyond that of a later one."""
         return self.first_step_seconds - self.steady_step_seconds
 
 
 def measure(step_seconds: Sequence[float], tokens_per_step: int, peak_rss_bytes: int) -> Measurement:
-    """Summarises the seconds of all steps of a run; it needs one more step than those that do not count."""
+    """Summarises the seconds of all steps of a run; needs at least one step that counts."""
     steady = step_seconds[1 + SETTLING_STEPS:]
     if not steady:
         raise RunFailed(f"a run of {len(step_seconds)} steps, {SETTLING_STEPS + 2} are needed to measure it")
@@ -64,7 +64,7 @@ def measure(step_seconds: Sequence[float], tokens_per_step: int, peak_rss_bytes:
 
 
 def measure_metrics_file(path: Path) -> Measurement:
-    """The same of a trainer run, from its metrics.jsonl."""
+    """Summarises a trainer run from its metrics.jsonl."""
     steps = [record for record in read_records(path) if "step_seconds" in record]
     if not steps:
         raise RunFailed(f"{path} holds no step")
@@ -76,22 +76,22 @@ def median_of(runs: Sequence[Measurement], value: Callable[[Measurement], float]
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Median, smallest and largest of the ratios of runs made in turn: slow drifts of the machine fall out of them."""
+    """Median, minimum and maximum of the ratios of alternating runs, from which slow drifts of the machine cancel."""
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the verdict.
+    """One line of the result.
 
     Attributes:
         name: What was measured.
-        value: The number that is judged, None when it could not be measured.
+        value: The figure, None when it was not measured.
         limit: What it must reach.
         at_least: Whether it must be at least (else at most) ``limit``.
-        detail: The numbers behind it, in words.
-        binding: Whether missing it fails the benchmark; otherwise it is a goal.
+        detail: The figures behind it, in words.
+        binding: Whether missing the limit fails the benchmark; otherwise the limit is a goal.
     """
 
     name: str
@@ -115,7 +115,7 @@ def mb(size_bytes: float) -> str:
 
 
 def run_process(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> str:
-    """Runs a command to its end and returns what it wrote to stdout."""
+    """Runs a command to its end and returns its stdout."""
     try:
         result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False,
                                 env={**os.environ, **(environment or {})})
@@ -128,7 +128,7 @@ def run_process(command: Sequence[str | Path], environment: dict[str, str] | Non
 
 
 def last_json(text: str) -> dict[str, Any]:
-    """The JSON object on the last line that holds one; libraries may have printed before and after it."""
+    """The JSON object of the last line that holds one; libraries may print before and after it."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -136,7 +136,7 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Measurement:
-    """One run of the trainer ``program`` in a process of its own, ended after ``steps`` optimizer steps."""
+    """Runs the trainer ``program`` in a new process for ``steps`` optimizer steps."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         run_process([sys.executable, program, "--config", config, "--output_dir", folder,
                      "--runner_config.stop_step", str(steps), "--report", "False", "--log_format", "plain", *flags])
@@ -145,17 +145,17 @@ def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Me
 
 def run_torch(python: str, sizes: dict[str, int], mode: str, steps: int,
               threads: int) -> tuple[Measurement, dict[str, Any]]:
-    """One run of the peer; also returns what it says about itself."""
+    """Runs the PyTorch peer; also returns the JSON that it prints."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
-        said = last_json(run_process(
+        report = last_json(run_process(
             [python, ROOT / "scripts" / "benchmark_torch.py", "--mode", mode, "--steps", str(steps),
              "--threads", str(threads), *(f"--{name}={size}" for name, size in sizes.items())],
             {"TORCHINDUCTOR_CACHE_DIR": cache}))
-    return measure(said["step_seconds"], said["tokens_per_step"], said["peak_rss_bytes"]), said
+    return measure(report["step_seconds"], report["tokens_per_step"], report["peak_rss_bytes"]), report
 
 
 def torch_sizes(config: Config) -> dict[str, int]:
-    """The sizes of the config's model and batch, by the peer's flags; refuses what the peer does not model."""
+    """Sizes of the config's model and batch, by the peer's flags; fails for models that the peer does not have."""
     decoder, runner = config.decoder, config.runner_config
     odd_heads = decoder.head_size * decoder.num_heads != decoder.hidden_size
     if decoder.tie_word_embeddings or decoder.use_qk_norm or decoder.qkv_has_bias or odd_heads:
@@ -176,7 +176,7 @@ def torch_sizes(config: Config) -> dict[str, int]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Where and with what it was measured."""
+    """Machine, commit and versions of the measurement."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -195,7 +195,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model(cpuinfo: Path) -> str:
-    """The processor's name as Linux gives it, elsewhere as Python does."""
+    """Name of the processor, from Linux or else from Python."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
@@ -206,7 +206,7 @@ def usable_cores() -> int:
 
 
 def render(title: str, lines: Sequence[Line], console: Console) -> None:
-    """Shows the verdict as a table."""
+    """Shows the result as a table."""
     table = Table(title=title)
     for name in ("measure", "value", "target", "verdict", "from"):
         table.add_column(name, justify="right" if name in ("value", "target") else "left")

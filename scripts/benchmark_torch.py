@@ -40,7 +40,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts as in Hugging Face's Mixtral: each expert takes its tokens and adds its part to them."""
+    """A mixture of experts as in Hugging Face's Mixtral: each expert computes its tokens and adds its output."""
 
     def __init__(self, sizes: argparse.Namespace) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, ids_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a token."""
+        """Mean loss per token."""
         x_BTD = self.embedding(ids_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, self.cos_TE, self.sin_TE)
@@ -138,7 +138,7 @@ def time_steps(options: argparse.Namespace) -> list[float]:
 
 
 def matmul_gflops(size: int = 2048) -> float:
-    """Best float32 matrix product of this machine in GFLOP/s: what both frameworks could reach at most."""
+    """Fastest float32 matrix product of this machine in GFLOP/s, the upper bound for both frameworks."""
     left, right = torch.randn(size, size), torch.randn(size, size)
     best = math.inf
     for _ in range(5):

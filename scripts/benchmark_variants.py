@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What clipping, loss scaling, freezing and recomputation cost a step: all in one process, in turns.
+"""Cost of clipping, loss scaling, freezing and recomputation per step: all in one process, alternating.
 
-Started by `benchmark.py step`. Every variant is a model of its own on the same batch; the variants take turns, so the
-machine's moods meet all of them. Prints one JSON line: the seconds of every step by variant.
+Started by `benchmark.py step`. Every variant has its own model and the same batch; the variants alternate, so that
+disturbances of the machine affect all of them. Prints one JSON line: the seconds of every step by variant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WARM_UP_STEPS = 2
 
 
 def variant_flags(layers: int) -> dict[str, dict[str, str]]:
-    """Flags by variant; `plain` is what the others are compared with."""
+    """Flags by variant; the others are compared with `plain`."""
     return {
         "plain": {"runner_wrapper.use_clip_grad": "False"},
         "clipping": {"runner_wrapper.use_clip_grad": "True", "runner_wrapper.max_grad_norm": "0.001"},
@@ -48,8 +48,8 @@ def time_variants(path: str, rounds: int) -> dict[str, list[float]]:
 
     layers = load_config(path, []).decoder.num_layers
     configs = {name: read_config(path, flags) for name, flags in variant_flags(layers).items()}
-    rows, _ = build_datasets(configs["plain"])
-    batch = rows.rows(range(configs["plain"].runner_config.batch_size))
+    dataset, _ = build_datasets(configs["plain"])
+    batch = dataset.batch(range(configs["plain"].runner_config.batch_size))
     steps = {name: open_training(config, lambda update: 1e-4) for name, config in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM_UP_STEPS + rounds):

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models whose weights come from a seed, what they compute, and that it shows what it is there for.
+"""Tiny Hugging Face models with weights from a seed, their outputs, and a check that each case tests its feature.
 
 Part of make_golden.py. Shapes: B rows, T tokens, V vocabulary, E experts, F width of an expert, D hidden.
 """
@@ -26,7 +26,7 @@ IGNORE_INDEX = -100
 TOLERANCE = 1e-4
 REQUIRED_EFFECT = 100 * TOLERANCE
 REQUIRED_MARGIN = 1e-3
-"""Between the scores of the last expert chosen and the first one not: no rounding decides a choice."""
+"""Least gap between the scores of the last chosen expert and the next one, so that rounding decides no choice."""
 
 BASE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -34,19 +34,19 @@ BASE = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False,
     "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
 }
-"""In the keys of config.json before transformers 5, which converts rope_theta and rope_scaling into rope_parameters."""
+"""By the keys of config.json before transformers 5, which converts rope_theta and rope_scaling into rope_parameters."""
 
-# Lengths of the documents that a packed row holds.
+# Lengths of the documents in a packed sequence.
 DOCUMENT_LENGTHS = ((7, 1, 16), (15, 9))
 
 EXPERT_BIAS = "e_score_correction_bias"
 NEVER_CHOSEN = 3
-"""The expert that this bias excludes: the gradient of its weights is zero."""
+"""The expert that this expert bias excludes: the gradient of its weights is zero."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What removes a feature: other configuration, and weights (by the end of their name) replaced by a value."""
+    """Removes a feature: other configuration, and weights (by the end of their name) replaced by a value."""
 
     changes: dict[str, Any] = field(default_factory=dict)
     neutral: dict[str, float] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def build_model(case: Case, name: str, changes: dict[str, Any]) -> torch.nn.Modu
 
 
 def fill_weights(model: torch.nn.Module, seed_text: str) -> None:
-    """Every weight from a stream of its own. The bias of a router's choice keeps one expert from ever being chosen."""
+    """Draws every weight from its own stream. The expert bias keeps one expert from ever being chosen."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}", tuple(weight.shape))))
@@ -107,7 +107,7 @@ def fill_weights(model: torch.nn.Module, seed_text: str) -> None:
 
 
 def _copy(config: dict[str, Any]) -> dict[str, Any]:
-    """Transformers changes the dictionaries that it is given."""
+    """Copies a dictionary, because transformers changes its arguments."""
     return json.loads(json.dumps(config))
 
 
@@ -134,7 +134,7 @@ def make_weight(seed_text: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def make_batch(name: str, packed: bool) -> dict[str, np.ndarray]:
-    """int32 [B, T] arrays as the trainer's data room makes them; some labels are ignored in every row."""
+    """int32 [B, T] arrays as trainer.data makes them; some labels are ignored in every sequence."""
     generator = np.random.RandomState(zlib.crc32(f"{name}/tokens".encode()))
     tokens = generator.randint(0, VOCABULARY, size=(ROWS, TOKENS + 1))
     lengths = DOCUMENT_LENGTHS if packed else ((TOKENS,),) * ROWS
@@ -155,7 +155,7 @@ def make_batch(name: str, packed: bool) -> dict[str, np.ndarray]:
 
 
 def attention_mask(batch: dict[str, np.ndarray]) -> torch.Tensor:
-    """An additive mask [B, 1, T, T]: causal, and no token attends to another document."""
+    """Additive mask [B, 1, T, T]: causal, and within a document."""
     segments = torch.from_numpy(batch["segment_ids"])
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     may_attend = (segments[:, :, None] == segments[:, None, :]) & causal
@@ -176,7 +176,7 @@ def loss_sum(logits: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
 
 
 def effect(case: Case, name: str, removal: Removal, batch: dict[str, np.ndarray], logits: np.ndarray) -> float:
-    """How far the logits move when a feature is removed (packed: the borders between documents).
+    """How far the logits move when a feature is removed (packed: the document boundaries).
 
     The restarting positions of a packed row have no effect of their own: rotary embeddings see differences only.
     """
@@ -205,7 +205,7 @@ def require_effect(name: str, effects: dict[str, float]) -> float:
 
 @contextmanager
 def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
-    """Collects the margin of every router's choices.
+    """Collects the margins of all routers' choices.
 
     Raises:
         SystemExit: One of them is a close one, or no token goes to some expert that no bias excludes.
@@ -229,7 +229,7 @@ def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
 
 
 def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Tensor) -> float:
-    """How far the scores of the last expert or group chosen are above those of the first one that is not."""
+    """Gap between the scores of the last chosen expert or group and the next one."""
     is_sigmoid = hasattr(router, EXPERT_BIAS)
     scores_NE = logits_NE.sigmoid() + router.e_score_correction_bias if is_sigmoid else logits_NE.softmax(-1)
     smallest, others_NE = scores_NE.gather(1, chosen_Nk).amin(1), scores_NE.scatter(1, chosen_Nk, -torch.inf)
@@ -246,7 +246,7 @@ def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Te
 
 
 def on_disk(model_type: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """A tensor of transformers 5, which stacks the experts and joins gate and up, as published files name its parts."""
+    """Splits a tensor of transformers 5, which stacks experts and joins gate and up, into those of published files."""
     layer, found, part = name.partition(".mlp.")
     if not found or not part.startswith(("experts.", "gate.")):
         return {name: array}
@@ -274,7 +274,7 @@ def state_on_disk(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def gradients_on_disk(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Gradients under the same names; a router's bias has none."""
+    """Gradients under the same names; an expert bias has none."""
     found = {}
     for name, weight in model.named_parameters():
         found |= on_disk(model.config.model_type, name, weight.grad.numpy())

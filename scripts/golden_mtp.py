@@ -25,11 +25,11 @@ VARIANTS = {
     "modules in a chain": "all from h^0",
     "no loss across documents": "across documents",
 }
-"""What the golden files show -> the mistake that must be felt."""
+"""Feature of the golden files -> the mistake that must change them."""
 
 
 def attach_modules(case: Case, name: str) -> torch.nn.Module:
-    """The model with `mtp_depth` layers more than it has; those have the weights of a module beside their own."""
+    """The model with `mtp_depth` more layers, which also have the weights of an MTP module."""
     layers = {**BASE, **case.changes}["num_hidden_layers"]
     model = build_model(case, name, {"num_hidden_layers": layers + case.mtp_depth})
     make_norm, hidden, eps = type(model.model.norm), model.config.hidden_size, model.config.rms_norm_eps
@@ -44,14 +44,14 @@ def attach_modules(case: Case, name: str) -> torch.nn.Module:
 
 
 def mtp(array_BT: np.ndarray, places: int, fill: int) -> np.ndarray:
-    """What stands so many places further in its row; `fill` beyond the end."""
+    """Shifts a sequence to the left by so many positions; `fill` after the end."""
     moved = np.full_like(array_BT, fill)
     moved[:, : TOKENS - places] = array_BT[:, places:]
     return moved
 
 
 def mtp_labels(batch: dict[str, np.ndarray], places: int, variant: str) -> np.ndarray:
-    """Labels of a module: none where the token that it sees belongs to another document."""
+    """Labels of a module: none where its input token belongs to another document."""
     labels, segments = mtp(batch["labels"], places, IGNORE_INDEX), batch["segment_ids"]
     if variant == "across documents":
         return labels

@@ -1,4 +1,4 @@
-"""Draws a data set of the ten digits in the files of MNIST, for machines without a network.
+"""Draws a data set of the ten digits in MNIST's format, for machines without a network.
 
     python scripts/make_digits.py data/digits                  60000 images to train on, 10000 to test
     DATA_PATH=data/digits python run_trainer.py --config configs/mnist_accumulation.yaml
@@ -36,10 +36,10 @@ IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049  # unsigned bytes (8) of three axes and 
 def main(arguments: list[str] | None = None) -> int:
     """Writes the four files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write; made when missing")
+    parser.add_argument("folder", type=Path, help="output folder; made if missing")
     parser.add_argument("--train", type=int, default=60000, help="images to train on (default 60000)")
     parser.add_argument("--test", type=int, default=10000, help="images to test with (default 10000)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything that is random (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (default 1)")
     parser.add_argument("--gzip", action="store_true", help="compress the files")
     options = parser.parse_args(arguments)
     if min(options.train, options.test) < 1 or options.seed < 0:
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_faces() -> list[Path]:
-    """The faces that come with matplotlib, or else those that are installed."""
+    """The fonts that come with matplotlib, or else installed ones."""
     spec = importlib.util.find_spec("matplotlib")
     folders = [Path(spec.origin).parent / "mpl-data/fonts/ttf"] if spec and spec.origin else []
     folders += [Path("/usr/share/fonts/truetype/dejavu"), Path("/usr/share/fonts/dejavu"), Path("/usr/share/fonts/TTF")]
@@ -67,7 +67,7 @@ def find_faces() -> list[Path]:
 
 
 def render_digits(faces: list[Path]) -> np.ndarray:
-    """Every digit of every face in the middle of a canvas: float32 [faces, 10, CANVAS, CANVAS], ink is 1."""
+    """Every digit of every font in the middle of a canvas: float32 [fonts, 10, CANVAS, CANVAS], ink is 1."""
     from PIL import Image, ImageDraw, ImageFont
 
     drawn = np.zeros((len(faces), 10, CANVAS, CANVAS), np.float32)
@@ -80,7 +80,7 @@ def render_digits(faces: list[Path]) -> np.ndarray:
             corner = ((CANVAS - left - right) // 2, (CANVAS - top - bottom) // 2)
             ImageDraw.Draw(canvas).text(corner, str(digit), fill=255, font=font)
             drawn[number, digit] = np.asarray(canvas, np.float32) / 255
-    # Means of 2 x 2 pixels: what is read at half the size shall not depend on single pixels.
+    # Means of 2 x 2 pixels: reading at half the size must not depend on single pixels.
     wide = np.pad(drawn, ((0, 0), (0, 0), (0, 1), (0, 1)))
     return (wide[..., :-1, :-1] + wide[..., 1:, :-1] + wide[..., :-1, 1:] + wide[..., 1:, 1:]) / 4
 
@@ -101,7 +101,7 @@ def draw_digits(glyphs: np.ndarray, labels: np.ndarray, random: np.random.Genera
     faces = random.integers(0, len(glyphs), n)
     turn, slant, scale, right, down = random.uniform(-1, 1, (5, n))
     turn, slant, scale = turn * MOST_TURN, slant * MOST_SLANT, 1 + scale * MOST_SCALE
-    # Where on the canvas each pixel of the image looks: turned, slanted and scaled about the middle.
+    # Position on the canvas of each pixel of the image: rotated, slanted and scaled about the middle.
     middle = (SIDE - 1) / 2
     y, x = (axis.reshape(1, -1) - middle for axis in np.mgrid[:SIDE, :SIDE])
     x, y = x - MOST_SHIFT * right[:, None], y - MOST_SHIFT * down[:, None]
@@ -114,7 +114,7 @@ def draw_digits(glyphs: np.ndarray, labels: np.ndarray, random: np.random.Genera
 
 
 def _between(glyphs: np.ndarray, faces: np.ndarray, labels: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Values between the pixels of the canvases, bilinear; nothing outside of them. y and x: [n, pixels]."""
+    """Bilinear interpolation of the canvases, 0 outside of them. y and x: [n, pixels]."""
     y0, x0 = np.floor(y).astype(np.int64), np.floor(x).astype(np.int64)
     part_y, part_x = y - y0, x - x0
 

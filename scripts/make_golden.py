@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes tests/golden: tiny Hugging Face models and PyTorch optimizers, what they compute, and from what.
+"""Makes tests/golden: inputs and outputs of tiny Hugging Face models and PyTorch optimizers.
 
 The tests compare the trainer with these files and need neither torch nor transformers; this script does, in an
 environment of its own:
@@ -13,9 +13,9 @@ Nothing is downloaded: models are built from the configurations below and filled
 name. The same versions on the same machine give the same bytes; other machines may differ in the last bits of a
 float32.
 
-Every case is checked to be sensitive to what it is there for: with that feature removed its logits must move by at
-least 100 times the tolerance of the tests. A rotary scaling which does not matter at these lengths would prove
-nothing. Where experts are chosen no choice may be a close one: rounding could decide it otherwise elsewhere.
+Every case must be sensitive to the feature that it tests: without that feature its logits must move by at least 100
+times the tolerance of the tests. (A rotary scaling without effect at these lengths would prove nothing.) No choice of
+experts may be close, because rounding could decide it differently elsewhere.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ CASES = {
 
 
 def file_name(name: str) -> str:
-    """Which tests read a case: of the dense model, of experts, of multi-token prediction."""
+    """The tests that read a case: of the dense model, of experts, of multi-token prediction."""
     kind = "experts_" if "_moe" in name or name == "mixtral" else "" if name.startswith("mtp_") else "model_"
     return kind + name
 
@@ -218,7 +218,7 @@ def make_optimizer_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any
 
 
 def make_file(name: str) -> bytes:
-    """The content of one golden file; it holds no date, so that making it again changes nothing."""
+    """The content of one golden file, without a date, so that making it again changes nothing."""
     if name.startswith("optimizer_"):
         tensors, metadata = make_optimizer_case(name.removeprefix("optimizer_"))
     elif name.startswith("mtp_"):
@@ -233,7 +233,7 @@ def make_file(name: str) -> bytes:
 
 
 def differences(content: bytes, path: Path) -> list[str]:
-    """What of a file on disk is not what the script makes now; float32 numbers may differ in their last bits."""
+    """Differences between a file on disk and the script's result; float32 numbers may differ in their last bits."""
     if not path.exists():
         return ["is missing"]
     made, stored = safetensors.numpy.load(content), safetensors.numpy.load(path.read_bytes())
@@ -247,7 +247,7 @@ def main() -> int:
     names = [*map(file_name, CASES), *(f"optimizer_{name}" for name in OPTIMIZER_CASES)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", action="append",
-                        help=f"make this one only (the part before _ may be left out): {', '.join(names)}")
+                        help=f"make only this one (without the part before _): {', '.join(names)}")
     parser.add_argument("--check", action="store_true", help="compare with the files on disk and write nothing")
     parser.add_argument("--folder", type=Path, default=golden_files.GOLDEN_FOLDER)
     options = parser.parse_args()
@@ -271,7 +271,7 @@ def main() -> int:
     total = sum(path.stat().st_size for path in options.folder.glob("*.safetensors"))
     print(f"all files: {total} bytes")
     if total > LARGEST_TOTAL_BYTES:
-        raise SystemExit(f"more than the {LARGEST_TOTAL_BYTES} bytes that the repository should carry")
+        raise SystemExit(f"exceeds the {LARGEST_TOTAL_BYTES} bytes that the repository should contain")
     return int(failed)
 
 

@@ -266,7 +266,7 @@ DATA = (
         "flag --eval_dataset_dir",
         "does not exist",
     ),
-    flag("eval rows fewer than a batch", "--do_eval --eval_dataset_dir {home}/short.txt", "eval_dataset has 2 sequence"),
+    flag("eval data below a batch", "--do_eval --eval_dataset_dir {home}/short.txt", "eval_dataset has 2 sequences"),
 )
 CHECKPOINTS = (
     flag("not there", "--load_checkpoint {home}/nowhere", "flag --load_checkpoint", "does not exist"),

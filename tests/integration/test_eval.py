@@ -54,8 +54,8 @@ def by_numpy(path: Path, trained: Path, rows: int | None = None, **flags: object
     session = open_session(config, requested_weights(config))
     dataset = build_eval_dataset(config)
     total, tokens = 0.0, 0
-    for row in range(dataset.num_rows if rows is None else rows):
-        batch = dataset.rows([row])
+    for row in range(dataset.num_sequences if rows is None else rows):
+        batch = dataset.batch([row])
         logits_NV = session.model.logits(session.build_inputs(batch)).asnumpy().astype(np.float64)
         labels_N = batch.labels.reshape(-1)
         valid = labels_N != IGNORE_INDEX

@@ -13,7 +13,7 @@ from mindspore import Tensor
 from trainer.config import Config, parse_config
 from trainer.config.recompute import recomputed_parts
 from trainer.data import IGNORE_INDEX, Batch
-from trainer.data.batches.batch import concatenate, padding_rows
+from trainer.data.batches.batch import concatenate, padding_batch
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
@@ -134,7 +134,7 @@ def join(batches: list[Batch], rows: int) -> Batch:
     for batch in batches[1:]:
         whole = concatenate(whole, batch)
     missing = rows - len(whole.input_ids)
-    return concatenate(whole, padding_rows(missing, TOKENS)) if missing else whole
+    return concatenate(whole, padding_batch(missing, TOKENS)) if missing else whole
 
 
 def state_of(optimizer: Optimizer, trainer: TinyTrainer) -> dict[str, np.ndarray]:

@@ -310,7 +310,7 @@ def test_too_few_steps_are_refused(tmp_path, capsys):
     assert "--steps at least 4" in capsys.readouterr().err
 
 
-# --- the bare loop in turns with the trainer ------------------------------------------------------------------------
+# --- the bare loop, alternating with the trainer --------------------------------------------------------------------
 
 
 def test_bare_loop_runs_in_windows_and_neither_side_pays_for_the_other():

@@ -28,11 +28,11 @@ def corpus_of(folder: Path, sizes=(100, 3, 50, 0, 500, 40, 41, 42, 300, 7)) -> P
 
 def text_of(dataset) -> bytes:
     """All tokens of a data set as text; documents end in a new line."""
-    ids = dataset.rows(range(dataset.num_rows)).input_ids.reshape(-1)
+    ids = dataset.batch(range(dataset.num_sequences)).input_ids.reshape(-1)
     return bytes(np.where(ids == 256, 10, ids).astype(np.uint8))
 
 
-def test_training_rows_and_held_out_rows_share_no_document(tmp_path):
+def test_training_and_held_out_data_share_no_document(tmp_path):
     config = make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.2, "drop_remainder": False})
     train, held_out = build_datasets(config)
     split_texts = [set(text_of(dataset).strip(b"\0").split()) for dataset in (train, held_out)]
@@ -62,7 +62,7 @@ def test_eval_dataset_is_its_own_data_and_is_built_only_to_evaluate(tmp_path):
     data = {"data_loader": {**JSONL, "dataset_dir": str(other)}}
     config = make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.1}, eval_dataset=data, do_eval=True)
     train, evaluation = build_datasets(config)
-    assert text_of(evaluation) == b"evaluate this text\nand t", "rows of 8, the rest is dropped"
+    assert text_of(evaluation) == b"evaluate this text\nand t", "sequences of 8, the rest is dropped"
     assert text_of(build_eval_dataset(config)) == text_of(evaluation)
     unused = make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.1}, eval_dataset=data)
     assert build_datasets(unused)[1] is None
@@ -75,26 +75,26 @@ def test_held_out_documents_alone_can_be_built(tmp_path):
     assert text_of(build_eval_dataset(config)) == text_of(build_datasets(config)[1])
 
 
-def test_num_samples_limits_training_rows_only(tmp_path):
+def test_num_samples_limits_training_data_only(tmp_path):
     train = {"held_out": 0.3}
     every = build_datasets(make_config(tmp_path, corpus_of(tmp_path), train=train))
     limited = build_datasets(make_config(tmp_path, corpus_of(tmp_path), train=train, loader={"num_samples": 4}))
-    assert limited[0].num_rows == 4 and limited[1].num_rows == every[1].num_rows
+    assert limited[0].num_sequences == 4 and limited[1].num_sequences == every[1].num_sequences
     assert text_of(limited[0]) == text_of(every[0])[:32]
 
 
-def test_drop_remainder_decides_about_the_last_row(tmp_path):
+def test_drop_remainder_decides_about_the_last_sequence(tmp_path):
     corpus = corpus_of(tmp_path, (20,))
     dropped, kept = (
         build_datasets(make_config(tmp_path, corpus, train={"drop_remainder": drop}))[0] for drop in (True, False)
     )
-    assert (dropped.num_rows, kept.num_rows) == (2, 3)
-    last = kept.rows([2])
+    assert (dropped.num_sequences, kept.num_sequences) == (2, 3)
+    last = kept.batch([2])
     assert last.input_ids.tolist() == [[97, 97, 97, 97, 256, 0, 0, 0]]
     assert last.labels.tolist() == [[97, 97, 97, 256] + [IGNORE_INDEX] * 4]
 
 
-def test_an_uneven_split_is_told(tmp_path):
+def test_an_uneven_split_is_a_notice(tmp_path):
     told: list[str] = []
     config = make_config(tmp_path, corpus_of(tmp_path, (400, 500)), train={"held_out": 0.1})
     build_datasets(config, notice=told.append)
@@ -103,16 +103,16 @@ def test_an_uneven_split_is_told(tmp_path):
     assert len(told) == 1
 
 
-def test_synthetic_rows(tmp_path):
+def test_synthetic_sequences(tmp_path):
     loader = {"type": "SyntheticDataset", "num_samples": 50}
     train, held_out = build_datasets(make_config(tmp_path, loader=loader, train={"held_out": 0.1}))
-    assert isinstance(train, SyntheticDataset) and (train.num_rows, held_out.num_rows) == (45, 5)
+    assert isinstance(train, SyntheticDataset) and (train.num_sequences, held_out.num_sequences) == (45, 5)
     assert train.max_token_id == 299 and not (tmp_path / "cache").exists()
     evaluation = {"data_loader": {"type": "SyntheticDataset", "num_samples": 7}}
     train, own = build_datasets(make_config(tmp_path, loader=loader, eval_dataset=evaluation, do_eval=True))
-    assert (train.num_rows, own.num_rows) == (50, 7)
-    rows = np.concatenate([dataset.rows(range(dataset.num_rows)).input_ids for dataset in (train, own, held_out)])
-    assert len(np.unique(rows, axis=0)) == 57, "rows of eval_dataset come after those of training"
+    assert (train.num_sequences, own.num_sequences) == (50, 7)
+    found = np.concatenate([data.batch(range(data.num_sequences)).input_ids for data in (train, own, held_out)])
+    assert len(np.unique(found, axis=0)) == 57, "eval_dataset comes after the training data"
 
 
 def test_evaluation_uses_the_tokenizer_of_training(tmp_path):
@@ -131,7 +131,7 @@ def test_evaluation_uses_the_tokenizer_of_training(tmp_path):
     assert "run.yaml:" in str(caught.value)
 
 
-def test_the_default_cache_lies_in_the_home_folder(tmp_path, monkeypatch):
+def test_the_default_cache_is_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     config = make_config(tmp_path, corpus_of(tmp_path), train={"cache_dir": None})
     build_datasets(config)
@@ -147,12 +147,12 @@ def test_batch_size_of_an_evaluation(tmp_path):
     assert (batch_size(config, "train_dataset"), batch_size(config, "eval_dataset")) == (3, 2)
 
 
-def test_rows_and_loader_together_see_every_token_once(tmp_path):
+def test_data_set_and_loader_together_see_every_token_once(tmp_path):
     config = make_config(tmp_path, corpus_of(tmp_path), train={"drop_remainder": False})
     dataset, _ = build_datasets(config)
     loader = BatchLoader(dataset, batch_size=4, shuffle=True, seed=1, drop_remainder=False, prefetch_size=2)
     labels = np.concatenate([batch.labels.reshape(-1) for batch in loader.epoch(0)])
-    inputs = dataset.rows(range(dataset.num_rows)).input_ids.reshape(-1)[: dataset.num_tokens]
+    inputs = dataset.batch(range(dataset.num_sequences)).input_ids.reshape(-1)[: dataset.num_tokens]
     counted = np.bincount(labels[labels != IGNORE_INDEX], minlength=257)
     expected = np.bincount(inputs, minlength=257)
     # Each token is a label once, but the first of each document and the first of each row that starts inside one.
@@ -172,11 +172,11 @@ def refusal(config, match: str) -> str:
 
 @pytest.mark.parametrize("drop_remainder", [True, False])
 @pytest.mark.parametrize("size", [1, 6, 7])
-def test_a_row_longer_than_the_data_is_an_error(tmp_path, size, drop_remainder):
+def test_a_sequence_longer_than_the_data_is_an_error(tmp_path, size, drop_remainder):
     config = make_config(tmp_path, corpus_of(tmp_path, (size,)), train={"drop_remainder": drop_remainder})
-    message = refusal(config, r"seq_length = 8: a row takes 9 tokens.* train_dataset has \d")
+    message = refusal(config, r"seq_length = 8: a sequence takes 9 tokens.* train_dataset has \d")
     assert line_of(tmp_path, "seq_length") in message and f"at most {size}" in message
-    assert build_datasets(make_config(tmp_path, corpus_of(tmp_path, (8,))))[0].num_rows == 1
+    assert build_datasets(make_config(tmp_path, corpus_of(tmp_path, (8,))))[0].num_sequences == 1
 
 
 def test_a_batch_larger_than_the_data_set_is_an_error(tmp_path):
@@ -187,7 +187,7 @@ def test_a_batch_larger_than_the_data_set_is_an_error(tmp_path):
     limited = make_config(tmp_path, corpus, runner_config={"batch_size": 6}, loader={"num_samples": 5})
     refusal(limited, "train_dataset has 5 sequences")
     kept = make_config(tmp_path, corpus, runner_config=runner, train={"drop_remainder": False})
-    assert build_datasets(kept)[0].num_rows == 13
+    assert build_datasets(kept)[0].num_sequences == 13
 
 
 def test_a_batch_larger_than_eval_dataset_is_an_error(tmp_path):
@@ -227,7 +227,7 @@ def test_a_token_of_the_text_beyond_the_vocabulary_is_an_error(tmp_path, monkeyp
 
 def test_synthetic_data_needs_a_size(tmp_path):
     config = make_config(tmp_path, loader={"type": "SyntheticDataset"})
-    message = refusal(config, "train_dataset.data_loader.num_samples = None: SyntheticDataset has no end of its own")
+    message = refusal(config, "train_dataset.data_loader.num_samples = None: SyntheticDataset needs a number")
     assert line_of(tmp_path, "SyntheticDataset") in message
 
 

@@ -1,4 +1,4 @@
-"""The order of rows, ranks, resuming, the last batch and the background thread."""
+"""The order of sequences, ranks, resuming, the last batch and the background thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 import numpy as np
 import pytest
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, padding_rows
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, padding_batch
 from trainer.data.batches.sampler import BatchLoader, epoch_order
 from trainer.data.source.synthetic import SyntheticDataset
 from trainer.errors import UserError
 
 
-class NumberedRows:
+class NumberedSequences:
     """Rows that hold nothing but their own number; remembers which were asked for."""
 
     seq_length = 3
@@ -23,16 +23,16 @@ class NumberedRows:
     num_documents = 1
     has_boundaries = False
 
-    def __init__(self, num_rows: int, fail_at: int | None = None) -> None:
-        self.num_rows = num_rows
-        self.num_tokens = 3 * num_rows
+    def __init__(self, num_sequences: int, fail_at: int | None = None) -> None:
+        self.num_sequences = num_sequences
+        self.num_tokens = 3 * num_sequences
         self.fail_at = fail_at
         self.asked: list[list[int]] = []
 
-    def padding(self, rows: int) -> Batch:
-        return padding_rows(rows, self.seq_length)
+    def padding(self, size: int) -> Batch:
+        return padding_batch(size, self.seq_length)
 
-    def rows(self, indices) -> Batch:
+    def batch(self, indices) -> Batch:
         self.asked.append(np.asarray(indices).tolist())
         if self.fail_at is not None and len(self.asked) > self.fail_at:
             raise OSError("the disk fell out")
@@ -60,8 +60,8 @@ def no_thread_is_left():
     assert prefetch_threads() == []
 
 
-def test_an_epoch_goes_once_through_all_rows():
-    loader = loader_of(NumberedRows(20))
+def test_an_epoch_takes_every_sequence_once():
+    loader = loader_of(NumberedSequences(20))
     assert loader.batches_per_epoch == 5
     batches = numbers(loader.epoch(0))
     assert sorted(sum(batches, [])) == list(range(20)) and sum(batches, []) != list(range(20))
@@ -69,7 +69,7 @@ def test_an_epoch_goes_once_through_all_rows():
 
 def test_the_order_is_a_function_of_seed_and_epoch():
     def order(seed, epoch):
-        return numbers(loader_of(NumberedRows(20), seed=seed).epoch(epoch))
+        return numbers(loader_of(NumberedSequences(20), seed=seed).epoch(epoch))
 
     assert order(1, 0) == order(1, 0)
     assert len({str(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
@@ -92,27 +92,27 @@ def philox(key: tuple[int, int], counter: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(("seed", "epoch"), [(1, 0), (1, 1), (2**63 + 5, 7)])
 def test_the_order_stays_the_same_in_every_version(seed, epoch):
-    """A checkpoint remembers only a place in the order: changing the order would repeat and lose rows on resuming."""
+    """A checkpoint stores only a position in the order: another order would repeat and lose sequences on resuming."""
     order_stream = 2
     blocks = [philox((seed, order_stream), [block, epoch, 0, 0]) for block in range(1, 4)]
     bits = sum(blocks, [])[:10]
     assert epoch_order(10, shuffle=True, seed=seed, epoch=epoch).tolist() == sorted(range(10), key=bits.__getitem__)
 
 
-def test_without_shuffling_rows_keep_their_order():
-    loader = loader_of(NumberedRows(8), shuffle=False)
+def test_without_shuffling_sequences_keep_their_order():
+    loader = loader_of(NumberedSequences(8), shuffle=False)
     assert numbers(loader.epoch(0)) == numbers(loader.epoch(1)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 5])
 def test_resuming_in_the_second_epoch_gives_the_same_batches_and_reads_no_others(start):
-    dataset = NumberedRows(20)
-    every = numbers(loader_of(NumberedRows(20)).epoch(1))
+    dataset = NumberedSequences(20)
+    every = numbers(loader_of(NumberedSequences(20)).epoch(1))
     assert numbers(loader_of(dataset).epoch(1, start)) == every[start:]
     assert dataset.asked == every[start:]
 
 
-def test_resuming_real_rows_gives_the_same_arrays():
+def test_resuming_real_data_gives_the_same_arrays():
     def loader():
         return loader_of(SyntheticDataset(22, 16, 100, seed=3), drop_remainder=False)
 
@@ -124,22 +124,23 @@ def test_resuming_real_rows_gives_the_same_arrays():
 
 
 @pytest.mark.parametrize("drop_remainder", [True, False])
-@pytest.mark.parametrize("num_rows", [24, 25, 29, 35])
+@pytest.mark.parametrize("num_sequences", [24, 25, 29, 35])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_every_batch(ranks, num_rows, drop_remainder):
+def test_ranks_share_every_batch(ranks, num_sequences, drop_remainder):
     settings = {"drop_remainder": drop_remainder, "ranks": ranks}
-    parts = [list(loader_of(NumberedRows(num_rows), **settings, rank=rank).epoch(0)) for rank in range(ranks)]
-    whole = list(loader_of(NumberedRows(num_rows), drop_remainder=drop_remainder, batch_size=4 * ranks).epoch(0))
+    parts = [list(loader_of(NumberedSequences(num_sequences), **settings, rank=rank).epoch(0)) for rank in range(ranks)]
+    alone = loader_of(NumberedSequences(num_sequences), drop_remainder=drop_remainder, batch_size=4 * ranks)
+    whole = list(alone.epoch(0))
     assert {len(part) for part in parts} == {len(whole)}
     for index, batch in enumerate(whole):
         joined = [np.concatenate(arrays) for arrays in zip(*(part[index] for part in parts), strict=True)]
         assert all((a == b).all() for a, b in zip(joined, batch, strict=True))
     seen = [int(row) for part in parts for batch in part for row in batch.labels[:, 0] if row != IGNORE_INDEX]
     assert len(seen) == len(set(seen))
-    assert len(seen) == (num_rows // (4 * ranks) * 4 * ranks if drop_remainder else num_rows)
+    assert len(seen) == (num_sequences // (4 * ranks) * 4 * ranks if drop_remainder else num_sequences)
 
 
-def test_the_last_batch_is_filled_up_with_rows_without_loss():
+def test_the_last_batch_is_filled_up_with_padding_without_loss():
     loader = loader_of(SyntheticDataset(5, 6, 100, seed=1), drop_remainder=False, shuffle=False)
     assert loader.batches_per_epoch == 2
     last = list(loader.epoch(0))[1]
@@ -148,19 +149,19 @@ def test_the_last_batch_is_filled_up_with_rows_without_loss():
     assert not last.input_ids[1:].any() and (last.positions == np.arange(6)).all() and not last.segment_ids.any()
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(1, "3 rows fill no batch"), (2, "for each of 2 ranks")])
+@pytest.mark.parametrize(("ranks", "words"), [(1, "3 sequences do not fill one batch"), (2, "for each of 2 ranks")])
 def test_a_data_set_without_one_batch_is_an_error(ranks, words):
     with pytest.raises(UserError, match=words) as caught:
-        loader_of(NumberedRows(3), ranks=ranks)
+        loader_of(NumberedSequences(3), ranks=ranks)
     assert "batch_size = 4" in str(caught.value) and "Fix: " in str(caught.value)
-    assert loader_of(NumberedRows(3), drop_remainder=False, ranks=ranks).batches_per_epoch == 1
+    assert loader_of(NumberedSequences(3), drop_remainder=False, ranks=ranks).batches_per_epoch == 1
 
 
 # The thread
 
 
-def test_nothing_is_read_before_the_first_batch_is_asked_for():
-    dataset = NumberedRows(20)
+def test_nothing_is_read_before_the_first_batch():
+    dataset = NumberedSequences(20)
     batches = loader_of(dataset).epoch(0)
     time.sleep(0.05)
     assert dataset.asked == [] and prefetch_threads() == []
@@ -169,7 +170,7 @@ def test_nothing_is_read_before_the_first_batch_is_asked_for():
 
 @pytest.mark.parametrize("prefetch_size", [1, 2, 4])
 def test_only_so_many_batches_are_prepared_ahead(prefetch_size):
-    dataset = NumberedRows(400)
+    dataset = NumberedSequences(400)
     batches = loader_of(dataset, prefetch_size=prefetch_size).epoch(0)
     next(batches)
     deadline = time.monotonic() + 5
@@ -185,7 +186,7 @@ def test_only_so_many_batches_are_prepared_ahead(prefetch_size):
 @pytest.mark.parametrize("prefetch_size", [1, 3])
 def test_closing_ends_the_thread(taken, prefetch_size):
     for _ in range(50):
-        batches = loader_of(NumberedRows(20), prefetch_size=prefetch_size).epoch(0)
+        batches = loader_of(NumberedSequences(20), prefetch_size=prefetch_size).epoch(0)
         for _ in range(taken):
             next(batches)
         batches.close()
@@ -193,26 +194,26 @@ def test_closing_ends_the_thread(taken, prefetch_size):
 
 
 def test_leaving_a_loop_ends_the_thread():
-    for _ in loader_of(NumberedRows(400)).epoch(0):
+    for _ in loader_of(NumberedSequences(400)).epoch(0):
         break
     gc.collect()
     assert prefetch_threads() == []
 
 
-def test_an_error_in_the_thread_surfaces_at_its_place():
-    batches = loader_of(NumberedRows(20, fail_at=2)).epoch(0)
+def test_an_error_in_the_thread_is_raised_at_its_batch():
+    batches = loader_of(NumberedSequences(20, fail_at=2)).epoch(0)
     next(batches)
     next(batches)
     with pytest.raises(OSError, match="the disk fell out") as caught:
         next(batches)
-    assert any(entry.name == "rows" for entry in caught.traceback), "the traceback leads to where it happened"
+    assert any(entry.name == "batch" for entry in caught.traceback), "the traceback leads to where it happened"
     assert prefetch_threads() == []
     with pytest.raises(StopIteration):
         next(batches)
 
 
 def test_epochs_can_overlap():
-    loader = loader_of(NumberedRows(20))
+    loader = loader_of(NumberedSequences(20))
     first, second = loader.epoch(0), loader.epoch(1)
     mixed = [batch for pair in zip(first, second, strict=True) for batch in pair]
     assert numbers(mixed[::2]) == numbers(loader.epoch(0)) and numbers(mixed[1::2]) == numbers(loader.epoch(1))

@@ -1,4 +1,4 @@
-"""Rows made of documents, checked against a plain loop; the held-out split; synthetic rows."""
+"""Sequences packed from documents, checked against a plain loop; the held-out split; synthetic data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def token_file_of(tmp_path, records):
 
 
 def random_records(count: int, seed: int = 0) -> list[dict]:
-    """Documents of very unequal length: some of one letter, some of many rows, some with a masked prompt."""
+    """Documents of very unequal length: some of one letter, some of many sequences, some with a masked prompt."""
     random = np.random.default_rng(seed)
     records = []
     for number in range(count):
@@ -30,8 +30,8 @@ def random_records(count: int, seed: int = 0) -> list[dict]:
     return records
 
 
-def rows_by_hand(token_file, spans: Spans, seq_length: int, num_rows: int) -> list[list[tuple[int, int, int, int]]]:
-    """(input, label, position, segment) of every place of every row, one token after the other."""
+def sequences_by_hand(token_file, spans: Spans, seq_length: int, count: int) -> list[list[tuple[int, int, int, int]]]:
+    """(input, label, position, segment) of every token of every sequence, token by token."""
     stream = []
     for document, (start, length) in enumerate(zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True)):
         for offset in range(length):
@@ -40,21 +40,21 @@ def rows_by_hand(token_file, spans: Spans, seq_length: int, num_rows: int) -> li
             has_label = offset + 1 < length and is_learnt
             label = int(token_file.tokens[place + 1]) if has_label else IGNORE_INDEX
             stream.append((int(token_file.tokens[place]), label, document))
-    rows = []
-    for row in range(num_rows):
-        part = stream[row * seq_length : (row + 1) * seq_length]
+    sequences = []
+    for number in range(count):
+        part = stream[number * seq_length : (number + 1) * seq_length]
         documents = [document for _, _, document in part]
         made = [
             (token, label, place - documents.index(document), document - documents[0])
             for place, (token, label, document) in enumerate(part)
         ]
-        while len(made) < seq_length:  # padding goes on with the last document
+        while len(made) < seq_length:  # padding belongs to the last document
             made.append((0, IGNORE_INDEX, made[-1][2] + 1, made[-1][3]))
-        rows.append(made)
-    return rows
+        sequences.append(made)
+    return sequences
 
 
-def assert_rows_equal(batch, expected) -> None:
+def assert_sequences_equal(batch, expected) -> None:
     for array, column in zip(batch, range(4), strict=True):
         assert array.dtype == np.int32 and array.flags.c_contiguous
         assert array.tolist() == [[place[column] for place in row] for row in expected]
@@ -62,34 +62,34 @@ def assert_rows_equal(batch, expected) -> None:
 
 @pytest.mark.parametrize("keep_tail", [False, True])
 @pytest.mark.parametrize("seq_length", [1, 2, 7, 8, 64, 1000])
-def test_rows_of_unequal_documents(tmp_path, seq_length, keep_tail):
+def test_sequences_of_unequal_documents(tmp_path, seq_length, keep_tail):
     token_file = token_file_of(tmp_path, random_records(60))
     spans = whole(token_file.offsets)
     dataset = TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail)
     assert dataset.num_tokens == token_file.meta.num_tokens and dataset.num_documents == 60 and dataset.has_boundaries
-    full_rows, left_tokens = divmod(dataset.num_tokens, seq_length)
-    assert dataset.num_rows == full_rows + bool(keep_tail and left_tokens)
-    expected = rows_by_hand(token_file, spans, seq_length, dataset.num_rows)
-    assert_rows_equal(dataset.rows(range(dataset.num_rows)), expected)
-    order = np.random.default_rng(1).permutation(dataset.num_rows)[:5]
-    assert_rows_equal(dataset.rows(order), [expected[row] for row in order])
+    full, left_tokens = divmod(dataset.num_tokens, seq_length)
+    assert dataset.num_sequences == full + bool(keep_tail and left_tokens)
+    expected = sequences_by_hand(token_file, spans, seq_length, dataset.num_sequences)
+    assert_sequences_equal(dataset.batch(range(dataset.num_sequences)), expected)
+    order = np.random.default_rng(1).permutation(dataset.num_sequences)[:5]
+    assert_sequences_equal(dataset.batch(order), [expected[number] for number in order])
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.5, 0.9])
-def test_rows_of_a_part_of_the_documents(tmp_path, fraction):
+def test_sequences_of_a_subset_of_the_documents(tmp_path, fraction):
     token_file = token_file_of(tmp_path, random_records(60))
     for spans in hold_out(whole(token_file.offsets), fraction, seed=3):
         dataset = TokenDataset(token_file, spans, 16, keep_tail=True)
         assert dataset.num_tokens == spans.lengths.sum()
-        expected = rows_by_hand(token_file, spans, 16, dataset.num_rows)
-        assert_rows_equal(dataset.rows(range(dataset.num_rows)), expected)
+        expected = sequences_by_hand(token_file, spans, 16, dataset.num_sequences)
+        assert_sequences_equal(dataset.batch(range(dataset.num_sequences)), expected)
 
 
-def test_a_small_row_written_out(tmp_path):
+def test_a_small_sequence_written_out(tmp_path):
     dataset = TokenDataset(
         file := token_file_of(tmp_path, [{"text": "ab"}, {"text": "cdef"}]), whole(file.offsets), 4, keep_tail=False
     )
-    batch = dataset.rows([0, 1])
+    batch = dataset.batch([0, 1])
     assert batch.input_ids.tolist() == [[97, 98, 256, 99], [100, 101, 102, 256]]
     assert batch.labels.tolist() == [[98, 256, -100, 100], [101, 102, 256, -100]]
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
@@ -105,23 +105,23 @@ def test_only_answers_of_a_conversation_are_learnt(tmp_path):
     ]
     file = token_file_of(tmp_path, [{"messages": messages}])
     dataset = TokenDataset(file, whole(file.offsets), 32, keep_tail=True)
-    labels = dataset.rows(range(dataset.num_rows)).labels
+    labels = dataset.batch(range(dataset.num_sequences)).labels
     assert labels[labels != IGNORE_INDEX].tolist() == [*b"Hello", 256, *b"Ciao", 256]
 
 
-def test_one_document_has_no_boundaries_and_a_limit_cuts_rows(tmp_path):
+def test_one_document_has_no_boundaries_and_num_samples_limits_sequences(tmp_path):
     file = token_file_of(tmp_path, [{"text": "x" * 99}])
     dataset = TokenDataset(file, whole(file.offsets), 10, limit=3)
-    assert (dataset.has_boundaries, dataset.num_rows, dataset.max_token_id) == (False, 3, 256)
-    assert TokenDataset(file, whole(file.offsets), 10, limit=30).num_rows == 10
+    assert (dataset.has_boundaries, dataset.num_sequences, dataset.max_token_id) == (False, 3, 256)
+    assert TokenDataset(file, whole(file.offsets), 10, limit=30).num_sequences == 10
 
 
 @pytest.mark.parametrize("indices", [[10], [-1], [0, 99], []])
-def test_numbers_that_are_no_rows_are_an_error(tmp_path, indices):
+def test_numbers_out_of_range_are_an_error(tmp_path, indices):
     file = token_file_of(tmp_path, [{"text": "x" * 99}])
     for dataset in (TokenDataset(file, whole(file.offsets), 10), SyntheticDataset(10, 10, 300, seed=1)):
         with pytest.raises(IndexError):
-            dataset.rows(indices)
+            dataset.batch(indices)
 
 
 # Held out
@@ -177,20 +177,20 @@ def test_the_tail_of_a_single_document_is_held_out(length, tail):
 def test_the_last_training_token_does_not_learn_the_first_held_out_one(tmp_path):
     file = token_file_of(tmp_path, [{"text": "a" * 19}])
     train, held_out = hold_out(whole(file.offsets), 0.5, seed=1)
-    batch = TokenDataset(file, train, 5).rows([0, 1])
+    batch = TokenDataset(file, train, 5).batch([0, 1])
     assert batch.labels[1].tolist() == [97, 97, 97, 97, IGNORE_INDEX]
-    assert TokenDataset(file, held_out, 5).rows([1]).input_ids.tolist() == [[97, 97, 97, 97, 256]]
+    assert TokenDataset(file, held_out, 5).batch([1]).input_ids.tolist() == [[97, 97, 97, 97, 256]]
 
 
 # Synthetic
 
 
-def test_synthetic_rows_are_a_function_of_seed_and_number():
+def test_synthetic_sequences_are_a_function_of_seed_and_number():
     dataset = SyntheticDataset(1000, 32, 4096, seed=5)
-    every = dataset.rows(range(1000))
-    assert (dataset.rows([7, 3]).input_ids == every.input_ids[[7, 3]]).all()
-    assert (SyntheticDataset(10, 32, 4096, seed=5, first_row=3).rows([4]).input_ids == every.input_ids[7]).all()
-    assert (SyntheticDataset(1000, 32, 4096, seed=6).rows([7]).input_ids != every.input_ids[7]).any()
+    every = dataset.batch(range(1000))
+    assert (dataset.batch([7, 3]).input_ids == every.input_ids[[7, 3]]).all()
+    assert (SyntheticDataset(10, 32, 4096, seed=5, first=3).batch([4]).input_ids == every.input_ids[7]).all()
+    assert (SyntheticDataset(1000, 32, 4096, seed=6).batch([7]).input_ids != every.input_ids[7]).any()
     assert len(np.unique(every.input_ids, axis=0)) == 1000
     assert (every.labels[:, :-1] == every.input_ids[:, 1:]).all() and (every.labels != IGNORE_INDEX).all()
     assert (every.positions == np.arange(32)).all() and not every.segment_ids.any()
@@ -200,7 +200,7 @@ def test_synthetic_rows_are_a_function_of_seed_and_number():
 @pytest.mark.parametrize("vocab_size", [2, 7, 4096, 151_936])
 def test_synthetic_tokens_are_even_over_the_vocabulary(vocab_size):
     dataset = SyntheticDataset(200, 999, vocab_size, seed=1)
-    tokens = dataset.rows(range(200)).labels
+    tokens = dataset.batch(range(200)).labels
     assert tokens.min() >= 0 and tokens.max() < vocab_size == dataset.max_token_id + 1
     counts = np.histogram(tokens, bins=2, range=(0, vocab_size))[0]
     lower_half = -(-vocab_size // 2) / vocab_size  # an odd vocabulary has its middle token in the upper bin

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from test_data_loader import NumberedRows
+from test_data_loader import NumberedSequences
 
 from trainer.checkpoint.data_position import resumed_batch
 from trainer.data.batches.sampler import BatchLoader
@@ -22,7 +22,7 @@ def steps(settings: dict[str, Any], rows: int, first: int = 0, last: int | None 
     epochs = []
     for rank in range(settings["ranks"]):
         loader = BatchLoader(
-            NumberedRows(rows), batch_size=settings["batch_size"], shuffle=True, seed=3, prefetch_size=1,
+            NumberedSequences(rows), batch_size=settings["batch_size"], shuffle=True, seed=3, prefetch_size=1,
             drop_remainder=settings["drop_remainder"], rank=rank, ranks=settings["ranks"],
         )  # fmt: skip
         batches = list(itertools.islice(loader.epoch(1, first), last))

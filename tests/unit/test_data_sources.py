@@ -1,4 +1,4 @@
-"""Which files a data set consists of, and what is read from them."""
+"""The files of a data set, and the documents that are read from them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_stdlib_skips_files_that_are_not_text(tmp_path, monkeypatch):
     assert read_all(tmp_path, "stdlib") == [Piece(b"x = 1\n", True, True, True, 6)]
 
 
-def test_a_python_without_its_sources_says_so(tmp_path, monkeypatch):
+def test_a_python_without_its_sources_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
     with pytest.raises(UserError, match="no source files of its standard library"):
         source_of(tmp_path, "stdlib")
@@ -78,7 +78,7 @@ def test_a_folder_called_stdlib_is_reached_by_its_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_bytes", [4, 5, 7, 64])
-def test_pieces_of_a_long_file_join_to_it_and_never_cut_a_character(tmp_path, chunk_bytes):
+def test_pieces_of_a_long_file_join_to_it_and_never_split_a_character(tmp_path, chunk_bytes):
     text = "first line\n  indented\n\nnäïve ünïcode 日本語 🙂🙂 no line end here at all\nlast"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     pieces = read_all(tmp_path, tmp_path / "a.txt", chunk_bytes=chunk_bytes)
@@ -90,7 +90,7 @@ def test_pieces_of_a_long_file_join_to_it_and_never_cut_a_character(tmp_path, ch
     assert sum(piece.source_bytes for piece in pieces) == len(text.encode())
 
 
-def test_a_long_file_is_cut_before_lines_that_start_with_a_character(tmp_path):
+def test_a_long_file_is_split_before_lines_that_do_not_start_with_white_space(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n  three\n" * 3)
     texts = [piece.text for piece in read_all(tmp_path, tmp_path / "a.txt", chunk_bytes=14)]
     assert len(texts) > 2
@@ -157,7 +157,7 @@ def test_an_instruction_carries_loss_only_in_the_output(extra, prompt):
     assert pieces == [Piece(prompt.encode(), False, False, False, 0), Piece(b"4", True, True, True, 0)]
 
 
-def test_blank_lines_and_a_byte_order_mark_are_no_mistakes(tmp_path):
+def test_blank_lines_and_a_byte_order_mark_are_accepted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n  \n{"text": "two"}')
     assert [piece.text for piece in read_all(tmp_path, path, "JsonlDataset")] == [b"one", b"two"]
@@ -222,7 +222,7 @@ def test_a_missing_path_is_an_error(tmp_path):
 def test_a_folder_without_matching_files_is_an_error(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.csv").write_text("1,2")
-    with pytest.raises(UserError, match=r"no file named like \*\.txt, \*\.md, \*\.py") as caught:
+    with pytest.raises(UserError, match=r"no file that matches \*\.txt, \*\.md, \*\.py") as caught:
         source_of(tmp_path, tmp_path / "corpus")
     assert "data_loader.patterns" in caught.value.fix
 
@@ -253,7 +253,7 @@ def test_a_file_that_fails_to_read_is_an_error(tmp_path):
         read_all(tmp_path, "/proc/self/mem", "JsonlDataset")
 
 
-def test_a_file_that_goes_away_is_an_error(tmp_path):
+def test_a_file_that_disappears_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     source = source_of(tmp_path, tmp_path / "a.txt")
     (tmp_path / "a.txt").unlink()
@@ -277,7 +277,7 @@ def test_a_forbidden_folder_is_an_error(tmp_path):
         (b"good\n" * 10 + b"cut \xe6\x97", 11, 54, ["0xe6", "unexpected end"]),
     ],
 )
-def test_text_that_is_not_text_is_an_error_with_its_place(tmp_path, chunk_bytes, content, line, offset, words):
+def test_a_file_that_is_not_text_is_an_error_with_its_position(tmp_path, chunk_bytes, content, line, offset, words):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""The token file and its cache: content, bounded memory, atomic writing, damage, two builders at once."""
+"""The token file and its cache: content, bounded memory, atomic writing, damage, concurrent builders."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     assert built.tokens.dtype == np.uint32 and built.meta.max_token_id == 69_999
 
 
-def test_memory_stays_bounded_and_progress_is_told(tmp_path):
+def test_memory_stays_bounded_and_progress_is_reported(tmp_path):
     path = tmp_path / "big.txt"
     with open(path, "wb") as stream:
         for _ in range(24):
@@ -129,11 +129,11 @@ def test_memory_stays_bounded_and_progress_is_told(tmp_path):
 
 
 def noted(source, tokenizer, cache):
-    """The token file's name, as far as it is known without reading the source."""
+    """The token file's name, if it is known without reading the source."""
     return _read_stamp(_stamp_file(source, _settings(source, tokenizer, CHUNK_BYTES), cache))
 
 
-def test_the_second_run_builds_nothing_and_asks_only_the_file_system(tmp_path, settle):
+def test_the_second_run_builds_nothing_and_reads_only_metadata(tmp_path, settle):
     corpus = write_corpus(tmp_path / "corpus")
     source, tokenizer, cache = source_of(tmp_path, corpus), ByteTokenizer(), cache_of(tmp_path)
     assert noted(source, tokenizer, cache) is None
@@ -202,7 +202,7 @@ def test_a_file_that_changes_during_the_build_is_an_error(tmp_path):
     [(name, damage) for name in ("tokens.bin", "offsets.bin", "meta.json") for damage in ("cut", "gone", "longer")]
     + [("offsets.bin", "garbage"), ("meta.json", "garbage")],
 )
-def test_a_damaged_token_file_is_built_again_with_a_notice(tmp_path, name, damage):
+def test_a_damaged_token_file_is_rebuilt_with_a_notice(tmp_path, name, damage):
     source, cache = source_of(tmp_path, write_corpus(tmp_path / "corpus")), cache_of(tmp_path)
     path = find_token_file(source, ByteTokenizer(), cache).path
     content = (path / name).read_bytes()
@@ -230,7 +230,7 @@ def test_a_file_in_the_place_of_a_token_file_is_replaced(tmp_path):
     assert find_token_file(source, ByteTokenizer(), cache).tokens.tolist() == expected_tokens()
 
 
-def test_what_killed_builds_left_is_removed_after_an_hour(tmp_path):
+def test_leftovers_of_killed_builds_are_removed_after_an_hour(tmp_path):
     cache = tmp_path / "cache"
     old, new = cache / ".building-1-old", cache / ".building-2-new"
     for folder in (old, new):
@@ -288,7 +288,7 @@ def test_a_failing_disk_is_an_error(tmp_path, monkeypatch):
     assert "train_dataset.cache_dir" in str(caught.value)
 
 
-def test_a_cache_that_someone_empties_at_once_is_an_error(tmp_path, monkeypatch):
+def test_a_cache_that_another_process_empties_is_an_error(tmp_path, monkeypatch):
     real_rename = os.rename
 
     def rename_and_remove(source, target):
@@ -347,7 +347,7 @@ def build_in_process(source, cache, barrier, results) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_builders_at_once_all_succeed_and_share_one_file(tmp_path, damaged):
+def test_concurrent_builders_all_succeed_and_share_one_file(tmp_path, damaged):
     write_corpus(tmp_path / "corpus", {"a.txt": "0123456789abcde\n" * 20_000})
     source, cache = source_of(tmp_path, tmp_path / "corpus"), cache_of(tmp_path)
     if damaged:

@@ -35,11 +35,11 @@ def test_bytes_are_the_bytes_of_utf_8(text):
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (257, 256, None)
 
 
-def test_decoding_bytes_leaves_out_special_tokens_and_replaces_what_is_no_character():
+def test_decoding_bytes_leaves_out_special_tokens_and_replaces_invalid_bytes():
     assert ByteTokenizer().decode([72, 256, 105, 299, -1, 0xFF]) == "Hi\ufffd"
 
 
-def test_bytes_from_a_terminal_that_are_not_utf_8_come_through():
+def test_bytes_from_a_terminal_that_are_not_utf_8_are_kept():
     assert ByteTokenizer().encode(b"a\xff".decode("utf-8", "surrogateescape")) == [97, 255]
 
 
@@ -86,7 +86,7 @@ def test_streaming_hugging_face_gives_the_same_text(plain, text):
     assert all("\ufffd" not in part for part in pushed)
 
 
-def test_streaming_garbage_does_not_wait_for_ever(plain):
+def test_streaming_garbage_does_not_wait_forever(plain):
     stream = plain.stream()
     byte = plain.encode("é")[-1]  # a continuation byte: never the start of a character
     assert "\ufffd" in "".join(stream.push(byte) for _ in range(20))
@@ -156,6 +156,6 @@ def test_a_bad_tokenizer_is_an_error(tmp_path, make, words):
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
 def test_an_id_that_the_tokenizer_does_not_have_is_an_error(tmp_path, name):
     path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
-    with pytest.raises(UserError, match=f"model.model_config.{name} = 9999: .*no token of this id") as caught:
+    with pytest.raises(UserError, match=f"model.model_config.{name} = 9999: .*no token with this id") as caught:
         hugging_face(tmp_path, path, vocab_size=20_000, **{name: 9999})
     assert line_of(tmp_path, name) in str(caught.value)

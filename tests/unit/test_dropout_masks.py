@@ -1,4 +1,4 @@
-"""Dropout masks: a pure function of what names them, with the right rate and scale."""
+"""Dropout masks: a pure function of their key, with the right rate and scale."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KEY = DropoutKey(seed=1, rank=0, step=0, micro_batch=0)
 SHAPE = (50, 40)
 
 
-def test_same_name_same_mask() -> None:
+def test_same_key_same_mask() -> None:
     mask = dropout_mask(KEY, 3, SHAPE, 0.1)
     np.testing.assert_array_equal(mask, dropout_mask(replace(KEY), 3, SHAPE, 0.1))
     assert mask.dtype == np.float32 and mask.shape == SHAPE
 
 
-def test_every_part_of_the_name_matters() -> None:
+def test_every_part_of_the_key_matters() -> None:
     """Neighbouring values, and pairs that a careless sum or shift would map to the same stream."""
     names = [
         (KEY, 0), (KEY, 1), (KEY, 256),
@@ -32,7 +32,7 @@ def test_every_part_of_the_name_matters() -> None:
 
 
 def test_streams_do_not_overlap() -> None:
-    """The next step's mask is not this step's mask a little further on: half of all places agree, as chance has it."""
+    """The next step's mask is not a shift of this step's mask: half of all elements agree, as by chance."""
     flat = [dropout_mask(replace(KEY, step=step), 0, (4096,), 0.5) > 0 for step in range(3)]
     for first, second in ((0, 1), (1, 2), (0, 2)):
         for shift in (*range(-8, 9), 64, 256):

@@ -1,4 +1,4 @@
-"""Which weights a freeze section means, in all its spellings, and what is said about its mistakes."""
+"""Which weights a freeze section selects, in all its forms, and the messages about its mistakes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_mistakes_are_explained(freeze: str, parts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("freeze", "parts"),
     [
-        ("{include: 3}", ["freeze.include = 3", "must be a text, a list or a section"]),
+        ("{include: 3}", ["freeze.include = 3", "must be a string, a list or a section"]),
         ("{include: [3]}", ["freeze.include.0 = 3", "must be"]),
         ("{layers: 0.5}", ["freeze.layers = 0.5", "must be"]),
         ("{inclde: ['*']}", ["freeze.inclde", "freeze.include"]),
@@ -128,7 +128,7 @@ MIXTURE = "{expert_num: 4, balance_via_topk_bias: True, topk_bias_update_rate: 0
 MODULES = (f"model.model_config.moe_config={MIXTURE}", "model.model_config.mtp_depth=1")
 
 
-def test_the_layers_of_modules_for_mtp_can_be_frozen() -> None:
+def test_mtp_modules_can_be_frozen() -> None:
     frozen = frozen_names(config_of(f"{{layers: {LAYERS}}}", *MODULES))
     assert {name.split(".")[2] for name in frozen} == {str(LAYERS)}
     assert {f"model.layers.{LAYERS}.eh_proj.weight", f"model.layers.{LAYERS}.mlp.gate.weight"} < frozen
@@ -148,19 +148,19 @@ def test_the_layers_of_modules_for_mtp_can_be_frozen() -> None:
         ("{include: '*.2.*correction_bias'}", "layer 2", "moved by 0.001 a step in layers 1, 3-4"),
     ],
 )
-def test_it_is_said_that_the_bias_of_frozen_routers_stays(freeze: str, layers: str, plan: str) -> None:
+def test_a_notice_says_that_the_expert_bias_of_frozen_routers_stays(freeze: str, layers: str, plan: str) -> None:
     config = config_of(freeze, *MODULES)
     told = f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
     assert list(freeze_notices(config))[freeze != "{}" :] == ([told] if layers else [])
     assert plan in build_plan(config).experts["balance"]
 
 
-def test_a_model_of_which_only_the_bias_of_the_choice_is_left_has_nothing_to_train() -> None:
+def test_a_model_with_only_expert_biases_left_has_nothing_to_train() -> None:
     config = config_of("{include: '*', exclude: '*correction_bias'}", *MODULES)
     assert "leaves nothing to train" in failure(lambda: frozen_names(config))
 
 
-def test_a_tied_head_is_frozen_with_the_embedding_and_that_is_said() -> None:
+def test_a_tied_head_is_frozen_with_the_embedding_with_a_notice() -> None:
     tied = ("model.model_config.tie_word_embeddings=True",)
     count, notice = freeze_notices(config_of("{include: embeddings}", *tied))
     weights = sum(math.prod(shape) for shape in all_shapes(config_of("{}", *tied).decoder).values())
@@ -192,7 +192,7 @@ def test_the_backward_pass_ends_at_the_lowest_trained_layer(freeze: str, layer: 
 
 
 def test_frozen_weights_are_in_no_group() -> None:
-    """Correctness: frozen parameters decayed or given state. Groups are what the optimizer is built over."""
+    """Correctness: frozen parameters must not decay or have state. The optimizer holds the parameters of the groups."""
     shapes = trained_shapes(config_of("{include: '*proj*'}"))
     grouped = [name for group in parameter_groups(shapes, 0.1) for name in group.parameters]
     assert sorted(grouped) == sorted(names_of("norm", "embed", "head"))
@@ -214,7 +214,7 @@ def test_the_plan_counts_and_needs_less_memory() -> None:
     assert "frozen" not in plan_text(whole)
 
 
-def test_what_is_not_trained_at_all_says_so() -> None:
+def test_a_model_that_is_not_trained_says_so() -> None:
     assert "freeze: not used, run_mode is predict" in notices(f"{TEXT}freeze: {{layers: 0}}\nrun_mode: predict\n")
     assert FINAL_NORM in trained_shapes(load(TEXT))
 

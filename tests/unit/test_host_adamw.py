@@ -1,4 +1,4 @@
-"""AdamW on the host's arrays: the same bits however the work is divided, and the formula in float64."""
+"""AdamW on arrays in host memory: the same bits for any number of threads, and the formula in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def updates(scale: float, keep: float) -> list[ParameterUpdate]:
 
 
 @pytest.mark.parametrize(("scale", "keep"), [(1.0, 1.0), (0.37, 0.9999), (2.0, 1.0), (1.0, 0.99)])
-def test_it_is_the_formula_whatever_the_threads(scale: float, keep: float) -> None:
+def test_it_is_the_formula_for_any_number_of_threads(scale: float, keep: float) -> None:
     expected = updates(scale, keep)
     for item in expected:
         gradient = item.gradient.astype(np.float64) * scale
@@ -33,7 +33,7 @@ def test_it_is_the_formula_whatever_the_threads(scale: float, keep: float) -> No
         HostAdamW(threads).update(found, RATE, EPS, BETAS)
         for item, right, gradient in zip(found, expected, before, strict=True):
             for name in ("weight", "first", "second"):
-                # Where m is near zero, its last digit is that of the larger numbers it is the sum of.
+                # Where m is near zero, its error is that of the larger numbers that it is the sum of.
                 np.testing.assert_allclose(getattr(item, name), getattr(right, name), rtol=1e-6, atol=2e-7)
             np.testing.assert_array_equal(item.gradient, gradient)
         bits = [np.concatenate([item.weight, item.first, item.second]) for item in found]

@@ -106,7 +106,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ({"pet_type": "ptuning2"}, ["pet_type = 'ptuning2'", "must be lora", "write"]),
         ({"rank": 8}, ["rank: unknown key", "lora_rank"]),
         ({"target_modules": ""}, ["target_modules = ''", "not empty"]),
-        ({"target_modules": ["q_proj"]}, ["target_modules = ['q_proj']", "must be a text"]),
+        ({"target_modules": ["q_proj"]}, ["target_modules = ['q_proj']", "must be a string"]),
         ({"target_modules": ".*(wq"}, ["is not a regular expression", "unterminated", ".*q_proj|.*v_proj"]),
         ({"target_modules": "*q_proj"}, ["is not a regular expression", "nothing to repeat"]),
         ({"target_modules": ".*query|.*val_proj"}, ["matches none", "write .*q_proj|.*v_proj", "gate_proj"]),

@@ -52,8 +52,8 @@ def files(tmp_path: Path) -> Path:
 
 def test_a_row_is_an_image(files: Path) -> None:
     train, evaluation = build_datasets(config_of(files))
-    assert (train.num_rows, evaluation.num_rows) == (12, 5)
-    batch = train.rows([11, 3])
+    assert (train.num_sequences, evaluation.num_sequences) == (12, 5)
+    batch = train.batch([11, 3])
     assert batch.pixels.dtype == np.uint8 and batch.pixels.tolist() == [[11] * 16, [3] * 16]
     assert batch.labels.dtype == np.int32 and batch.labels.tolist() == [1, 3]
 
@@ -67,7 +67,7 @@ def test_the_plan_counts_them(files: Path) -> None:
 @pytest.mark.parametrize(("usage", "rows"), [("train", 12), ("test", 5), ("all", 17)])
 def test_usage(files: Path, usage: str, rows: int) -> None:
     config = config_of(files, f"train_dataset.data_loader.usage={usage}")
-    assert build_datasets(config)[0].num_rows == rows
+    assert build_datasets(config)[0].num_sequences == rows
 
 
 def test_a_last_batch_is_filled_up(files: Path) -> None:
@@ -93,12 +93,12 @@ def test_gzip_and_other_names_and_folders(files: Path, tmp_path: Path) -> None:
     for folder in (other, other / "train"):
         for left, right in zip(plain, build_datasets(config_of(folder)), strict=True):
             assert left.content == right.content
-            assert np.array_equal(left.rows([0, 4]).pixels, right.rows([0, 4]).pixels)
+            assert np.array_equal(left.batch([0, 4]).pixels, right.batch([0, 4]).pixels)
 
 
 def test_the_environment_names_the_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATA_PATH", str(files))
-    assert build_datasets(config_of(""))[0].num_rows == 12
+    assert build_datasets(config_of(""))[0].num_sequences == 12
     eval_batches(config_of("", "run_mode=eval"), (0, 1), lambda *_: None, print)
     (files / IMAGES).unlink()
     assert failure(lambda: build_datasets(config_of(""))).startswith(f"environment: DATA_PATH = '{files}': ")
@@ -126,18 +126,18 @@ def other_label(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "missing": (lambda folder: (folder / IMAGES).unlink(), [f"has no {IMAGES}, nor", "make_digits.py"]),
+    "missing": (lambda folder: (folder / IMAGES).unlink(), [f"has neither {IMAGES} nor", "make_digits.py"]),
     "test missing": (lambda folder: (folder / TEST_IMAGES).unlink(), ["eval_dataset.data_loader", TEST_IMAGES]),
     "truncated": (cut(IMAGES, 100), ["it is cut short: 12 x 4 x 4 take 208 bytes, and it has 100", "copy"]),
     "header": (cut(LABELS, 6), [LABELS, "ends within its header of 8 bytes"]),
-    "empty": (cut(LABELS, 0), [LABELS, "0 bytes are no idx file of labels"]),
+    "empty": (cut(LABELS, 0), [LABELS, "0 bytes are too few for an idx file of labels"]),
     "too long": (
         lambda folder: (folder / LABELS).write_bytes((folder / LABELS).read_bytes() + b"x"),
         ["it is too long: 12 take 20 bytes, and it has 21"],
     ),
     "gzip cut": (zipped_and_cut, [IMAGES, "cut short or damaged"]),
     "swapped": (swapped, [IMAGES, "number of a file of labels (2049), and images have 2051"]),
-    "a text": (lambda folder: (folder / IMAGES).write_text("<html>"), ["which is no idx file, and images have 2051"]),
+    "a text": (lambda folder: (folder / IMAGES).write_text("<html>"), ["not an idx file, and images have 2051"]),
     "nothing in it": (
         lambda folder: (folder / LABELS).write_bytes(idx(2049, np.zeros(0, np.uint8))), ["says 0: there is nothing"]
     ),
@@ -146,26 +146,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "other size": (
         lambda folder: write_set(folder, side=5), ["images are 5 x 5, and the classifier takes 16", "pixels to 25"]
     ),
-    "a folder gone": (lambda folder: folder.rename(folder.with_name("x")), ["is no folder", "make_digits.py"]),
+    "a folder gone": (lambda folder: folder.rename(folder.with_name("x")), ["is not a folder", "make_digits.py"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_wrong_is_told(files: Path, damage: str) -> None:
+def test_damage_is_reported(files: Path, damage: str) -> None:
     break_it, words = DAMAGES[damage]
     break_it(files)
-    told = failure(lambda: build_datasets(config_of(files)))
-    assert told.startswith("a.yaml:") and "\n  Fix: " in told and f"dataset_dir = '{files}'" in told
+    message = failure(lambda: build_datasets(config_of(files)))
+    assert message.startswith("a.yaml:") and "\n  Fix: " in message and f"dataset_dir = '{files}'" in message
     for word in words:
-        assert word in told, told
+        assert word in message, message
 
 
 def test_too_few_images_and_no_folder_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = failure(lambda: build_plan(config_of(files, "runner_config.batch_size=13")))
-    assert "train_dataset has 12 images, fewer than one batch" in told
+    message = failure(lambda: build_plan(config_of(files, "runner_config.batch_size=13")))
+    assert "train_dataset has 12 images, fewer than one batch" in message
     monkeypatch.delenv("DATA_PATH", raising=False)
-    told = failure(lambda: build_datasets(config_of("")))
-    assert "needs the folder of its files" in told and "environment variable DATA_PATH" in told
+    message = failure(lambda: build_datasets(config_of("")))
+    assert "needs the folder with its files" in message and "environment variable DATA_PATH" in message
 
 
 # ---- the classifier's rules ------------------------------------------------------------------------------------------
@@ -174,11 +174,11 @@ def test_too_few_images_and_no_folder_named(files: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [
-        (["model.model_config.seq_length=128"], ["model.model_config", "an MlpClassifier has nothing of it", "remove"]),
-        (["model.model_config.pet_config.lora_rank=4"], ["model.model_config", "has nothing of it"]),
-        (["recompute_config.recompute=True"], ["recompute_config", "has nothing of it"]),
-        (["recompute=True"], ["recompute", "has nothing of it"]),
-        (["train_dataset.tokenizer.type=huggingface"], ["train_dataset.tokenizer", "has nothing of it"]),
+        (["model.model_config.seq_length=128"], ["model.model_config", "an MlpClassifier has no such part", "remove"]),
+        (["model.model_config.pet_config.lora_rank=4"], ["model.model_config", "has no such part"]),
+        (["recompute_config.recompute=True"], ["recompute_config", "has no such part"]),
+        (["recompute=True"], ["recompute", "has no such part"]),
+        (["train_dataset.tokenizer.type=huggingface"], ["train_dataset.tokenizer", "has no such part"]),
         (["run_mode=predict"], ["run_mode = 'predict'", "generates no text", "--run_mode eval"]),
         (["amp_level=O2"], ["amp_level = 'O2'", "float32"]),
         (["train_dataset.held_out=0.1"], ["held_out", "images are none", "eval_dataset"]),
@@ -187,9 +187,9 @@ def test_too_few_images_and_no_folder_named(files: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_what_a_classifier_has_not(files: Path, pairs: list[str], words: list[str]) -> None:
-    told = failure(lambda: config_of(files, *pairs))
+    message = failure(lambda: config_of(files, *pairs))
     for word in words:
-        assert word in told, told
+        assert word in message, message
 
 
 # ---- the digits that are drawn ---------------------------------------------------------------------------------------
@@ -211,12 +211,12 @@ def test_drawn_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert gzip.decompress((tmp_path / "zipped" / f"{name}.gz").read_bytes()) == data
     config = config_of(tmp_path / "zipped", "model.classifier.pixels=784")
     train, test = build_datasets(config)
-    batch = train.rows(np.arange(300))
+    batch = train.batch(np.arange(300))
     assert np.bincount(batch.labels, minlength=10).min() > 10
     assert 0.05 < batch.pixels.mean() / 255 < 0.3  # ink on black, about as much as MNIST's
     # An image is nearer to the mean of its own digit than to those of others, mostly; other images than in the test.
     means = np.stack([batch.pixels[batch.labels == digit].mean(0) for digit in range(10)])
-    shown = test.rows(np.arange(40))
+    shown = test.batch(np.arange(40))
     nearest = ((shown.pixels[:, None] - means[None]) ** 2).sum(-1).argmin(-1)
     assert (nearest == shown.labels).mean() > 0.5
     assert not (shown.pixels[:, None] == batch.pixels[None, :40]).all(-1).any()

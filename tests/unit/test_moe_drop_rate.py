@@ -37,7 +37,7 @@ def test_the_fields_of_a_step() -> None:
     json.dumps(details)
 
 
-def test_the_lines_have_the_peers_form() -> None:
+def test_the_lines_have_mindspore_transformers_form() -> None:
     lines = drop_rate_lines(COUNTS.layers)
     assert lines(step_metrics(1, details=routing_details(COUNTS))) == [
         "layer: 1, drop_rate: 0.00000",

@@ -1,4 +1,4 @@
-"""metrics.jsonl: its lines, and that a resumed training has each step once."""
+"""metrics.jsonl: its lines, and that a resumed run has each step once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_floats_return_exactly(tmp_path: Path) -> None:
     assert record["loss"] == 0.1 + 0.2 and record["lr"] == 1e-323
 
 
-def test_resuming_cuts_what_comes_after_and_repeats_nothing(tmp_path: Path) -> None:
+def test_resuming_removes_later_lines_and_repeats_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_steps(path, 0, 7, eval_at=4)
     run_steps(path, 4, 6)
@@ -106,7 +106,7 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
         assert path.read_bytes() == content
 
 
-def test_a_cut_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     run_steps(path, 0, 5)
     before = path.read_bytes()
@@ -128,7 +128,7 @@ def test_resuming_into_a_new_folder_starts_a_file(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "new" / "metrics.jsonl") == [5]
 
 
-def test_a_fresh_run_keeps_the_metrics_of_an_earlier_training(tmp_path: Path) -> None:
+def test_a_new_run_keeps_the_metrics_of_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for last_step in (1, 2, 3):
         run_steps(path, 0, last_step)

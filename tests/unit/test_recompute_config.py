@@ -85,9 +85,9 @@ def test_mistakes_are_explained(keys: str, parts: list[str]) -> None:
 
 def test_what_was_taken_is_said() -> None:
     said = notices(f"{TEXT}recompute_config: {{select_recompute: [{SILU}, add]}}\n")
-    assert "the feed-forward half of layers 0-3 is computed again" in said and r"feed_forward\.mul, " in said
+    assert "the feed-forward sublayer of layers 0-3 is computed again" in said and r"feed_forward\.mul, " in said
     assert "select_recompute: add: no part of a block here" in said
-    assert "the feed-forward half of every block" in notices(f"{TEXT}recompute_config: {{select_recompute: True}}\n")
+    assert "feed-forward sublayer of every block" in notices(f"{TEXT}recompute_config: {{select_recompute: True}}\n")
     said = notices(f"{TEXT}recompute_config: {{recompute: [1]}}\n")
     assert "recompute: layer 1; in MindSpore Transformers a list counts layers of pipeline stages" in said
     for plain in ("recompute: True", "recompute: 2", "select_recompute: [attention]"):
@@ -109,4 +109,4 @@ def test_the_plan_shows_it_and_needs_less_memory() -> None:
 def test_layers_in_words() -> None:
     assert layer_text([3]) == "layer 3"
     assert layer_text([2, 0, 1, 5, 7, 8]) == "layers 0-2, 5, 7-8"
-    assert recompute_text(("", "mlp")) == "the feed-forward half of layer 1: computed again in the backward pass"
+    assert recompute_text(("", "mlp")) == "the feed-forward sublayer of layer 1: computed again in the backward pass"

@@ -1,4 +1,4 @@
-"""Routing against literal loops: who is chosen, who is dropped, and in which row each assignment stands."""
+"""Routing against literal loops: which experts are chosen, which assignments are dropped, and the row of each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chosen_literally(rule: RoutingRule, scores: np.ndarray, bias: np.ndarray) ->
 def kept_literally(
     chosen: list[list[int]], scores: np.ndarray, capacity: int, policy: str
 ) -> set[tuple[int, int]]:
-    """(token, expert) of every assignment that finds room."""
+    """(token, expert) of every assignment within the capacity."""
     kept = set()
     for expert in range(scores.shape[1]):
         tokens = [token for token, experts in enumerate(chosen) if expert in experts]
@@ -76,14 +76,14 @@ def test_the_best_experts_are_chosen(rule: RoutingRule, ties: bool) -> None:
     np.testing.assert_array_equal(scores, before)
 
 
-def test_of_equal_experts_the_lower_number_wins() -> None:
+def test_ties_choose_the_lower_expert() -> None:
     assert choose_experts(RoutingRule(4, 2), np.full((1, 4), 0.25, np.float32)).tolist() == [[0, 1]]
     grouped = RoutingRule(8, 2, groups=4, chosen_groups=1, group_score="two_best")
     assert choose_experts(grouped, np.full((1, 8), 0.5, np.float32)).tolist() == [[0, 1]]
 
 
-def test_scores_that_are_no_numbers_still_give_different_experts() -> None:
-    """A run that diverged is to end with its own message."""
+def test_nan_scores_still_give_different_experts() -> None:
+    """A diverged run must end with its own message."""
     experts = choose_experts(RoutingRule(4, 3), np.array([[np.nan] * 4, [0.1, np.nan, 0.2, np.nan]], np.float32))
     assert experts.tolist() == [[0, 1, 2], [1, 3, 2]]
 
@@ -129,7 +129,7 @@ def test_rows_and_counts(capacity: int | None, ties: bool, safe_tokens: bool, po
 
 
 @POLICIES
-def test_an_expert_that_all_tokens_want(policy: str) -> None:
+def test_an_expert_that_all_tokens_choose(policy: str) -> None:
     rule, scores = RoutingRule(4, 1), np.tile(np.array([0, 0, 1, 0], np.float32), (9, 1))
     everything = route(rule, scores, None, None, policy)
     assert everything.counts_E.tolist() == [0, 0, 9, 0]
@@ -139,7 +139,7 @@ def test_an_expert_that_all_tokens_want(policy: str) -> None:
     assert some.row_Nk.ravel().tolist() == list(range(9)), "of equal probability the first tokens stay"
 
 
-def test_a_bias_chooses_but_does_not_decide_who_is_dropped() -> None:
+def test_an_expert_bias_chooses_experts_but_not_the_dropped_assignments() -> None:
     scores = np.array([[0.4, 0.3, 0.2], [0.5, 0.4, 0.3], [0.6, 0.1, 0.05]], np.float32)
     routing = route(RoutingRule(3, 1), scores, np.array([0, 1, 0], np.float32), 1, "probability")
     assert routing.experts_Nk.ravel().tolist() == [1, 1, 1]

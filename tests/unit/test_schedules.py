@@ -86,7 +86,7 @@ def test_cosine_with_more_waves_rises_again_within_the_run():
                                            ({"decay_steps": 35, "decay_ratio": 0.5}, 30),
                                            ({"decay_steps": 35, "decay_ratio": 0.0}, 35),
                                            ({"decay_steps": 900}, TOTAL)])
-def test_cosine_decay_steps_cut_the_curve_and_do_not_squeeze_it(keys, cut):
+def test_cosine_decay_steps_truncate_the_curve_without_scaling_it(keys, cut):
     whole = curve(section("CosineWithWarmUpLR"))
     close(curve(section("CosineWithWarmUpLR", **keys)), np.where(STEPS < cut, whole, END))
 
@@ -109,7 +109,7 @@ def test_polynomial(power):
     close(curve(section("PolynomialWithWarmUpLR", power=power)), with_warm_up(expected))
 
 
-def test_polynomial_decay_steps_count_from_the_end_of_warm_up_and_then_stay():
+def test_polynomial_decay_steps_count_from_the_end_of_warm_up_and_stay_at_lr_end():
     expected = END + (LR - END) * (1 - progress(WARM, WARM + 20)) ** 2
     close(curve(section("PolynomialWithWarmUpLR", decay_steps=20)), with_warm_up(expected))
 
@@ -157,7 +157,7 @@ def test_constant_with_cool_down_decays_over_the_whole_total_by_default():
     assert lr[WARM + TOTAL] == 5e-5
 
 
-def test_cosine_annealing_is_a_wave_without_end():
+def test_cosine_annealing_never_ends():
     close(curve(SimpleNamespace(**ANNEALING)), END + (LR - END) * (1 + np.cos(np.pi * STEPS / 15)) / 2)
 
 
@@ -196,12 +196,12 @@ def test_warm_restarts_without_eta_min_fall_towards_zero(eta_min):
        {"keep_steps": 10, "decay_steps": 10, "final_steps": 10, "lr_end1": 0.002, "lr_end2": 0.001}, step, value)
       for step, value in [(1, 0.0005), (15, 0.005), (25, 0.0035), (35, 0.002), (45, 0.001)]],
 ])
-def test_peers_documented_values(type_, keys, step, printed):
+def test_documented_values_of_mindspore_transformers(type_, keys, step, printed):
     config = section(type_, learning_rate=0.005, warmup_lr_init=0.0, **keys)
     assert build_schedule(config, 20)(step) == pytest.approx(printed, rel=5e-7)
 
 
-def test_peers_documented_annealing_values():
+def test_documented_annealing_values_of_mindspore_transformers():
     annealing = build_schedule(SimpleNamespace(**{**ANNEALING, "base_lr": 0.005, "t_max": 10, "eta_min": 1e-7}), 20)
     assert [annealing(1), annealing(15)] == pytest.approx([0.0048776437, 0.0025000498], rel=5e-7)
     restarts = build_schedule(SimpleNamespace(**{**RESTARTS, "base_lr": 0.005, "t_0": 10, "eta_min": 1e-7}), 20)
@@ -278,7 +278,7 @@ def test_total_steps_of_the_section_replace_those_of_the_data(type_, own_total):
     (section("ConstantWarmUpLR", total_steps=-2), "total_steps", ["= -2", "at least 1"]),
     (SimpleNamespace(type="CosineLR", total_steps=-1), "type", ["'CosineLR'", "CosineWithWarmUpLR"]),
 ])
-def test_contradictions_are_refused(config, key, parts):
+def test_contradictions_are_an_error(config, key, parts):
     with pytest.raises(UserError) as caught:
         build_schedule(config, TOTAL, where=lambda dotted: f"a.yaml:7 <{dotted}>")
     message = str(caught.value)
@@ -288,7 +288,7 @@ def test_contradictions_are_refused(config, key, parts):
     assert all(part in message for part in parts), message
 
 
-def test_a_run_without_steps_is_refused():
+def test_a_run_without_steps_is_an_error():
     with pytest.raises(UserError, match="at least 1"):
         build_schedule(section("ConstantWarmUpLR"), 0)
 

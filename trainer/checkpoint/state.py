@@ -93,12 +93,12 @@ class Resumed:
     notices: tuple[str, ...]
 
 
-def data_layout(config: Config, num_rows: int | None, content: str | None, ranks: int = 1) -> dict[str, Any]:
+def data_layout(config: Config, num_sequences: int | None, content: str | None, ranks: int = 1) -> dict[str, Any]:
     """The settings on which the meaning of a position in the data depends.
 
     Args:
         config: The whole configuration.
-        num_rows, content: Of the training data, see `RowDataset`; None while they are not known.
+        num_sequences, content: Of the training data, see `SequenceDataset`; None while they are not known.
         ranks: Number of ranks that divide each batch.
     """
     train, runner = config.train_dataset, config.runner_config
@@ -107,11 +107,11 @@ def data_layout(config: Config, num_rows: int | None, content: str | None, ranks
         "batch_size": runner.batch_size,
         "gradient_accumulation_steps": runner.gradient_accumulation_steps,
         "ranks": ranks,
-        "seq_length": config.network.labels_of_row,
+        "seq_length": config.network.labels_per_sequence,
         "shuffle": train.data_loader.shuffle,
         "drop_remainder": train.drop_remainder,
         "held_out": train.held_out,
-        "rows": num_rows,
+        "rows": num_sequences,
         "content": content,
     }
     return {key: value for key, value in layout.items() if value is not None}

@@ -17,7 +17,7 @@ def layer_numbers(written: Any, num_layers: int, modules: int = 0) -> list[int]:
     """The layers that were meant, in order, from 0.
 
     Args:
-        written: An integer, a text, or a list of them.
+        written: An integer, a string, or a list of them.
         num_layers: Layers of the model.
         modules: Multi-token prediction modules, which count on after the last layer.
 

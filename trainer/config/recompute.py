@@ -2,7 +2,7 @@
 
 A block has two parts that can be computed again on their own: attention and feed-forward layer ("mlp"), each with its
 norm and its residual connection. MindSpore Transformers' files name single operators by regular expressions; they are
-taken as the half that they belong to.
+taken as the sublayer that they belong to.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from trainer.config.schema.root import Config
 from trainer.config.schema.system import RecomputeConfig
 
 Part: TypeAlias = Literal["", "attention", "mlp", "block"]
-"""What of a layer is computed again: nothing, a half, or all of it."""
+"""What of a layer is computed again: nothing, a sublayer, or all of it."""
 
 SUBLAYERS = ("attention", "mlp")
-_NAMES = {"attention": "the attention half", "mlp": "the feed-forward half", "block": "the whole block"}
+_NAMES = {"attention": "the attention sublayer", "mlp": "the feed-forward sublayer", "block": "the whole block"}
 _KEY = "recompute_config"
 # Words of operators' names in MindSpore Transformers and Hugging Face.
 _WORDS = {
@@ -34,21 +34,21 @@ _WORDS = {
 
 
 class _Choice:
-    """Layers of each half, as one key says it, with the layers and halves that were read from regular expressions."""
+    """Layers of each sublayer, as one key says it, and the patterns that were read as one."""
 
     def __init__(self) -> None:
-        self.layers: dict[str, set[int]] = {half: set() for half in SUBLAYERS}
-        self.guessed: dict[str, list[str]] = {half: [] for half in SUBLAYERS}
+        self.layers: dict[str, set[int]] = {sublayer: set() for sublayer in SUBLAYERS}
+        self.guessed: dict[str, list[str]] = {sublayer: [] for sublayer in SUBLAYERS}
         self.unknown: list[str] = []
 
     def add(self, pattern: str, layers: list[int]) -> None:
-        """Adds the half or halves that a pattern means."""
+        """Adds the sublayers that a pattern means."""
         plain = pattern.strip().lower()
-        sublayers = [half for half in SUBLAYERS if plain == half] or [h for h in SUBLAYERS if _WORDS[h].search(plain)]
-        for half in sublayers:
-            self.layers[half].update(layers)
-            if plain != half:
-                self.guessed[half].append(pattern)
+        sublayers = [plain] if plain in SUBLAYERS else [name for name in SUBLAYERS if _WORDS[name].search(plain)]
+        for sublayer in sublayers:
+            self.layers[sublayer].update(layers)
+            if plain != sublayer:
+                self.guessed[sublayer].append(pattern)
         if not sublayers:
             self.unknown.append(pattern)
 
@@ -66,9 +66,9 @@ def recomputed_parts(config: Config) -> tuple[Part, ...]:
     parts: list[Part] = []
     for layer in range(count):
         sublayers = [
-            half
-            for half in SUBLAYERS
-            if (layer in whole or layer in selected.layers[half]) and layer not in excluded.layers[half]
+            sublayer
+            for sublayer in SUBLAYERS
+            if (layer in whole or layer in selected.layers[sublayer]) and layer not in excluded.layers[sublayer]
         ]
         parts.append("block" if len(sublayers) == 2 else sublayers[0] if sublayers else "")  # type: ignore[arg-type]
     return tuple(parts)
@@ -80,7 +80,7 @@ def _whole(written: Any, num_layers: int) -> set[int]:
 
 
 def _layers(written: Any, num_layers: int) -> list[int]:
-    """True: all layers; an integer: so many from the first; a text or a list: these."""
+    """True: all layers; an integer: so many from the first; a string or a list: these."""
     if isinstance(written, bool) or written == []:
         return list(range(num_layers)) if written else []
     if isinstance(written, (str, list)):
@@ -91,9 +91,9 @@ def _layers(written: Any, num_layers: int) -> list[int]:
 
 
 def _sublayers(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",)) -> _Choice:
-    """What a key says about halves: patterns for all layers, or a mapping of patterns to layers.
+    """What a key says about sublayers: patterns for all layers, or a mapping of patterns to layers.
 
-    Without a pattern `meant` is: to select, the feed-forward half, as MindSpore Transformers then takes
+    Without a pattern `meant` is: to select, the feed-forward sublayer, as MindSpore Transformers then takes
     feed_forward.mul and its activation.
     """
     choice, everywhere = _Choice(), list(range(num_layers))
@@ -109,8 +109,8 @@ def _sublayers(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",))
                 raise LayerError(f"{pattern!r} is no name of a part: write attention or mlp")
             choice.add(pattern, everywhere)
     elif written:
-        for half in meant:
-            choice.add(half, _layers(written, num_layers))
+        for sublayer in meant:
+            choice.add(sublayer, _layers(written, num_layers))
     if choice.unknown and not any(choice.layers.values()):
         raise LayerError(f"{choice.unknown[0]!r} belongs to no part of a block: write attention or mlp")
     return choice
@@ -144,11 +144,11 @@ def recompute_notices(config: Config) -> Iterator[str]:
     for name in ("select_recompute", "select_recompute_exclude"):
         choice = _sublayers(getattr(settings, name), count)
         verb = "kept" if name == "select_recompute_exclude" else "computed again"
-        for half, patterns in choice.guessed.items():
-            if patterns and choice.layers[half]:
-                layers = layer_text(choice.layers[half])
+        for sublayer, patterns in choice.guessed.items():
+            if patterns and choice.layers[sublayer]:
+                layers = layer_text(choice.layers[sublayer])
                 yield (
-                    f"{_KEY}.{name}: {_NAMES[half]} of {layers} is {verb}, for"
+                    f"{_KEY}.{name}: {_NAMES[sublayer]} of {layers} is {verb}, for"
                     f" {', '.join(dict.fromkeys(patterns))}: single operators are not told apart"
                 )
         if choice.unknown:
@@ -157,9 +157,9 @@ def recompute_notices(config: Config) -> Iterator[str]:
 
 def recompute_text(parts: tuple[Part, ...]) -> str:
     """What is computed again, for `plan`; empty for nothing."""
-    texts = []
-    for part, name in (("block", "blocks"), *((half, _NAMES[half]) for half in SUBLAYERS)):
+    phrases = []
+    for part, name in (("block", "blocks"), *((sublayer, _NAMES[sublayer]) for sublayer in SUBLAYERS)):
         layers = [layer for layer, found in enumerate(parts) if found == part]
         if layers:
-            texts.append(f"{name} of {layer_text(layers)}")
-    return f"{'; '.join(texts)}: computed again in the backward pass" if texts else ""
+            phrases.append(f"{name} of {layer_text(layers)}")
+    return f"{'; '.join(phrases)}: computed again in the backward pass" if phrases else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
-from trainer.data.batches.packing import RowDataset, TokenDataset
+from trainer.data.batches.packing import SequenceDataset, TokenDataset
 from trainer.data.batches.sampler import BatchLoader
 from trainer.data.datasets import build_datasets, build_eval_dataset
 from trainer.data.source.documents import render_prompt
@@ -14,7 +14,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "BatchLoader",
-    "RowDataset",
+    "SequenceDataset",
     "SyntheticDataset",
     "TextStream",
     "TokenDataset",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.batches import split
-from trainer.data.batches.packing import RowDataset, TokenDataset
+from trainer.data.batches.packing import SequenceDataset, TokenDataset
 from trainer.data.batches.split import Spans
 from trainer.data.source.files import Source, find_source
 from trainer.data.source.mnist import build_images
@@ -27,25 +27,25 @@ _VOCAB_KEY = "model.model_config.vocab_size"
 
 def build_datasets(
     config: Config, progress: Progress | None = None, notice: Notice | None = None
-) -> tuple[RowDataset, RowDataset | None]:
+) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Builds the data sets of a training run; slow only when the token file is not in the cache.
 
     Args:
         config: The whole configuration.
         progress: Called with (bytes done, bytes of the source) while a token file is built.
-        notice: Called with a sentence for whatever is done otherwise than asked.
+        notice: Called with a sentence where the data differ from what was requested.
 
     Returns:
-        Training rows, and rows for evaluation: those of ``eval_dataset`` if the run evaluates, otherwise the documents
+        The training data, and the data for evaluation: ``eval_dataset`` if the run evaluates, otherwise the documents
         held out of ``train_dataset``; None where there are neither.
 
     Raises:
-        UserError: See `find_source`, `load_tokenizer` and `find_token_file`; or a row is longer than the data, a batch
-            larger than the data set, a token beyond the model's vocabulary.
+        UserError: See `find_source`, `load_tokenizer` and `find_token_file`; or a sequence is longer than the data, a
+            batch larger than the data set, or a token beyond the model's vocabulary.
         RunError: The disk is full, or the data changes while it is read.
     """
     train, held_out = _build_section(config, TRAIN, progress, notice)
-    _check_rows(config, TRAIN, train.num_tokens, train.num_rows)
+    _check_sizes(config, TRAIN, train.num_tokens, train.num_sequences)
     if config.eval_dataset is None:
         return train, held_out
     return train, _build_eval(config, progress, notice) if _evaluates(config) else None
@@ -53,8 +53,8 @@ def build_datasets(
 
 def build_eval_dataset(
     config: Config, progress: Progress | None = None, notice: Notice | None = None
-) -> RowDataset | None:
-    """Builds only what an evaluation reads; None without ``eval_dataset`` and held-out documents.
+) -> SequenceDataset | None:
+    """Builds only the data of an evaluation; None without ``eval_dataset`` and held-out documents.
 
     Raises:
         UserError: As `build_datasets`.
@@ -68,7 +68,7 @@ def build_eval_dataset(
 
 
 def batch_size(config: Config, section: str) -> int:
-    """Rows of a micro-batch of a section."""
+    """Sequences of a micro-batch of a section."""
     own = getattr(config, section).batch_size
     return own if section == EVAL and own is not None else config.runner_config.batch_size
 
@@ -77,16 +77,16 @@ def _evaluates(config: Config) -> bool:
     return config.do_eval or config.run_mode == "eval"
 
 
-def _build_eval(config: Config, progress: Progress | None, notice: Notice | None) -> RowDataset:
+def _build_eval(config: Config, progress: Progress | None, notice: Notice | None) -> SequenceDataset:
     dataset, _ = _build_section(config, EVAL, progress, notice)
-    _check_rows(config, EVAL, dataset.num_tokens, dataset.num_rows)
+    _check_sizes(config, EVAL, dataset.num_tokens, dataset.num_sequences)
     return dataset
 
 
 def _build_section(
     config: Config, section: str, progress: Progress | None, notice: Notice | None
-) -> tuple[RowDataset, RowDataset | None]:
-    """Builds the rows of a section and those held out of it (of ``train_dataset``, if asked for)."""
+) -> tuple[SequenceDataset, SequenceDataset | None]:
+    """Builds the data set of a section, and the one held out of ``train_dataset`` if requested."""
     wanted, seq_length = getattr(config, section), config.decoder.seq_length
     limit = wanted.data_loader.num_samples
     if wanted.data_loader.type == "SyntheticDataset":
@@ -101,8 +101,8 @@ def _build_section(
     if held_out is None:
         return dataset, None
     if notice is not None:
-        _tell_uneven_split(wanted.held_out, documents, held_out, notice)
-    # Held-out text is little, and an evaluation reads it once: no token of it is left out.
+        _notice_uneven_split(wanted.held_out, documents, held_out, notice)
+    # Held-out text is short, and an evaluation reads it once: it includes every token.
     return dataset, TokenDataset(token_file, held_out, seq_length, keep_tail=True)
 
 
@@ -113,7 +113,7 @@ def _split(config: Config, section: str, documents: Spans) -> tuple[Spans, Spans
     return split.hold_out(documents, fraction, config.seed)
 
 
-def _tell_uneven_split(fraction: float, documents: Spans, held_out: Spans, notice: Notice) -> None:
+def _notice_uneven_split(fraction: float, documents: Spans, held_out: Spans, notice: Notice) -> None:
     held_out_tokens = int(held_out.lengths.sum())
     actual = held_out_tokens / (held_out_tokens + int(documents.lengths.sum()))
     if not fraction / 1.5 <= actual <= fraction * 1.5:
@@ -121,36 +121,31 @@ def _tell_uneven_split(fraction: float, documents: Spans, held_out: Spans, notic
 
 
 def _synthetic(config: Config, section: str) -> tuple[SyntheticDataset, SyntheticDataset | None]:
-    """Numbers the rows of a seed: training from 0 on, then what is held out, then those of ``eval_dataset``."""
-    rows, held_out_rows = _synthetic_rows(config, section)
+    """Numbers the sequences of a seed: training data from 0 on, then held-out data, then ``eval_dataset``."""
+    size, held_out_size = _synthetic_sizes(config, section)
     sizes = config.decoder.seq_length, config.decoder.vocab_size, config.seed
-    first_row = 0
+    first = 0
     if section == EVAL and config.train_dataset.data_loader.type == "SyntheticDataset":
-        first_row = config.train_dataset.data_loader.num_samples or 0
-    dataset = SyntheticDataset(rows, *sizes, first_row=first_row)
-    return dataset, SyntheticDataset(held_out_rows, *sizes, first_row=rows) if held_out_rows else None
+        first = config.train_dataset.data_loader.num_samples or 0
+    dataset = SyntheticDataset(size, *sizes, first=first)
+    return dataset, SyntheticDataset(held_out_size, *sizes, first=size) if held_out_size else None
 
 
-def _synthetic_rows(config: Config, section: str) -> tuple[int, int]:
+def _synthetic_sizes(config: Config, section: str) -> tuple[int, int]:
     wanted = getattr(config, section)
-    rows = wanted.data_loader.num_samples
-    if rows is None:
-        key = f"{section}.data_loader.num_samples"
-        raise UserError(
-            "SyntheticDataset has no end of its own",
-            where=config.source.where(f"{section}.data_loader.type"),
-            key=key,
-            value=rows,
-            fix=f"set {key} to the number of rows of an epoch",
-        )
-    held_out_rows = 0
-    if section == TRAIN and wanted.held_out and rows > 1:
-        held_out_rows = min(max(round(wanted.held_out * rows), 1), rows - 1)
-    return rows - held_out_rows, held_out_rows
+    size = wanted.data_loader.num_samples
+    if size is None:
+        key, where = f"{section}.data_loader.num_samples", config.source.where(f"{section}.data_loader.type")
+        fix = f"set {key} to the number of sequences of an epoch"
+        raise UserError("SyntheticDataset needs a number of sequences", where=where, key=key, value=None, fix=fix)
+    held_out_size = 0
+    if section == TRAIN and wanted.held_out and size > 1:
+        held_out_size = min(max(round(wanted.held_out * size), 1), size - 1)
+    return size - held_out_size, held_out_size
 
 
 def _find(config: Config, section: str) -> tuple[Source, Tokenizer, Cache]:
-    """Finds the files, the tokenizer and the cache of a section; where eval_dataset is silent, train_dataset speaks."""
+    """Finds the files, the tokenizer and the cache of a section; train_dataset gives what eval_dataset leaves out."""
     source = find_source(config, section)
     tokenizer = _find_tokenizer(config, section)
     _check_vocabulary(config, tokenizer.eos_id)
@@ -161,54 +156,39 @@ def _find(config: Config, section: str) -> tuple[Source, Tokenizer, Cache]:
 
 
 def _find_tokenizer(config: Config, section: str) -> Tokenizer:
-    """Loads a section's tokenizer; `bytes`, its default, means that of ``train_dataset`` in ``eval_dataset``."""
+    """Loads a section's tokenizer; in ``eval_dataset`` the default, `bytes`, means that of ``train_dataset``."""
     if section == TRAIN or getattr(config, section).tokenizer.type == "bytes":
         return load_tokenizer(config, TRAIN)
     tokenizer = load_tokenizer(config, section)
     if config.run_mode == "eval" or tokenizer.fingerprint == load_tokenizer(config, TRAIN).fingerprint:
         return tokenizer
     key = "eval_dataset.tokenizer"
-    raise UserError(
-        "a model is evaluated with the tokens it was trained with, and train_dataset.tokenizer is another one",
-        where=config.source.where(f"{key}.type"),
-        key=key,
-        value=config.eval_dataset.tokenizer.path,
-        fix="leave eval_dataset.tokenizer out: it is train_dataset.tokenizer then",
-    )
+    rule = "a model must be evaluated with the tokenizer of its training, and train_dataset.tokenizer is another one"
+    fix = "leave eval_dataset.tokenizer out, which then is train_dataset.tokenizer"
+    where, value = config.source.where(f"{key}.type"), config.eval_dataset.tokenizer.path
+    raise UserError(rule, where=where, key=key, value=value, fix=fix)
 
 
 def _check_vocabulary(config: Config, max_token_id: int) -> None:
     vocab_size = config.decoder.vocab_size
     if max_token_id >= vocab_size:
-        raise UserError(
-            f"the data holds token id {max_token_id}, beyond the model's vocabulary",
-            where=config.source.where(_VOCAB_KEY),
-            key=_VOCAB_KEY,
-            value=vocab_size,
-            fix=f"set it to at least {max_token_id + 1}, or use another tokenizer",
-        )
+        rule = f"the data holds token id {max_token_id}, beyond the model's vocabulary"
+        fix = f"set it to at least {max_token_id + 1}, or use another tokenizer"
+        raise UserError(rule, where=config.source.where(_VOCAB_KEY), key=_VOCAB_KEY, value=vocab_size, fix=fix)
 
 
-def _check_rows(config: Config, section: str, num_tokens: int, num_rows: int) -> None:
-    """Checks that the data make a row, and the rows a batch."""
+def _check_sizes(config: Config, section: str, num_tokens: int, num_sequences: int) -> None:
+    """Checks that the data fill a sequence, and the sequences a batch."""
     wanted, seq_length = getattr(config, section), config.decoder.seq_length
     is_text = wanted.data_loader.type not in ("SyntheticDataset", "MnistDataset")
     if is_text and num_tokens <= seq_length:
         key = "model.model_config.seq_length"
-        raise UserError(
-            f"a row takes {seq_length + 1} tokens (one more for the last label), and {section} has {num_tokens}",
-            where=config.source.where(key),
-            key=key,
-            value=seq_length,
-            fix=f"set it to at most {max(num_tokens - 1, 1)}, or use more data",
-        )
-    rows_of_batch = batch_size(config, section)
-    if wanted.drop_remainder and num_rows < rows_of_batch:
+        rule = f"a sequence takes {seq_length + 1} tokens (one more for the last label), and {section} has {num_tokens}"
+        fix = f"set it to at most {max(num_tokens - 1, 1)}, or use more data"
+        raise UserError(rule, where=config.source.where(key), key=key, value=seq_length, fix=fix)
+    size = batch_size(config, section)
+    if wanted.drop_remainder and num_sequences < size:
         key = f"{EVAL}.batch_size" if section == EVAL and wanted.batch_size is not None else "runner_config.batch_size"
-        raise UserError(
-            f"{section} has {num_rows} {config.network.rows_text}, fewer than one batch",
-            where=config.source.where(key),
-            key=key,
-            value=rows_of_batch,
-            fix=f"set it to at most {num_rows}, or {section}.drop_remainder to False, or use more data",
-        )
+        rule = f"{section} has {num_sequences} {config.network.sequences_text}, fewer than one batch"
+        fix = f"set it to at most {num_sequences}, or {section}.drop_remainder to False, or use more data"
+        raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of what they are for, never of what was drawn before."""
+"""Random numbers as a function of seed, purpose and index, never of earlier draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """What random numbers are for: streams of one seed have nothing to do with each other."""
+    """Purpose of random numbers; the streams of one seed are independent."""
 
     HELD_OUT = 1
     ORDER = 2
@@ -18,14 +18,14 @@ class Stream(IntEnum):
 def random_bits(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:
     """Draws `count` 64-bit numbers: uint64 [count].
 
-    Raw bits of Philox (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"), because only these are
-    promised to stay the same in every version of numpy.
+    Raw bits of Philox (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"), because numpy guarantees
+    only these to stay the same in every version.
 
     Args:
-        seed: The run's; its lowest 64 bits count.
-        stream: What the numbers are for.
-        index: Which part of the stream, for example the epoch.
-        count: How many.
+        seed: The run's seed, of which the lowest 64 bits are used.
+        stream: Purpose of the numbers.
+        index: Number of a block of the stream, for example the epoch.
+        count: How many numbers to draw.
     """
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, stream], np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, index, 0, 0], np.uint64)).random_raw(count)

@@ -38,7 +38,7 @@ def memory_estimate(config: Config, trains: bool, device: str, world: World = SI
     weights = _bytes(all_shapes(network))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if trains:
-        labels = config.runner_config.batch_size * network.labels_of_row
+        labels = config.runner_config.batch_size * network.labels_per_sequence
         copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
         trained = _bytes(trained_shapes(config))
         parts["gradients"] = trained * copies

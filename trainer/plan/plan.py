@@ -178,12 +178,12 @@ def plan_run(config: Config, world: World, backend: TrainingBackend, device: str
         adapters=_adapters(settings),
         recompute=_recompute(config) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
-        rows=data.rows.num_rows if trains else 0,
+        rows=data.dataset.num_sequences if trains else 0,
         rows_exact=True,
         batch_rows=runner.batch_size,
         micro_batches=read.gradient_accumulation_steps,
         rows_per_step=step_rows,
-        tokens_per_step=step_rows * settings.labels_of_row,
+        tokens_per_step=step_rows * settings.labels_per_sequence,
         steps_per_epoch=steps,
         epochs=runner.epochs,
         total_steps=total,
@@ -269,7 +269,7 @@ def _eval_rows(data: EvalBatches | None) -> int | None:
     if data is None:
         return None
     most = (data.max_batches or 0) * data.loader.global_batch_size
-    return min(data.rows.num_rows, most) if most else data.rows.num_rows
+    return min(data.dataset.num_sequences, most) if most else data.dataset.num_sequences
 
 
 def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:

@@ -101,8 +101,8 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     # Before the data, which may take long to tokenize.
     resume_from = checkpoint_to_resume(config) if config.resume_training else None
     plan = plan_run(config, world, backend, device, show_build)
-    data = plan.data.rows
-    layout = data_layout(backend.data_config, data.num_rows, data.content, backend.data_ranks[1])
+    data = plan.data.dataset
+    layout = data_layout(backend.data_config, data.num_sequences, data.content, backend.data_ranks[1])
     if resume_from is None:
         return Prepared(plan, layout, None, None)
     resumed = read_resumed(resume_from, config, layout)

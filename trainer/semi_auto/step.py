@@ -14,7 +14,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from trainer.data.batches.batch import Batch, padding_rows
+from trainer.data.batches.batch import Batch, padding_batch
 from trainer.step.accumulate import WindowGradients, valid_tokens
 from trainer.step.guards import Guards
 from trainer.step.train_step import Saved, StepResult, apply_window
@@ -76,7 +76,7 @@ class Window(NamedTuple):
     def tensors(self, micro_batches: Sequence[Batch], share: float) -> list[Tensor]:
         """The inputs of the loss cell, with `share` repeated for every row."""
         missing = self.rows - sum(len(batch.labels) for batch in micro_batches)
-        filled = (*micro_batches, padding_rows(missing, self.length))
+        filled = (*micro_batches, padding_batch(missing, self.length))
         arrays = [np.concatenate(parts) for parts in zip(*filled, strict=True)]
         arrays.append(np.full((self.rows, 1), share, np.float32))
         return [Tensor(np.ascontiguousarray(array[self.own])) for array in arrays]

@@ -9,7 +9,7 @@ import mindspore
 import numpy as np
 
 from trainer.config.checks.parallel import degrees_of
-from trainer.data.batches.batch import padding_rows
+from trainer.data.batches.batch import padding_batch
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
@@ -51,7 +51,7 @@ def open_semi_auto_training(
     built = build_semi_auto(config, world, device)
     window = window_of(config, world)
     with graph_mode():
-        built.network.compile(*window.tensors([padding_rows(window.rows, window.length)], 0.0))
+        built.network.compile(*window.tensors([padding_batch(window.rows, window.length)], 0.0))
     parameters = ShardedParameters(built, config, world, communicator, _place_in_group)
     parameters.start(weights)
     stages = degrees_of(config, world).pipeline_stage

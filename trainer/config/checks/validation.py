@@ -17,7 +17,7 @@ _KINDS = {
     "int_from_float": "an integer",
     "float_type": "a number",
     "bool_type": "True or False",
-    "string_type": "a text",
+    "string_type": "a string",
     "list_type": "a list",
     "dict_type": "a section",
     "model_type": "a section",
@@ -47,7 +47,7 @@ def validate(
                 continue
             path = _path(item["loc"], data, absent=item["type"] == "missing")
             findings.setdefault(path, []).append(item)
-        # Of a union's members only that is told which the value comes closest to: the one with problems further in.
+        # Of a union's members only the problems of the nearest one are told: those that lie deepest.
         deepest = [path for path in findings if not any(_is_within(other, path) for other in findings)]
         return None, [_problem(path, findings[path], positions, written) for path in deepest]
 
@@ -130,7 +130,7 @@ def _bound(item: Any) -> str:
         case "too_long":
             return f"a list of at most {context['max_length']} values"
         case "string_too_short":
-            return "a text that is not empty"
+            return "a string that is not empty"
     return ""
 
 

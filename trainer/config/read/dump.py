@@ -16,7 +16,7 @@ from trainer.config.schema.root import Config
 
 
 class _Dumper(Emitter, Serializer, SafeRepresenter, ScalarResolver):
-    """PyYAML's dumper, with the scalars of our reader: it quotes a text that the reader would take for a number."""
+    """PyYAML's dumper, with the scalars of our reader: it quotes a string that the reader would take for a number."""
 
     def __init__(self, stream: io.StringIO) -> None:
         Emitter.__init__(self, stream, width=120, allow_unicode=True)

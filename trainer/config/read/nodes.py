@@ -72,6 +72,13 @@ def own_node(entry: Entry) -> Node:
     return entry.node
 
 
+def children(node: Node) -> list[tuple[str, Entry]]:
+    """What a node holds, with its key or number."""
+    if isinstance(node, Table):
+        return list(node.entries().items())
+    return [(str(number), entry) for number, entry in enumerate(node.entries)] if isinstance(node, Items) else []
+
+
 def plain(node: Node) -> Any:
     """The node as Python values."""
     if isinstance(node, Scalar):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import Problem, SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, own_node, plain
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, is_null, own_node, plain
 from trainer.config.read.relocate import canonical_keys
 from trainer.config.read.yaml_reader import parse_value
 from trainer.config.schema.fields import (
@@ -35,7 +35,7 @@ class Override:
         text: The value as typed, parsed as YAML: ``1e-4``, ``True``, ``None``, ``[0.9, 0.95]``.
         source: How messages call it: ``flag --seed``, ``--options``.
         only_if_present: Left out when the section that would hold it is absent.
-        texts: Taken as they are instead of parsing ``text``: one is a text, several are a list.
+        texts: Taken as they are instead of parsing ``text``: one is a string, several are a list.
     """
 
     key: str
@@ -98,7 +98,7 @@ def _apply(root: Table, override: Override, place: SourceLocation) -> list[str]:
 
 
 def _parsed(override: Override, place: SourceLocation, fields: list[FieldInfo]) -> Entry:
-    """The value: as YAML, or as the text it is where the key can only hold text."""
+    """The value: as YAML, or as the string it is where the key can only hold strings."""
     if override.texts:
         entries = [Entry(Scalar(text), place) for text in override.texts]
         return entries[0] if len(entries) == 1 else Entry(Items(entries), place)
@@ -194,12 +194,6 @@ def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
 
 def _uses(node: Node, path: str) -> Iterator[tuple[str, Entry]]:
     """Every entry below a node with its dotted path; a node that is used twice is visited twice."""
-    if isinstance(node, Scalar):
-        return
-    if isinstance(node, Table):
-        named = list(node.entries().items())
-    else:
-        named = [(str(number), entry) for number, entry in enumerate(node.entries)]
-    for name, entry in named:
+    for name, entry in children(node):
         yield f"{path}{name}", entry
         yield from _uses(entry.node, f"{path}{name}.")

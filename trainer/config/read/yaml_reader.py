@@ -1,4 +1,4 @@
-"""Reads a YAML file into a tree of nodes: YAML 1.2 scalars, no duplicate keys, every mistake with its line.
+"""Reads a YAML file into a tree: YAML 1.2 scalars, no duplicate keys, every mistake with its line.
 
 Differences from plain YAML 1.2, both for people who paste from documentation: a line of only ``...`` is left out (with
 a notice, unless it ends the file), and ``None`` is ``null``.
@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
+from yaml import events
+from yaml.composer import ComposerError
 from yaml.parser import Parser
 from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from trainer.config.checks.problem import SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, is_null
 from trainer.errors import UserError
 
 _TAG = "tag:yaml.org,2002:"
@@ -52,17 +53,6 @@ class ScalarResolver(BaseResolver):
     yaml_implicit_resolvers = _implicit_resolvers()
 
 
-class _Composer(Reader, Scanner, Parser, Composer, ScalarResolver):
-    """PyYAML's own parts, without the one that makes Python objects."""
-
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
-        ScalarResolver.__init__(self)
-
-
 def _integer(text: str) -> int:
     return int(text, 0) if text[:2] in ("0o", "0x") else int(text, 10)
 
@@ -79,86 +69,118 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
     _TAG + "float": _floating,
     _TAG + "bool": lambda text: text.lower() == "true",
     _TAG + "null": lambda text: None,
-    "!": str,
 }
 
 
-class _Builder:
-    """Turns PyYAML's nodes into ours. One node of theirs that is used twice (an alias) stays one node."""
+class _Composer(Reader, Scanner, Parser, ScalarResolver):
+    """Composes the tree from PyYAML's events; an anchor and its aliases are one node.
 
-    def __init__(self, name: str, lines_from: int = 1) -> None:
-        self.name = name
-        self.lines_from = lines_from
-        self.done: dict[int, Node] = {}
-        self.open: set[int] = set()
+    Args:
+        name: What to call the text in messages.
+        text: YAML.
+        place: The location of all that the text says, where it is a flag's value.
+    """
 
-    def place(self, mark: Any) -> SourceLocation:
-        line = mark.line + self.lines_from
-        return SourceLocation(line, f"{self.name}:{line}")
+    def __init__(self, name: str, text: str, place: SourceLocation | None = None) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        ScalarResolver.__init__(self)
+        self.file, self.place = name, place
+        self.anchors: dict[str, Node | None] = {}
+        self.text_lines: set[int] = set()
+        """Lines (from 0) inside quoted and block scalars: there ``...`` is text."""
 
-    def entry(self, node: yaml.Node, place: SourceLocation) -> Entry:
-        """Builds the node that stands at a place; the second time it is met it is an alias."""
-        if id(node) in self.open:
-            raise UserError(
-                "an anchor refers to itself", where=place.text, fix="remove the alias inside its own anchor"
-            )
-        if id(node) in self.done:
-            return Entry(self.done[id(node)], place, is_alias=True)
-        self.open.add(id(node))
-        if isinstance(node, yaml.ScalarNode):
-            built: Node = self._scalar(node, place)
-        elif isinstance(node, yaml.SequenceNode):
-            built = Items([self.entry(item, self.place(item.start_mark)) for item in node.value])
+    def documents(self) -> list[Entry]:
+        """The root of each document."""
+        roots = []
+        self.get_event()
+        while not self.check_event(events.StreamEndEvent):
+            self.get_event()
+            self.anchors = {}
+            roots.append(self._entry())
+            self.get_event()
+        return roots
+
+    def _place_of(self, event: events.Event) -> SourceLocation:
+        line = event.start_mark.line + 1
+        return self.place or SourceLocation(line, f"{self.file}:{line}")
+
+    def _entry(self, place: SourceLocation | None = None) -> Entry:
+        """What stands next; ``place`` is that of its key."""
+        event = self.get_event()
+        place = place or self._place_of(event)
+        if isinstance(event, events.AliasEvent):
+            return Entry(self._anchored(event, place), place, is_alias=True)
+        if event.anchor in self.anchors:
+            raise ComposerError(None, None, f"found duplicate anchor {event.anchor!r}", event.start_mark)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = None  # until it is complete
+        if isinstance(event, events.ScalarEvent):
+            node: Node = self._scalar(event, place)
+        elif isinstance(event, events.SequenceStartEvent):
+            node = Items()
+            while not self.check_event(events.SequenceEndEvent):
+                node.entries.append(self._entry())
+            self.get_event()
         else:
-            built = self._table(node)
-        self.open.remove(id(node))
-        self.done[id(node)] = built
-        return Entry(built, place)
+            node = self._table()
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node
+        return Entry(node, place)
 
-    def _scalar(self, node: yaml.ScalarNode, place: SourceLocation) -> Scalar:
+    def _anchored(self, event: events.AliasEvent, place: SourceLocation) -> Node:
+        if event.anchor not in self.anchors:
+            raise ComposerError(None, None, f"found undefined alias {event.anchor!r}", event.start_mark)
+        node = self.anchors[event.anchor]
+        if node is None:
+            fix = "remove the alias inside its own anchor"
+            raise UserError("an anchor refers to itself", where=place.text, fix=fix)
+        return node
+
+    def _scalar(self, event: events.ScalarEvent, place: SourceLocation) -> Scalar:
+        if event.style:
+            self.text_lines |= set(range(event.start_mark.line + 1, event.end_mark.line + 1))
+        tag = event.tag
+        if tag in (None, "!"):
+            tag = self.resolve(yaml.ScalarNode, event.value, event.implicit)
+        if tag not in _SCALARS:
+            rule = f"the tag {tag.replace(_TAG, '!!')} is not supported"
+            raise UserError(rule, where=place.text, fix="remove the tag")
         try:
-            return Scalar(_SCALARS[node.tag](node.value))
-        except KeyError:
-            raise UserError(
-                f"the tag {node.tag.replace(_TAG, '!!')} is not supported", where=place.text, fix="remove the tag"
-            ) from None
+            return Scalar(_SCALARS[tag](event.value))
         except ValueError:
-            raise UserError(
-                f"{node.value!r} is not of the type its tag says", where=place.text, fix="remove the tag"
-            ) from None
+            rule = f"{event.value!r} is not of the type its tag says"
+            raise UserError(rule, where=place.text, fix="remove the tag") from None
 
-    def _table(self, node: yaml.MappingNode) -> Table:
+    def _table(self) -> Table:
         table = Table()
-        for key_node, value_node in node.value:
-            place = self.place(key_node.start_mark)
-            if key_node.tag == _TAG + "merge":
-                table.bases.extend(self._bases(value_node, place))
+        while not self.check_event(events.MappingEndEvent):
+            event = self.peek_event()
+            place = self._place_of(event)
+            if isinstance(event, events.ScalarEvent) and event.value == "<<" and event.implicit[0]:
+                self.get_event()
+                table.bases.extend(self._bases(place))
                 continue
-            key = self._key(key_node, place)
+            node = self._entry().node
+            key = node.value if isinstance(node, Scalar) else "a list or mapping"
+            if not isinstance(node, Scalar) or not isinstance(key, str):
+                raise UserError(f"a key must be a name, found {key}", where=place.text, fix="write name: value")
             if key in table.own:
-                raise UserError(
-                    f"the key {key!r} stands here and at {table.own[key].place.text}; a section may have it once",
-                    where=place.text,
-                    key=key,
-                    fix="remove one of the two",
-                )
-            table.own[key] = self.entry(value_node, place)
+                first = table.own[key].place.text
+                rule = f"the key {key!r} stands here and at {first}; a section may have it once"
+                raise UserError(rule, where=place.text, key=key, fix="remove one of the two")
+            table.own[key] = self._entry(place)
+        self.get_event()
         return table
 
-    def _key(self, node: yaml.Node, place: SourceLocation) -> str:
-        if isinstance(node, yaml.ScalarNode) and node.tag in (_TAG + "str", "!"):
-            return node.value
-        shown = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        raise UserError(f"a key must be a name, found {shown}", where=place.text, fix="write name: value")
-
-    def _bases(self, node: yaml.Node, place: SourceLocation) -> list[Table]:
-        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        tables = [self.entry(item, place).node for item in nodes]
+    def _bases(self, place: SourceLocation) -> list[Table]:
+        node = self._entry(place).node
+        tables = [entry.node for entry in node.entries] if isinstance(node, Items) else [node]
         if not all(isinstance(table, Table) for table in tables):
-            raise UserError(
-                "<< must refer to a mapping", where=place.text, key="<<", fix="anchor a section: base: &base"
-            )
-        return [table for table in tables if isinstance(table, Table)]
+            fix = "anchor a section: base: &base"
+            raise UserError("<< must refer to a mapping", where=place.text, key="<<", fix=fix)
+        return tables
 
 
 _FIXES = (
@@ -184,49 +206,35 @@ def _syntax_error(name: str, error: yaml.MarkedYAMLError) -> UserError:
     return UserError(f"not valid YAML: {text}", where=f"{name}:{mark.line + 1}" if mark else name, fix=fix)
 
 
-def _documents(name: str, text: str) -> list[yaml.Node]:
+def _compose(name: str, text: str, place: SourceLocation | None = None) -> tuple[list[Entry], set[int]]:
+    """The roots of the documents, and the lines (from 0) that are inside of strings."""
     try:
-        composer = _Composer(text)
-        roots = []
-        while composer.check_node():
-            roots.append(composer.get_node())
-        return roots
+        composer = _Composer(name, text, place)
+        return composer.documents(), composer.text_lines
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(name, error) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UserError(
-            f"the character U+{error.character:04X} is not text",
-            where=f"{name}:{line}",
-            fix="remove it, or give a YAML text file",
-        ) from None
+        rule, fix = f"the character U+{error.character:04X} is not text", "remove it, or give a YAML text file"
+        raise UserError(rule, where=f"{name}:{line}", fix=fix) from None
 
 
-def _text_lines(node: yaml.Node, seen: set[int]) -> set[int]:
-    """Lines (from 0) inside quoted and block scalars: there ``...`` is text."""
-    if id(node) in seen:
-        return set()
-    seen.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        return set(range(node.start_mark.line + 1, node.end_mark.line + 1)) if node.style else set()
-    children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
-    return set().union(*(_text_lines(child, seen) for child in children)) if children else set()
-
-
-def _without_ellipses(name: str, text: str) -> tuple[list[yaml.Node], list[int]]:
-    """Composes the text without its lines of only ``...``; returns the documents and the numbers of these lines."""
+def _without_ellipses(name: str, text: str) -> tuple[list[Entry], list[int]]:
+    """Composes the text without its lines of only ``...``; returns the roots and the numbers of these lines."""
     lines = text.split("\n")
-    dotted = [number for number, line in enumerate(lines) if _ELLIPSIS.match(line)]
-    if not dotted:
-        return _documents(name, text), []
-    gone = set(dotted)
-    roots = _documents(name, "\n".join("" if number in gone else line for number, line in enumerate(lines)))
-    in_text = set().union(*(_text_lines(root, set()) for root in roots)) & gone if roots else set()
-    if in_text:
-        gone -= in_text
-        roots = _documents(name, "\n".join("" if number in gone else line for number, line in enumerate(lines)))
+    gone = {number for number, line in enumerate(lines) if _ELLIPSIS.match(line)}
+    if not gone:
+        return _compose(name, text)[0], []
+    roots, in_strings = _compose(name, _blanked(lines, gone))
+    if in_strings & gone:
+        gone -= in_strings
+        roots, _ = _compose(name, _blanked(lines, gone))
     last = max((number for number, line in enumerate(lines) if line.strip()), default=-1)
     return roots, [number + 1 for number in sorted(gone) if number != last or lines[number][0] in " \t"]
+
+
+def _blanked(lines: list[str], gone: set[int]) -> str:
+    return "\n".join("" if number in gone else line for number, line in enumerate(lines))
 
 
 def read_text(path: str) -> str:
@@ -274,25 +282,17 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     """
     roots, left_out = _without_ellipses(name, text)
     if len(roots) > 1:
-        line = roots[1].start_mark.line + 1
-        raise UserError(
-            "a second document starts here", where=f"{name}:{line}", fix="keep one document, remove its '---'"
-        )
-    if not roots or (isinstance(roots[0], yaml.ScalarNode) and not roots[0].value):
+        where, fix = roots[1].place.text, "keep one document, remove its '---'"
+        raise UserError("a second document starts here", where=where, fix=fix)
+    if not roots or is_null(roots[0].node):
         raise UserError("the file is empty", where=f"{name}:1", fix="write sections such as model: and train_dataset:")
-    builder = _Builder(name)
-    root = builder.entry(roots[0], builder.place(roots[0].start_mark))
-    if not isinstance(root.node, Table):
-        kind = "a list" if isinstance(root.node, Items) else "a single value"
-        raise UserError(
-            f"the file holds {kind}, not sections", where=root.place.text, fix="write section: and key: value"
-        )
-    _check_size(name, root.node)
-    notices = []
-    if left_out:
-        numbers = ", ".join(str(number) for number in left_out)
-        notices.append(f"{name}: left out the lines of only '...' ({numbers})")
-    return root.node, notices
+    root = roots[0].node
+    if not isinstance(root, Table):
+        kind, where = "a list" if isinstance(root, Items) else "a single value", roots[0].place.text
+        raise UserError(f"the file holds {kind}, not sections", where=where, fix="write section: and key: value")
+    _check_size(name, root)
+    numbers = ", ".join(str(number) for number in left_out)
+    return root, [f"{name}: left out the lines of only '...' ({numbers})"] if left_out else []
 
 
 def _check_size(name: str, root: Node) -> None:
@@ -301,10 +301,7 @@ def _check_size(name: str, root: Node) -> None:
 
     def size(node: Node) -> int:
         if id(node) not in sizes:
-            entries = (
-                node.entries if isinstance(node, Items) else node.entries().values() if isinstance(node, Table) else ()
-            )
-            sizes[id(node)] = 1 + sum(size(entry.node) for entry in entries)
+            sizes[id(node)] = 1 + sum(size(entry.node) for _, entry in children(node))
         return sizes[id(node)]
 
     if size(root) > _MAX_VALUES:
@@ -321,30 +318,7 @@ def parse_value(text: str, place: SourceLocation, key: str) -> Entry:
         tag = ScalarResolver().resolve(yaml.ScalarNode, text.strip(), (True, False))
         return Entry(Scalar(_SCALARS[tag](text.strip()) if tag in _SCALARS and tag != _TAG + "str" else text), place)
     try:
-        roots = _documents(place.text, text)
+        return _compose(place.text, text, place)[0][0]
     except UserError:
-        raise UserError(
-            "is not a valid list, mapping or quoted text",
-            where=place.text,
-            key=key,
-            value=text,
-            fix="write [a, b] or {a: b}",
-        ) from None
-    builder = _Builder(place.text)
-    entry = builder.entry(roots[0], place)
-    _move(entry, place)
-    return entry
-
-
-def _move(entry: Entry, place: SourceLocation) -> None:
-    """Makes all parts of a flag's value say the flag as their place."""
-    entry.place = place
-    children = (
-        entry.node.entries
-        if isinstance(entry.node, Items)
-        else entry.node.own.values()
-        if isinstance(entry.node, Table)
-        else ()
-    )
-    for child in children:
-        _move(child, place)
+        rule, fix = "is not a valid list, mapping or quoted text", "write [a, b] or {a: b}"
+        raise UserError(rule, where=place.text, key=key, value=text, fix=fix) from None

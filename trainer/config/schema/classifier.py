@@ -36,7 +36,7 @@ class ClassifierConfig(Section):
         return (self.pixels, *self.hidden_sizes, self.classes)
 
     @property
-    def labels_of_row(self) -> int:
+    def labels_per_sequence(self) -> int:
         """Labels of a row: an image has one."""
         return 1
 
@@ -46,6 +46,6 @@ class ClassifierConfig(Section):
         return "images"
 
     @property
-    def rows_text(self) -> str:
-        """What a row is, in the plural."""
+    def sequences_text(self) -> str:
+        """Name of the sequences, in the plural."""
         return "images"

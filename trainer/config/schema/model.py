@@ -248,8 +248,8 @@ class ModelConfig(Section):
         return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
 
     @property
-    def labels_of_row(self) -> int:
-        """Labels of a row: one for each token."""
+    def labels_per_sequence(self) -> int:
+        """Labels of a sequence: one for each token."""
         return self.seq_length
 
     @property
@@ -258,6 +258,6 @@ class ModelConfig(Section):
         return "tokens"
 
     @property
-    def rows_text(self) -> str:
-        """What a row of data is, in the plural."""
+    def sequences_text(self) -> str:
+        """Name of the sequences, in the plural."""
         return f"sequences of {self.seq_length} tokens"

@@ -1,6 +1,6 @@
-"""One micro-batch of training rows, as plain numpy arrays.
+"""One micro-batch of training sequences, as plain numpy arrays.
 
-Shape legend: B rows of a micro-batch, T tokens of a row (``model_config.seq_length``).
+Shape legend: B sequences of a micro-batch, T tokens of a sequence (``model_config.seq_length``).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ IGNORE_INDEX = -100
 
 
 class Batch(NamedTuple):
-    """B rows of T tokens; every array is int32, C-contiguous and of shape [B, T].
+    """B sequences of T tokens; every array is int32, C-contiguous and of shape [B, T].
 
     Attributes:
         input_ids: The tokens.
-        labels: The next token of each; ``IGNORE_INDEX`` where there is no loss: at the last token of a document, in a
-            masked prompt and in padding.
-        positions: The position of a token in its document. A document that continues from the row before starts
-            at 0 again: a row sees only itself.
-        segment_ids: Which document of the row a token belongs to, from 0.
+        labels: The next tokens; ``IGNORE_INDEX`` where there is no loss: at the last token of a document, in a masked
+            prompt and in padding.
+        positions: Position of each token in its document. A document that continues from the previous sequence starts
+            at 0 again, because a sequence attends only to itself.
+        segment_ids: Number of the token's document within the sequence, from 0.
     """
 
     input_ids: np.ndarray
@@ -30,13 +30,13 @@ class Batch(NamedTuple):
     segment_ids: np.ndarray
 
 
-def padding_rows(rows: int, seq_length: int) -> Batch:
-    """Makes `rows` rows that carry no loss, to fill a last batch to its size: the shapes of a run never change."""
-    zeros_BT = np.zeros((rows, seq_length), np.int32)
+def padding_batch(size: int, seq_length: int) -> Batch:
+    """Makes `size` sequences without loss, to fill up a last batch: the shapes of a run never change."""
+    zeros_BT = np.zeros((size, seq_length), np.int32)
     positions_BT = np.broadcast_to(np.arange(seq_length, dtype=np.int32), zeros_BT.shape)
     return Batch(zeros_BT, np.full_like(zeros_BT, IGNORE_INDEX), np.ascontiguousarray(positions_BT), zeros_BT.copy())
 
 
 def concatenate(first: Batch, second: Batch) -> Batch:
-    """Puts the rows of `second` under those of `first`."""
+    """Appends the sequences of `second` to those of `first`."""
     return type(first)(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))

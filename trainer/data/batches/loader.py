@@ -1,4 +1,4 @@
-"""The batches of a run: what a rank reads of the training data, and of what is evaluated on."""
+"""The batches of a run: one rank's part of the training data and of the evaluation data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.data.batches.packing import RowDataset
+from trainer.data.batches.packing import SequenceDataset
 from trainer.data.batches.sampler import BatchLoader
 from trainer.data.datasets import batch_size, build_datasets, build_eval_dataset
 from trainer.errors import UserError
@@ -21,18 +21,18 @@ Ranks = tuple[int, int]
 
 @dataclass(frozen=True)
 class EvalBatches:
-    """What an evaluation reads: all batches of an epoch, or the first `max_batches`."""
+    """Data of an evaluation: all batches of an epoch, or the first `max_batches`."""
 
-    rows: RowDataset
+    dataset: SequenceDataset
     loader: BatchLoader
     max_batches: int | None
 
 
 @dataclass(frozen=True)
 class TrainingBatches:
-    """What a training reads; `evaluation` is None without do_eval."""
+    """Data of a training; `evaluation` is None without do_eval."""
 
-    rows: RowDataset
+    dataset: SequenceDataset
     loader: BatchLoader
     evaluation: EvalBatches | None
 
@@ -43,10 +43,10 @@ def training_batches(
     """Opens the training data, and what is held out of it or named for evaluation.
 
     Args:
-        config: Of a training.
-        ranks: Whose part of every batch.
-        progress: Told the bytes done and in all while text is tokenized.
-        notice: Told what the user should know.
+        config: The whole configuration.
+        ranks: Selects the part of every batch.
+        progress: Called with (bytes done, bytes in all) while text is tokenized.
+        notice: Called with a sentence that the user should know.
 
     Raises:
         UserError: The data cannot be read, or fills no batch.
@@ -61,29 +61,25 @@ def eval_batches(config: Config, ranks: Ranks, progress: Progress, notice: Calla
     return _evaluation(config, build_eval_dataset(config, progress, notice), ranks)
 
 
-def _evaluation(config: Config, rows: RowDataset | None, ranks: Ranks) -> EvalBatches:
-    assert rows is not None, "preflight has seen that there is something to evaluate on"
+def _evaluation(config: Config, dataset: SequenceDataset | None, ranks: Ranks) -> EvalBatches:
+    assert dataset is not None, "preflight has seen that there is something to evaluate on"
     section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
-    loader = _loader(config, section, rows, ranks, shuffle=False, whole=True)
-    return EvalBatches(rows, loader, getattr(config, section).max_batches or None)
+    loader = _loader(config, section, dataset, ranks, shuffle=False, whole=True)
+    return EvalBatches(dataset, loader, getattr(config, section).max_batches or None)
 
 
 def _loader(
-    config: Config, section: str, rows: RowDataset, ranks: Ranks, *, shuffle: bool, whole: bool = False
+    config: Config, section: str, dataset: SequenceDataset, ranks: Ranks, *, shuffle: bool, whole: bool = False
 ) -> BatchLoader:
     settings, size = getattr(config, section), batch_size(config, section)
     drop_remainder = settings.drop_remainder and not whole
-    if drop_remainder and rows.num_rows < size * ranks[1]:
+    if drop_remainder and dataset.num_sequences < size * ranks[1]:
         of_ranks = f" on each of {ranks[1]} ranks" if ranks[1] > 1 else ""
-        raise UserError(
-            f"{rows.num_rows:,} {config.network.rows_text} fill no batch of {size}{of_ranks}",
-            where=config.source.where("runner_config.batch_size"),
-            key="runner_config.batch_size",
-            value=size,
-            fix=f"set a smaller one, or {section}.drop_remainder to False",
-        )
+        key, fix = "runner_config.batch_size", f"set a smaller one, or {section}.drop_remainder to False"
+        rule = f"{dataset.num_sequences:,} {config.network.sequences_text} do not fill a batch of {size}{of_ranks}"
+        raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)
     return BatchLoader(
-        rows,
+        dataset,
         batch_size=size,
         shuffle=shuffle,
         seed=config.seed,

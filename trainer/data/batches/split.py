@@ -1,6 +1,4 @@
-"""Which documents are for training and which are held out.
-
-Both are given as spans of the token file: where each starts and how many tokens it has.
+"""Splits documents into training and held-out ones, both as spans of the token file.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ _MAX_ROUNDS = 64
 
 
 class Spans(NamedTuple):
-    """Stretches of a token file, in its order.
+    """Documents as ranges of a token file, in its order.
 
     Attributes:
         starts: int64 [documents], first token of each.
@@ -34,13 +32,13 @@ def whole(offsets: np.ndarray) -> Spans:
 def hold_out(documents: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
     """Splits documents into (training, held out), the same way for the same seed.
 
-    Whole documents are drawn until their tokens come as near to the fraction as they can without passing it; at least
-    one is drawn (then the shortest) and at least one is left. Of a single document the tail is held out.
+    Whole documents are drawn at random as long as they fit into the fraction; at least one is held out (then the
+    shortest) and at least one is left. Of a single document the tail is held out.
 
     Args:
         documents: At least one, with at least two tokens in all.
         fraction: Of all tokens; 0 < fraction < 1.
-        seed: The run's.
+        seed: The run's seed.
     """
     target_tokens = int(round(fraction * int(documents.lengths.sum())))
     if len(documents.lengths) == 1:
@@ -69,7 +67,7 @@ def _draw(lengths: np.ndarray, target_tokens: int, seed: int) -> np.ndarray:
     taken: list[np.ndarray] = []
     left_tokens = target_tokens
     for _ in range(_MAX_ROUNDS):
-        # All up to the first that is too long; then on with what is still short enough behind it.
+        # Take all up to the first that is too long, then continue with the later ones that are short enough.
         fits = int(np.searchsorted(np.cumsum(lengths[waiting]), left_tokens, side="right"))
         taken.append(waiting[:fits])
         left_tokens -= int(lengths[waiting[:fits]].sum())

@@ -2,7 +2,7 @@
 
 A document reaches the tokenizer as one or more pieces of UTF-8 text; each piece says whether its tokens carry loss.
 
-JSON lines are rendered like this (the first form whose fields a line has; other fields are ignored):
+JSON lines are rendered in the first form whose fields a line has (other fields are ignored):
 
 - ``{"messages": [{"role": ..., "content": ...}, ...]}``: every turn as
   ``<|im_start|>ROLE\\nCONTENT<|im_end|>\\n``, except that the assistant's turn ends with the tokenizer's
@@ -35,10 +35,10 @@ class Piece(NamedTuple):
 
     Attributes:
         text: UTF-8, cut only between characters.
-        has_loss: Whether its tokens (and the end-of-sequence token after it) are learnt.
+        has_loss: Whether its tokens (and the end-of-sequence token after it) carry loss.
         ends_turn: An end-of-sequence token follows.
         ends_document: The next piece starts another document.
-        source_bytes: How much of the source this piece used up, for progress.
+        source_bytes: Bytes of the source that this piece consumed, for progress.
     """
 
     text: bytes
@@ -51,11 +51,11 @@ class Piece(NamedTuple):
 def read_pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
     """Reads the whole source, a piece at a time.
 
-    Documents without a character are left out. A text file of more than `chunk_bytes` (at least 4) comes in pieces, cut
-    at line ends where it has any.
+    Empty documents are left out. A text file of more than `chunk_bytes` (at least 4) is split into pieces, at line ends
+    if it has any.
 
     Raises:
-        UserError: A file that is not UTF-8 text (``stdlib``: it is skipped), or a line that is not a document.
+        UserError: A file is not UTF-8 text (with ``stdlib`` it is skipped), or a line is not a document.
     """
     for file in source.files:
         if source.kind == sources.JSONL:
@@ -67,7 +67,7 @@ def read_pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
 
 
 def is_text(content: bytes) -> bool:
-    """Tells whether `content` is UTF-8 text without NUL bytes."""
+    """Whether `content` is UTF-8 text without NUL bytes."""
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -83,14 +83,14 @@ def _stdlib_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterat
 
 
 def _text_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator[Piece]:
-    """Cuts one file into pieces; holds at most two chunks of it in memory."""
+    """Splits one file into pieces; holds at most two chunks in memory."""
     held, held_at = b"", 0
     with sources.open_file(source, file) as stream:
         for chunk in sources.read_chunks(source, file, stream, chunk_bytes):
             held += chunk
             if len(held) <= chunk_bytes:
                 continue
-            cut = _place_to_cut(held)
+            cut = _split_point(held)
             _check_text(file, held[:cut], held_at)
             yield Piece(held[:cut], True, False, False, cut)
             held, held_at = held[cut:], held_at + cut
@@ -99,11 +99,11 @@ def _text_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator
         yield Piece(held, True, True, True, len(held))
 
 
-def _place_to_cut(text: bytes) -> int:
-    """Finds where to cut: before the last line that starts with a character, else before the last character.
+def _split_point(text: bytes) -> int:
+    """Finds where to split: before the last line that does not start with white space, else before the last character.
 
-    Tokenizers join white space across line ends but never a line end with the word after it, so a cut there leaves
-    the tokens as they are.
+    Tokenizers join white space across line ends but never a line end with the word after it, so a split there changes
+    no token.
     """
     cut = text.rfind(b"\n", 0, len(text) - 1) + 1
     while cut > 0 and text[cut] in _WHITESPACE:
@@ -119,11 +119,11 @@ def _place_to_cut(text: bytes) -> int:
 def _check_text(file: SourceFile, text: bytes, offset_bytes: int) -> None:
     nul = text.find(b"\0")
     if nul >= 0:
-        raise sources.not_text(file, offset_bytes + nul, "it looks like a binary file: a NUL byte stands")
+        raise sources.not_text(file, offset_bytes + nul, "it looks like a binary file: a NUL byte is")
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        reason = f"byte 0x{text[error.start]:02x} ({error.reason}) stands"
+        reason = f"byte 0x{text[error.start]:02x} ({error.reason}) is"
         raise sources.not_text(file, offset_bytes + error.start, reason) from None
 
 
@@ -148,7 +148,7 @@ def parse_line(line: bytes, where: str) -> list[Piece]:
         where: ``file:line``, for messages.
 
     Raises:
-        UserError: Not JSON, not an object, without the fields of any known form, or a field of the wrong type.
+        UserError: The line is not JSON or not an object, has no known form, or a field has the wrong type.
     """
     try:
         record = json.loads(line)
@@ -165,11 +165,8 @@ def parse_line(line: bytes, where: str) -> list[Piece]:
     try:
         return _render(record, where)
     except UnicodeEncodeError:
-        raise UserError(
-            "the text holds half a surrogate pair (an escape \\ud800 to \\udfff without its other half)",
-            where=where,
-            fix="write the character itself, or both halves",
-        ) from None
+        rule = "the text holds half a surrogate pair (an escape \\ud800 to \\udfff without its other half)"
+        raise UserError(rule, where=where, fix="write the character itself, or both halves") from None
 
 
 _JSON_FIX = "write one JSON object on each line"
@@ -184,15 +181,12 @@ def _render(record: dict, where: str) -> list[Piece]:
     if "text" in record:
         text = _text_field(record, "text", where)
         return [Piece(text.encode(), True, True, True, 0)] if text else []
-    raise UserError(
-        "the line has none of the known forms; its fields are " + (", ".join(map(str, record)) or "none"),
-        where=where,
-        fix=_FORMS_FIX,
-    )
+    rule = f"the line has none of the known forms; its fields are {', '.join(map(str, record)) or 'none'}"
+    raise UserError(rule, where=where, fix=_FORMS_FIX)
 
 
 def render_prompt(messages: Sequence[dict]) -> str:
-    """Renders a conversation for generation: its turns as in training, then the start of the assistant's turn."""
+    """Renders a conversation for generation: the turns as in training, then the start of the assistant's turn."""
     turns = (f"<|im_start|>{message['role']}\n{message['content']}{USER_TURN_END}" for message in messages)
     return "".join(turns) + "<|im_start|>assistant\n"
 
@@ -201,7 +195,7 @@ def render_messages(messages: object, where: str) -> list[Piece]:
     """Renders a conversation; see the top of this file for the form.
 
     Raises:
-        UserError: Not a list of ``{role, content}`` with text in both, or no turn of the assistant.
+        UserError: It is not a list of ``{role, content}`` with strings, or has no turn of the assistant.
     """
     if not isinstance(messages, list) or not messages:
         raise _wrong_field("messages", messages, "a list of {role, content}", where)
@@ -217,12 +211,9 @@ def render_messages(messages: object, where: str) -> list[Piece]:
         pieces.append(Piece(content.encode(), True, True, False, 0))
         prompt = "\n"
     if not pieces:
-        raise UserError(
-            "the conversation has no turn of the assistant, so nothing to learn from",
-            where=where,
-            key="messages",
-            fix='add a message with role "assistant", or remove the line',
-        )
+        rule = "the conversation has no turn of the assistant, so there is nothing to learn"
+        fix = 'add a message with role "assistant", or remove the line'
+        raise UserError(rule, where=where, key="messages", fix=fix)
     if messages[-1]["role"] != "assistant":
         pieces.append(Piece(prompt.encode(), False, True, False, 0))
     pieces[-1] = pieces[-1]._replace(ends_document=True)

@@ -1,4 +1,4 @@
-"""Where text comes from: which files a data set consists of, and how to tell that they changed."""
+"""The files of a text data set, and how to detect that they have changed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 STDLIB = "stdlib"
 TEXT, JSONL = "text", "jsonl"
 
-# Not sources of the standard library itself, or (its tests) full of deliberately broken text.
+# Not the standard library itself, or tests with deliberately broken text.
 _STDLIB_SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
 )
 _READ_BYTES = 1 << 20
-# A file written less than this before it was read may change again without a new time stamp: its stamp proves nothing.
+# A file that was written less than this before it was read may change again within the same time stamp.
 STAMP_SETTLES_SECONDS = 2.0
 
 
 class SourceFile(NamedTuple):
-    """A file with what its file system says of it."""
+    """A file and its metadata from the file system."""
 
     path: Path
     size_bytes: int
@@ -45,12 +45,12 @@ class Source:
     """The files of one data set, in the order in which they are read.
 
     Attributes:
-        kind: ``text`` (a file is a document), ``stdlib`` (the same, but files which are not UTF-8 are skipped) or
+        kind: ``text`` (a file is a document), ``stdlib`` (the same, without files that are not UTF-8) or
             ``jsonl`` (a line is a document).
-        name: What the user called it (``dataset_dir``).
-        key: The configuration key it comes from, for messages.
+        name: ``dataset_dir`` as the user wrote it.
+        key: The configuration key, for messages.
         where: The file and line, or the flag, that set it.
-        files: At least one.
+        files: At least one file.
     """
 
     kind: str
@@ -72,21 +72,17 @@ def find_source(config: Config, section: str) -> Source:
         section: ``train_dataset`` or ``eval_dataset``.
 
     Raises:
-        UserError: A path that does not exist or is neither a file nor a folder, a folder without a matching file, a
-            file that cannot be read.
+        UserError: The path does not exist or is neither a file nor a folder, a folder has no matching file, or a file
+            cannot be read.
     """
     loader = getattr(config, section).data_loader
     key = f"{section}.data_loader.dataset_dir"
     where = config.source.where(key)
     name = loader.dataset_dir
     if not name:
-        raise UserError(
-            f"{loader.type} needs a file or a folder",
-            where=where or config.source.where(f"{section}.data_loader.type"),
-            key=key,
-            value=name,
-            fix="set dataset_dir" + (f", for example to {STDLIB}" if loader.type == "TextDataset" else ""),
-        )
+        where = where or config.source.where(f"{section}.data_loader.type")
+        fix = "set dataset_dir" + (f", for example to {STDLIB}" if loader.type == "TextDataset" else "")
+        raise UserError(f"{loader.type} needs a file or a folder", where=where, key=key, value=name, fix=fix)
     if loader.type == "TextDataset" and name == STDLIB:
         return Source(STDLIB, name, key, where, _stdlib_files(key, where))
     kind = JSONL if loader.type == "JsonlDataset" else TEXT
@@ -100,21 +96,15 @@ def find_source(config: Config, section: str) -> Source:
 
 def _matching_files(root: Path, patterns: Sequence[str], key: str, where: str) -> list[Path]:
     """Lists the files under `root` whose name matches a pattern, sorted; hidden files and folders are left out."""
-    paths = _walk(
-        root,
-        keep_folder=lambda name: not name.startswith("."),
-        keep_file=lambda name: not name.startswith(".") and any(fnmatch(name, pattern) for pattern in patterns),
-        key=key,
-        where=where,
-    )
+
+    def keep_file(name: str) -> bool:
+        return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in patterns)
+
+    paths = _walk(root, lambda name: not name.startswith("."), keep_file, key, where)
     if not paths:
-        raise UserError(
-            f"the folder holds no file named like {', '.join(patterns)}",
-            where=where,
-            key=key,
-            value=str(root),
-            fix="name another folder, or set data_loader.patterns to the names of your files",
-        )
+        rule = f"the folder has no file that matches {', '.join(patterns)}"
+        fix = "name another folder, or set data_loader.patterns to the names of your files"
+        raise UserError(rule, where=where, key=key, value=str(root), fix=fix)
     return paths
 
 
@@ -122,28 +112,19 @@ def _stdlib_files(key: str, where: str) -> tuple[SourceFile, ...]:
     root = Path(sysconfig.get_paths()[STDLIB])
     paths = []
     if root.is_dir():
-        paths = _walk(
-            root,
-            keep_folder=lambda name: name not in _STDLIB_SKIPPED_FOLDERS,
-            keep_file=lambda name: name.endswith(".py"),
-            key=key,
-            where=where,
-        )
+        skipped = _STDLIB_SKIPPED_FOLDERS
+        paths = _walk(root, lambda name: name not in skipped, lambda name: name.endswith(".py"), key, where)
     if not paths:
-        raise UserError(
-            f"this Python has no source files of its standard library in {root}",
-            where=where,
-            key=key,
-            value=STDLIB,
-            fix="name a text file or a folder of text files instead",
-        )
+        rule = f"this Python has no source files of its standard library in {root}"
+        fix = "name a text file or a folder of text files instead"
+        raise UserError(rule, where=where, key=key, value=STDLIB, fix=fix)
     return tuple(_stat(path, key, where) for path in paths)
 
 
 def _walk(
-    root: Path, *, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool], key: str, where: str
+    root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool], key: str, where: str
 ) -> list[Path]:
-    """Lists files recursively, sorted by their path below `root`; links to folders are not followed (they can loop)."""
+    """Lists files recursively, sorted by path; links to folders are not followed, because they can loop."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(Path(error.filename or root), error, key, where)
@@ -166,27 +147,17 @@ def _stat(path: Path, key: str, where: str) -> SourceFile:
     try:
         return _status(path)
     except FileNotFoundError:
-        hint = "a link to a file that is gone" if os.path.islink(path) else "the path does not exist"
-        raise UserError(
-            hint,
-            where=where,
-            key=key,
-            value=str(path),
-            fix=f"correct the path; relative paths start at {Path.cwd()}",
-        ) from None
+        rule = "a link to a file that is gone" if os.path.islink(path) else "the path does not exist"
+        fix = f"correct the path; relative paths start at {Path.cwd()}"
+        raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
     except (OSError, ValueError) as error:
         raise _unreadable(path, error, key, where) from None
 
 
 def _unreadable(path: Path, error: Exception, key: str, where: str) -> UserError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return UserError(
-        f"it cannot be read ({reason})",
-        where=where,
-        key=key,
-        value=str(path),
-        fix="make the file readable, or leave it out with data_loader.patterns",
-    )
+    rule = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+    fix = "make the file readable, or leave it out with data_loader.patterns"
+    return UserError(rule, where=where, key=key, value=str(path), fix=fix)
 
 
 def open_file(source: Source, file: SourceFile):
@@ -202,7 +173,7 @@ def open_file(source: Source, file: SourceFile):
 
 
 def stamp(source: Source, settings: str) -> str:
-    """Hashes what the file system says of the files (path, size, times, inode), which costs no reading."""
+    """Hashes the metadata of the files (path, size, times, inode), without reading them."""
     digest = hashlib.sha256(settings.encode())
     for file in source.files:
         fields = (os.path.abspath(file.path), *file[1:])
@@ -211,13 +182,13 @@ def stamp(source: Source, settings: str) -> str:
 
 
 def stamp_is_settled(source: Source, now_seconds: float) -> bool:
-    """Tells whether every file is old enough for its stamp to change with its next change."""
+    """Whether every file is old enough that its next change will change its time stamp."""
     newest_ns = max(max(file.mtime_ns, file.ctime_ns) for file in source.files)
     return newest_ns / 1e9 < now_seconds - STAMP_SETTLES_SECONDS
 
 
 def first_changed(source: Source) -> Path | None:
-    """Asks the file system again, and returns the first file that is not as it was when the source was listed."""
+    """Returns the first file whose metadata have changed since the source was listed; None without any."""
     for file in source.files:
         try:
             if _status(file.path)[1:] != file[1:]:
@@ -228,7 +199,7 @@ def first_changed(source: Source) -> Path | None:
 
 
 def content_key(source: Source, settings: str) -> str:
-    """Hashes the content of the files in their order: the same for a copy elsewhere, another for any changed byte.
+    """Hashes the content of the files in order: equal for a copy elsewhere, different for any changed byte.
 
     Raises:
         UserError: A file cannot be read.
@@ -261,17 +232,12 @@ def read_chunks(source: Source, file: SourceFile, stream, chunk_bytes: int = _RE
 
 def no_text(source: Source) -> UserError:
     """The error for a source without a single character."""
-    return UserError(
-        "the data set holds no text: every file or line of it is empty",
-        where=source.where,
-        key=source.key,
-        value=source.name,
-        fix="name files with text in them",
-    )
+    rule, fix = "the data set holds no text: every file or line of it is empty", "name files that contain text"
+    return UserError(rule, where=source.where, key=source.key, value=source.name, fix=fix)
 
 
 def not_text(file: SourceFile, offset_bytes: int, reason: str) -> UserError:
-    """The error for a file that is not UTF-8 text; `offset_bytes` is where it stops being that."""
+    """The error for a file that is not UTF-8 text; `offset_bytes` is the first wrong byte."""
     with open(file.path, "rb") as stream:
         line, left_bytes = 1, offset_bytes
         while left_bytes > 0 and (chunk := stream.read(min(left_bytes, _READ_BYTES))):

@@ -1,12 +1,19 @@
-"""The images of MNIST, or of any data set in its files, as rows of a data set.
+"""Images of MNIST, or of any data set in its file format, as a data set.
+
+An idx file, plain or gzipped, has a big-endian header (magic number, length of each axis), then bytes; the format is
+described at the end of http://yann.lecun.com/exdb/mnist/.
 
 Shape legend: B images of a micro-batch, P pixels of an image.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import math
 import os
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,20 +22,25 @@ import numpy as np
 
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.packing import checked_indices
-from trainer.data.source.idx import IMAGES_MAGIC, LABELS_MAGIC, IdxFile, read_array, read_header
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 MEAN, STANDARD_DEVIATION = 0.1307, 0.3081
-"""Of all pixels of MNIST's training images, from 0 to 1."""
+"""Mean and standard deviation of the pixels of MNIST's training images, from 0 to 1."""
 PATH_VARIABLE = "DATA_PATH"
-"""Environment variable with the folder, where the file names none; the one of MindSpore's tutorials."""
+"""Environment variable that names the folder if the file does not, as in MindSpore's tutorials."""
 
 _PARTS = {"train": ("train",), "test": ("t10k",), "all": ("train", "t10k")}
-_FOLDERS = {"train": "train", "t10k": "test"}  # where some copies keep the two apart
-_DRAW = "python scripts/make_digits.py data/digits draws a set of the same format"
+_FOLDERS = {"train": "train", "t10k": "test"}  # subfolders in some copies
+_DRAW = "python scripts/make_digits.py data/digits draws a data set in the same format"
+
+IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+"""0x00000803 and 0x00000801: unsigned bytes (08) of three axes, and of one."""
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_KINDS = {IMAGES_MAGIC: "images", LABELS_MAGIC: "labels"}
 
 
 class ImageBatch(NamedTuple):
@@ -36,7 +48,7 @@ class ImageBatch(NamedTuple):
 
     Attributes:
         pixels: uint8 [B, P].
-        labels: int32 [B]; `IGNORE_INDEX` in a row that fills a last batch up.
+        labels: int32 [B]; `IGNORE_INDEX` in the padding of a last batch.
     """
 
     pixels: np.ndarray
@@ -44,12 +56,12 @@ class ImageBatch(NamedTuple):
 
 
 class ImageDataset:
-    """Images and labels, one file or several one after the other; a `RowDataset`, of which a row is one image.
+    """Images and labels from one or several files; a `SequenceDataset` in which an image is a sequence of length 1.
 
     Args:
-        images: For each file uint8 [images, height, width].
-        labels: For each file uint8 [images].
-        limit: At most so many images; None: all.
+        images: uint8 [images, height, width] for each file.
+        labels: uint8 [images] for each file.
+        limit: At most so many images; None for all.
     """
 
     has_boundaries = False
@@ -57,33 +69,31 @@ class ImageDataset:
 
     def __init__(self, images: Sequence[np.ndarray], labels: Sequence[np.ndarray], limit: int | None = None) -> None:
         pixels = [each.reshape(len(each), -1) for each in images]
-        # One file stays mapped: what is not read takes no memory.
+        # A single file stays memory-mapped: unread images take no memory.
         self._pixels_NP = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
         self._labels_N = np.concatenate(labels).astype(np.int32)
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for array in (*pixels, *labels):
-            found.update(np.ascontiguousarray(array).data)
-        self.content = f"images {found.hexdigest()[:16]}"
-        self.num_rows = min(len(self._labels_N), limit or len(self._labels_N))
-        self.num_tokens = self.num_documents = self.num_rows
+            digest.update(np.ascontiguousarray(array).data)
+        self.content = f"images {digest.hexdigest()[:16]}"
+        self.num_sequences = min(len(self._labels_N), limit or len(self._labels_N))
+        self.num_tokens = self.num_documents = self.num_sequences
         self.max_token_id = int(self._labels_N.max())
 
-    def rows(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
-        """Reads images; see `RowDataset.rows`."""
-        indices_B = checked_indices(indices, self.num_rows)
+    def batch(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
+        indices_B = checked_indices(indices, self.num_sequences)
         return ImageBatch(np.array(self._pixels_NP[indices_B]), self._labels_N[indices_B])
 
-    def padding(self, rows: int) -> ImageBatch:
-        """Makes images that carry no loss."""
-        return ImageBatch(np.zeros((rows, self._pixels_NP.shape[1]), np.uint8), np.full(rows, IGNORE_INDEX, np.int32))
+    def padding(self, size: int) -> ImageBatch:
+        return ImageBatch(np.zeros((size, self._pixels_NP.shape[1]), np.uint8), np.full(size, IGNORE_INDEX, np.int32))
 
 
 def build_images(config: Config, section: str) -> ImageDataset:
     """Reads the images of a section.
 
     Raises:
-        UserError: A file is missing, damaged, or not one of MNIST's; other images than the classifier takes, or a
-            label that is none of its classes.
+        UserError: A file is missing, damaged or of another format, its images do not fit the classifier, or a label is
+            not one of the classes.
     """
     files = [_checked(config, section, *pair) for pair in _found(config, section)]
     images, labels = [], []
@@ -98,16 +108,16 @@ def build_images(config: Config, section: str) -> ImageDataset:
 
 
 def _found(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
-    """Images and labels of each part that the section reads."""
+    """Files of images and labels of each part that the section reads."""
     loader = getattr(config, section).data_loader
     usage = loader.usage or ("test" if section == "eval_dataset" else "train")
     name = loader.dataset_dir or os.environ.get(PATH_VARIABLE, "")
     if not name:
-        rule = f"{loader.type} needs the folder of its files"
+        rule = f"{loader.type} needs the folder with its files"
         raise _error(config, section, rule, f"set it, or the environment variable {PATH_VARIABLE}; {_DRAW}")
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise _error(config, section, f"{folder} is no folder", f"name the folder of MNIST's files; {_DRAW}")
+        raise _error(config, section, f"{folder} is not a folder", f"name the folder of MNIST's files; {_DRAW}")
     for part in _PARTS[usage]:
         yield (
             _file(config, section, folder, part, "images", "idx3"),
@@ -116,18 +126,18 @@ def _found(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _file(config: Config, section: str, folder: Path, part: str, kind: str, form: str) -> Path:
-    """A file under one of its usual names, in the folder, in a folder of its part, or in the one beside this."""
+    """Finds a file by its usual names in the folder, in the subfolder of its part, or in the folder beside it."""
     names = [f"{part}-{kind}{sign}{form}-ubyte{end}" for end in ("", ".gz") for sign in ("-", ".")]
     for where in (folder, folder / _FOLDERS[part], folder.parent / _FOLDERS[part]):
         for name in names:
             if (where / name).is_file():
                 return where / name
-    rule = f"{folder} has no {names[0]}, nor {names[0]}.gz"
+    rule = f"{folder} has neither {names[0]} nor {names[0]}.gz"
     raise _error(config, section, rule, f"copy MNIST's four files there; {_DRAW}")
 
 
 def _checked(config: Config, section: str, images: Path, labels: Path) -> tuple[IdxFile, IdxFile]:
-    """Both headers, which fit each other and the classifier."""
+    """Reads both headers and checks that they fit each other and the classifier."""
     image_file = _placed(config, section, read_header, images, IMAGES_MAGIC)
     label_file = _placed(config, section, read_header, labels, LABELS_MAGIC)
     (count, height, width), pixels = image_file.shape, config.classifier.pixels
@@ -141,7 +151,7 @@ def _checked(config: Config, section: str, images: Path, labels: Path) -> tuple[
 
 
 def _placed(config: Config, section: str, read, *arguments):
-    """What `read` gives; its error says where the folder was named."""
+    """Calls `read`; an error gets the location of the folder's key."""
     try:
         return read(*arguments)
     except UserError as error:
@@ -156,3 +166,88 @@ def _error(config: Config, section: str, rule: str, fix: str) -> UserError:
         where, key, value = "environment", PATH_VARIABLE, os.environ[PATH_VARIABLE]
     return UserError(rule, where=where or config.source.where(f"{section}.data_loader.type"), key=key, value=value,
                      fix=fix)
+
+
+class IdxFile(NamedTuple):
+    """An idx file and its header."""
+
+    path: Path
+    shape: tuple[int, ...]
+    header_bytes: int
+    is_gzipped: bool
+
+
+def read_header(path: Path, magic: int) -> IdxFile:
+    """Reads the header, and checks the size of a file that is not compressed.
+
+    Raises:
+        UserError: The file cannot be read, is cut short or is another kind of file.
+    """
+    wanted = _KINDS[magic]
+    axes = magic & 0xFF
+    header_bytes = 4 * (1 + axes)
+    try:
+        with path.open("rb") as file:
+            is_gzipped = file.read(2) == _GZIP_MAGIC
+        with _open(path, is_gzipped) as file:
+            header = file.read(header_bytes)
+        size_bytes = path.stat().st_size
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged(path, error) from None
+    if len(header) < 4:
+        raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {wanted}", _again(path))
+    found = struct.unpack(">i", header[:4])[0]
+    if found != magic:
+        what = f"a file of {_KINDS[found]} ({found})" if found in _KINDS else f"{found}, which is not an idx file"
+        raise _wrong(path, f"it starts with the number of {what}, and {wanted} have {magic}", _again(path))
+    if len(header) < header_bytes:
+        raise _wrong(path, f"it ends within its header of {header_bytes} bytes", _again(path))
+    shape = struct.unpack(f">{axes}i", header[4:])
+    if min(shape) < 1:
+        raise _wrong(path, f"its header says {' x '.join(map(str, shape))}: there is nothing in it", _again(path))
+    if not is_gzipped:
+        _check_size(path, size_bytes, shape, header_bytes)
+    return IdxFile(path, shape, header_bytes, is_gzipped)
+
+
+def read_array(file: IdxFile) -> np.ndarray:
+    """The content of a file: uint8 in the shape of its header; memory-mapped unless it is compressed.
+
+    Raises:
+        UserError: A compressed file is damaged or cut short.
+    """
+    if not file.is_gzipped:
+        return np.memmap(file.path, np.uint8, "r", file.header_bytes, file.shape)
+    try:
+        with gzip.open(file.path) as stream:
+            data = stream.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged(file.path, error) from None
+    _check_size(file.path, len(data), file.shape, file.header_bytes)
+    return np.frombuffer(data, np.uint8, offset=file.header_bytes).reshape(file.shape)
+
+
+def _open(path: Path, is_gzipped: bool):
+    return gzip.open(path) if is_gzipped else path.open("rb")
+
+
+def _check_size(path: Path, size_bytes: int, shape: tuple[int, ...], header_bytes: int) -> None:
+    wanted_bytes = header_bytes + math.prod(shape)
+    if size_bytes != wanted_bytes:
+        state = "cut short" if size_bytes < wanted_bytes else "too long"
+        sizes = f"{' x '.join(map(str, shape))} take {wanted_bytes:,} bytes, and it has {size_bytes:,}"
+        raise _wrong(path, f"it is {state}: {sizes}", _again(path))
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
+        return _wrong(path, f"it is cut short or damaged ({str(error).rstrip('.')})", _again(path))
+    return _wrong(path, f"it cannot be read ({getattr(error, 'strerror', None) or error})", "make it readable")
+
+
+def _again(path: Path) -> str:
+    return f"copy {path.name} anew"
+
+
+def _wrong(path: Path, rule: str, fix: str) -> UserError:
+    return UserError(f"{path}: {rule}", fix=fix)

@@ -1,4 +1,4 @@
-"""Random tokens that look like a data set, for benchmarks: nothing is read and nothing is stored."""
+"""A data set of random tokens for benchmarks: it reads and stores nothing."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.data.batches.batch import Batch, padding_rows
+from trainer.data.batches.batch import Batch, padding_batch
 from trainer.data.batches.packing import checked_indices
 from trainer.data.rng import Stream, random_bits
 
 
 class SyntheticDataset:
-    """Rows of random tokens: row i is the same for the same seed, and (all but certainly) another than every other row.
+    """Sequences of random tokens: sequence i is a function of (seed, i).
 
     Args:
-        num_rows: How many rows.
-        seq_length: Tokens of a row (T).
-        vocab_size: Tokens are drawn evenly from 0 to vocab_size - 1.
-        seed: The run's.
-        first_row: Number of the first row, so that two data sets of one seed need not share rows.
+        num_sequences: Number of sequences.
+        seq_length: Tokens of a sequence (T).
+        vocab_size: Tokens are drawn uniformly from 0 to vocab_size - 1.
+        seed: The run's seed.
+        first: Number of the first sequence, so that two data sets of one seed can differ.
     """
 
     has_boundaries = False
 
-    def __init__(self, num_rows: int, seq_length: int, vocab_size: int, seed: int, first_row: int = 0) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_sequences: int, seq_length: int, vocab_size: int, seed: int, first: int = 0) -> None:
+        self.num_sequences = num_sequences
         self.seq_length = seq_length
-        self.num_tokens = num_rows * seq_length
-        self.num_documents = num_rows
+        self.num_tokens = num_sequences * seq_length
+        self.num_documents = num_sequences
         self.max_token_id = vocab_size - 1
         self.content = f"random tokens from 0 to {vocab_size - 1}"
         self._vocab_size = vocab_size
         self._seed = seed
-        self._first_row = first_row
+        self._first = first
 
-    def padding(self, rows: int) -> Batch:
-        """Makes rows without loss; see `RowDataset.padding`."""
-        return padding_rows(rows, self.seq_length)
+    def padding(self, size: int) -> Batch:
+        return padding_batch(size, self.seq_length)
 
-    def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Makes rows; see `RowDataset.rows`."""
-        indices_B = checked_indices(indices, self.num_rows) + self._first_row
-        tokens_BS = np.stack([self._tokens(row) for row in indices_B.tolist()])  # S = T + 1: the last is only a label
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        indices_B = checked_indices(indices, self.num_sequences) + self._first
+        tokens_BS = np.stack([self._tokens(number) for number in indices_B.tolist()])  # S = T + 1: the last is a label
         shape = len(indices_B), self.seq_length
         positions_BT = np.ascontiguousarray(np.broadcast_to(np.arange(self.seq_length, dtype=np.int32), shape))
         return Batch(
@@ -52,7 +50,7 @@ class SyntheticDataset:
             np.zeros(shape, np.int32),
         )
 
-    def _tokens(self, row: int) -> np.ndarray:
-        """Draws the T + 1 tokens of a row from a stretch of random numbers that is its own."""
-        bits = random_bits(self._seed, Stream.SYNTHETIC, row, self.seq_length + 1) >> np.uint64(32)
+    def _tokens(self, number: int) -> np.ndarray:
+        """Draws the T + 1 tokens of a sequence."""
+        bits = random_bits(self._seed, Stream.SYNTHETIC, number, self.seq_length + 1) >> np.uint64(32)
         return (bits * np.uint64(self._vocab_size) >> np.uint64(32)).astype(np.int32)

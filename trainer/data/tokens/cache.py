@@ -1,8 +1,8 @@
 """Finds the token file of a data set in the cache, or builds it.
 
-A token file is named by the content of its source and by the settings that turn text into tokens. To learn that name
-all text is read; so the name is also noted under the source's stamp (paths, sizes, times, inodes), and the next run
-only asks the file system.
+The name of a token file is a hash of the source's content and of the tokenizer's settings. Computing it reads all text;
+so a stamp file stores the name under the source's metadata (paths, sizes, times, inodes), and the next run reads no
+text.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def find_token_file(
     Args:
         source: The files.
         tokenizer: Encodes them.
-        cache: Where token files lie.
-        progress: Called during a build with the bytes done and the bytes of the whole source.
-        notice: Called with a sentence when a damaged token file is built again.
-        chunk_bytes: Largest piece of a text file that is encoded by itself.
-        group_bytes: How much text is encoded at a time.
+        cache: Holds the token files.
+        progress: Called during a build with (bytes done, bytes of the source).
+        notice: Called with a sentence when a damaged token file is rebuilt.
+        chunk_bytes: Largest piece of a text file.
+        group_bytes: Amount of text to encode at a time.
 
     Raises:
         UserError: The source is not text, is empty or cannot be read, or the cache cannot be written.
@@ -73,13 +73,7 @@ def find_token_file(
     if os.path.lexists(path) and notice is not None:
         notice(f"The token file {path} is damaged; building it again.")
     return build_token_file(
-        cache,
-        name,
-        _pieces(source, chunk_bytes),
-        tokenizer,
-        source=source,
-        progress=progress,
-        group_bytes=group_bytes,
+        cache, name, _pieces(source, chunk_bytes), tokenizer, source=source, progress=progress, group_bytes=group_bytes
     )
 
 
@@ -88,7 +82,7 @@ def _settings(source: Source, tokenizer: Tokenizer, chunk_bytes: int) -> str:
 
 
 def _pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
-    """Reads the source; fails at its end, before the token file gets its name, if it is not what was hashed."""
+    """Reads the source; fails at its end, before the token file gets its name, if a file has changed meanwhile."""
     yield from read_pieces(source, chunk_bytes)
     _check_unchanged(source)
 
@@ -96,11 +90,8 @@ def _pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
 def _check_unchanged(source: Source) -> None:
     changed = sources.first_changed(source)
     if changed is not None:
-        raise RunError(
-            "the file changed while it was read",
-            where=str(changed),
-            fix="start again when nothing writes to the data set any more",
-        )
+        fix = "start again when no process writes to the data set any more"
+        raise RunError("the file changed while it was read", where=str(changed), fix=fix)
 
 
 def _stamp_file(source: Source, settings: str, cache: Cache) -> Path:
@@ -117,7 +108,7 @@ def _read_stamp(stamp_file: Path) -> str | None:
 
 
 def _write_stamp(stamp_file: Path, name: str) -> None:
-    """Notes the name; a cache that cannot be written only costs the next run some reading."""
+    """Stores the name; if the cache cannot be written, the next run only has to read the text again."""
     temporary = stamp_file.with_name(f".{stamp_file.name}-{uuid.uuid4().hex[:8]}")
     try:
         stamp_file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,14 @@
-"""The token file: a tokenised corpus on disk, written once in a stream and then memory-mapped.
+"""The token file: a tokenized corpus on disk, written once as a stream and then memory-mapped.
 
-A folder of the cache, named by content and settings::
+It is a folder of the cache, named by a hash of content and settings::
 
     tokens.bin    uint16 or uint32 (by the tokenizer's vocabulary), all documents one after the other
     offsets.bin   int64 [documents + 1], where each document starts, and the end of the last
     mask.bin      uint8, 1 where a token carries loss; only if some token carries none
-    meta.json     what the files hold and their sizes; what the folder was made of
+    meta.json     counts and sizes of the files; tokenizer and source
 
-It is written under another name and renamed when it is complete and on disk: a build that is killed leaves nothing that
-looks like a token file, and of two builds at once the first wins and the second uses its file.
+It is written under a temporary name and renamed when it is complete and on disk: a build that is killed leaves nothing
+that looks like a token file, and of two concurrent builds the first wins and the second uses its file.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.errors import RunError, UserError
 
 FORMAT_VERSION = 1
-# A piece of a long document: bounds memory, and lets a tokenizer's threads share the work.
+# Size of the pieces of a long document: bounds memory, and lets a tokenizer's threads share the work.
 CHUNK_BYTES = 1 << 18
-# Pieces that are encoded in one call.
+# Size of the pieces that are encoded in one call.
 GROUP_BYTES = 4 << 20
 _ABANDONED_SECONDS = 3600.0
 _TEMPORARY = ".building-"
@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]  # bytes of the source done, of how many
 
 
 class Cache(NamedTuple):
-    """Where token files lie, and what set this: the key, and the file and line or flag."""
+    """The folder of token files, and the key and location that set it."""
 
     path: Path
     key: str
@@ -52,7 +52,7 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenFileMeta:
-    """What ``meta.json`` says of a token file."""
+    """The content of ``meta.json``."""
 
     format_version: int
     num_tokens: int
@@ -85,7 +85,7 @@ class TokenFile:
 
 
 def open_token_file(path: Path) -> TokenFile | None:
-    """Opens a token file; None when there is none or it is damaged (cut short, unreadable, of another format)."""
+    """Opens a token file; None when it is missing or damaged (truncated, unreadable, of another format)."""
     meta = read_meta(path)
     if meta is None:
         return None
@@ -101,7 +101,7 @@ def open_token_file(path: Path) -> TokenFile | None:
 
 
 def read_meta(path: Path) -> TokenFileMeta | None:
-    """Reads ``meta.json`` and checks it against the sizes on disk; None unless all of it agrees."""
+    """Reads ``meta.json`` and checks it against the sizes on disk; None if anything disagrees."""
     try:
         meta = TokenFileMeta(**json.loads((path / "meta.json").read_text(encoding="utf-8")))
         item_bytes = np.dtype(meta.dtype).itemsize
@@ -128,13 +128,13 @@ def build_token_file(
     """Writes a token file from a stream of pieces, in memory bounded by `group_bytes`.
 
     Args:
-        cache: Where to make it.
-        name: The folder to make; one that exists and is damaged is replaced, one that is whole is used.
+        cache: Holds the token files.
+        name: The folder to make. An existing one is used if it is complete and replaced if it is damaged.
         pieces: The corpus.
         tokenizer: Encodes it.
-        source: Where the pieces come from, for messages and progress.
+        source: Origin of the pieces, for messages and progress.
         progress: Called after every group.
-        group_bytes: How much text to encode at a time.
+        group_bytes: Amount of text to encode at a time.
 
     Raises:
         UserError: The corpus holds no text, or the cache folder cannot be written.
@@ -146,13 +146,9 @@ def build_token_file(
         temporary.mkdir(parents=True)
         _remove_abandoned(cache.path)
     except OSError as error:
-        raise UserError(
-            f"the folder for token files cannot be written ({error.strerror})",
-            where=cache.where,
-            key=cache.key,
-            value=str(cache.path),
-            fix=f"set {cache.key} to a folder that you can write",
-        ) from None
+        rule = f"the folder for token files cannot be written ({error.strerror})"
+        fix = f"set {cache.key} to a folder that you can write"
+        raise UserError(rule, where=cache.where, key=cache.key, value=str(cache.path), fix=fix) from None
     done_bytes, source_bytes = 0, source.size_bytes
     try:
         with _Writer(temporary, tokenizer) as writer:
@@ -169,11 +165,8 @@ def build_token_file(
         shutil.rmtree(temporary, ignore_errors=True)
     token_file = open_token_file(path)
     if token_file is None:
-        raise RunError(
-            "the token file was damaged or removed right after it was written",
-            where=str(path),
-            fix=f"see whether another process cleans this folder, or set {cache.key} to another one",
-        )
+        fix = f"check whether another process cleans this folder, or set {cache.key} to another one"
+        raise RunError("the token file was damaged or removed right after it was written", where=str(path), fix=fix)
     return token_file
 
 
@@ -254,7 +247,7 @@ class _Writer:
         self._max_token_id = max(self._max_token_id, int(tokens.max(initial=0)))
 
     def _write_mask(self, lengths: list[int], losses: list[bool]) -> None:
-        """Appends to the mask from the first piece without loss on: most corpora need none."""
+        """Appends to the mask from the first piece without loss on; most corpora need no mask."""
         if not self._has_mask and all(losses):
             return
         stream = self._streams["mask.bin"]
@@ -266,10 +259,10 @@ class _Writer:
         stream.write(np.repeat(np.array(losses, np.uint8), lengths).data)
 
     def finish(self, source: Source) -> None:
-        """Brings everything to the disk, ``meta.json`` last.
+        """Flushes everything to disk, ``meta.json`` last.
 
         Raises:
-            UserError: Nothing was added.
+            UserError: The corpus holds no text.
         """
         if self._num_documents == 0:
             raise no_text(source)
@@ -298,7 +291,7 @@ class _Writer:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Renames a finished folder into place; another builder's whole file stays, a damaged one goes."""
+    """Renames a finished folder into place; keeps another builder's complete file and replaces a damaged one."""
     for _ in range(10):
         try:
             os.rename(temporary, path)
@@ -314,7 +307,7 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Takes a damaged file away in one move, so that nobody meets half of it; another process may be faster."""
+    """Removes a damaged file atomically, so that no process sees half of it; another process may be faster."""
     aside = _temporary_name(path.parent)
     try:
         os.rename(path, aside)
@@ -339,7 +332,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Removes what killed builds left: folders into which nothing was written for an hour."""
+    """Removes what killed builds have left: folders that have not changed for an hour."""
     for folder in cache.glob(f"{_TEMPORARY}*"):
         try:
             written = max(path.stat().st_mtime for path in (folder, *folder.glob("*")))
