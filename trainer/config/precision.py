@@ -1,4 +1,4 @@
-"""Mixed precision: what each `amp_level` asks for, and what it may not be told beside it.
+"""Mixed precision: what each `amp_level` asks for.
 
 =========  =========================  =============  ================  ============
 amp_level  matrix products            norms          softmax, rotary   loss

@@ -20,8 +20,8 @@ class _Loader(Section):
         'A file, a folder, or "stdlib" (the standard library of this Python). Default empty: none.',
         aliases=("dataset_path",),
     )
-    shuffle: bool = setting(True, "Another order of rows each epoch, from the seed. Default True.")
-    num_samples: int | None = setting(None, "At most so many rows. Default null: all.", ge=1)
+    shuffle: bool = setting(True, "Another order of sequences each epoch, from the seed. Default True.")
+    num_samples: int | None = setting(None, "At most so many sequences or images. Default null: all.", ge=1)
     patterns: list[str] = setting(["*.txt", "*.md", "*.py"], "Which files of a folder count.", min_length=1)
 
 
@@ -114,7 +114,7 @@ class DatasetConfig(Section):
     drop_remainder: bool = setting(True, "Leave out the last, smaller batch of an epoch. Default True.")
     prefetch_size: int = setting(2, "Micro-batches prepared ahead. Default 2.", ge=1)
     batch_size: int | None = setting(
-        None, "eval_dataset: rows of a batch. Default null: runner_config.batch_size.", ge=1
+        None, "eval_dataset: sequences of a batch. Default null: runner_config.batch_size.", ge=1
     )
     max_batches: int = setting(0, "eval_dataset: micro-batches an evaluation reads. Default 0: all.", ge=0)
     cache_dir: str | None = setting(

@@ -112,7 +112,7 @@ class MoEConfig(Section):
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "gbs_aux_loss", "sinkhorn", "none"] = setting(
         "aux_loss",
-        "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each row (DeepSeek-V3, section"
+        "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each sequence (DeepSeek-V3, section"
         " 2.1.2), which accumulation and ranks do not change. Default aux_loss.",
     )
     moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
@@ -134,14 +134,14 @@ class MoEConfig(Section):
         return self.scoring_func or ("sigmoid" if self.use_gating_sigmoid else "softmax")
 
     @property
-    def has_choice_bias(self) -> bool:
+    def has_expert_bias(self) -> bool:
         """Whether a bias on the scores takes part in the choice of experts, and only there."""
         return self.balance_via_topk_bias or self.topk_method == "noaux_tc"
 
     @property
     def group_score(self) -> str:
         """How a group of experts is scored: by its two best experts together, or by its best."""
-        return "two_best" if self.has_choice_bias or self.score_function == "sigmoid" else "best"
+        return "two_best" if self.has_expert_bias or self.score_function == "sigmoid" else "best"
 
     @property
     def effective_capacity(self) -> float | None:

@@ -11,7 +11,7 @@ from trainer.config.schema.fields import Section, setting
 class RunnerConfig(Section):
     """How many batches of which size (YAML ``runner_config``)."""
 
-    batch_size: int = setting(1, "Rows (sequences) in one micro-batch. Default 1.", ge=1)
+    batch_size: int = setting(1, "Sequences (of a classifier: images) in one micro-batch. Default 1.", ge=1)
     epochs: int = setting(1, "Passes over the training data. Default 1.", ge=1)
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches whose gradients are summed before one optimizer step. Default 1.", ge=1
@@ -64,4 +64,4 @@ class RunnerWrapper(Section):
     global_norm_spike_threshold: float = setting(
         1.0, "Gradient norm before clipping above which a step is a spike. Default 1.0.", gt=0
     )
-    global_norm_spike_count_threshold: int = setting(10, "Spikes in a row that stop the run. Default 10.", ge=1)
+    global_norm_spike_count_threshold: int = setting(10, "Consecutive spikes that stop the run. Default 10.", ge=1)

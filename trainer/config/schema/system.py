@@ -99,7 +99,7 @@ class ParallelConfig(Section):
         None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.", ge=1
     )
     model_parallel: int = setting(1, "Devices that share each matrix. Default 1.", ge=1)
-    context_parallel: int = setting(1, "Devices that share each row's tokens. Default 1.", ge=1)
+    context_parallel: int = setting(1, "Devices that share each sequence's tokens. Default 1.", ge=1)
     expert_parallel: int = setting(1, "Devices that share the experts. Default 1.", ge=1)
     pipeline_stage: int = setting(1, "Devices that share the layers. Default 1.", ge=1)
     micro_batch_num: int = setting(1, "Micro-batches of a pipeline. Default 1.", ge=1)
@@ -115,11 +115,11 @@ class RecomputeConfig(Section):
     )
     select_recompute: _Layers | dict[str, _Layers] = setting(
         False,
-        "Halves of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular expressions,"
+        "Sublayers of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular expressions,"
         " or each with its layers; True for mlp. Default False.",
     )
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
-        False, "Halves to keep after all: written like select_recompute; True for both. Default False."
+        False, "Sublayers to keep after all: written like select_recompute; True for both. Default False."
     )
 
 
