@@ -170,7 +170,7 @@ def torch_sizes(config: Config) -> dict[str, int]:
         return sizes
     if not all(decoder.is_moe_layer(layer) for layer in range(decoder.num_layers)) or decoder.shared_expert_size:
         raise RunFailed("the PyTorch peer has experts in every layer, and no shared ones")
-    if moe.score_function != "softmax" or moe.has_choice_bias or moe.n_group or not moe.norm_topk_prob:
+    if moe.score_function != "softmax" or moe.has_expert_bias or moe.n_group or not moe.norm_topk_prob:
         raise RunFailed("the PyTorch peer's router has a softmax, and no groups, no bias, weights that sum to 1")
     return {**sizes, "intermediate": decoder.expert_size, "experts": moe.expert_num, "chosen": moe.num_experts_chosen}
 

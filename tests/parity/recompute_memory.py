@@ -42,13 +42,13 @@ def main() -> None:
     def run(trainer: TinyTrainer, layers: slice) -> None:
         """The whole backward pass through some of the layers; gradients of all weights, zero for the others'."""
         model, every = trainer.model, trainer.model.layers
-        model.layers = every[layers]
+        model.layers, model.num_layers = every[layers], len(every[layers])
         inputs = trainer.build_inputs(batch)
         trained = list(model.trained_parameters.values())
         _, gradients = mindspore.value_and_grad(lambda: model(inputs).total, None, trained)()
         for gradient in gradients:
             gradient.asnumpy()
-        model.layers = every
+        model.layers, model.num_layers = every, len(every)
 
     for trainer in trainers.values():
         run(trainer, slice(LAYERS - 1, LAYERS))

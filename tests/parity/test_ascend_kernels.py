@@ -21,7 +21,7 @@ from numpy_kernels import distance
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.data import Batch
-from trainer.models.decoder import Block
+from trainer.models.block import Block
 from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import attention_shapes, mlp_shapes
 from trainer.ops.ascend import kernels as ascend

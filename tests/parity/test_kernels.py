@@ -27,7 +27,7 @@ from tolerances import rounding_limit
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
-from trainer.models.decoder import Block, Head
+from trainer.models.block import Block, Head
 from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import attention_shapes, mlp_shapes
 from trainer.ops.cpu import kernels as reference

@@ -38,15 +38,22 @@ class Backward(nn.Cell):
         return self.grad(self.kernel)(*args)
 
 
+def route_kernel(rule: RoutingRule) -> moe_ascend.Route:
+    return moe_ascend.Route(
+        rule.experts, rule.chosen, groups=rule.groups, chosen_groups=rule.chosen_groups,
+        group_score=rule.group_score, safe_tokens=rule.safe_tokens,
+    )  # fmt: skip
+
+
 class RouteWith(nn.Cell):
     """A capacity and a policy are constants of a graph."""
 
     def __init__(self, capacity: int | None, policy: str, rule: RoutingRule) -> None:
         super().__init__()
-        self.core, self.capacity, self.policy = moe_ascend.RouteCore(rule), capacity, policy
+        self.route, self.capacity, self.policy = route_kernel(rule), capacity, policy
 
     def construct(self, scores_NE, bias_E):
-        return self.core(scores_NE, bias_E, self.capacity, self.policy)
+        return self.route(scores_NE, bias_E, self.capacity, self.policy)
 
 
 class ThereAndBack(nn.Cell):
@@ -84,15 +91,15 @@ def test_front_end_builds_the_routing(
 
 def built(fused: bool, dtype: mindspore.Type, folder: Path) -> tuple[Graph, Graph]:
     """The forward and the backward graph of permute, product and un-permute."""
-    cores = moe_ascend.PermuteCore(), moe_ascend.UnpermuteCore()
+    kernels = moe_ascend.Permute(), moe_ascend.Unpermute()
     if fused:
-        cores = moe_ascend.FusedPermuteCore(), moe_ascend.FusedUnpermuteCore()
+        kernels = moe_ascend.FusedPermute(), moe_ascend.FusedUnpermute()
     tensors = [Tensor(normal(TOKENS, HIDDEN), dtype), Tensor(normal(EXPERTS, HIDDEN, HIDDEN))]
     tensors += [Tensor(normal(TOKENS, CHOSEN)), Tensor(np.zeros(ROWS, np.int32))]
     tensors += [Tensor(np.zeros((TOKENS, CHOSEN), np.int32)), Tensor(np.zeros(EXPERTS, np.int64))]
-    forward = export(ThereAndBack(*cores), tensors, folder / "forward")
+    forward = export(ThereAndBack(*kernels), tensors, folder / "forward")
     upstream = Tensor(normal(TOKENS, HIDDEN), dtype)
-    return forward, export(Backward(ThereAndBack(*cores)), [*tensors, upstream], folder / "backward")
+    return forward, export(Backward(ThereAndBack(*kernels)), [*tensors, upstream], folder / "backward")
 
 
 @pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.bfloat16], ids=str)
@@ -135,10 +142,7 @@ def test_routing_is_that_of_the_reference(
     scores = scores.astype(np.float32)
     scores[:, 3] = 0
     bias = np.where(np.arange(EXPERTS) == 3, -2, RANDOM.integers(0, 3, EXPERTS) / 4).astype(np.float32)
-    kernel = moe_ascend.Route(
-        rule.experts, rule.chosen, groups=rule.groups, chosen_groups=rule.chosen_groups,
-        group_score=rule.group_score, safe_tokens=rule.safe_tokens,
-    )
+    kernel = route_kernel(rule)
     for added in (None, bias):
         ours = kernel(Tensor(scores), None if added is None else Tensor(added), capacity, policy)
         right = route(rule, scores, added, capacity, policy)
@@ -198,15 +202,15 @@ def test_gathers_are_those_of_the_reference(safe_tokens: bool, capacity: int | N
     scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
     scores[:, 3] = 0
     routing = moe_reference.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)(Tensor(scores), None, capacity, "position")
-    rows = len(routing.token_R)
+    rows, sorting = len(routing.token_R), (routing.token_R, routing.row_Nk)
     x, y, gates = (Tensor(normal(*shape)) for shape in ((TOKENS, HIDDEN), (rows, HIDDEN), (TOKENS, CHOSEN)))
     above_R, above_N = Tensor(normal(rows, HIDDEN)), Tensor(normal(TOKENS, HIDDEN))
     results = []
     for room in (moe_ascend, moe_reference):
         permute, unpermute = room.Permute(), room.Unpermute()
-        result = [permute(x, routing), unpermute(y, gates, routing)]
-        result.append(mindspore.grad(lambda x: permute(x, routing) * above_R)(x))  # noqa: B023
-        result += mindspore.grad(lambda *args: unpermute(*args, routing) * above_N, (0, 1))(y, gates)  # noqa: B023
+        result = [permute(x, *sorting), unpermute(y, gates, *sorting)]
+        result.append(mindspore.grad(lambda x: permute(x, *sorting) * above_R)(x))  # noqa: B023
+        result += mindspore.grad(lambda *args: unpermute(*args, *sorting) * above_N, (0, 1))(y, gates)  # noqa: B023
         results.append([array.asnumpy() for array in result])
     for mine, expected in zip(*results, strict=True):
         assert distance(mine, expected) < TOLERANCE
@@ -230,9 +234,10 @@ def test_fused_sorting_is_that_of_the_reference(capacity: int | None, monkeypatc
     monkeypatch.setattr(moe_ascend.ops, "moe_token_unpermute", unpermute_as_documented)
     scores = Tensor(RANDOM.random((TOKENS, EXPERTS)).astype(np.float32))
     routing = moe_reference.Route(EXPERTS, CHOSEN)(scores, None, capacity, "probability")
+    sorting = routing.token_R, routing.row_Nk
     x, y, gates = (Tensor(normal(*shape)) for shape in ((TOKENS, HIDDEN), (ROWS, HIDDEN), (TOKENS, CHOSEN)))
-    ours = moe_ascend.FusedPermute()(x, routing), moe_ascend.FusedUnpermute()(y, gates, routing)
-    right = moe_reference.Permute()(x, routing), moe_reference.Unpermute()(y, gates, routing)
+    ours = moe_ascend.FusedPermute()(x, *sorting), moe_ascend.FusedUnpermute()(y, gates, *sorting)
+    right = moe_reference.Permute()(x, *sorting), moe_reference.Unpermute()(y, gates, *sorting)
     for mine, expected in zip(ours, right, strict=True):
         assert distance(mine.asnumpy(), expected.asnumpy()) < TOLERANCE
 

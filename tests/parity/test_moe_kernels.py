@@ -131,7 +131,7 @@ def test_permute(safe_tokens: bool, capacity: int | None) -> None:
         return np.stack([x[token] if token < TOKENS else np.zeros(HIDDEN) for token in token_R])
 
     kernel = moe_reference.Permute()
-    check(lambda x: kernel(x, routing), right, [normal(TOKENS, HIDDEN)])
+    check(lambda x: kernel(x, routing.token_R, routing.row_Nk), right, [normal(TOKENS, HIDDEN)])
 
 
 @ROUTINGS
@@ -144,8 +144,8 @@ def test_unpermute(safe_tokens: bool, capacity: int | None) -> None:
         return np.stack([sum(gates[token, i] * y[row_Nk[token, i]] for i in range(CHOSEN)) for token in range(TOKENS)])
 
     kernel = moe_reference.Unpermute()
-    rows = len(routing.token_R)
-    check(lambda y, gates: kernel(y, gates, routing), right, [normal(rows, HIDDEN), normal(TOKENS, CHOSEN)])
+    rows, sorting = len(routing.token_R), (routing.token_R, routing.row_Nk)
+    check(lambda y, gates: kernel(y, gates, *sorting), right, [normal(rows, HIDDEN), normal(TOKENS, CHOSEN)])
 
 
 class Chain(nn.Cell):
@@ -158,9 +158,9 @@ class Chain(nn.Cell):
         self.swiglu = reference.SwiGLU()
 
     def construct(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing):
-        rows_RD, counts_E = self.permute(x_ND, routing), routing.counts_E
+        rows_RD, counts_E = self.permute(x_ND, routing.token_R, routing.row_Nk), routing.counts_E
         inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
-        return self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
+        return self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing.token_R, routing.row_Nk)
 
 
 KERNELS = pytest.mark.parametrize("experts_kernel", [Chain, moe_swiglu.CpuExperts], ids=["chain", "one_kernel"])
@@ -407,11 +407,12 @@ def test_half_precision_rounds_what_leaves_but_not_the_gradient_of_the_weight() 
 
 def test_half_precision_of_sorting() -> None:
     routing = sorted_tokens(safe_tokens=True, capacity=2).routing
+    sorting = routing.token_R, routing.row_Nk
     permute, unpermute = moe_reference.Permute(), moe_reference.Unpermute()
     gates = Tensor(normal(TOKENS, CHOSEN))
 
     def there_and_back(x: Tensor, gates: Tensor) -> Tensor:
-        return unpermute(permute(x, routing), gates, routing)
+        return unpermute(permute(x, *sorting), gates, *sorting)
 
     x = normal(TOKENS, HIDDEN).astype(np.float16)
     out = there_and_back(Tensor(x), gates)

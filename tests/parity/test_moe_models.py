@@ -73,7 +73,7 @@ def with_gradients(built: Built) -> tuple[list[float], dict[str, np.ndarray]]:
     assert set(names) == set(model.trained_parameters)
 
     def losses() -> tuple[Tensor, ...]:
-        found = model(inputs, None, RouterStatistics(inputs.shares))
+        found = model(inputs, None, RouterStatistics())
         return tuple(loss for loss in (found.total, found.tokens, found.mtp) if loss is not None)
 
     run = mindspore.value_and_grad(losses, None, [model.parameters_by_name[name] for name in names], has_aux=True)

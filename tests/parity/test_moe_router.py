@@ -35,15 +35,15 @@ def settings_of(**moe: Any):
     return parse_config("experts", json.dumps({"model": {"model_config": sizes}})).decoder
 
 
-def shares_of(valid: np.ndarray) -> SequenceWeights:
+def sequence_weights_of(valid: np.ndarray) -> SequenceWeights:
     mean_BN = np.repeat(np.eye(ROWS, dtype=np.float32) / LENGTH, LENGTH, axis=1)
     arrays = mean_BN, np.repeat(mean_BN, CHOSEN, axis=1), valid.sum(1, keepdims=True), valid.reshape(-1, 1)
     return SequenceWeights(*(Tensor(array.astype(np.float32)) for array in arrays))
 
 
-def weighted(gates_Nk: Tensor, balance: Tensor, z: Tensor, weights: np.ndarray) -> Tensor:
+def weighted(gates_Nk: Tensor, aux_loss: Tensor, z: Tensor, weights: np.ndarray) -> Tensor:
     """A number that each of the three has a share in."""
-    return (gates_Nk * Tensor(weights)).sum() + balance * 0.7 + z * 0.3
+    return (gates_Nk * Tensor(weights)).sum() + aux_loss * 0.7 + z * 0.3
 
 
 @pytest.mark.parametrize("z_loss_factor", [0.0, 0.001])
@@ -61,7 +61,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
         Tensor(random.standard_normal(shape).astype(np.float32)) for shape in ((TOKENS, HIDDEN), (EXPERTS, HIDDEN))
     )
     weights = random.standard_normal((TOKENS, CHOSEN)).astype(np.float32)
-    shares = shares_of(random.random((ROWS, LENGTH)) < 0.7)
+    sequence_weights = sequence_weights_of(random.random((ROWS, LENGTH)) < 0.7)
     route, host = moe_reference.Route(EXPERTS, CHOSEN), CpuRouter(settings.experts)
     kernels = load_kernels(select_kernels(settings, "CPU"))
     ones, norm = Tensor(np.ones(HIDDEN, np.float32)), kernels.rms_norm(HIDDEN, settings.rms_norm_eps)
@@ -71,7 +71,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
     def of_cells(x: Tensor, router: Tensor) -> Tensor:
         _, logits, scores = cells[0](x, ones, router)
         routing = route(scores, None, None, "position")
-        found = cells[1](scores, routing.experts_Nk), *cells[2](logits, scores, routing.experts_Nk, *shares)
+        found = cells[1](scores, routing.experts_Nk), *cells[2](logits, scores, routing.experts_Nk, *sequence_weights)
         said["cells"] = [one.asnumpy() for one in (*found, routing.experts_Nk, scores)]
         return weighted(*found, weights)
 
@@ -79,7 +79,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
         def decide(scores_NE: np.ndarray) -> Routing:
             return route.of_arrays(scores_NE, None, None, "position")
 
-        found = host(norm(x, ones), router, shares.tokens_B1, shares.valid_N1, decide)
+        found = host(norm(x, ones), router, sequence_weights.tokens_B1, sequence_weights.valid_N1, decide)
         said["host"] = [*(one.asnumpy() for one in found[:3]), found.routing.experts_Nk, found.scores_NE]
         return weighted(*found[:3], weights)
 
@@ -96,12 +96,12 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
 def test_scores_of_any_size_are_numbers(sigmoid: bool) -> None:
     settings = settings_of(use_gating_sigmoid=sigmoid, z_loss_factor=0.001)
     host, route = CpuRouter(settings.experts), moe_reference.Route(EXPERTS, CHOSEN)
-    shares = shares_of(np.ones((ROWS, LENGTH)))
+    sequence_weights = sequence_weights_of(np.ones((ROWS, LENGTH)))
 
     def loss(x: Tensor, router: Tensor) -> Tensor:
-        found = host(x, router, shares.tokens_B1, shares.valid_N1,
+        found = host(x, router, sequence_weights.tokens_B1, sequence_weights.valid_N1,
                      lambda scores: route.of_arrays(scores, None, None, "position"))  # fmt: skip
-        return found.gates_Nk.sum() + found.balance + found.z
+        return found.gates_Nk.sum() + found.aux_loss + found.z_loss
 
     x = np.random.default_rng(1).standard_normal((TOKENS, HIDDEN)).astype(np.float32) * 300
     value, gradients = mindspore.value_and_grad(loss, (0, 1))(Tensor(x), Tensor(np.ones((EXPERTS, HIDDEN), np.float32)))
@@ -111,13 +111,14 @@ def test_scores_of_any_size_are_numbers(sigmoid: bool) -> None:
 def test_half_precision_enters_and_its_gradient_leaves() -> None:
     """The arithmetic is float32, and the router's weight keeps its own gradient."""
     settings, route = settings_of(), moe_reference.Route(EXPERTS, CHOSEN)
-    host, shares, random = CpuRouter(settings.experts), shares_of(np.ones((ROWS, LENGTH))), np.random.default_rng(2)
+    host, random = CpuRouter(settings.experts), np.random.default_rng(2)
+    sequence_weights = sequence_weights_of(np.ones((ROWS, LENGTH)))
     y = random.standard_normal((TOKENS, HIDDEN)).astype(np.float16)
     router = Tensor(random.standard_normal((EXPERTS, HIDDEN)).astype(np.float32))
 
     def loss(y: Tensor, router: Tensor) -> Tensor:
         decide = lambda scores: route.of_arrays(scores, None, None, "position")  # noqa: E731
-        return (host(y, router, shares.tokens_B1, shares.valid_N1, decide).gates_Nk ** 2).sum()
+        return (host(y, router, sequence_weights.tokens_B1, sequence_weights.valid_N1, decide).gates_Nk ** 2).sum()
 
     found = [mindspore.grad(loss, (0, 1))(Tensor(y.astype(dtype)), router) for dtype in (np.float16, np.float32)]
     assert [gradient.dtype for gradient in found[0]] == [mindspore.float16, mindspore.float32]

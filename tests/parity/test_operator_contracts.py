@@ -25,7 +25,6 @@ from numpy_kernels import central_differences, distance
 
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
-from trainer.ops.routing import Routing
 
 RANDOM = np.random.default_rng(11)
 TOLERANCE = 3e-6  # float32, as in test_kernels.py
@@ -260,15 +259,14 @@ def test_sorting_keeps_it() -> None:
     """The operator gets the row of each assignment as its index: all differ, so no order among equals matters."""
     row_Nk = RANDOM.permutation(8).reshape(4, 2).astype(np.int32)
     token_R = np.argsort(row_Nk.reshape(-1)).astype(np.int32) // 2
-    nothing = np.zeros(4, np.int64)
-    routing = Routing(*map(Tensor, (row_Nk, row_Nk, token_R, nothing, nothing, nothing)))
+    sorting = Tensor(token_R), Tensor(row_Nk)
     permute, unpermute = moe_reference.Permute(), moe_reference.Unpermute()
     same_forward_and_backward(
-        lambda x: permute(x, routing), lambda x: moe_token_permute(x, row_Nk)[0], [normal(4, 5)]
+        lambda x: permute(x, *sorting), lambda x: moe_token_permute(x, row_Nk)[0], [normal(4, 5)]
     )
     assert (moe_token_permute(normal(4, 5), row_Nk)[1] == row_Nk.reshape(-1)).all(), "which is what unpermute is given"
     same_forward_and_backward(
-        lambda rows, gates: unpermute(rows, gates, routing),
+        lambda rows, gates: unpermute(rows, gates, *sorting),
         lambda rows, gates: moe_token_unpermute(rows, row_Nk.reshape(-1), gates),
         [normal(8, 5), normal(4, 2)],
     )

@@ -1,4 +1,4 @@
-"""One graph for the whole model computes what the run's loop over layers does."""
+"""One graph of the whole model computes the same as explicit mode."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from mindspore import Tensor, nn
 from numpy_kernels import distance
 
-from trainer.audit.graph import StepGraph
+from trainer.audit.graph import FunctionalDecoder, StepGraph, weight_names
 from trainer.config import parse_config
 from trainer.data import Batch
 from trainer.models.decoder import Decoder
-from trainer.models.functional import FunctionalDecoder, weight_names
 from trainer.models.inputs import InputBuilder
 from trainer.models.moe import RouterStatistics
 from trainer.ops.ascend import moe as moe_ascend
@@ -57,9 +56,9 @@ def flat_arguments(model: Decoder, inputs, weights: dict) -> tuple[list[Tensor],
         return None if item is None else tuple(map(put, item))
 
     layers = range(model.settings.num_layers + model.settings.mtp_depth)
-    shares = () if inputs.shares is None else inputs.shares[:3]
     mtp = [tuple(each) for each in inputs.mtp]
-    groups = [inputs[:3], inputs.tables, inputs.mask, shares, mtp, [(None, None, None)] * len(layers)]
+    dropped = [(None, None, None)] * len(layers)
+    groups = [inputs[:3], inputs.tables, inputs.mask, inputs.sequence_weights or (), mtp, dropped]
     structure = [put(group) for group in groups]
     names = weight_names(model.settings, layers, list(weights))
     structure.append(put([[None if name is None else weights[name] for name in group] for group in names]))
@@ -73,13 +72,13 @@ def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
     model, build = Decoder(settings, kernels, seed=3), InputBuilder(settings, kernels)
     parameters = list(model.parameters_by_name.values())
     expected, gradients = mindspore.value_and_grad(
-        lambda inputs: model(inputs, None, RouterStatistics(inputs.shares)).total, None, parameters
+        lambda inputs: model(inputs, None, RouterStatistics()).total, None, parameters
     )(build(data))
 
     weights = {name: Tensor(parameter.asnumpy()) for name, parameter in model.parameters_by_name.items()}
     arguments, structure, names = flat_arguments(model, build(data), weights)
-    places = tuple(range(len(arguments) - len(names), len(arguments)))
-    step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), tuple(structure), places)
+    argnums = tuple(range(len(arguments) - len(names), len(arguments)))
+    step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), tuple(structure), argnums)
     loss, found = mindspore.jit(step.construct)(*arguments)
     assert distance(loss.asnumpy(), expected.asnumpy()) < 1e-6
     sums: dict[str, np.ndarray] = {}
@@ -107,7 +106,7 @@ def stable_argsort(x: Tensor, dim: int, descending: bool, stable: bool) -> Tenso
 
 
 @pytest.mark.parametrize("changes", [{}, {"mtp_depth": 2}], ids=["experts", "modules"])
-def test_experts_and_modules_are_wired_alike(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_mtp_modules_give_the_same_loss(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operator by operator, with the kernels whose routing is in the graph, and against the run's own on the host."""
     monkeypatch.setattr(moe_ascend.mint, "argsort", stable_argsort)
     settings, data = settings_of(moe_config=EXPERTS, **changes), batch()
@@ -116,7 +115,7 @@ def test_experts_and_modules_are_wired_alike(changes: dict, monkeypatch: pytest.
     ascend = load_kernels([*plain, KernelChoice("grouped_matmul", "", "GroupedMatmul", "")])
     model, build = Decoder(settings, reference, seed=3, compiled=False), InputBuilder(settings, reference)
     inputs = build(data)
-    expected = model(inputs, None, RouterStatistics(inputs.shares)).total
+    expected = model(inputs, None, RouterStatistics()).total
 
     whole = FunctionalDecoder(settings, ascend, ROWS * TOKENS)
     for cell in (cell for _, cell in whole.cells_and_names() if isinstance(cell, moe_ascend.GroupedMatmul)):

@@ -28,7 +28,7 @@ def test_mixtral_is_a_softmax_mixture_of_wide_experts() -> None:
     decoder = load(family("MixtralForCausalLM", keys)).decoder
     moe = decoder.experts
     assert (moe.expert_num, moe.num_experts_chosen, decoder.expert_size, decoder.shared_expert_size) == (8, 2, 96, 0)
-    assert (moe.score_function, moe.norm_topk_prob, moe.has_choice_bias) == ("softmax", True, False)
+    assert (moe.score_function, moe.norm_topk_prob, moe.has_expert_bias) == ("softmax", True, False)
     assert decoder.moe_layers == (0, 1, 2, 3) and not decoder.use_qk_norm and decoder.rotary_pct == 1
 
 
@@ -41,7 +41,7 @@ def test_glm4_moe_has_a_sigmoid_router_with_a_bias_on_the_choice_and_half_of_a_h
     text = family("Glm4MoeForCausalLM", "n_routed_experts: 8, num_experts_per_tok: 2, n_shared_experts: 1")
     decoder = load(text).decoder
     moe = decoder.experts
-    assert (moe.score_function, moe.has_choice_bias, moe.group_score, moe.aux_loss_factor) == (
+    assert (moe.score_function, moe.has_expert_bias, moe.group_score, moe.aux_loss_factor) == (
         "sigmoid", True, "two_best", 0,
     )  # fmt: skip
     assert (decoder.rotary_pct, decoder.qkv_has_bias, decoder.use_qk_norm) == (0.5, False, False)

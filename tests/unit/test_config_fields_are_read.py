@@ -30,7 +30,7 @@ DERIVED = {
     "moe_layer_freq": "is_moe_layer",
     "scoring_func": "score_function",
     "use_gating_sigmoid": "score_function",
-    "topk_method": "has_choice_bias",
+    "topk_method": "has_expert_bias",
     "capacity_factor": "capacity",
     "enable_sdrop": "drop_policy",
     "moe_token_drop_policy": "drop_policy",

@@ -16,17 +16,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mindspore
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from trainer.data.batches.batch import Batch
-from trainer.models.functional import FunctionalDecoder, weight_names
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
+from trainer.models.decoder import DecoderWiring
 from trainer.models.inputs import InputBuilder, ModelInputs
-from trainer.models.shapes import all_shapes, attention_shapes, dropped_projections, is_buffer, mlp_shapes
+from trainer.models.moe import MoeLayer
+from trainer.models.shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    all_shapes,
+    attention_shapes,
+    block_weights,
+    dropped_projections,
+    is_buffer,
+    layer_prefix,
+    mlp_shapes,
+    moe_shapes,
+    sublayer_of,
+)
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
 
+_MTP_WEIGHTS = len(MTP_WEIGHTS) + 1  # of a module, with its norm; they stand before those of its block
 _NO_ARITHMETIC = ("Constant", "MakeTuple", "TupleGetItem", "Depend", "Load", "UpdateState", "Return")
 
 
@@ -35,16 +51,120 @@ class Node(NamedTuple):
 
     operator: str
     inputs: tuple[str, ...]
-    """Dtypes of the tensors that go in, those of lists one after the other; what is no tensor is left out."""
+    """Dtypes of its input tensors, those of lists one after the other."""
+
+
+class FunctionalDecoder(DecoderWiring):
+    """A decoder as one function of its inputs and weights, since an exported file would hold all values of Parameters.
+
+    The routing must be in the graph too, since no host decides anything while a graph runs (`use_gmm` on Ascend).
+
+    Args:
+        settings: The model section.
+        kernels: The kernels of every part.
+        tokens: N of a micro-batch, which determines the experts' capacity.
+        layers: Numbers of its layers, those of multi-token prediction modules last; None: all.
+    """
+
+    def __init__(
+        self, settings: ModelConfig, kernels: KernelSet, tokens: int, layers: Sequence[int] | None = None
+    ) -> None:
+        numbers = range(settings.num_layers + settings.mtp_depth) if layers is None else layers
+        modules = sum(number >= settings.num_layers for number in numbers)
+        super().__init__(settings, len(numbers) - modules, modules)
+        self.layers = nn.CellList([_Layer(settings, kernels, layer, tokens) for layer in numbers])
+        self.merges = nn.CellList([MergeTokens(settings, kernels) for _ in range(modules)])
+        self.heads = nn.CellList([Head(settings, kernels) for _ in range(1 + modules)])
+
+    def construct(self, inputs, tables, masks, sequence_weights, mtp, dropped, weights):
+        """The minimised loss: a sum, to be divided by the valid tokens of the window.
+
+        Args:
+            inputs: ids_N, labels_N, valid_N1 of `ModelInputs`.
+            tables, masks: The fields of `ModelInputs`.
+            sequence_weights: The field of `ModelInputs`; empty for a dense model.
+            mtp: The three tensors of `MtpInputs` for each module.
+            dropped: For each layer three dropout masks, None where nothing is dropped, and those of its adapters.
+            weights: As `weight_names` says: embedding, final norm and head, then a tuple for each layer.
+        """
+        call = (inputs, mtp, weights, (tables, masks, sequence_weights), dropped)
+        return self.losses(inputs[0], self.mtp_modules, call)[0]
+
+    # The parts. Every call site has a cell of its own: see trainer/ops/__init__.py.
+
+    def run_embedding(self, ids_N, call):
+        return ops.gather(call[2][0][0], ids_N, 0)
+
+    def run_layer(self, number, x_ND, call):
+        _, _, weights, shared, dropped = call
+        return self.layers[number](x_ND, shared, dropped[number], weights[1 + number])
+
+    def run_merge(self, module, x_ND, call):
+        _, mtp, weights, _, _ = call
+        own = weights[1 + self.num_layers + module][:_MTP_WEIGHTS]
+        embedded_ND = self.run_embedding(mtp[module][0], call)
+        return self.merges[module](embedded_ND, x_ND, self.norm_before_head(module, weights), own[0], own[1], own[2])
+
+    def run_head(self, number, x_ND, call):
+        inputs, mtp, weights, _, _ = call
+        labels = inputs if number == 0 else mtp[number - 1]
+        norm_D = self.norm_before_head(number, weights)
+        return self.heads[number](x_ND, norm_D, weights[0][2], labels[1], labels[2])
+
+    def norm_before_head(self, number, weights):
+        return weights[0][1] if number == 0 else weights[self.num_layers + number][_MTP_WEIGHTS - 1]
+
+
+class _Layer(nn.Cell):
+    """(x_ND, tables and masks and sequence weights, dropout masks, weights) -> x_ND, auxiliary and z loss."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, layer: int, tokens: int) -> None:
+        super().__init__()
+        self.has_experts = settings.is_moe_layer(layer)
+        self.first = _MTP_WEIGHTS if layer >= settings.num_layers else 0
+        self.end = self.first + len(block_weights(settings))
+        self.block = Block(settings, kernels, "attention" if self.has_experts else "block")
+        if self.has_experts:
+            self.experts = MoeLayer(settings, kernels, compiled=False)
+            self.capacity = settings.experts.capacity(tokens)
+
+    def construct(self, x_ND, shared, dropped, weights):
+        tables, masks, sequence_weights = shared
+        own = weights[self.first : self.end]
+        if not self.has_experts:
+            x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], dropped[2], *own, *dropped[3:])
+            return x_ND, None, None
+        x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], None, *own, *dropped[3:])
+        return self.experts(x_ND, weights[self.end :], sequence_weights, dropped[2], self.capacity)
+
+
+def weight_names(settings: ModelConfig, layers: Sequence[int], known: Sequence[str]) -> list[list[str | None]]:
+    """Names of the parameters in the order that `FunctionalDecoder` takes them in, a list for each tuple of them.
+
+    Args:
+        settings: The model section.
+        layers: Numbers of its layers.
+        known: All parameters of the model; an adapter that is not among them becomes None.
+    """
+    head = EMBEDDING if settings.tie_word_embeddings else HEAD
+    names: list[list[str | None]] = [[EMBEDDING, FINAL_NORM, head]]
+    for layer in layers:
+        own = [*MTP_WEIGHTS, MTP_NORM] if layer >= settings.num_layers else []
+        block = block_weights(settings)
+        if settings.is_moe_layer(layer):
+            block = [name if sublayer_of(name) == "attention" else "" for name in block] + list(moe_shapes(settings))
+        full = (layer_prefix(layer) + name for name in own + block)
+        names.append([name if name in known else None for name in full])
+    return names
 
 
 class StepGraph(nn.Cell):
     """Loss and gradients of a training step, of flat arguments.
 
     Args:
-        decoder: Of the layers to look at.
-        structure: The arguments of the decoder with a number in the place of each tensor: its place in the arguments.
-        trained: Places of the tensors whose gradients are wanted; none: the loss alone.
+        decoder: The decoder.
+        structure: The arguments of the decoder with each tensor replaced by its number among the flat arguments.
+        trained: Numbers of the tensors whose gradients are wanted; none: the loss alone.
     """
 
     def __init__(self, decoder: FunctionalDecoder, structure: tuple, trained: tuple[int, ...]) -> None:
@@ -86,7 +206,7 @@ def export_step(
 
     Args:
         settings: The model section.
-        kernels: That every part is built from.
+        kernels: The kernels of every part.
         layers: Numbers of the layers.
         trained: Names of the weights whose gradients the step computes.
         rows, length: B and T of a micro-batch.
@@ -105,13 +225,13 @@ def export_step(
     described = described_tensors({name: shapes[name] for group in names for name in group if name is not None})
     structure.append(put([[None if name is None else described[name] for name in group] for group in names]))
     flat = [name for group in names for name in group if name is not None]
-    places = tuple(place for place, name in enumerate(flat, first) if name in trained)
+    argnums = tuple(argnum for argnum, name in enumerate(flat, first) if name in trained)
     decoder = FunctionalDecoder(settings, kernels, rows * length, layers)
-    return _exported(StepGraph(decoder, tuple(structure), places), arguments)
+    return _exported(StepGraph(decoder, tuple(structure), argnums), arguments)
 
 
 def trained_names(settings: ModelConfig, frozen: frozenset[str]) -> frozenset[str]:
-    """The weights that gradients are computed of."""
+    """The weights whose gradients a step computes."""
     return frozenset(name for name in all_shapes(settings) if name not in frozen and not is_buffer(name))
 
 
@@ -125,7 +245,7 @@ def _input_groups(settings: ModelConfig, inputs: ModelInputs, layers: Sequence[i
     yield inputs.ids_N, inputs.labels_N, inputs.valid_N1
     yield inputs.tables
     yield inputs.mask
-    yield () if inputs.shares is None else inputs.shares[:3]
+    yield inputs.sequence_weights or ()
     mtp = [layer - settings.num_layers for layer in layers if layer >= settings.num_layers]
     yield [tuple(inputs.mtp[module]) for module in mtp]
     yield [_dropped(settings, inputs) for _ in layers]
@@ -167,7 +287,7 @@ def _exported(cell: nn.Cell, arguments: Sequence[Tensor]) -> list[Node]:
 
 
 def read_nodes(file: Path) -> list[Node]:
-    """The operators in an exported file, without what only arranges values."""
+    """The operators in an exported file, without those that only pass values on."""
     from mindspore.train import mind_ir_pb2
 
     model = mind_ir_pb2.ModelProto()
@@ -193,7 +313,7 @@ def read_nodes(file: Path) -> list[Node]:
 
 
 def _dtypes(node: Any, dtype_name: Any) -> tuple[str, ...]:
-    """Of what a node gives, where that is one tensor."""
+    """The dtype of a node's output, if that is one tensor."""
     return tuple(
         dtype_name(tensor.data_type).lower()
         for attribute in node.attribute

@@ -110,7 +110,7 @@ class _Kind(NamedTuple):
     def name(self) -> str:
         what = "experts" if self.has_experts else "dense"
         frozen = "" if not self.is_partly_frozen else ", partly frozen" if self.trained else ", frozen"
-        return f"module for a further token, {what}{frozen}" if self.is_module else f"{what}{frozen}"
+        return f"multi-token prediction module, {what}{frozen}" if self.is_module else f"{what}{frozen}"
 
     @property
     def is_partly_frozen(self) -> bool:

@@ -15,7 +15,7 @@ class Family(NamedTuple):
     experts: dict[str, Any]
     """Keys of ``moe_config``."""
     is_mixture: bool = False
-    has_choice_bias: bool = False
+    has_expert_bias: bool = False
     """Whether Hugging Face's class has `e_score_correction_bias`."""
     has_output_bias: bool = False
     """Whether attention_bias there means one on o_proj too."""
@@ -33,7 +33,7 @@ FAMILIES = {
         {"rotary_pct": 0.5},
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
         is_mixture=True,
-        has_choice_bias=True,
+        has_expert_bias=True,
     ),
 }
 """By ``model.arch.type``, which is Hugging Face's class."""

@@ -1,6 +1,6 @@
 """The classifier of images: fully connected layers with ReLU between them, and cross entropy.
 
-Beside the decoder it is the other model that a step trains: called with its inputs it gives sums of losses.
+A step trains it like a decoder: called with its inputs it returns sums of losses.
 
 Legend: B images, P pixels, C classes, I/O in/out features.
 """
@@ -18,7 +18,7 @@ from mindspore.ops import operations as P
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
 from trainer.models.init import initial_value
-from trainer.models.losses import LossSums
+from trainer.models.inputs import LossSums
 from trainer.models.recompute import Differentiable
 from trainer.models.shapes import classifier_names, parameter_shapes
 
@@ -36,9 +36,7 @@ class ImageInputs(NamedTuple):
     pixels_BP: Tensor
     """float32, of mean 0 and standard deviation 1 over MNIST."""
     targets_BC: Tensor
-    """float32, 1 at the label; a row of zeros where there is no loss."""
-    shares: None = None
-    """What a decoder's routers need."""
+    """float32, one-hot; zeros where there is no loss."""
 
 
 class ImageInputBuilder:
@@ -77,8 +75,8 @@ class Classifier(nn.Cell):
 
     Args:
         settings: The section of that name.
-        kernels: What it is built from.
-        seed: Of the initial weights: normal with `initializer_range`, biases 0.
+        kernels: The kernels of the device.
+        seed: Seed of the initial weights: normal with `initializer_range`, biases 0.
         compiled: Compile the layers (context.mode 0), or run operator by operator (mode 1).
         frozen: Names of parameters that are not trained.
     """
@@ -99,27 +97,27 @@ class Classifier(nn.Cell):
             for name, shape in parameter_shapes(settings).items()
         }
         self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]
-        places = tuple(place for place, parameter in enumerate(self.ordered) if not parameter.requires_grad)
+        argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = Layers(settings, kernels)
-        self.run_layers = Differentiable(self.layers, compiled).stopped_at(places)
+        self.run_layers = Differentiable(self.layers, compiled).stopped_at(argnums)
         self.log_softmax = P.LogSoftmax(-1)
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
-        """What an optimizer updates, by name."""
+        """The parameters that an optimizer updates, by name."""
         return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
 
     def construct(
         self, inputs: ImageInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
     ) -> LossSums:
-        """Sum of the images' losses, not divided by anything; without `tally`, in evaluation, hits are counted too."""
+        """Sum of the images' losses, not divided; without `statistics`, in evaluation, correct labels are counted."""
         logits_BC = self.run_layers(inputs.pixels_BP, *(each.view(each.shape) for each in self.ordered))
         loss = -(self.log_softmax(logits_BC) * inputs.targets_BC).sum()
-        return LossSums(loss, loss, correct=self._hits(logits_BC, inputs.targets_BC) if statistics is None else None)
+        return LossSums(loss, loss, correct=self._correct(logits_BC, inputs.targets_BC) if statistics is None else None)
 
-    def _hits(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
+    def _correct(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
         found_B1 = ops.argmax(logits_BC, -1).reshape(-1, 1)
         return ops.gather_elements(targets_BC, 1, found_B1.astype(mstype.int64)).sum()
 
-    def balance_choices(self, counts: RoutingCounts | None) -> None:
+    def update_expert_bias(self, counts: RoutingCounts | None) -> None:
         """A classifier has no routers."""

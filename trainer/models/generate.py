@@ -152,7 +152,7 @@ class Generator:
             )
             x_ND = x_ND + attention.out(out.reshape(rows * width, -1), weights)
             experts = model.layers[layer].get("experts")
-            x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)
+            x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
         x_BD = model.head.norm(ops.gather(x_ND, ends, 0), model.final_norm)
         logits_BV = model.kernels.logits(x_BD, model.head_weight).asnumpy()

@@ -1,4 +1,4 @@
-"""A batch of numpy arrays turned into what the decoder takes: tensors, position tables and the attention mask."""
+"""The inputs of a model (tensors, position tables, attention mask) built from a batch of arrays, and its outputs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 class SequenceWeights(NamedTuple):
-    """Which row of the batch each token belongs to, for losses that are means over rows. k: experts of a token."""
+    """Which sequence of the batch each token belongs to, for losses that are means over sequences."""
 
     mean_BN: Tensor
-    """float32, 1 / T where the token belongs to the row, else 0."""
+    """float32, 1 / T where the token belongs to the sequence, else 0."""
     mean_BR: Tensor
-    """The same for each of the k assignments of a token, R = N * k."""
+    """The same for each of the k experts of a token, R = N * k."""
     tokens_B1: Tensor
-    """float32, valid labels of the row."""
+    """float32, valid labels of the sequence."""
     valid_N1: Tensor
     """As in `ModelInputs`."""
 
 
 class MtpInputs(NamedTuple):
-    """What a module for the token after next sees and is asked, in the manner of `ModelInputs`."""
+    """Tokens and labels of a multi-token prediction module, as in `ModelInputs`."""
 
     ids_N: Tensor
-    """The token that stands so many places further; at the end of a row 0."""
+    """The token `module number` positions later; 0 at the end of a sequence."""
     labels_N: Tensor
     valid_N1: Tensor
-    """1 where that token and its label belong to the same document as the place, and the label counts."""
+    """1 where that token and its label belong to the same document as the position and the label counts, else 0."""
 
 
 class ModelInputs(NamedTuple):
@@ -49,8 +49,8 @@ class ModelInputs(NamedTuple):
     tables: tuple[Tensor, Tensor, Tensor, Tensor]
     """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
     mask: tuple[Tensor, Tensor | None]
-    """Causal and within a document, in the kernels' layout; the second half of the queries may have one of its own."""
-    shares: SequenceWeights | None
+    """Causal and within a document, in the kernels' layout; the second half of the queries may have its own mask."""
+    sequence_weights: SequenceWeights | None
     """None for a dense model."""
     mtp: tuple[MtpInputs, ...]
     """One for each multi-token prediction module (mtp_depth)."""
@@ -62,12 +62,31 @@ class ModelInputs(NamedTuple):
         return tuple(first.shape) if second is None else (second.shape[0], 2 * second.shape[1], second.shape[2])
 
 
+class LossSums(NamedTuple):
+    """What a forward pass adds up, float32 scalars; to be divided by the valid labels of the whole window.
+
+    `total` is minimised: `tokens` and the other losses times their factors. The others are None where the model has no
+    such part, and in evaluation.
+    """
+
+    total: Tensor
+    tokens: Tensor
+    """Losses of all valid labels: of the next tokens, or of the images."""
+    aux_loss: Tensor | None = None
+    """Sum over the routers; see `trainer.models.moe.RouterLosses`."""
+    z_loss: Tensor | None = None
+    mtp: Tensor | None = None
+    """Token losses of the multi-token prediction modules, summed over the modules."""
+    correct: Tensor | None = None
+    """Correct labels of a classifier, in evaluation only."""
+
+
 class InputBuilder:
-    """Builds `ModelInputs`; keeps the tables and the mask of the common case, rows that hold a single document.
+    """Builds `ModelInputs`; keeps tables and mask of the common case, sequences that hold a single document.
 
     Args:
         settings: The model section; positions up to its seq_length or max_position_embeddings are tabulated.
-        kernels: Say which layout tables and mask have.
+        kernels: The kernels of the device, which define the layout of tables and mask.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
@@ -87,11 +106,11 @@ class InputBuilder:
             valid_N1,
             tables,
             mask,
-            self._shares(batch, valid_N1) if self.settings.experts is not None else None,
-            tuple(_further(batch, places) for places in range(1, self.settings.mtp_depth + 1)),
+            self._sequence_weights(batch, valid_N1) if self.settings.experts is not None else None,
+            tuple(_mtp_inputs(batch, offset) for offset in range(1, self.settings.mtp_depth + 1)),
         )
 
-    def _shares(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:
+    def _sequence_weights(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:
         rows, length = batch.input_ids.shape
         if self._means is None or self._means[0] != (rows, length):
             mean_BN = np.repeat(np.eye(rows, dtype=np.float32) / np.float32(length), length, axis=1)
@@ -122,14 +141,14 @@ class InputBuilder:
         return tables, mask
 
 
-def _further(batch: Batch, places: int) -> MtpInputs:
-    """Tokens and labels so many places further in the same document."""
+def _mtp_inputs(batch: Batch, offset: int) -> MtpInputs:
+    """Tokens and labels `offset` positions later in the same document."""
     rows, length = batch.input_ids.shape
     ids_BT, labels_BT = np.zeros((rows, length), np.int32), np.full((rows, length), IGNORE_INDEX, np.int32)
-    if places < length:
-        ids_BT[:, :-places], labels_BT[:, :-places] = batch.input_ids[:, places:], batch.labels[:, places:]
-        same_BT = batch.segment_ids[:, places:] == batch.segment_ids[:, :-places]
-        labels_BT[:, :-places][~same_BT] = IGNORE_INDEX
+    if offset < length:
+        ids_BT[:, :-offset], labels_BT[:, :-offset] = batch.input_ids[:, offset:], batch.labels[:, offset:]
+        same_BT = batch.segment_ids[:, offset:] == batch.segment_ids[:, :-offset]
+        labels_BT[:, :-offset][~same_BT] = IGNORE_INDEX
     valid_BT = labels_BT != IGNORE_INDEX
     return MtpInputs(
         Tensor(ids_BT.reshape(-1)),

@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 
 class Projection(nn.Cell):
-    """(x_NI, all that the block takes, in the order of `block_names`) -> y_NO.
+    """(x_NI, all weights of the block, in the order of `block_names`) -> y_NO.
 
     Args:
-        name: Of the projection in the block, for example ``self_attn.q_proj``.
+        name: Name of the projection in the block, for example ``self_attn.q_proj``.
         settings: The model section.
-        kernels: What it is built from.
+        kernels: The kernels of the device.
     """
 
     def __init__(self, name: str, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
-        places = {entry: place for place, entry in enumerate(block_names(settings))}
-        self.weight, self.has_bias = places[f"{name}.weight"], f"{name}.bias" in places
+        argnums = {entry: argnum for argnum, entry in enumerate(block_names(settings))}
+        self.weight, self.has_bias = argnums[f"{name}.weight"], f"{name}.bias" in argnums
         self.linear = kernels.linear_bias() if self.has_bias else kernels.linear()
         self.has_adapter = name in adapted_projections(settings)
         if self.has_adapter:
-            self.a, self.b = (places[part] for part in adapter_names(name))
-            self.mask = places[mask_name(name)] if name in dropped_projections(settings) else None
+            self.a, self.b = (argnums[part] for part in adapter_names(name))
+            self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
             self.down, self.up, self.scale = kernels.linear(), kernels.linear(), settings.pet_config.scale
 
     def construct(self, x_NI, weights):
@@ -61,7 +61,7 @@ class Projection(nn.Cell):
             return y_NO
         mask_NI = None if self.mask is None else weights[self.mask]
         x_NR = self.down(x_NI if mask_NI is None else x_NI * mask_NI, weights[self.a])
-        # The factor meets the smallest of the matrices.
+        # The factor multiplies the smallest of the matrices.
         return y_NO + self.up(x_NR, weights[self.b] * self.scale)
 
 
@@ -70,8 +70,8 @@ class AdapterMasks:
 
     Args:
         settings: The model section.
-        first_site: Number of the first dropout site that belongs to adapters; every projection of every layer has one
-            of its own, whether it is adapted or not.
+        first_site: Number of the first dropout site of adapters; every projection of every layer has its own site,
+            whether it is adapted or not.
     """
 
     def __init__(self, settings: ModelConfig, first_site: int) -> None:
@@ -83,7 +83,7 @@ class AdapterMasks:
         if key is None or not self.names:
             return [None] * len(self.names)
         targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
-        sites = {name: self.first_site + layer * len(PROJECTIONS) + place for place, name in enumerate(PROJECTIONS)}
+        sites = {name: self.first_site + layer * len(PROJECTIONS) + number for number, name in enumerate(PROJECTIONS)}
         widths = {name: self.shapes[f"{name}.weight"][1] for name in targets}
         return [
             Tensor(dropout_mask(key, sites[name], (tokens, widths[name]), rate)) if name in targets else None

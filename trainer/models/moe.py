@@ -1,8 +1,8 @@
-"""The feed-forward half of a layer with experts: norm, router, dispatch, experts, combine, shared experts.
+"""The feed-forward sublayer of a layer with experts: norm, router, dispatch, experts, combine, shared experts.
 
-It runs operator by operator around compiled pieces: which tokens go where is known only when the router has spoken.
+It runs operator by operator around compiled pieces: which tokens go where is known only after the router's choice.
 
-Legend: N = B * T tokens of B rows, D hidden, E experts, k chosen for a token, R sorted assignments, F expert width.
+Legend: N = B * T tokens of B sequences, D hidden, E experts, k chosen by a token, R sorted assignments, F their width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.models.recompute import compile_cell
+from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, moe_shapes
 from trainer.ops.routing import Routing, RoutingCounts
 
@@ -28,33 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class RouterStatistics:
-    """What the routers of one forward pass of a training leave beside the residual stream.
+    """What the routers decided in one forward pass of a training.
 
     Attributes:
-        shares: Which token belongs to which row, for the balance loss.
-        balance, z: Sums of both losses over the layers, float32 scalars; None before the first layer with experts.
         routings: (layer, its routing, the router's scores), one for each layer with experts, in forward order; arrays
             or tensors, as the routing was decided on the host or in a graph.
     """
 
-    shares: SequenceWeights | None
-    balance: Tensor | None = None
-    z: Tensor | None = None
     routings: list[tuple[int, Any, Any]] = field(default_factory=list)
 
-    def add(self, balance: Tensor, z: Tensor) -> None:
-        self.balance = balance if self.balance is None else self.balance + balance
-        self.z = z if self.z is None else self.z + z
-
     def counts(self) -> RoutingCounts | None:
-        """What was recorded, on the host; None without experts."""
+        """The counts of all layers, on the host; None without experts."""
         if not self.routings:
             return None
         layers, routings, scores = zip(*self.routings, strict=True)
         return RoutingCounts(
             layers=layers,
-            kept=np.stack([np.asarray(routing.kept_E) for routing in routings]),
-            requested=np.stack([np.asarray(routing.requested_E) for routing in routings]),
+            kept=np.stack([np.asarray(Routing(*routing).kept_E) for routing in routings]),
+            requested=np.stack([np.asarray(Routing(*routing).requested_E) for routing in routings]),
             entropy=np.array([_entropy(np.asarray(scores_NE)) for scores_NE in scores]),
         )
 
@@ -83,7 +74,7 @@ class Router(nn.Cell):
 
 
 class Gates(nn.Cell):
-    """(scores_NE, experts_Nk) -> gates_Nk: what each chosen expert's output is multiplied by."""
+    """(scores_NE, experts_Nk) -> gates_Nk, the factor of each chosen expert's output."""
 
     def __init__(self, settings: ModelConfig) -> None:
         super().__init__()
@@ -100,12 +91,12 @@ class Gates(nn.Cell):
 
 
 class RouterLosses(nn.Cell):
-    """(logits_NE, scores_NE, experts_Nk, ...) -> (balance, z): sums that are to be divided by the valid tokens.
+    """(logits_NE, scores_NE, experts_Nk, fields of `SequenceWeights`) -> auxiliary and z loss, sums over valid tokens.
 
-    balance: DeepSeek-V3's loss of one sequence (equations 17 to 20), sum_e f_e P_e with f_e = E / (k T) x assignments
-    to e and P_e the mean of the normalised scores, 1 when all is even, times the sequence's valid tokens. A loss over
-    the whole batch would change when the batch is cut into micro-batches or spread over ranks; this one does not.
-    z: sum over valid tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
+    Auxiliary loss: DeepSeek-V3's loss of one sequence (equations 17 to 20), sum_e f_e P_e with f_e = E / (k T) x
+    assignments to e and P_e the mean of the normalised scores, 1 for an even load, times the sequence's valid tokens. A
+    loss over the whole batch would change with the number of micro-batches and ranks; this one does not.
+    z loss: sum over valid tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
     """
 
     def __init__(self, settings: ModelConfig) -> None:
@@ -119,19 +110,18 @@ class RouterLosses(nn.Cell):
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
 
     def construct(self, logits_NE, scores_NE, experts_Nk, mean_BN, mean_BR, tokens_B1, valid_N1):
-        # mean_BN, mean_BR: 1 / T where a token, or one of its assignments, belongs to the row
         assigned_RE = self.one_hot(experts_Nk.reshape(-1), self.experts, self.on, self.off)
         load_BE = ops.stop_gradient(self.matmul(mean_BR, assigned_RE) * self.even)
         if self.normalise:
             scores_NE = scores_NE / (self.matmul(scores_NE, self.ones_EE) + 1e-20)
         uneven_BE = load_BE * self.matmul(mean_BN, scores_NE)
-        balance = self.matmul_at(tokens_B1, self.matmul(uneven_BE, self.ones_E1)).reshape(())
+        aux_loss = self.matmul_at(tokens_B1, self.matmul(uneven_BE, self.ones_E1)).reshape(())
         if not self.with_z:
-            return balance, self.off
+            return aux_loss, self.off
         largest_N1 = ops.stop_gradient(ops.amax(logits_NE, 1, True))
         rest_N1 = self.matmul(ops.exp(logits_NE - largest_N1), self.ones_E1)
         total_N1 = largest_N1 + ops.log1p(rest_N1 - 1.0)
-        return balance, self.matmul_at(valid_N1, total_N1 * total_N1).reshape(())
+        return aux_loss, self.matmul_at(valid_N1, total_N1 * total_N1).reshape(())
 
 
 class SharedExperts(nn.Cell):
@@ -146,38 +136,23 @@ class SharedExperts(nn.Cell):
         return self.down(self.swiglu(self.gate(y_ND, gate_SD), self.up(y_ND, up_SD)), down_DS)
 
 
-class TokenDispatcher:
-    """Brings tokens to their experts and back, within one device.
+class MoeLayer(nn.Cell):
+    """The feed-forward sublayer of a layer with experts; one instance serves all layers, like a compiled block.
 
-    Between permute and un-permute stands the exchange between ranks where experts are spread over several: a dispatcher
-    of those has the same two functions.
-    """
-
-    def __init__(self, kernels: KernelSet) -> None:
-        self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
-
-    def dispatch(self, x_ND: Tensor, routing: Any) -> tuple[Tensor, Tensor]:
-        """Rows sorted by expert [R, D], and how many of them each expert has [E]."""
-        return self.permute(x_ND, routing), routing.counts_E
-
-    def combine(self, y_RD: Tensor, gates_Nk: Tensor, routing: Any) -> Tensor:
-        """What the experts made of each token, weighted and added up: [N, D]."""
-        return self.unpermute(y_RD, gates_Nk, routing)
-
-
-class MoeLayer:
-    """(x_ND, weights) -> x_ND with what the experts add; serves all layers, like a compiled block.
+    A graph can hold `train` too (`construct`). A routing is a plain tuple there, so it is indexed by numbers.
 
     Args:
         settings: The model section.
-        kernels: What it is built from.
+        kernels: The kernels of the device.
         compiled: Compile its pieces (context.mode 0).
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, compiled: bool) -> None:
-        moe = settings.experts
-        self.moe, self.names = moe, list(moe_shapes(settings))
-        self.has_shared = settings.shared_expert_size > 0
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled) -> None:
+        super().__init__(auto_prefix=False)
+        moe, names = settings.experts, list(moe_shapes(settings))
+        self.drop_policy, self.has_shared = moe.drop_policy, settings.shared_expert_size > 0
+        self.first = names.index("mlp.experts.gate_proj.weight")
+        self.bias = names.index(EXPERT_BIAS) if EXPERT_BIAS in names else None
         pieces = (
             kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
@@ -198,144 +173,182 @@ class MoeLayer:
             group_score=moe.group_score,
             safe_tokens=moe.use_gmm and moe.enable_gmm_safe_tokens,
         )
-        self.dispatcher = TokenDispatcher(kernels)
+        self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.gate, self.up, self.down = (kernels.grouped_matmul() for _ in range(3))
 
-    def rule(self, tokens: int, weights: Sequence[Tensor], drops: bool) -> tuple[Tensor | None, int | None, str]:
-        """What the choice depends on beside the scores; tokens over capacity are dropped in training only."""
-        bias_E = weights[self.names.index(EXPERT_BIAS)] if EXPERT_BIAS in self.names else None
-        return bias_E, self.moe.capacity(tokens) if drops else None, self.moe.drop_policy
+    def construct(self, x_ND, weights, sequence_weights, dropped_ND, capacity):
+        """In a graph: residual stream, auxiliary and z loss of `train`."""
+        x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, dropped_ND, capacity)
+        return x_ND, aux_loss, z_loss
 
-    def experts(self, y_ND: Tensor, gates_Nk: Tensor, routing: Any, weights: Sequence[Tensor]) -> Tensor:
-        """What routed and shared experts add to the residual stream, [N, D]."""
-        gate_EFD, up_EFD, down_EDF = (weights[self.names.index(f"mlp.experts.{name}_proj.weight")] for name in _NAMES)
-        if self.cpu_experts is not None:  # all experts are here: nothing is exchanged between dispatch and combine
-            added_ND = self.cpu_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
-        else:
-            routing = Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
-            rows_RD, counts_E = self.dispatcher.dispatch(y_ND, routing)
-            inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
-            added_ND = self.dispatcher.combine(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
-        if self.has_shared:
-            first = self.names.index("mlp.shared_experts.gate_proj.weight")
-            added_ND = added_ND + self.shared(y_ND, *weights[first : first + 3])
-        return added_ND
-
-    def __call__(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Evaluation and prediction: nothing is dropped, no losses."""
-        y_ND, _, scores_NE = self.router(x_ND, weights[0], weights[1])
-        routing = self.route(scores_NE, *self.rule(scores_NE.shape[0], weights, drops=False))
-        return x_ND + self.experts(y_ND, self.gates(scores_NE, routing.experts_Nk), routing, weights)
-
-    def train(
-        self,
-        x_ND: Tensor,
-        weights: Sequence[Tensor],
-        shares: SequenceWeights,
-        dropped_ND: Tensor | None,
-        routing: Any = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Any, Tensor]:
+    def train(self, x_ND, weights, sequence_weights, dropped_ND, capacity, routing=None):
         """A layer of a training.
 
         Args:
             x_ND: Residual stream.
             weights: In the order of `moe_shapes`.
-            shares: Of the micro-batch.
+            sequence_weights: `SequenceWeights` of the micro-batch.
             dropped_ND: Mask of the dropout on what is added, or None.
-            routing: That of an earlier pass, to be repeated; None: the router decides.
+            capacity: Most tokens that an expert computes, or None.
+            routing: The routing of an earlier pass, to be repeated; None: the router decides.
 
         Returns:
-            Residual stream, balance and z loss, the routing, the router's scores.
+            Residual stream, auxiliary and z loss, routing, the router's scores.
         """
         if self.cpu_router is not None:
             y_ND = self.norm(x_ND, weights[0])
-            gates_Nk, balance, z, routing, scores_NE = self.routed_on_host(y_ND, weights, shares, routing)
+            gates_Nk, aux_loss, z_loss, routing, scores_NE = self.routed_on_host(
+                y_ND, weights, sequence_weights, capacity, routing
+            )
         else:
             y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
             if routing is None:
-                routing = self.route(scores_NE, *self.rule(scores_NE.shape[0], weights, drops=True))
-            gates_Nk = self.gates(scores_NE, routing.experts_Nk)
-            balance, z = self.losses(logits_NE, scores_NE, routing.experts_Nk, *shares)
+                routing = self.route(scores_NE, self.expert_bias(weights), capacity, self.drop_policy)
+            gates_Nk = self.gates(scores_NE, routing[0])
+            aux_loss, z_loss = self.losses(logits_NE, scores_NE, routing[0], *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
-        return x_ND + (added_ND if dropped_ND is None else added_ND * dropped_ND), balance, z, routing, scores_NE
+        added_ND = added_ND if dropped_ND is None else added_ND * dropped_ND
+        return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
+
+    def experts(self, y_ND, gates_Nk, routing, weights):
+        """What routed and shared experts add to the residual stream, [N, D]."""
+        gate_EFD, up_EFD, down_EDF = weights[self.first], weights[self.first + 1], weights[self.first + 2]
+        if self.cpu_experts is not None:  # all experts are here: nothing is exchanged between dispatch and combine
+            added_ND = self.cpu_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
+        else:
+            if self.cpu_router is not None:
+                routing = _tensors(routing)
+            rows_RD, counts_E = self.dispatch(y_ND, routing)
+            inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
+            added_ND = self.combine(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
+        if self.has_shared:
+            added_ND = added_ND + self.shared(y_ND, *weights[self.first + 3 : self.first + 6])
+        return added_ND
+
+    # Between the two stands the exchange between ranks, if experts are spread over several.
+
+    def dispatch(self, x_ND, routing):
+        """Rows sorted by expert [R, D], and how many of them each expert has [E]."""
+        return self.permute(x_ND, routing[2], routing[1]), routing[3]
+
+    def combine(self, y_RD, gates_Nk, routing):
+        """The outputs of the experts of each token, weighted and added up: [N, D]."""
+        return self.unpermute(y_RD, gates_Nk, routing[2], routing[1])
+
+    def expert_bias(self, weights):
+        return None if self.bias is None else weights[self.bias]
+
+    def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Evaluation and prediction: nothing is dropped, no losses."""
+        y_ND, _, scores_NE = self.router(x_ND, weights[0], weights[1])
+        routing = self.route(scores_NE, self.expert_bias(weights), None, self.drop_policy)
+        return x_ND + self.experts(y_ND, self.gates(scores_NE, routing[0]), routing, weights)
 
     def routed_on_host(
-        self, y_ND: Tensor, weights: Sequence[Tensor], shares: SequenceWeights, routing: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Any, np.ndarray]:
-        """Gates, balance and z loss, routing and scores, as of the cells with the choice between them."""
-        rule = self.rule(y_ND.shape[0], weights, drops=True)
+        self,
+        y_ND: Tensor,
+        weights: Sequence[Tensor],
+        sequence_weights: SequenceWeights,
+        capacity: int | None,
+        routing: Routing | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Routing, np.ndarray]:
+        """Gates, auxiliary and z loss, routing and scores, computed by one kernel on the host."""
 
-        def decide(scores_NE: np.ndarray) -> Any:
-            return self.route.of_arrays(scores_NE, *rule) if routing is None else routing
+        def decide(scores_NE: np.ndarray) -> Routing:
+            if routing is not None:
+                return routing
+            return self.route.of_arrays(scores_NE, self.expert_bias(weights), capacity, self.drop_policy)
 
-        return self.cpu_router(y_ND, weights[1], shares.tokens_B1, shares.valid_N1, decide)
+        return self.cpu_router(y_ND, weights[1], sequence_weights.tokens_B1, sequence_weights.valid_N1, decide)
+
+
+def _tensors(routing: Routing) -> Routing:
+    """The same routing, where it is of arrays as one of tensors."""
+    return Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
 
 
 class MoePart:
-    """The feed-forward half of one layer with experts: (x_ND, mask of its dropout, tally) -> x_ND.
+    """The feed-forward sublayer of one layer with experts.
 
     Args:
-        function: Of all layers.
-        layer: Its number.
+        function: The sublayer of all layers.
+        layer: Number of the layer.
         weights: In the order of `moe_shapes`.
+        capacity: Tokens of a micro-batch -> most tokens that an expert computes in a training, or None.
         reached: Whether a gradient flows through it.
         recomputed: Compute its activations again in the backward pass.
     """
 
     def __init__(
-        self, function: MoeLayer, layer: int, weights: Sequence[Parameter], *, reached: bool, recomputed: bool
+        self,
+        function: MoeLayer,
+        layer: int,
+        weights: Sequence[Parameter],
+        capacity: Callable[[int], int | None],
+        *,
+        reached: bool,
+        recomputed: bool,
     ) -> None:
-        self.function, self.layer, self.weights = function, layer, weights
+        self.function, self.layer, self.weights, self.capacity = function, layer, weights, capacity
         self.keeps_activations = reached and not recomputed
 
     def __call__(
-        self, x_ND: Tensor, mask: Callable[[], Tensor | None] = lambda: None, statistics: RouterStatistics | None = None
-    ) -> Tensor:
+        self,
+        x_ND: Tensor,
+        sequence_weights: SequenceWeights | None = None,
+        mask: Callable[[], Tensor | None] = lambda: None,
+        statistics: RouterStatistics | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Residual stream, auxiliary and z loss; without `statistics`, in evaluation, None instead of the losses."""
         # Compiled pieces take views, see decoder.py; the grouped product reads the stacked experts where they are.
         views = [weight if weight.ndim == 3 else weight.view(weight.shape) for weight in self.weights]
         if statistics is None:
-            return self.function(x_ND, views)
+            return self.function.evaluate(x_ND, views), None, None
+        capacity = self.capacity(x_ND.shape[0])
         if self.keeps_activations:
-            x_ND, balance, z, routing, scores_NE = self.function.train(x_ND, views, statistics.shares, mask())
+            x_ND, aux_loss, z_loss, routing, scores_NE = self.function.train(
+                x_ND, views, sequence_weights, mask(), capacity
+            )
         else:
-            trained = [place for place, weight in enumerate(self.weights) if weight.requires_grad]
-            once = _Replayed(self.function, views, trained, statistics.shares, mask)
-            x_ND, balance, z = once(x_ND, *(views[place] for place in trained))
-            routing, scores_NE = once.routing, once.scores_NE
-        statistics.add(balance, z)
+            argnums = [argnum for argnum, weight in enumerate(self.weights) if weight.requires_grad]
+            call = _RecomputedExperts(self.function, views, argnums, sequence_weights, mask, capacity)
+            x_ND, aux_loss, z_loss = call(x_ND, *(views[argnum] for argnum in argnums))
+            routing, scores_NE = call.routing, call.scores_NE
         statistics.routings.append((self.layer, routing, scores_NE))
-        return x_ND
+        return x_ND, aux_loss, z_loss
 
 
-class _Replayed(nn.Cell):
-    """One call that keeps what enters it and the routing, and runs again in the backward pass, with that routing."""
+class _RecomputedExperts(nn.Cell):
+    """One call that keeps its inputs and the routing, and runs again in the backward pass, with the same routing."""
 
     def __init__(
         self,
         function: MoeLayer,
         views: Sequence[Tensor],
-        trained: Sequence[int],
-        shares: SequenceWeights,
+        argnums: Sequence[int],
+        sequence_weights: SequenceWeights,
         mask: Callable[[], Tensor | None],
+        capacity: int | None,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.function, self.views, self.trained = function, views, trained
-        self.shares, self.mask = shares, mask
+        # In a list, so that the cell, which is made anew for each call, does not take it for a cell of its own.
+        self.function, self.views, self.argnums = [function], views, argnums
+        self.sequence_weights, self.mask, self.capacity = sequence_weights, mask, capacity
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
 
+    def train(self, x_ND, views, routing):
+        return self.function[0].train(x_ND, views, self.sequence_weights, self.mask(), self.capacity, routing)
+
     def construct(self, x_ND, *trained):
-        x_ND, balance, z, self.routing, self.scores_NE = self.function.train(x_ND, self.views, self.shares, self.mask())
-        return x_ND, balance, z
+        x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.train(x_ND, self.views, None)
+        return x_ND, aux_loss, z_loss
 
     def again(self, x_ND, *trained):
         views = list(self.views)
-        for place, weight in zip(self.trained, trained, strict=True):
-            views[place] = weight
-        return self.function.train(x_ND, views, self.shares, self.mask(), self.routing)[:3]
+        for argnum, weight in zip(self.argnums, trained, strict=True):
+            views[argnum] = weight
+        return self.train(x_ND, views, self.routing)[:3]
 
     def bprop(self, x_ND, *trained_out_grads):
-        trained, grads = trained_out_grads[: len(self.trained)], trained_out_grads[-1]
+        trained, grads = trained_out_grads[: len(self.argnums)], trained_out_grads[-1]
         return self.gradients(self.again)(x_ND, *trained, grads)
-
-
-_NAMES = ("gate", "up", "down")

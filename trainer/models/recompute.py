@@ -1,15 +1,14 @@
-"""Blocks whose backward pass does less: it computes activations again instead of keeping them, and leaves the
-gradients of frozen weights out.
+"""Recomputation of activations, and blocks without the gradients of frozen weights.
 
-MindSpore differentiates what a run calls in PyNative mode. A compiled function that it meets there keeps all that its
-backward pass needs, and computes the gradients of all its inputs. So
+MindSpore differentiates PyNative code. A compiled function that is called there keeps all activations that its backward
+pass needs, and computes the gradients of all its inputs. So
 
 * frozen weights enter a compiled form in which their gradient is stopped: the products that would be their gradients
   are dead code, and are removed;
-* a block to be computed again is a cell with a `bprop` of its own, which keeps nothing but what enters it. That runs
-  one compiled function of the block's activations and gradients together. Dropout masks are drawn again, not kept: they
-  are functions of their names. Blocks that no gradient flows through run in the same kind of cell: elsewhere MindSpore
-  keeps the activations of a compiled function even then.
+* a block to be recomputed is a cell with a `bprop` of its own, which keeps only its inputs. The `bprop` runs one
+  compiled function that computes the block's activations and gradients together. Dropout masks are drawn again, not
+  kept: they are functions of their keys. Blocks that no gradient flows through run in the same kind of cell, because
+  MindSpore keeps the activations of a compiled function even then.
 
 Every form is compiled once, at its first use, and serves all layers. Legend: N tokens, D hidden.
 """
@@ -23,9 +22,9 @@ import mindspore
 from mindspore import Parameter, Tensor, nn, ops
 
 Constants: TypeAlias = Callable[[], tuple[Sequence[Tensor | None], Sequence[Tensor | None]]]
-"""Makes the arguments of a block that are neither its input nor weights: those before and those after the weights."""
+"""Makes the arguments of a block that are neither its input nor weights: those before and after the weights."""
 Compiled: TypeAlias = bool | Mapping[str, str]
-"""Whether cells are compiled; where they are, options of `mindspore.jit`, of which True is none."""
+"""Whether cells are compiled; a mapping gives options of `mindspore.jit`."""
 
 
 class Differentiable:
@@ -41,35 +40,35 @@ class Differentiable:
         self.plain = compile_cell(cell, compiled)
         self._forms: dict[tuple[str, tuple[int, ...]], Callable] = {}
 
-    def stopped_at(self, places: tuple[int, ...]) -> Callable:
-        """The function without gradients of the arguments at `places`, counted after x_ND.
+    def stopped_at(self, argnums: tuple[int, ...]) -> Callable:
+        """The function without gradients of the arguments `argnums`, counted after x_ND.
 
         Without compilation this is the function itself: then no gradients are computed but those asked for, and a
         kernel's own backward pass computes all of its gradients anyway.
         """
-        if not places or not self.compiled:
+        if not argnums or not self.compiled:
             return self.plain
-        return self._form("stopped", places, _Stopped)
+        return self._form("stopped", argnums, _Stopped)
 
-    def gradients_at(self, places: tuple[int, ...]) -> Callable:
-        """(x_ND, *arguments, gradient of the result) -> gradients of x_ND and of the arguments at `places`.
+    def gradients_at(self, argnums: tuple[int, ...]) -> Callable:
+        """(x_ND, *arguments, gradient of the result) -> gradients of x_ND and of the arguments `argnums`.
 
-        The arguments at `places` come first.
+        The arguments `argnums` come first.
         """
-        return self._form("gradients", places, _Gradients)
+        return self._form("gradients", argnums, _Gradients)
 
-    def _form(self, name: str, places: tuple[int, ...], kind: type[nn.Cell]) -> Callable:
-        if (name, places) not in self._forms:
-            cell = kind(self.cell, places)
-            self._forms[name, places] = compile_cell(cell, self.compiled)
-        return self._forms[name, places]
+    def _form(self, name: str, argnums: tuple[int, ...], kind: type[nn.Cell]) -> Callable:
+        if (name, argnums) not in self._forms:
+            cell = kind(self.cell, argnums)
+            self._forms[name, argnums] = compile_cell(cell, self.compiled)
+        return self._forms[name, argnums]
 
 
 def compile_cell(cell: nn.Cell, compiled: Compiled) -> Callable:
-    """`mindspore.jit` of a cell, with the options that `compiled` is, that leaves no garbage; or the cell itself.
+    """`mindspore.jit` of a cell, without reference cycles; or the cell itself if it is not to be compiled.
 
-    `jit` marks each argument that carries a gradient with a reference to itself. With that, the activations of a
-    micro-batch would live until Python's collector comes by.
+    `jit` marks each argument that carries a gradient with a reference to itself. The activations of a
+    micro-batch would live until Python's collector runs.
     """
     if not compiled:
         return cell
@@ -86,11 +85,11 @@ def compile_cell(cell: nn.Cell, compiled: Compiled) -> Callable:
 
 
 class LayerPart:
-    """A block, or a half of one, with the weights of one layer: (x_ND, constants) -> x_ND.
+    """A block or a sublayer of it with the weights of one layer: (x_ND, constants) -> x_ND.
 
     Args:
-        function: Of the block or half.
-        weights: What it takes as weights, None where it takes nothing.
+        function: The block or sublayer.
+        weights: Its weights, None for those that it does not use.
         reached: Whether a gradient flows through it.
         recomputed: Compute its activations again in the backward pass.
     """
@@ -105,23 +104,23 @@ class LayerPart:
         views = [weight if weight is None else weight.view(weight.shape) for weight in self.weights]
         if not self.keeps_activations:
             trained = [view for view, weight in zip(views, self.weights, strict=True) if _is_trained(weight)]
-            return _KeepingNothing(self, views, constants)(x_ND, *trained)
+            return RecomputedCall(self, views, constants)(x_ND, *trained)
         before, after = constants()
-        run = self.function.stopped_at(self.places(len(before), trained=False))
+        run = self.function.stopped_at(self.argnums(len(before), trained=False))
         return run(x_ND, *before, *views, *after)
 
-    def places(self, before: int, trained: bool) -> tuple[int, ...]:
-        """Where among the arguments the trained weights stand, or the frozen ones."""
-        there = ((place, weight) for place, weight in enumerate(self.weights) if weight is not None)
-        return tuple(before + place for place, weight in there if _is_trained(weight) == trained)
+    def argnums(self, before: int, trained: bool) -> tuple[int, ...]:
+        """Positions of the trained weights, or of the frozen ones, among the arguments."""
+        there = ((argnum, weight) for argnum, weight in enumerate(self.weights) if weight is not None)
+        return tuple(before + argnum for argnum, weight in there if _is_trained(weight) == trained)
 
 
 def _is_trained(weight: Parameter | None) -> bool:
     return weight is not None and weight.requires_grad
 
 
-class _KeepingNothing(nn.Cell):
-    """One call of a part that keeps only what enters it. A new cell for each call: it holds what the call needs.
+class RecomputedCall(nn.Cell):
+    """One call of a part that keeps only its inputs. It is a new cell for each call and holds what the call needs.
 
     MindSpore runs `construct` of a cell with a `bprop` without recording it.
     """
@@ -137,54 +136,54 @@ class _KeepingNothing(nn.Cell):
     def bprop(self, x_ND, *trained_out_grad):
         grad_ND = trained_out_grad[-1]
         before, after = self.constants()
-        places, arguments = self.part.places(len(before), trained=True), [*before, *self.views, *after]
-        others = [argument for place, argument in enumerate(arguments) if place not in places]
-        trained = [arguments[place] for place in places]
-        return self.part.function.gradients_at(places)(x_ND, *trained, *others, grad_ND)
+        argnums, arguments = self.part.argnums(len(before), trained=True), [*before, *self.views, *after]
+        others = [argument for argnum, argument in enumerate(arguments) if argnum not in argnums]
+        trained = [arguments[argnum] for argnum in argnums]
+        return self.part.function.gradients_at(argnums)(x_ND, *trained, *others, grad_ND)
 
 
 class _Stopped(nn.Cell):
-    """A cell without gradients of the arguments at some places."""
+    """A cell without gradients of the arguments `argnums`."""
 
-    def __init__(self, cell: nn.Cell, places: tuple[int, ...]) -> None:
+    def __init__(self, cell: nn.Cell, argnums: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        self.cell, self.places = cell, places
+        self.cell, self.argnums = cell, argnums
 
     def construct(self, x_ND, *arguments):
         stopped = ()
-        for place in range(len(arguments)):
-            argument = arguments[place]
-            stopped += (ops.stop_gradient(argument) if place in self.places else argument,)
+        for argnum in range(len(arguments)):
+            argument = arguments[argnum]
+            stopped += (ops.stop_gradient(argument) if argnum in self.argnums else argument,)
         return self.cell(x_ND, *stopped)
 
 
 class _Gradients(nn.Cell):
-    """Gradients of a cell's input and of its arguments at some places, which come first; the last one is the result's.
+    """Gradients of a cell's input and of its arguments `argnums`, which come first; the last is the result's gradient.
 
     The unused gradients are dead code, as in `_Stopped`.
     """
 
-    def __init__(self, cell: nn.Cell, places: tuple[int, ...]) -> None:
+    def __init__(self, cell: nn.Cell, argnums: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        self.number = 1 + len(places)
+        self.number = 1 + len(argnums)
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
-        self.cell = _PlacesFirst(cell, places)
+        self.cell = _ReorderedArguments(cell, argnums)
 
     def construct(self, *arguments_and_grad):
         return self.gradients(self.cell)(*arguments_and_grad)[: self.number]
 
 
-class _PlacesFirst(nn.Cell):
-    """A cell that takes the arguments at some places before the others."""
+class _ReorderedArguments(nn.Cell):
+    """A cell that takes the arguments `argnums` before the others."""
 
-    def __init__(self, cell: nn.Cell, places: tuple[int, ...]) -> None:
+    def __init__(self, cell: nn.Cell, argnums: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        self.cell, self.places = cell, places
+        self.cell, self.argnums = cell, argnums
 
     def construct(self, x_ND, *arguments):
-        ordered, first, other = (), 0, len(self.places)
-        for place in range(len(arguments)):
-            if place in self.places:
+        ordered, first, other = (), 0, len(self.argnums)
+        for argnum in range(len(arguments)):
+            if argnum in self.argnums:
                 ordered += (arguments[first],)
                 first += 1
             else:

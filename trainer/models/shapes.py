@@ -54,7 +54,7 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     width, shared = settings.expert_size, settings.shared_expert_size
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
     shapes[ROUTER] = (moe.expert_num, hidden)
-    if moe.has_choice_bias:
+    if moe.has_expert_bias:
         shapes[EXPERT_BIAS] = (moe.expert_num,)
     sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
     shapes |= {f"mlp.experts.{name}.weight": (moe.expert_num, *size) for name, size in sizes.items()}
@@ -65,7 +65,7 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def multi_token_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What a multi-token prediction module has beside its block."""
+    """Parameters of a multi-token prediction module beside those of its block."""
     hidden = settings.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
     return shapes | {"eh_proj.weight": (hidden, 2 * hidden), "shared_head.norm.weight": (hidden,)}
@@ -79,12 +79,12 @@ def layer_shapes(settings: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
 
 
 def is_buffer(name: str) -> bool:
-    """Whether no gradient moves this parameter and no optimizer knows it."""
+    """Whether the parameter is a buffer: no gradient of it is computed and no optimizer updates it."""
     return name.endswith(EXPERT_BIAS)
 
 
 def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]:
-    """The layers whose bias on the choice is moved: those whose router, and the bias itself, are not frozen."""
+    """The layers whose expert bias is updated: those whose router and bias are not frozen."""
     moe = settings.experts
     if moe is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
         return []
@@ -117,7 +117,7 @@ def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tuple[
 def layer_targets(settings: ModelConfig, layer: int) -> list[str]:
     """The projections of a layer that have an adapter: experts have none."""
     targets = settings.pet_config.targets(layer)
-    return [name for name in targets if half_of(name) == "attention" or not settings.is_moe_layer(layer)]
+    return [name for name in targets if sublayer_of(name) == "attention" or not settings.is_moe_layer(layer)]
 
 
 def adapter_names(projection: str) -> tuple[str, str]:
@@ -140,7 +140,7 @@ def dropped_projections(settings: ModelConfig) -> tuple[str, ...]:
 
 
 def block_names(settings: ModelConfig) -> list[str]:
-    """What a block takes, in order: its weights, then its adapters, then the masks of their dropout."""
+    """The arguments of a block in order: its weights, then its adapters, then the masks of their dropout."""
     return [*block_weights(settings), *(mask_name(name) for name in dropped_projections(settings))]
 
 
@@ -150,8 +150,8 @@ def block_weights(settings: ModelConfig) -> list[str]:
     return [*attention_shapes(settings), *mlp_shapes(settings), *adapters]
 
 
-def half_of(name: str) -> str:
-    """The half of a block, "attention" or "mlp", that takes a parameter of this name."""
+def sublayer_of(name: str) -> str:
+    """The sublayer of a block, "attention" or "mlp", that takes a parameter of this name."""
     return "attention" if name.startswith(("self_attn.", "input_layernorm.")) else "mlp"
 
 

@@ -1,8 +1,8 @@
 """Kernels: the only room that knows a fused operator from its reference.
 
-`select.py` (no MindSpore) decides which implementation each kernel gets and why. `reference.py` is right on every
-device and fast on a CPU; `ascend.py` holds the fused operators. Both export the same classes with the same call
-signatures:
+`select.py` (no MindSpore) decides which implementation each kernel gets and why. `cpu/kernels.py` has the reference
+kernels, which are right on every device and fast on a CPU; `ascend/kernels.py` has the fused operators. Both export the
+same classes with the same call signatures:
 
 =================  ===================================================  ==================================
 kernel             call                                                 returns
@@ -15,27 +15,27 @@ Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, late_mask, dropout)         o_NC
 CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of the token losses, scalar
 =================  ===================================================  ==================================
 
-Experts (`moe_reference.py`, on the host, and `moe_ascend.py`, in the graph; `routing.py`, without MindSpore, is the
-arithmetic of the choice):
+Experts (`cpu/moe.py`, on the host, and `ascend/moe.py`, in the graph; `routing.py`, without MindSpore, has the
+arithmetic of the routing):
 
 ==================  ==================================================  ==================================
 kernel              call                                                returns
 ==================  ==================================================  ==================================
 Route(E,k,rule)     (scores_NE, bias_E | None, capacity | None, policy) Routing: rows and counts of experts
 GroupedMatmul       (x_RI, weight_EOI, counts_E)                        y_RO
-Permute             (x_ND, routing)                                     the rows of all experts, [R, D]
-Unpermute           (y_RD, gates_Nk, routing)                           sum of each token's rows, [N, D]
+Permute             (x_ND, token_R, row_Nk)                             the rows of all experts, [R, D]
+Unpermute           (y_RD, gates_Nk, token_R, row_Nk)                   sum of each token's rows, [N, D]
 ==================  ==================================================  ==================================
 
-Where the host computes, two kernels take the place of several in a training: `moe_router.py` (the router's product,
-scores, choice, gates and losses) and, in float32, `moe_swiglu.py` (permute, the experts' products, unpermute).
+On a CPU two kernels replace several in a training: `cpu/router.py` (the router's product, scores, choice, gates and
+losses) and, in float32, `cpu/experts.py` (permute, the experts' products, unpermute).
 
 `precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
-x, y and what flows between kernels have the dtype of the matrix products; weights and the residual stream arrive in
-float32, and so do gradients of weights leave.
+x, y and what flows between kernels have the dtype of the matrix products; weights, their gradients and the residual
+stream are float32.
 
-N = B * T tokens of a micro-batch of B rows of T tokens; C = heads * d; K = key/value heads * d; r columns of the d of a
-head are rotated.
+N = B * T tokens of a micro-batch of B sequences of T tokens; C = heads * d; K = key/value heads * d; r columns of the d
+of a head are rotated.
 
 Every call site owns its own instance: one `nn.Cell` with a `bprop` that is called twice inside one compiled function
 makes MindSpore 2.10 mix up the two forward results in the backward pass, without an error

@@ -14,10 +14,10 @@ from mindspore import nn
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cast import InDtype, rounded
-from trainer.ops.cpu import experts as moe_swiglu
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
-from trainer.ops.cpu import router as moe_router
+from trainer.ops.cpu.experts import CpuExperts
+from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
 
@@ -54,15 +54,15 @@ class KernelSet:
 
     @property
     def cpu_experts(self) -> MakeCell | None:
-        """One kernel for the whole way of tokens through experts of this device, where there is one."""
+        """One kernel from permute to unpermute, where this device and dtype have one."""
         parts = self.permute, self.grouped_matmul, self.swiglu, self.unpermute
         together = moe_reference.Permute, moe_reference.GroupedMatmul, reference.SwiGLU, moe_reference.Unpermute
-        return moe_swiglu.CpuExperts if parts == together else None
+        return CpuExperts if parts == together else None
 
     @property
     def cpu_router(self) -> MakeCell | None:
-        """One kernel for all that a router does in a training, where the host decides."""
-        return moe_router.CpuRouter if self.route is moe_reference.Route else None
+        """One kernel for the router in a training, where the host decides the routing."""
+        return CpuRouter if self.route is moe_reference.Route else None
 
 
 def load_kernels(
@@ -71,17 +71,17 @@ def load_kernels(
     plain: ModuleType = reference,
     of_device: ModuleType = ascend,
 ) -> KernelSet:
-    """The kernels that the choices name, each in its dtype. Where all is float32 no cast is in any of them.
+    """The chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
     Args:
-        choices: Of `select_kernels`.
+        choices: The result of `select_kernels`.
         precision: Dtype of each part.
         plain, of_device: The modules that have the reference kernels and the fused operators of a dense model.
     """
     fused = {choice.kernel: choice.fused for choice in choices}
-    # A classifier has no choices at all, and makes none of the kernels that there is a choice for.
+    # A classifier has no choices, and makes none of the kernels that there is a choice for.
     room = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
-    # A dense model has no choices for experts, and makes none of their kernels.
+    # A dense model has no choices for experts either, and makes none of their kernels.
     experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
     sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
     if not fused.get("token_permute"):
@@ -127,8 +127,8 @@ def load_kernels(
 
 
 def for_one_graph(kernels: KernelSet) -> KernelSet:
-    """The same where one graph can hold it. Experts that compute on the host are replaced by what only looks like them:
-    for counting operators, not for computing.
+    """The same kernels, if one graph can hold them. Experts that compute on the host are replaced by stand-ins
+    that are good for counting operators, not for computing.
     """
     if kernels.route is not moe_reference.Route:
         return kernels
@@ -142,7 +142,7 @@ def for_one_graph(kernels: KernelSet) -> KernelSet:
 
 
 class _FirstExpert(nn.Cell):
-    """All rows times the first expert's weight."""
+    """Stand-in for a grouped product: all rows times the first expert's weight."""
 
     def __init__(self) -> None:
         super().__init__()

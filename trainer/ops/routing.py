@@ -114,12 +114,12 @@ def _group_scores(scores_NGe: np.ndarray, group_score: GroupScore) -> np.ndarray
 
 
 def _best(scores: np.ndarray, number: int) -> np.ndarray:
-    """Places of the best scores in each row, int32. Overwrites the scores."""
-    places, rows = np.empty((len(scores), number), np.int32), np.arange(len(scores))
+    """Indices of the best scores in each row, int32. Overwrites the scores."""
+    indices, rows = np.empty((len(scores), number), np.int32), np.arange(len(scores))
     for choice in range(number):
-        places[:, choice] = scores.argmax(1)
-        scores[rows, places[:, choice]] = -np.inf
-    return places
+        indices[:, choice] = scores.argmax(1)
+        scores[rows, indices[:, choice]] = -np.inf
+    return indices
 
 
 def _over_capacity(
@@ -158,10 +158,10 @@ def _rows(
 
 @dataclass(frozen=True)
 class RoutingCounts:
-    """What the routers of all layers did with the micro-batches of a step.
+    """What the routers of all layers decided for the micro-batches of a step.
 
     Attributes:
-        layers: Their numbers; modules that predict further tokens count on after the last layer.
+        layers: Their numbers; multi-token prediction modules follow the last layer.
         kept: Assignments that each expert computed, [L, E] int64.
         requested: Assignments before dropping, [L, E] int64.
         entropy: Entropy of a token's scores, a mean over tokens, [L], nats.

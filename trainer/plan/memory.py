@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes
-from trainer.models.shapes import all_shapes, attention_shapes, half_of, layer_targets, mlp_shapes
+from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
@@ -107,7 +107,7 @@ def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, in
     width = 3 * settings.ffn_size if not experts else _activations_of_experts(settings)
     found = {"attention": attention, "mlp": (4 + bool(settings.hidden_dropout)) * hidden + width}
     for name in layer_targets(settings, layer) if settings.pet_config and layer < settings.num_layers else ():
-        found[half_of(name)] += _activations_of_adapter(settings, name)
+        found[sublayer_of(name)] += _activations_of_adapter(settings, name)
     return found | {"block": sum(found.values())}
 
 

@@ -85,7 +85,7 @@ def export(config: Config, output: Path, *, merge: bool, force: bool = False) ->
 def _unknown_elsewhere(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
     """Tensors that the same model in transformers does not have, without which it computes something else."""
     biases, kind = [array for name, array in weights.items() if name.endswith(EXPERT_BIAS)], config.model.arch.type
-    if any(bias.any() for bias in biases) and not FAMILIES[kind].has_choice_bias:
+    if any(bias.any() for bias in biases) and not FAMILIES[kind].has_expert_bias:
         yield (
             f"transformers' {kind} has no bias on the choice of experts: it leaves these {len(biases)} tensors"
             f" ({EXPERT_BIAS}) out and sends tokens to other experts than the training did; Glm4MoeForCausalLM has one"

@@ -60,7 +60,7 @@ def _name(cell: nn.Cell) -> str:
 def _stages(loss: LossCell) -> list[tuple[str, str]]:
     """Layers by the stage of a pipeline; nothing without one."""
     decoder, found = loss.decoder, {}
-    for number, layer in enumerate((*decoder.layers, *decoder.modules)):
+    for number, layer in enumerate(decoder.layers):
         found.setdefault(getattr(layer, "pipeline_stage", None), set()).add(number)
     if len(found) < 2:
         return []

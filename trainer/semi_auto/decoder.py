@@ -1,9 +1,8 @@
-"""The decoder's loss as one graph that MindSpore cuts over ranks, in its semi-automatic mode.
+"""The decoder's loss as one graph that MindSpore shards, in its semi-automatic mode.
 
-The blocks are those of every run, built from the kernels of `trainer/ops/sharded.py`. Each cell here holds the weights
-that it uses: MindSpore finds the stage of a weight by the cell that uses it.
+The wiring and the blocks are those of every mode, built from the kernels of `trainer/semi_auto/kernels.py`.
 
-Legend: as in decoder.py.
+Legend: as in trainer/models/decoder.py.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 from mindspore import Parameter, ParameterTuple, nn
 from mindspore.ops import operations as P
 
-from trainer.models.decoder import Block, Head
-from trainer.models.mtp import NORM, WEIGHTS, MergeTokens
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
+from trainer.models.decoder import DecoderWiring
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, block_weights, layer_prefix
 
 if TYPE_CHECKING:
@@ -23,57 +22,59 @@ if TYPE_CHECKING:
     from trainer.ops.kernel_set import KernelSet
 
 
-class SemiAutoDecoder(nn.Cell):
-    """(ids_N, targets, tables, mask, further) -> the sum of the losses that is minimised.
+class SemiAutoDecoder(DecoderWiring):
+    """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
 
-    `targets` are labels_N and what the loss of each counts, [N, 1]; `further` has ids and the same two for each module
-    for further tokens.
+    `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
+    multi-token prediction module.
 
     Args:
-        settings: The model section: without experts, adapters and dropout.
-        kernels: What it is built from.
-        parameters: By name.
+        settings: The model section, without experts, adapters and dropout.
+        kernels: The kernels of this mode.
+        parameters: All parameters by name.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, parameters: Mapping[str, Parameter]) -> None:
-        super().__init__(auto_prefix=False)
-        embedding, final_norm = parameters[EMBEDDING], parameters[FINAL_NORM]
+        depth, all_layers = settings.num_layers, range(settings.num_layers + settings.mtp_depth)
+        super().__init__(settings, depth, settings.mtp_depth)
+        embedding = parameters[EMBEDDING]
         output = embedding if settings.tie_word_embeddings else parameters[HEAD]
-        depth = settings.num_layers
 
-        def layer(number: int) -> LayerCell:
-            names = [layer_prefix(number) + name for name in block_weights(settings)]
-            return LayerCell(Block(settings, kernels), [parameters[name] for name in names])
+        def weights(layer: int, names: Iterable[str]) -> list[Parameter]:
+            return [parameters[layer_prefix(layer) + name] for name in names]
 
-        def own(number: int, name: str) -> Parameter:
-            return parameters[layer_prefix(number) + name]
-
-        later = range(depth, depth + settings.mtp_depth)
-        norms = [final_norm] + [own(number, NORM) for number in later]
+        norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in all_layers[depth:])]
         self.embed = EmbeddingCell(embedding)
-        merges = [
-            MergeCell(MergeTokens(settings, kernels), embedding, [norm, *(own(number, name) for name in WEIGHTS)])
-            for number, norm in zip(later, norms, strict=False)
-        ]
-        self.layers, self.merges = _cells(map(layer, range(depth))), _cells(merges)
-        self.modules = _cells(map(layer, later))
+        self.layers = _cells(
+            LayerCell(Block(settings, kernels), weights(layer, block_weights(settings))) for layer in all_layers
+        )
+        self.merges = _cells(
+            MergeCell(MergeTokens(settings, kernels), embedding, [norm, *weights(layer, MTP_WEIGHTS)])
+            for layer, norm in zip(all_layers[depth:], norms, strict=False)
+        )
         self.heads = _cells(HeadCell(Head(settings, kernels), norm, output) for norm in norms)
-        self.mtp_factor = settings.mtp_loss_factor / max(1, settings.mtp_depth)
 
     def construct(self, ids_N, targets, tables, mask, mtp):
-        x_ND = self.embed(ids_N)
-        for layer in self.layers:
-            x_ND = layer(x_ND, tables, mask)
-        total = self.heads[0](x_ND, targets)
-        for module in range(len(self.modules)):
-            x_ND = self.merges[module](mtp[module][0], x_ND)
-            x_ND = self.modules[module](x_ND, tables, mask)
-            total = total + self.heads[module + 1](x_ND, mtp[module][1:]) * self.mtp_factor
-        return total
+        return self.losses(ids_N, self.mtp_modules, (targets, tables, mask, mtp))[0]
+
+    # The parts: cells that hold the weights that they use, because MindSpore takes the pipeline stage of a weight from
+    # its cell.
+
+    def run_embedding(self, ids_N, call):
+        return self.embed(ids_N)
+
+    def run_layer(self, number, x_ND, call):
+        return self.layers[number](x_ND, call[1], call[2]), None, None
+
+    def run_merge(self, module, x_ND, call):
+        return self.merges[module](call[3][module][0], x_ND)
+
+    def run_head(self, number, x_ND, call):
+        return self.heads[number](x_ND, call[0] if number == 0 else call[3][number - 1][1:])
 
 
 def _cells(cells: Iterable[nn.Cell]) -> nn.CellList:
-    """A list that leaves the names of parameters as they are."""
+    """A list that does not change the names of parameters."""
     return nn.CellList(list(cells), auto_prefix=False)
 
 
@@ -102,8 +103,8 @@ class LayerCell(nn.Cell):
         return self.block(x_ND, *tables, mask, None, None, None, None, *self.weights)
 
     def shard_over(self, data: int, tensor: int) -> None:
-        """The products as Megatron-LM cuts them (Shoeybi et al. 2019, section 3): the first of a pair along its
-        outputs, the second along its inputs; all else along the batch, or like the columns that it gets.
+        """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its
+        outputs, the second along its inputs; all else along the batch, or like the columns of its input.
         """
         attention, mlp, row = self.block.attention, self.block.mlp, (data, 1)
         for norm in (attention.norm, mlp.norm):

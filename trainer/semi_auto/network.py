@@ -138,7 +138,7 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees) -> N
     vocabulary = tensor if settings.vocab_size % tensor == 0 else 1
     decoder = loss.decoder
     loss.shard_over(data)
-    for layer in (*decoder.layers, *decoder.modules):
+    for layer in decoder.layers:
         layer.shard_over(data, tensor)
     # Embedding and head may be one matrix, so they are sharded alike.
     for part in (decoder.embed, *decoder.merges, *decoder.heads):

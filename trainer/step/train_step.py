@@ -16,9 +16,8 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.data.batches.batch import Batch
-from trainer.models.decoder import LossSums
 from trainer.models.dropout import DropoutKey
-from trainer.models.inputs import InputBuilder
+from trainer.models.inputs import InputBuilder, LossSums
 from trainer.models.moe import RouterStatistics
 from trainer.ops.routing import RoutingCounts
 from trainer.parallel.communicator import Communicator, SingleProcess
@@ -88,7 +87,7 @@ class TrainStep:
         result = step([batch_1, batch_2])       # one update from two micro-batches
 
     Args:
-        model: Its call gives the sums of the losses of a micro-batch, see `trainer.models.decoder.LossSums`.
+        model: Its call gives the sums of the losses of a micro-batch, see `trainer.models.inputs.LossSums`.
         optimizer: Holds the parameters to train; gradients are computed for these alone. Its count of updates drives
             the schedule and the dropout masks.
         schedule: Learning rate of update number `n`, from 0.
@@ -138,14 +137,14 @@ class TrainStep:
         squares = {name: self.sum_of_squares(gradient) for name, gradient in gradients}
         result = apply_window(window, squares, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
-            self.model.balance_choices(window.routing)
+            self.model.update_expert_bias(window.routing)
         return result
 
     def backward(self, batch: Batch, number: int, factor: float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
         dropout = DropoutKey(self.seed, self.communicator.rank, self.optimizer.updates, number)
         inputs = self.build_inputs(batch)
-        statistics = RouterStatistics(inputs.shares)
+        statistics = RouterStatistics()
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator gets.
         outputs, gradients = self.gradients_of(inputs, dropout, statistics, Tensor(np.float32(factor)))
         sums = LossSums(*outputs)
@@ -156,9 +155,9 @@ class TrainStep:
             labels = sum(float(mtp.valid_N1.asnumpy().sum()) for mtp in inputs.mtp)
             others["mtp_loss"] = (sums.mtp, labels)
         if settings.moe_layers:
-            others["aux_loss"] = (sums.balance, tokens * len(settings.moe_layers))
+            others["aux_loss"] = (sums.aux_loss, tokens * len(settings.moe_layers))
         if settings.moe_layers and settings.experts.z_loss_factor:
-            others["z_loss"] = (sums.z, tokens * len(settings.moe_layers))
+            others["z_loss"] = (sums.z_loss, tokens * len(settings.moe_layers))
         other_sums = {name: (float(value.asnumpy()), weight) for name, (value, weight) in others.items()}
         return MicroBatch(float(sums.tokens.asnumpy()), other_sums, statistics.counts(), gradients)
 

@@ -134,14 +134,14 @@ class MoEConfig(Section):
         return self.scoring_func or ("sigmoid" if self.use_gating_sigmoid else "softmax")
 
     @property
-    def has_choice_bias(self) -> bool:
+    def has_expert_bias(self) -> bool:
         """Whether a bias on the scores takes part in the choice of experts, and only there."""
         return self.balance_via_topk_bias or self.topk_method == "noaux_tc"
 
     @property
     def group_score(self) -> str:
         """How a group of experts is scored: by its two best experts together, or by its best."""
-        return "two_best" if self.has_choice_bias or self.score_function == "sigmoid" else "best"
+        return "two_best" if self.has_expert_bias or self.score_function == "sigmoid" else "best"
 
     @property
     def effective_capacity(self) -> float | None:

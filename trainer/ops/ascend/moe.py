@@ -1,41 +1,29 @@
-"""Ascend kernels of experts, behind the signatures of `moe_reference.py`. Nothing leaves the device.
+"""Ascend kernels of experts, with the signatures of cpu/moe.py. Nothing leaves the device.
 
 `Permute` and `Unpermute` gather; `FusedPermute` and `FusedUnpermute` are the operators that do the same in one pass.
-A `Routing` is no value that a graph can hold: each `core` takes and returns its tensors, and fits into one.
 
-The fused operators have no CPU kernel: tests/parity/test_moe_ascend.py looks at exported graphs, and puts what their
-documentation says in their place.
+The fused operators have no CPU kernel: tests/parity/test_moe_ascend.py looks at exported graphs, and replaces the
+operators by what their documentation says.
 
-Legend: as in moe_reference.py; A = N k assignments.
+Legend: as in cpu/moe.py; A = N k assignments.
 """
 
 from __future__ import annotations
 
-from mindspore import Tensor, mint, nn, ops
 from mindspore import dtype as mstype
+from mindspore import mint, nn, ops
 
-from trainer.ops.routing import DropPolicy, Routing, RoutingRule
+from trainer.ops.routing import RoutingRule
 
 
 class Route(nn.Cell):
-    """As `moe_reference.Route`."""
+    """As in cpu/moe.py, but it returns a tuple, which a graph can hold. Stable sorts choose: operators for the best few
+    define no order among equals."""
 
     def __init__(self, experts: int, chosen: int, **rule) -> None:
         super().__init__(auto_prefix=False)
-        self.core = RouteCore(RoutingRule(experts, chosen, **rule))
-
-    def construct(
-        self, scores_NE: Tensor, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
-    ) -> Routing:
-        return Routing(*self.core(scores_NE, bias_E, capacity, drop_policy))
-
-
-class RouteCore(nn.Cell):
-    """Route, as a tuple. Stable sorts choose: operators for the best few know no order among equals."""
-
-    def __init__(self, rule: RoutingRule) -> None:
-        super().__init__(auto_prefix=False)
-        self.rule, self.is_grouped = rule, rule.is_grouped
+        self.rule = RoutingRule(experts, chosen, **rule)
+        self.is_grouped = self.rule.is_grouped
 
     def construct(self, scores_NE, bias_E, capacity, drop_policy):
         rule, scores_NE = self.rule, ops.stop_gradient(scores_NE)
@@ -104,8 +92,8 @@ def _best(scores, number: int):
 
 
 class GroupedMatmul(nn.Cell):
-    """GroupedMatmul of one x and one stacked weight. The operator wants the last group to end with the last row: the
-    last expert takes the rows of no group too, which are made zeros before and after."""
+    """GroupedMatmul of one x and one stacked weight. The operator requires that the last group ends with the last row:
+    the last expert takes the rows of no group too, which are set to zero before and after."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
@@ -139,25 +127,8 @@ def _rows_or_zeros(there_R1, x_RD):
 
 
 class Permute(nn.Cell):
-    """As `moe_reference.Permute`, by gathers."""
+    """As in cpu/moe.py, by gathers."""
 
-    def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
-        self.core = PermuteCore()
-
-    def construct(self, x_ND: Tensor, routing: Routing) -> Tensor:
-        return self.core(x_ND, routing.token_R, routing.row_Nk)
-
-
-class FusedPermute(Permute):
-    """As `moe_reference.Permute`, by moe_token_permute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core = FusedPermuteCore()
-
-
-class PermuteCore(nn.Cell):
     def construct(self, x_ND, token_R, row_Nk):
         return _rows_of_tokens(x_ND, token_R, row_Nk)
 
@@ -167,25 +138,8 @@ class PermuteCore(nn.Cell):
 
 
 class Unpermute(nn.Cell):
-    """As `moe_reference.Unpermute`, by gathers."""
+    """As in cpu/moe.py, by gathers."""
 
-    def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
-        self.core = UnpermuteCore()
-
-    def construct(self, y_RD: Tensor, gates_Nk: Tensor, routing: Routing) -> Tensor:
-        return self.core(y_RD, gates_Nk, routing.token_R, routing.row_Nk)
-
-
-class FusedUnpermute(Unpermute):
-    """As `moe_reference.Unpermute`, by moe_token_unpermute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core = FusedUnpermuteCore()
-
-
-class UnpermuteCore(nn.Cell):
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
         y_NkD = ops.gather(y_RD, row_Nk.reshape(-1), 0).reshape(*row_Nk.shape, -1)
         return (y_NkD * gates_Nk.astype(y_RD.dtype).expand_dims(-1)).sum(1)
@@ -207,13 +161,15 @@ def _rows_of_tokens(x_ND, token_R, row_Nk):
     return ops.gather(x_ND, token_R, 0)
 
 
-class FusedPermuteCore(nn.Cell):
-    """Sorts by the rows themselves: they differ, so that the order of equals does not matter."""
+class FusedPermute(nn.Cell):
+    """As in cpu/moe.py, by moe_token_permute, which sorts by the rows: all differ, so ties do not matter."""
 
     def construct(self, x_ND, token_R, row_Nk):
         return ops.moe_token_permute(x_ND, row_Nk)[0]
 
 
-class FusedUnpermuteCore(nn.Cell):
+class FusedUnpermute(nn.Cell):
+    """As in cpu/moe.py, by moe_token_unpermute."""
+
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
         return ops.moe_token_unpermute(y_RD, row_Nk.reshape(-1), gates_Nk)

@@ -1,10 +1,10 @@
-"""The experts of a layer as one reference kernel, for float32: from a token to the sum of what its experts make of it.
+"""The experts of a layer as one reference kernel, for float32: from tokens to the weighted sums of their experts.
 
 As a chain of kernels (permute, three grouped products with a SwiGLU between them, unpermute) every result goes through
 memory, which costs half as much as the products. Here a thread takes some hundred rows through all of it, forwards and
 backwards, while they are in its cache.
 
-Legend: as in moe_reference.py; F width of an expert.
+Legend: as in moe.py; F width of an expert.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class CpuExperts(nn.Cell):
     ) -> Tensor:
         weights = (gate_EFD, up_EFD, down_EDF)
         trained = [not isinstance(weight, Parameter) or weight.requires_grad for weight in weights]
-        return _Once(routing, trained, self.scratch)(x_ND, gates_Nk, *weights)
+        return _ExpertsCall(routing, trained, self.scratch)(x_ND, gates_Nk, *weights)
 
 
-class _Once(nn.Cell):
+class _ExpertsCall(nn.Cell):
     """One call, which keeps the products before the SwiGLU for its backward pass."""
 
     def __init__(self, routing: Routing, trained: list[bool], scratch: Scratch) -> None:
         super().__init__(auto_prefix=False)
         self.trained, self.scratch = trained, scratch
-        # Of tensors where the model chose them in a graph.
+        # Tensors if the routing was decided in a graph.
         self.row_Nk, self.token_R, self.counts_E = map(np.asarray, (routing.row_Nk, routing.token_R, routing.counts_E))
         self.rows = int(self.counts_E.sum())  # those after them belong to no expert
         self.gate_RF = self.up_RF = None
@@ -150,7 +150,7 @@ class _WeightGradient:
     def __init__(self, counts_E: np.ndarray, shape: tuple[int, int]) -> None:
         self.tensor, self.array = empty(len(counts_E), *shape)
         self.array[counts_E == 0] = 0
-        self.mtp: dict[tuple[int, int], np.ndarray] = {}
+        self.other_segments: dict[tuple[int, int], np.ndarray] = {}
 
     def add(self, segment: tuple[int, int, slice], rows: slice, left: np.ndarray, right: np.ndarray) -> None:
         """Adds left.T @ right of some of the segment's rows."""
@@ -159,14 +159,14 @@ class _WeightGradient:
             self.of_segment(expert, number)[...] += np.matmul(left.T, right)
             return
         if number:
-            self.mtp[expert, number] = np.empty(self.array.shape[1:], np.float32)
+            self.other_segments[expert, number] = np.empty(self.array.shape[1:], np.float32)
         np.matmul(left.T, right, out=self.of_segment(expert, number))
 
     def of_segment(self, expert: int, number: int) -> np.ndarray:
-        return self.mtp[expert, number] if number else self.array[expert]
+        return self.other_segments[expert, number] if number else self.array[expert]
 
     def total(self) -> Tensor:
-        for (expert, _), part in sorted(self.mtp.items(), key=lambda item: item[0]):
+        for (expert, _), part in sorted(self.other_segments.items(), key=lambda item: item[0]):
             self.array[expert] += part
         return self.tensor
 

@@ -51,7 +51,7 @@ class Route(nn.Cell):
     def of_arrays(
         self, scores_NE: np.ndarray, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
     ) -> Routing:
-        """The same from an array, and of arrays."""
+        """The same from an array of scores, as arrays."""
         bias = None if bias_E is None else on_host(bias_E)
         return route(self.rule, scores_NE, bias, capacity, drop_policy)
 
@@ -115,25 +115,19 @@ def weight_gradient(x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Te
         expert, rows, columns = part
         np.matmul(grad[rows, columns].T, x[rows], out=grad_weight[expert, columns])
 
-    # An expert that has most of the rows would keep one thread busy: its matrix is cut instead.
+    # An expert with most of the rows would keep a single thread busy, so its matrix is computed in two halves.
     half = -(-grad.shape[1] // 2)
-    sublayers = (slice(0, half), slice(half, None))
-    host_threads().run(((*group, columns) for group in expert_rows(counts_E) for columns in sublayers), multiply)
+    halves = (slice(0, half), slice(half, None))
+    host_threads().run(((*group, columns) for group in expert_rows(counts_E) for columns in halves), multiply)
     return result
 
 
 class Permute(nn.Cell):
-    """rows_RD from (x_ND, routing): each row is the one of its token."""
+    """rows_RD from (x_ND, token_R, row_Nk of a routing): each row is the one of its token."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-        self.core = _PermuteCore()
 
-    def construct(self, x_ND: Tensor, routing: Routing) -> Tensor:
-        return self.core(x_ND, routing.token_R, routing.row_Nk)
-
-
-class _PermuteCore(nn.Cell):
     def construct(self, x_ND, token_R, row_Nk):
         x, token, (result, rows_RD) = on_host(x_ND), token_R.asnumpy(), empty(len(token_R), x_ND.shape[1])
 
@@ -150,17 +144,11 @@ class _PermuteCore(nn.Cell):
 
 
 class Unpermute(nn.Cell):
-    """out_ND from (y_RD, gates_Nk, routing): the sum of each token's rows, weighted by their gates."""
+    """out_ND from (y_RD, gates_Nk, token_R, row_Nk): the sum of each token's rows, weighted by their gates."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-        self.core = _UnpermuteCore()
 
-    def construct(self, y_RD: Tensor, gates_Nk: Tensor, routing: Routing) -> Tensor:
-        return self.core(y_RD, gates_Nk, routing.token_R, routing.row_Nk)
-
-
-class _UnpermuteCore(nn.Cell):
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
         result, sum_ND = empty(row_Nk.shape[0], y_RD.shape[1])
         add_rows(on_host(y_RD), row_Nk.asnumpy(), on_host(gates_Nk), sum_ND)

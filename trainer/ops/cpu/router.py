@@ -2,7 +2,7 @@
 
 Arrays of [N, E] are small. As operators they cost a call each, forwards and backwards, which took a tenth of a step.
 
-Legend: N = B * T tokens of B rows, D hidden, E experts, k chosen for a token.
+Legend: N = B * T tokens of B sequences, D hidden, E experts, k chosen for a token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TINY = np.float32(1e-20)
 
 
 class Routed(NamedTuple):
-    """What a router says of a micro-batch: tensors, but for the arrays `routing` and `scores_NE`."""
+    """Output of a router for a micro-batch: tensors, except for the arrays `routing` and `scores_NE`."""
 
     gates_Nk: Tensor
-    balance: Tensor
-    z: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
     routing: Routing
     scores_NE: np.ndarray
 
@@ -50,12 +50,12 @@ class CpuRouter(nn.Cell):
         self.moe = moe
 
     def construct(self, y_ND: Tensor, router_ED: Tensor, tokens_B1: Tensor, valid_N1: Tensor, decide: Decide) -> Routed:
-        once = _Once(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide)
-        gates_Nk, balance, z = once(y_ND, router_ED)
-        return Routed(gates_Nk, balance, z, once.routing, once.scores_NE)
+        call = _RouterCall(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide)
+        gates_Nk, aux_loss, z_loss = call(y_ND, router_ED)
+        return Routed(gates_Nk, aux_loss, z_loss, call.routing, call.scores_NE)
 
 
-class _Once(nn.Cell):
+class _RouterCall(nn.Cell):
     """One call. It keeps arrays of [N, E] for its backward pass."""
 
     def __init__(self, moe: MoEConfig, tokens_B1: np.ndarray, valid_N1: np.ndarray, decide: Decide) -> None:
@@ -84,26 +84,26 @@ class _Once(nn.Cell):
         self.gates_Nk = chosen_Nk if self.chosen_sums_N1 is None else chosen_Nk / self.chosen_sums_N1
         z = (self.valid_N1 * self.total_N1 * self.total_N1).sum() if self.with_z else 0.0
         gates_Nk = self.gates_Nk * np.float32(moe.routed_scaling_factor)
-        return Tensor(gates_Nk), Tensor(self.balance(), mstype.float32), Tensor(z, mstype.float32)
+        return Tensor(gates_Nk), Tensor(self.aux_loss(), mstype.float32), Tensor(z, mstype.float32)
 
-    def balance(self) -> float:
-        """Keeps its gradient by the normalised scores, which is the same for all tokens of a row."""
+    def aux_loss(self) -> float:
+        """Keeps its gradient by the normalised scores, which is the same for all tokens of a sequence."""
         rows, experts = len(self.tokens_B1), self.moe.expert_num
         assigned_BA = self.routing.experts_Nk.reshape(rows, -1)
         load_BE = np.stack([np.bincount(assigned_A, minlength=experts) for assigned_A in assigned_BA])
         load_BE = load_BE * (experts / assigned_BA.shape[1])
         self.score_sums_N1 = self.scores_NE.sum(1, keepdims=True) + _TINY if self.is_sigmoid else None
-        self.shares_NE = self.scores_NE if self.score_sums_N1 is None else self.scores_NE / self.score_sums_N1
-        shares_BTE = self.shares_NE.reshape(rows, -1, experts)
-        by_share_BE = self.tokens_B1 * load_BE / shares_BTE.shape[1]
-        self.by_share_BE = by_share_BE.astype(np.float32)
-        return float((by_share_BE * shares_BTE.sum(1, dtype=np.float64)).sum())
+        self.normalised_NE = self.scores_NE if self.score_sums_N1 is None else self.scores_NE / self.score_sums_N1
+        normalised_BTE = self.normalised_NE.reshape(rows, -1, experts)
+        by_normalised_BE = self.tokens_B1 * load_BE / normalised_BTE.shape[1]
+        self.by_normalised_BE = by_normalised_BE.astype(np.float32)
+        return float((by_normalised_BE * normalised_BTE.sum(1, dtype=np.float64)).sum())
 
     def bprop(self, y_ND, router_ED, out, grads):
-        grad_gates, by_balance, by_z = (on_host(grad) for grad in grads)
-        grad_NE = np.repeat(self.by_share_BE * by_balance, len(self.scores_NE) // len(self.tokens_B1), 0)
+        grad_gates, grad_aux_loss, grad_z_loss = (on_host(grad) for grad in grads)
+        grad_NE = np.repeat(self.by_normalised_BE * grad_aux_loss, len(self.scores_NE) // len(self.tokens_B1), 0)
         if self.score_sums_N1 is not None:
-            grad_NE = _through_quotient(grad_NE, self.shares_NE, self.score_sums_N1)
+            grad_NE = _through_quotient(grad_NE, self.normalised_NE, self.score_sums_N1)
         grad_Nk = grad_gates * np.float32(self.moe.routed_scaling_factor)
         if self.chosen_sums_N1 is not None:
             grad_Nk = _through_quotient(grad_Nk, self.gates_Nk, self.chosen_sums_N1)
@@ -114,7 +114,7 @@ class _Once(nn.Cell):
         else:
             grad_NE = _through_quotient(grad_NE, self.scores_NE, np.float32(1)) * self.scores_NE
         if self.with_z:
-            grad_NE += 2 * by_z * self.valid_N1 * self.total_N1 * self.softmax_NE
+            grad_NE += 2 * grad_z_loss * self.valid_N1 * self.total_N1 * self.softmax_NE
         result, grad_y = empty(*y_ND.shape)
         np.matmul(grad_NE, on_host(router_ED), out=grad_y)
         return cast(result, y_ND.dtype), cast(Tensor(grad_NE.T @ on_host(y_ND)), router_ED.dtype)

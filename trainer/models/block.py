@@ -1,0 +1,151 @@
+"""The cells of a decoder: attention and feed-forward layer, the block of both, head, merge of an MTP module.
+
+Each is a pure function of its inputs and weights and holds no Parameters, so that one compiled copy serves every layer.
+Every call site within a cell has a kernel of its own: see trainer/ops/__init__.py.
+
+Multi-token prediction (MTP; DeepSeek-AI 2024, DeepSeek-V3, section 2.2): module k takes the hidden state of the module
+before it at a position (the first: of the main model, after its final norm) and the embedding of the token k positions
+later, and predicts the token after that:
+
+    h_i^k = norm_k(block_k(W_k [norm(Emb(t_{i+k})); norm(h_i^{k-1})])),   loss_k = cross entropy(head(h_i^k), t_{i+k+1})
+
+The paper leaves open where the norm before the head stands; this, and the order of the two halves of the product, is
+what transformers and vLLM compute with DeepSeek's released weights. Embedding and head are the main model's.
+
+Legend: N tokens, D hidden, C = heads * head size, K = key/value heads * head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspore import nn
+from mindspore.ops import operations as P
+
+from trainer.models.lora import Projection
+from trainer.models.shapes import block_names
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+    from trainer.ops.kernel_set import KernelSet
+
+MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+"""Weights of `MergeTokens` that a multi-token prediction module has beside those of its block."""
+MTP_NORM = "shared_head.norm.weight"
+"""Its norm before the head."""
+
+
+class AttentionLayer(nn.Cell):
+    """x_ND -> what attention adds to the residual stream, [N, D].
+
+    Norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection. `weights` are
+    all weights of the block, in the order of `block_names`.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        names = block_names(settings)
+        self.qk_norm, self.head_size = settings.use_qk_norm, settings.head_size
+        self.norm_weight = names.index("input_layernorm.weight")
+        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.query, self.key = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qk")
+        self.value, self.out = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "vo")
+        if self.qk_norm:
+            self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
+        self.query_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
+        self.key_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
+        self.query_rotary, self.key_rotary = (kernels.rotary(self.head_size, settings.rotary_size) for _ in range(2))
+        self.attention = kernels.attention(settings.num_heads, settings.kv_heads, self.head_size)
+
+    def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
+        q_NC, k_NK, v_NK = self.project(x_ND, query_tables, key_tables, weights)
+        return self.out(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
+
+    def project(self, x_ND, query_tables, key_tables, weights):
+        """Rotated queries and keys, and values."""
+        y_ND = self.norm(x_ND, weights[self.norm_weight])
+        q_NC, k_NK, v_NK = self.query(y_ND, weights), self.key(y_ND, weights), self.value(y_ND, weights)
+        if self.qk_norm:
+            q_NC = self.query_norm(q_NC, weights[self.q_norm])
+            k_NK = self.key_norm(k_NK, weights[self.k_norm])
+        q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
+        return q_NC, self.key_rotary(k_NK, key_tables[0], key_tables[1]), v_NK
+
+
+class MlpLayer(nn.Cell):
+    """x_ND -> what the feed-forward layer adds to the residual stream, [N, D].
+
+    Norm, gate and up projections, SwiGLU, down projection. `weights` as in `AttentionLayer`.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        self.norm_weight = block_names(settings).index("post_attention_layernorm.weight")
+        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
+        self.down, self.swiglu = Projection("mlp.down_proj", settings, kernels), kernels.swiglu()
+
+    def construct(self, x_ND, weights):
+        y_ND = self.norm(x_ND, weights[self.norm_weight])
+        return self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
+
+
+class Block(nn.Cell):
+    """One decoder block as a pure function of the residual stream, the position tables, the masks and the weights.
+
+    Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each
+    new one.
+
+    Args:
+        settings: The model section.
+        kernels: The kernels of the device.
+        part: "block", or its sublayer "attention" or "mlp", which ignores weights and masks of the other sublayer.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, part: str = "block") -> None:
+        super().__init__()
+        self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
+        if self.has_attention:
+            self.attention, self.add_attention = AttentionLayer(settings, kernels), P.Add()
+        if self.has_mlp:
+            self.mlp, self.add_mlp = MlpLayer(settings, kernels), P.Add()
+
+    def construct(
+        self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, late_mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights
+    ):
+        if self.has_attention:
+            masks = (mask, late_mask)
+            added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), masks, drop_attention, weights)
+            x_ND = self.add_attention(x_ND, added_ND if drop_out_ND is None else added_ND * drop_out_ND)
+        if self.has_mlp:
+            added_ND = self.mlp(x_ND, weights)
+            x_ND = self.add_mlp(x_ND, added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
+        return x_ND
+
+
+class Head(nn.Cell):
+    """Final norm, output projection and cross entropy: (x_ND, norm_D, weight_VD, labels_N, valid_N1) -> loss sum."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.cross_entropy = kernels.cross_entropy()
+
+    def construct(self, x_ND, norm_D, weight_VD, labels_N, valid_N1):
+        return self.cross_entropy(self.norm(x_ND, norm_D), weight_VD, labels_N, valid_N1)
+
+
+class MergeTokens(nn.Cell):
+    """(embeddings of later tokens, residual stream, its norm, two norms, projection) -> input of a module's block."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        sizes = settings.hidden_size, settings.rms_norm_eps
+        self.final_norm, self.embedding_norm, self.hidden_norm = (kernels.rms_norm(*sizes) for _ in range(3))
+        self.concat, self.project = P.Concat(1), kernels.linear()
+        self.cast = P.Cast()
+
+    def construct(self, embedded_ND, hidden_ND, final_norm_D, enorm_D, hnorm_D, weight_DC):
+        known_ND = self.hidden_norm(self.final_norm(hidden_ND, final_norm_D), hnorm_D)
+        both_NC = self.concat((self.embedding_norm(embedded_ND, enorm_D), known_ND))
+        return self.cast(self.project(both_NC, weight_DC), hidden_ND.dtype)
