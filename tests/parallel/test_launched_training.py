@@ -31,12 +31,14 @@ from run_helpers import (  # noqa: E402
     start,
     step_records,
     steps_done,
+    train,
     write_config,
     write_corpus,
     write_instructions,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.overlapping(2), pytest.mark.xdist_group(__name__)]
+# One job at a time: processes of MindSpore on the same cores make each other many times slower.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
 JOB_SECONDS = 200  # two cores that other tests use as well
 
@@ -113,7 +115,7 @@ def test_eight_ranks_train_like_one_and_their_checkpoint_goes_on_with_any_number
         shards = list((output / "checkpoints" / f"step-{stop:08d}").glob("optimizer-*-of-*"))
         assert len(shards) == (ranks if ranks in (2, 4) else 0)
     assert re.search("step +56/", job.printed) and not (job.logs / "job" / "msrun").exists()
-    run_alone(write_config(alone.parent, tmp_path, changes | {"runner_config.batch_size": 8}), "--stop_step", 56)
+    train(write_config(alone.parent, tmp_path, changes | {"runner_config.batch_size": 8}), runner_config__stop_step=56)
     assert len(step_records(alone)) == 56 and len(set(column(step_records(alone), "tokens"))) > 1
     assert_same_training(output, alone)
 
@@ -130,7 +132,7 @@ def test_two_ranks_train_like_one_and_their_checkpoint_goes_on_alone(tmp_path: P
         "eval_step_interval": 4,
     }
     alone, together = tmp_path / "alone" / "output", tmp_path / "two" / "output"
-    run_alone(write_config(alone.parent, tmp_path, changes | {"runner_config.batch_size": 4}))
+    train(write_config(alone.parent, tmp_path, changes | {"runner_config.batch_size": 4}))
     config = write_config(together.parent, tmp_path, changes | {"runner_config.batch_size": 2})
     job = run(tmp_path / "two", 2, config, "--stop_step", len(step_records(alone)) // 2)
     assert "finished at step" in job.printed
@@ -182,7 +184,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
 
 def test_ranks_share_prompts_and_evaluation(tmp_path: Path) -> None:
     config = write_config(tmp_path / "run", write_corpus(tmp_path / "data"), {"runner_config.epochs": 2})
-    run_alone(config)
+    train(config)
     flags = ["--load_checkpoint", tmp_path / "run" / "output" / "checkpoints", "--output_dir"]
     predict = ["--run_mode", "predict", "--model.model_config.max_new_tokens", "5"]
     predict += ["--predict_data", "the", "cat", "on"]

@@ -84,7 +84,7 @@ def accumulate(
     counts = [valid_tokens(batch) for batch in micro_batches]
     tokens, empty = (int(number) for number in communicator.all_sum([sum(counts), counts.count(0)]))
     if tokens == 0:
-        return WindowGradients(0.0, 0, empty, None)
+        return WindowGradients(0.0, 0, empty, None, reduce_seconds=0.0)
     loss_sum, others, routing, total = 0.0, {}, None, None
     for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
         if count == 0 and (any(counts) or number > 0):
