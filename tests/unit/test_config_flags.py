@@ -72,6 +72,23 @@ def test_the_learning_rate_is_the_peak_of_the_schedule(run):
     assert run("--learning_rate", "0.3").lr_schedule.learning_rate == 0.3
     annealing = BASE + "lr_schedule: {type: CosineAnnealingLR, base_lr: 0.1, t_max: 50}\n"
     assert run("--learning_rate", "0.3", text=annealing).lr_schedule.base_lr == 0.3
+    restarts = BASE + "lr_schedule: {type: CosineAnnealingWarmRestarts, learning_rate: 0.1, t_0: 50}\n"
+    assert run("--learning_rate", "0.3", text=restarts).lr_schedule.base_lr == 0.3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "key"),
+    [
+        ("", "learning_rate"),
+        ("lr_schedule: {learning_rate: 0.1}\n", "learning_rate"),
+        ("lr_schedule: {type: CosineAnnealingLR, base_lr: 0.1, t_max: 50}\n", "base_lr"),
+    ],
+)
+def test_a_learning_rate_beside_that_of_the_optimizer_is_an_error(run, schedule: str, key: str):
+    text = BASE + "optimizer: {learning_rate: 0.1}\n" + schedule
+    message = failure(lambda: run("--learning_rate", "0.3", text=text))
+    assert "optimizer.learning_rate = 0.1: disagrees with" in message
+    assert f"lr_schedule.{key} = 0.3 (flag --learning_rate)" in message and "--optimizer.learning_rate" in message
 
 
 def test_named_flags_reach_their_keys(run):

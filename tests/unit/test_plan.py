@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Override, load_config
+from trainer.config.checks.notices import Notice
 from trainer.plan.memory import memory_estimate, memory_notices
 from trainer.plan.render import plan_dict, plan_sections, plan_text
 from trainer.run.prepare import build_plan
@@ -103,9 +104,9 @@ def test_notes_are_a_list() -> None:
 
 def test_notes_come_by_importance_and_name_their_file_once() -> None:
     notices = (
-        "ignored: a.b (configs/x.yaml:3), a.c (configs/x.yaml:4): nothing reads them",
-        "model.model_config.compute_dtype: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16",
-        "parallel_config (data_parallel 8): replaced, one device runs it all",
+        Notice("ignored: a.b (configs/x.yaml:3), a.c (configs/x.yaml:4): nothing reads them", "ignored"),
+        Notice("compute_dtype: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16", "dtype"),
+        Notice("parallel_config (data_parallel 8): replaced, one device runs it all", "parallel"),
         "moe_config: capacity_factor 1.25 drops tokens in training only",
     )
     plan = replace(plan_of("quickstart"), notices=notices)
@@ -117,6 +118,15 @@ def test_notes_come_by_importance_and_name_their_file_once() -> None:
     ]
     (_, rows), *_ = plan_sections(plan, verbose=False)
     assert rows[-1] == ("- ignored, --verbose says why: a.b (line 3), a.c (line 4)",)
+
+
+def test_a_notice_has_the_kind_of_what_differs() -> None:
+    notices = plan_of("mindformers_llama", parallel_config__data_parallel=8, do_eval=True).notices
+    kinds = {notice.split(":")[0].split(" (")[0]: notice.kind for notice in notices if isinstance(notice, Notice)}
+    assert kinds["ignored"] == "ignored" and kinds["parallel_config"] == "parallel"
+    assert kinds["model.model_config.compute_dtype"] == "dtype"
+    (other,) = (notice for notice in plan_of("quickstart", optimizer__momentum=0.5).notices)
+    assert other.startswith("optimizer.momentum 0.5: not used") and other.kind == "ignored"
 
 
 HALF = {"amp_level": "auto", "runner_wrapper__scale_sense": 128}

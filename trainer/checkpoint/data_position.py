@@ -1,4 +1,4 @@
-"""Position in the data of a run that resumes with other ranks or other batches. Pure Python.
+"""Position in the data of a run that resumes with other ranks or other batches. No MindSpore.
 
 Each epoch has its own order of sequences, the same for any number of ranks, and a step takes the next `batch_size` x
 `gradient_accumulation_steps` x ranks of them. As long as that product stays the same, a step means the same sequences,
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.data.batches.sampler import optimizer_steps
 from trainer.errors import UserError
 
 BATCH_KEYS = ("batch_size", "gradient_accumulation_steps", "ranks")
@@ -53,7 +54,7 @@ def _step_size(layout: Mapping[str, Any]) -> int:
 def _steps_of_epoch(layout: Mapping[str, Any]) -> int:
     batches, left = divmod(layout["rows"], layout["batch_size"] * layout["ranks"])
     batches += bool(left and not layout["drop_remainder"])
-    return -(-batches // layout["gradient_accumulation_steps"])
+    return optimizer_steps(batches, layout["gradient_accumulation_steps"])
 
 
 def _same_step_size(size: int, now: Mapping[str, Any]) -> str:

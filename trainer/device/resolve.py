@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.config.checks.notices import Notice
 from trainer.device.doctor import find_ascend, missing_for_ascend
 from trainer.device.settings import device_calls, jit_options, unused_keys
 from trainer.errors import UserError
@@ -48,10 +49,11 @@ def device_notices(config: Config, device: str) -> Iterator[str]:
     elif lacks and find_ascend(Path("/"), os.environ).cards:
         yield f"{lacks}: the run uses the {device}"
     elif wanted is None and config.context.device_fallback:
-        yield f"context.device_fallback: not used, without {_KEY} a run takes the best device there is"
+        text = f"context.device_fallback: not used, without {_KEY} a run takes the best device there is"
+        yield Notice(text, "ignored")
     unused = unused_keys(config, device)
     if unused:
-        yield f"ignored: {', '.join(unused)}: only Ascend devices have it"
+        yield Notice(f"ignored: {', '.join(unused)}: only Ascend devices have it", "ignored")
     settings = [str(call) for call in device_calls(config, device)]
     settings += [f"mindspore.jit {name}={value}" for name, value in jit_options(config, device).items()]
     if settings:

@@ -13,6 +13,7 @@ from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, sh
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
 from trainer.data.batches.loader import EvalBatches, Progress, TrainingBatches, eval_batches, training_batches
+from trainer.data.batches.sampler import optimizer_steps
 from trainer.device.resolve import device_notices
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision
@@ -150,7 +151,7 @@ def plan_run(config: Config, world: World, backend: TrainingBackend, device: str
     notices += [*freeze_notices(config), *memory_notices(memory_bytes["total"], ranks=world.local_size)]
     data = _open_data(config, backend, progress, notices.append)
     read, ranks = backend.data_config.runner_config, backend.data_ranks[1]
-    steps = -(-data.loader.batches_per_epoch // read.gradient_accumulation_steps) if trains else 0
+    steps = optimizer_steps(data.loader.batches_per_epoch, read.gradient_accumulation_steps) if trains else 0
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
     step_rows = read.batch_size * ranks * read.gradient_accumulation_steps

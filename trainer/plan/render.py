@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+
+from trainer.config.checks.notices import NoticeKind
 
 if TYPE_CHECKING:
     from trainer.plan.plan import Plan
@@ -16,13 +18,7 @@ Section: TypeAlias = tuple[str, Rows]
 
 _LOCATION = re.compile(r"\(([^()\s]+\.ya?ml):(\d+)\)")
 _IGNORED = re.compile(r"ignored: (.*\)): ")
-# What a note is about, by importance: results that differ need no words of their own and come first.
-_TOPICS = (
-    (3, re.compile(r"^ignored: ")),
-    (1, re.compile(r"^(use_parallel|parallel)")),
-    (3, re.compile(r"no effect|not used")),
-    (2, re.compile(r"dtype|layernorm_compute_type|softmax_compute_type|param_init_type|b?float(16|32)")),
-)
+_KINDS = get_args(NoticeKind)
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -58,7 +54,7 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
 
 def _notes(notices: tuple[str, ...], verbose: bool) -> Section:
     """By importance; a file that all of them name stands in the title alone."""
-    ordered = sorted(notices, key=importance)
+    ordered = sorted(notices, key=lambda notice: _KINDS.index(getattr(notice, "kind", "results")))
     paths = {path for notice in ordered for path, _ in _LOCATION.findall(notice)}
     title = "notes"
     if len(paths) == 1:
@@ -69,11 +65,6 @@ def _notes(notices: tuple[str, ...], verbose: bool) -> Section:
         ordered = [notice for notice in ordered if not _IGNORED.match(notice)]
         ordered += [f"ignored, --verbose says why: {', '.join(ignored)}"] if ignored else []
     return title, [("",), *((f"- {notice}",) for notice in ordered)]
-
-
-def importance(notice: str) -> int:
-    """0: the results differ; 1: other degrees of parallelism; 2: another dtype; 3: a key is ignored."""
-    return next((rank for rank, topic in _TOPICS if topic.search(notice)), 0)
 
 
 def _run_rows(plan: Plan) -> Rows:

@@ -21,6 +21,7 @@ from trainer.checkpoint.state import Position, save
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
+from trainer.data.batches.sampler import optimizer_steps
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
@@ -230,7 +231,7 @@ class _Training:
             total_steps=self.info.total_steps,
             epoch=epoch + 1,
             epochs=config.runner_config.epochs,
-            step_in_epoch=-(-batch // self.plan.micro_batches),
+            step_in_epoch=optimizer_steps(batch, self.plan.micro_batches),
             steps_per_epoch=self.plan.steps_per_epoch,
             loss=result.loss,
             lr=result.lr,

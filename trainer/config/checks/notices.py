@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trainer.config.checks.model import targets_experts, targets_in_experts
 from trainer.config.checks.moe import capacity_factor, watches_drop_rate
@@ -19,6 +19,21 @@ from trainer.parallel.world import World
 
 _MODEL = "model.model_config"
 _MOE = f"{_MODEL}.moe_config"
+
+
+NoticeKind = Literal["results", "parallel", "dtype", "ignored"]
+"""What differs, by importance: the results, the degrees of parallelism, a dtype, or nothing: a key has no effect."""
+
+
+class Notice(str):
+    """A sentence that the user should know; a plain string in its place is about the results."""
+
+    kind: NoticeKind
+
+    def __new__(cls, text: str, kind: NoticeKind) -> Notice:
+        notice = super().__new__(cls, text)
+        notice.kind = kind
+        return notice
 
 
 class _Unused(NamedTuple):
@@ -110,8 +125,9 @@ def _unused(config: Config) -> Iterator[str]:
 
 def rule_notices(config: Config) -> list[str]:
     """Every notice that does not depend on the number of ranks."""
-    parts = (_unused, _precision, _run, _mixture, _adapters, recompute_notices)
-    return [notice for part in parts for notice in part(config)]
+    unused = [Notice(text, "ignored") for text in _unused(config)]
+    dtypes = [Notice(text, "dtype") for text in _precision(config)]
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recompute_notices(config)]
 
 
 def _precision(config: Config) -> Iterator[str]:

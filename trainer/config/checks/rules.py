@@ -39,7 +39,8 @@ def _schedule(config: Config) -> Iterator[Problem]:
     name = "learning_rate" if "learning_rate" in names else "base_lr"
     if config.optimizer.learning_rate not in (None, getattr(schedule, name)):
         rule = f"disagrees with {key}.{name} = {getattr(schedule, name)} ({where(f'{key}.{name}')})"
-        yield problem(config, "optimizer.learning_rate", rule, _ONE)
+        fix = f"{_ONE}, or give both one value: --learning_rate X --optimizer.learning_rate X"
+        yield problem(config, "optimizer.learning_rate", rule, fix)
 
 
 def _training(config: Config) -> Iterator[Problem]:

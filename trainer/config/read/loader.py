@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.config.checks.notices import parallel_notices, rule_notices
+from trainer.config.checks.notices import Notice, parallel_notices, rule_notices
 from trainer.config.checks.problem import raise_problems
 from trainer.config.checks.rules import rule_problems
 from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
@@ -54,5 +54,6 @@ def config_notices(config: Config, world: World = SINGLE_PROCESS) -> list[str]:
         config: Of the run.
         world: The job it runs in.
     """
-    own = [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
-    return [*own, *parallel_notices(config, world)]
+    ignored = [Notice(text, "ignored") for text in ignored_notices(config)]
+    parallel = [Notice(text, "parallel") for text in parallel_notices(config, world)]
+    return [*config.source.notices, *ignored, *rule_notices(config), *parallel]

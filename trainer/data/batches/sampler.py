@@ -19,6 +19,11 @@ def epoch_order(num_sequences: int, *, shuffle: bool, seed: int, epoch: int) -> 
     return random_order(seed, Stream.ORDER, epoch, num_sequences) if shuffle else np.arange(num_sequences)
 
 
+def optimizer_steps(micro_batches: int, window: int) -> int:
+    """Optimizer steps of so many micro-batches, `window` of them each; the last step may have fewer."""
+    return -(-micro_batches // window)
+
+
 class BatchLoader:
     """Makes the micro-batches of a data set; keeps no state between epochs.
 
