@@ -167,6 +167,7 @@ def test_the_schema_is_a_json_schema_of_the_configuration(tmp_path: Path) -> Non
         (["doctor", "--jsn"], ["--jsn", "--json"]),
         (["schema", "--json"], ["--json"]),
         (["--json", "--config", str(QUICKSTART)], ["--json"]),
+        (["plan", "--config", str(QUICKSTART), "--options", "seed=3", "x.y=1"], ["x: unknown key"]),
         (["plan", "extra", "--config", str(QUICKSTART)], ["extra"]),
         (["plan"], ["--config", "needs its YAML file", "configs/quickstart.yaml"]),
         (["--config"], ["--config", "needs a value"]),

@@ -37,6 +37,7 @@ _HELP = "\n\n".join(
     )
 )
 
+_OF_A_RUN = ("--config", "--options")  # in the help of each command, and read by `split_arguments`
 _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
 app = typer.Typer(
@@ -112,9 +113,9 @@ def dispatch(argv: list[str]) -> int:
         return _dispatch_launch(command, rest)
     if not any(option.name == "config" for option in command.params):
         return _run(command, rest, None)
-    own = {switch: option for option in command.params for switch in option.opts}
+    own = {switch: option for option in command.params for switch in option.opts if switch not in _OF_A_RUN}
     switches = ["--help", *(switch for switch, option in own.items() if option.is_flag)]
-    values = [switch for switch, option in own.items() if not option.is_flag and option.name != "config"]
+    values = [switch for switch, option in own.items() if not option.is_flag]
     arguments = split_arguments(rest, switches, values)
     if "--help" in arguments.rest:
         _add_flags(command, command)

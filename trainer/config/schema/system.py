@@ -115,8 +115,8 @@ class RecomputeConfig(Section):
     )
     select_recompute: _Layers | dict[str, _Layers] = setting(
         False,
-        "Sublayers of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular expressions,"
-        " or each with its layers; True for mlp. Default False.",
+        "Sublayers of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular"
+        " expressions, or each with its layers; True for mlp. Default False.",
     )
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
         False, "Sublayers to keep after all: written like select_recompute; True for both. Default False."

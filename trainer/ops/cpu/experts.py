@@ -31,7 +31,7 @@ _SCRATCH_NUMBERS = 1 << 21  # of a thread: large models have enough work in fewe
 _MOST_SEGMENTS = 4  # of one expert's rows, each with a gradient of the weights of its own
 
 
-class CpuExperts(nn.Cell):
+class CpuExperts:
     """(x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing) -> out_ND.
 
     out is the sum over a token's experts e of its gate for e times down_e(silu(gate_e(x)) * up_e(x)): the same as
@@ -40,10 +40,9 @@ class CpuExperts(nn.Cell):
     """
 
     def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
         self.scratch = Scratch(host_threads().threads)
 
-    def construct(
+    def __call__(
         self, x_ND: Tensor, gates_Nk: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, routing: Routing
     ) -> Tensor:
         weights = (gate_EFD, up_EFD, down_EDF)

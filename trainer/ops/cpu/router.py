@@ -35,7 +35,7 @@ class Routed(NamedTuple):
     scores_NE: np.ndarray
 
 
-class CpuRouter(nn.Cell):
+class CpuRouter:
     """(y_ND, router_ED, tokens_B1, valid_N1, decide) -> `Routed`.
 
     The same as Router without its norm, Gates and RouterLosses of `trainer.models.moe`, where the formulas are, with
@@ -46,10 +46,9 @@ class CpuRouter(nn.Cell):
     """
 
     def __init__(self, moe: MoEConfig) -> None:
-        super().__init__(auto_prefix=False)
         self.moe = moe
 
-    def construct(self, y_ND: Tensor, router_ED: Tensor, tokens_B1: Tensor, valid_N1: Tensor, decide: Decide) -> Routed:
+    def __call__(self, y_ND: Tensor, router_ED: Tensor, tokens_B1: Tensor, valid_N1: Tensor, decide: Decide) -> Routed:
         call = _RouterCall(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide)
         gates_Nk, aux_loss, z_loss = call(y_ND, router_ED)
         return Routed(gates_Nk, aux_loss, z_loss, call.routing, call.scores_NE)
