@@ -127,6 +127,7 @@ def test_a_notice_has_the_kind_of_what_differs() -> None:
     assert kinds["model.model_config.compute_dtype"] == "dtype"
     (other,) = (notice for notice in plan_of("quickstart", optimizer__momentum=0.5).notices)
     assert other.startswith("optimizer.momentum 0.5: not used") and other.kind == "ignored"
+    assert json.loads(json.dumps(plan_dict(plan_of("quickstart", optimizer__momentum=0.5))))["notices"] == [other]
 
 
 HALF = {"amp_level": "auto", "runner_wrapper__scale_sense": 128}

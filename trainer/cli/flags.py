@@ -44,10 +44,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("learning_rate", "lr_schedule.learning_rate", "value", "Peak learning rate of the schedule.", "FLOAT"),
         Flag("epochs", "runner_config.epochs", "value", "Passes over the training data.", "INT"),
         Flag("batch_size", "runner_config.batch_size", "value", "Sequences of one micro-batch on a rank.", "INT"),
-        Flag(
-            "gradient_accumulation_steps", "runner_config.gradient_accumulation_steps", "value",
-            "Micro-batches of one optimizer step.", "INT",
-        ),  # fmt: skip
+        Flag("gradient_accumulation_steps", "runner_config.gradient_accumulation_steps", "value",
+             "Micro-batches of one optimizer step.", "INT"),
         Flag("stop_step", "runner_config.stop_step", "value", "End after this optimizer step; 0: off.", "INT"),
         Flag("use_clip_grad", "runner_wrapper.use_clip_grad", "bool", "Clip gradients by their global norm."),
         Flag("max_grad_norm", "runner_wrapper.max_grad_norm", "value", "Largest global norm after clipping.", "FLOAT"),
@@ -58,15 +56,11 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
     ),
     "Data": (
-        Flag(
-            "train_dataset_dir", f"{_DATA}.dataset_dir", "value",
-            'Data to train on: file, folder or "stdlib".', "PATH",
-        ),  # fmt: skip
+        Flag("train_dataset_dir", f"{_DATA}.dataset_dir", "value",
+             'Data to train on: file, folder or "stdlib".', "PATH"),
         Flag("eval_dataset_dir", "eval_dataset.data_loader.dataset_dir", "value", "Data to evaluate on.", "PATH"),
-        Flag(
-            "num_samples", f"{_DATA}.num_samples", "value",
-            "At most so many sequences of each data set.", "INT", also="eval_dataset.data_loader.num_samples",
-        ),  # fmt: skip
+        Flag("num_samples", f"{_DATA}.num_samples", "value",
+             "At most so many sequences of each data set.", "INT", also="eval_dataset.data_loader.num_samples"),
         Flag("predict_data", "predict_data", "list", "predict: prompts, or a file of prompts.", "TEXT..."),
         Flag("predict_batch_size", "predict_batch_size", "value", "predict: prompts generated at once.", "INT"),
     ),
@@ -76,31 +70,23 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("use_fused_swiglu", f"{_MODEL}.use_fused_swiglu", "bool", "Fused SwiGLU where there is one."),
         Flag("use_gmm", f"{_MOE}.use_gmm", "bool", "Experts as one grouped matrix product."),
         Flag("enable_gmm_safe_tokens", f"{_MOE}.enable_gmm_safe_tokens", "bool", "At least one token for each expert."),
-        Flag(
-            "callback_moe_droprate", f"{_MOE}.callback_moe_droprate", "bool",
-            "Report the tokens that experts dropped.",
-        ),  # fmt: skip
+        Flag("callback_moe_droprate", f"{_MOE}.callback_moe_droprate", "bool",
+             "Report the tokens that experts dropped."),
     ),
     "Parallelism": (
         Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: as the job is."),
-        Flag(
-            "parallel_fallback", "parallel.parallel_fallback", "value",
-            "explicit: data parallelism instead of semi-automatic mode.", "NAME",
-        ),  # fmt: skip
+        Flag("parallel_fallback", "parallel.parallel_fallback", "value",
+             "explicit: data parallelism instead of semi-automatic mode.", "NAME"),
     ),
     "Output": (
         Flag("output_dir", "output_dir", "value", "Folder for everything a run leaves.", "DIR"),
-        Flag(
-            "log_format", "log_format", "value",
-            "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT",
-        ),  # fmt: skip
+        Flag("log_format", "log_format", "value",
+             "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT"),
     ),
     "Checkpoints": (
         Flag("load_checkpoint", "load_checkpoint", "value", "Weights to start from.", "PATH"),
-        Flag(
-            "resume_training", "resume_training", "optional",
-            "Resume from the newest, or the named, checkpoint.", "[NAME]",
-        ),  # fmt: skip
+        Flag("resume_training", "resume_training", "optional",
+             "Resume from the newest, or the named, checkpoint.", "[NAME]"),
         Flag("adapter_id", "adapter_id", "value", "Adapters (pet_config) to start from.", "PATH"),
     ),
     "Ignored, or not yet there": (
@@ -116,7 +102,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("trust_remote_code", "trust_remote_code", "bool", "Code of a model hub; ignored."),
         Flag("modal_type", "modal_type", "list", "Kinds of predict_data; not yet.", "TEXT..."),
     ),
-}
+}  # fmt: skip
 FLAGS = tuple(flag for flags in PANELS.values() for flag in flags)
 
 
@@ -124,11 +110,8 @@ class Arguments(NamedTuple):
     """A command line, taken apart."""
 
     config: str | None
-    """The path after ``--config``, relative to the working directory."""
-    overrides: list[Override]
-    """All values, the weakest first."""
-    rest: list[str]
-    """Subcommands and the command's own flags, in order."""
+    overrides: list[Override]  # the weakest first
+    rest: list[str]  # the command's own flags
 
 
 @dataclass
@@ -136,7 +119,6 @@ class _Reader:
     """Reads arguments from left to right."""
 
     tokens: list[str]
-    own_flags: Collection[str]
     config: str | None = None
     options: list[Override] = field(default_factory=list)
     named: list[Override] = field(default_factory=list)
@@ -168,14 +150,13 @@ def split_arguments(
     """Takes a command line apart.
 
     Args:
-        argv: The arguments after the program's name.
         own_flags: Switches of the command itself: they stay in ``rest``.
         own_values: Its options with a value, which stay there too.
 
     Raises:
         UserError: An unknown flag (with the nearest one), or a missing value.
     """
-    reader = _Reader(list(argv), own_flags)
+    reader = _Reader(list(argv))
     while reader.tokens:
         token = reader.tokens.pop(0)
         if not token.startswith("--") or token in own_flags:
@@ -210,9 +191,8 @@ def _read_flag(reader: _Reader, name: str, given: str | None) -> None:
         for pair in reader.values("--options", given, "runner_config.epochs=3"):
             key, equals, text = pair.partition("=")
             if not equals or not key:
-                raise UserError(
-                    f"{pair!r} is not key=value", where="flag --options", fix="write --options runner_config.epochs=3"
-                )
+                fix = "write --options runner_config.epochs=3"
+                raise UserError(f"{pair!r} is not key=value", where="flag --options", fix=fix)
             reader.options.append(Override(key, text, "--options"))
         return
     plain = name.replace("-", "_")
@@ -235,23 +215,13 @@ def _named(reader: _Reader, flag: Flag, given: str | None) -> list[Override]:
     elif flag.kind == "value" or given is not None or reader.next_is_value():
         texts = (reader.value(shown, given, example),)
     text = texts[0] if texts else "True"
-    if flag.kind == "bool":
-        _check_boolean(shown, text)
+    if flag.kind == "bool" and text.lower() not in ("true", "false"):
+        fix = f"write {shown}, {shown} False or --no-{flag.name}"
+        raise UserError("must be True or False", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
     overrides = [Override(flag.key, text, f"flag {shown}", texts=texts if flag.kind == "list" else ())]
     if flag.also:
         overrides.append(Override(flag.also, text, f"flag {shown}", only_if_present=True))
     return overrides
-
-
-def _check_boolean(shown: str, text: str) -> None:
-    if text.lower() not in ("true", "false"):
-        raise UserError(
-            "must be True or False",
-            where=f"flag {shown}",
-            key=shown[2:],
-            value=text,
-            fix=f"write {shown}, {shown} False or --no-{shown[2:]}",
-        )
 
 
 def _negated(flag: Flag, given: str | None) -> list[Override]:
@@ -259,9 +229,8 @@ def _negated(flag: Flag, given: str | None) -> list[Override]:
 
     shown = f"--no-{flag.name}"
     if flag.kind not in ("bool", "optional"):
-        raise UserError(
-            "only a True/False flag can be negated", where=f"flag {shown}", fix=f"write --{flag.name} VALUE"
-        )
+        fix = f"write --{flag.name} VALUE"
+        raise UserError("only a True/False flag can be negated", where=f"flag {shown}", fix=fix)
     if given is not None:
         raise UserError("takes no value", where=f"flag {shown}", fix=f"write --{flag.name} {given} or {shown}")
     return [Override(flag.key, "False", f"flag {shown}")]

@@ -18,18 +18,12 @@ class TrainingBackend(Protocol):
     """Explicit mode (`trainer.run.prepare`) or MindSpore's semi-automatic mode (`trainer.semi_auto.backend`).
 
     Nothing but `open` imports MindSpore. Adding a mode takes a class with these members and a line in `choose_backend`.
-
-    Attributes:
-        config, world: The run, and this rank among how many.
-        execution: How the model is executed, in words.
-        data_config: The configuration as the data sees it: sizes of the batches that one of `data_ranks` reads.
-        data_ranks: Which part of every batch this rank reads, and how many parts there are.
     """
 
     config: Config
     world: World
-    execution: str
-    data_config: Config
+    execution: str  # how the model is executed, in words
+    data_config: Config  # with the batch sizes that one of `data_ranks` reads
     data_ranks: Ranks
 
     def check_device(self, device: str) -> None:
@@ -44,9 +38,7 @@ class TrainingBackend(Protocol):
     def open(self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str) -> Any:
         """The training step, ready to be called: a `TrainStep` or a `GraphStep`. Imports MindSpore.
 
-        Args:
-            schedule: Learning rate of update number `n`, from 0.
-            weights: Of the whole model, checked to fit; None: those of `seed`.
+        The schedule gives the learning rate of update `n`, from 0; weights None are those of `seed`.
 
         Raises:
             UserError: The device is not there.
@@ -54,8 +46,4 @@ class TrainingBackend(Protocol):
         """
 
     def check_layout(self, layout: Mapping[str, Any], communicator: Any) -> None:
-        """Compares over the ranks what must be the same on all of them before the first step.
-
-        Raises:
-            RunError: It differs.
-        """
+        """Raises a RunError where ranks differ in what must be the same on all of them before the first step."""

@@ -30,7 +30,10 @@ def experts_plan(config: Config) -> dict[str, str]:
 
 def _experts(config: Config, moe: MoEConfig) -> dict[str, str]:
     settings = config.decoder
-    found = {"router": _router(moe), "experts": f"{moe.expert_num} of width {settings.expert_size}"}
+    router = f"{moe.score_function} scores, {moe.num_experts_chosen} of {moe.expert_num} experts"
+    router += ", weights that sum to 1" if moe.norm_topk_prob else ""
+    router += "" if moe.routed_scaling_factor == 1 else f", times {moe.routed_scaling_factor:g}"
+    found = {"router": router, "experts": f"{moe.expert_num} of width {settings.expert_size}"}
     if moe.n_group and (moe.topk_group or moe.n_group) < moe.n_group:
         found["groups"] = f"a token goes to the best {moe.topk_group} of {moe.n_group} groups"
     if settings.shared_expert_size:
@@ -43,13 +46,6 @@ def _experts(config: Config, moe: MoEConfig) -> dict[str, str]:
     if config.trains:
         found["balance"] = _balance(config, moe)
     return found
-
-
-def _router(moe: MoEConfig) -> str:
-    text = f"{moe.score_function} scores, {moe.num_experts_chosen} of {moe.expert_num} experts"
-    if moe.norm_topk_prob:
-        text += ", weights that sum to 1"
-    return text if moe.routed_scaling_factor == 1 else f"{text}, times {moe.routed_scaling_factor:g}"
 
 
 def _tokens(config: Config, moe: MoEConfig) -> str:

@@ -43,7 +43,7 @@ def memory_estimate(config: Config, trains: bool, device: str, world: World = SI
         trained = _bytes(trained_shapes(config))
         parts["gradients"] = trained * copies
         parts["optimizer state"] = _optimizer_state_bytes(config, world)
-        parts["activations"] = labels * activations_of_label(config, device) * _FLOAT32_BYTES
+        parts["activations"] = labels * _activations_of_label(config, device) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
             parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
@@ -64,15 +64,10 @@ def _optimizer_state_bytes(config: Config, world: World) -> int:
     return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
 
 
-def activations_of_label(config: Config, device: str) -> int:
+def _activations_of_label(config: Config, device: str) -> int:
     """Float32 values kept for each label between forward and backward pass, at the peak."""
     if config.classifier is not None:
         return 3 * sum(config.classifier.sizes)  # each layer: input, product and its gradient
-    return activations_of_token(config, device)
-
-
-def activations_of_token(config: Config, device: str) -> int:
-    """Float32 values kept for each token of a decoder."""
     settings = config.decoder
     half = resolve_precision(settings, config.amp_level, device).compute.dtype != "float32"
     kept, working, both = 0, 0, 0
@@ -107,7 +102,10 @@ def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, in
     width = 3 * settings.ffn_size if not experts else _activations_of_experts(settings)
     found = {"attention": attention, "mlp": (4 + bool(settings.hidden_dropout)) * hidden + width}
     for name in layer_targets(settings, layer) if settings.pet_config and layer < settings.num_layers else ():
-        found[sublayer_of(name)] += _activations_of_adapter(settings, name)
+        # The product with A; what dropout leaves of the input, and its mask.
+        width = (attention_shapes(settings) | mlp_shapes(settings))[f"{name}.weight"][1]
+        dropped = 2 * width * bool(settings.pet_config.lora_dropout)
+        found[sublayer_of(name)] += settings.pet_config.lora_rank + dropped
     return found | {"block": sum(found.values())}
 
 
@@ -121,12 +119,6 @@ def _activations_of_experts(settings: ModelConfig) -> int:
 def _scores(settings: ModelConfig) -> int:
     """Attention scores of a token in all heads: the first half of the queries meets half of the keys."""
     return settings.num_heads * settings.seq_length * 3 // 4
-
-
-def _activations_of_adapter(settings: ModelConfig, name: str) -> int:
-    """The product with A; what dropout leaves of the input, and its mask."""
-    width = (attention_shapes(settings) | mlp_shapes(settings))[f"{name}.weight"][1]
-    return settings.pet_config.lora_rank + 2 * width * bool(settings.pet_config.lora_dropout)
 
 
 def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,79 +49,46 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything `plan` says.
-
-    Attributes:
-        execution: How the model is executed, in words.
-        ranks, host_ranks: Ranks of the job on all hosts, and on this one.
-        layout: The degrees of parallelism, in words; empty for one rank.
-        optimizer_sharing: How ranks share the optimizer state, in words; empty where each has all of it.
-        optimizer: Its type and the settings that the type uses.
-        clipping: How gradients are clipped, in words.
-        loss_scale: Factor on the loss in the backward pass, in words.
-        skipping: Which steps update nothing, in words; empty for none.
-        kernels: For each kernel: asked for, chosen, why.
-        groups: Parameter groups with their decay and sizes; none where nothing is trained.
-        weights: Number of trained weights.
-        active_weights: Weights that compute one token; fewer than all only with experts.
-        experts: Router, experts, dropped tokens and MTP modules, in words; empty without.
-        frozen: The weights that are not trained.
-        adapters: Rank, factor and targets of low-rank adapters, in words; empty without.
-        recompute: What the backward pass computes again, in words; empty for nothing.
-        dtypes: For each part of the model its dtype on the device, and why.
-        rows, rows_exact: Sequences (or images) of an epoch, counted.
-        batch_rows, micro_batches: Sequences of a micro-batch on a rank, micro-batches of a step.
-        rows_per_step, tokens_per_step: Sequences and labels of a full step, over all ranks.
-        steps_per_epoch, epochs, total_steps, last_step: Optimizer steps; `last_step` is where this run ends.
-        learning_rates: (step, rate) at some steps, counted from 1 as in the log.
-        memory_bytes: Estimated peak of a rank by part, and their total.
-        host_memory_bytes: Of all ranks of this host.
-        eval_rows: Sequences of an evaluation; None without one.
-        notices: What the user should know.
-        labels: What `tokens_per_step` counts: tokens, or images.
-        resumed: The checkpoint that the run resumes from, in words; empty for a fresh start.
-        backend: How the run trains.
-        data: The opened data of a training or an evaluation; the run reads from it.
-    """
+    """Everything `plan` says; the sentences among its values are empty where there is nothing to say."""
 
     run_mode: str
     device: str
     ranks: int
-    host_ranks: int
-    layout: str
+    host_ranks: int  # on this host
+    layout: str  # the degrees of parallelism
     optimizer_sharing: str
     execution: str
     output_dir: str
     optimizer: dict[str, Any]
     clipping: str
     loss_scale: str
-    skipping: str
+    skipping: str  # which steps update nothing
     schedule: str
     kernels: tuple[KernelChoice, ...]
-    groups: tuple[Group, ...]
-    weights: int
-    active_weights: int
+    groups: tuple[Group, ...]  # none where nothing is trained
+    weights: int  # trained ones
+    active_weights: int  # compute one token; fewer than all only with experts
     experts: dict[str, str]
     frozen: Group
     adapters: str
     recompute: str
     dtypes: dict[str, PartDtype]
-    rows: int
+    rows: int  # sequences (or images) of an epoch
     rows_exact: bool
-    batch_rows: int
+    batch_rows: int  # of a micro-batch on a rank
     micro_batches: int
-    rows_per_step: int
+    rows_per_step: int  # of a full step, over all ranks
     tokens_per_step: int
     steps_per_epoch: int
     epochs: int
     total_steps: int
-    last_step: int
-    learning_rates: tuple[tuple[int, float], ...]
-    memory_bytes: dict[str, int]
+    last_step: int  # where this run ends
+    learning_rates: tuple[tuple[int, float], ...]  # (step from 1, rate) at some steps
+    memory_bytes: dict[str, int]  # of a rank, by part and in total
     host_memory_bytes: int
-    eval_rows: int | None
+    eval_rows: int | None  # None without an evaluation
     notices: tuple[str, ...]
-    labels: str = "tokens"
+    labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
@@ -129,12 +96,6 @@ class Plan:
 
 def plan_run(config: Config, world: World, backend: TrainingBackend, device: str, progress: Progress) -> Plan:
     """Works out what a run of this checked configuration will do, and opens its data; see `trainer.run.prepare`.
-
-    Args:
-        config, world: The run, and this rank among how many.
-        backend: How it trains.
-        device: As resolved.
-        progress: Told the bytes done and in all while text is tokenized.
 
     Raises:
         UserError: The data cannot be read, or fills no batch.
@@ -149,19 +110,23 @@ def plan_run(config: Config, world: World, backend: TrainingBackend, device: str
     memory_bytes = memory_estimate(config, trains, device, world)
     notices = [*config_notices(config, world), *backend.notices(), *device_notices(config, device)]
     notices += [*freeze_notices(config), *memory_notices(memory_bytes["total"], ranks=world.local_size)]
-    data = _open_data(config, backend, progress, notices.append)
+    data = None
+    if config.run_mode != "predict":
+        opened = training_batches if trains else eval_batches
+        data = opened(backend.data_config, backend.data_ranks, progress, notices.append)
     read, ranks = backend.data_config.runner_config, backend.data_ranks[1]
     steps = optimizer_steps(data.loader.batches_per_epoch, read.gradient_accumulation_steps) if trains else 0
     total = steps * runner.epochs
     last = min(total, runner.stop_step or total)
     step_rows = read.batch_size * ranks * read.gradient_accumulation_steps
-    degrees = degrees_of(config, world)
+    # Below the first trained layer there is no backward pass.
+    first = first_trained_layer(config, frozen_names(config)) if trains else 0
     return Plan(
         run_mode=config.run_mode,
         device=device,
         ranks=world.size,
         host_ranks=world.local_size,
-        layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
+        layout=", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1),
         optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
         execution=backend.execution,
         output_dir=str(Path(config.output_dir).expanduser()),
@@ -177,7 +142,7 @@ def plan_run(config: Config, world: World, backend: TrainingBackend, device: str
         experts=experts_plan(config),
         frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
         adapters=_adapters(settings),
-        recompute=_recompute(config) if trains else "",
+        recompute=recompute_text(("",) * first + recomputed_parts(config)[first:]) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
         rows=data.dataset.num_sequences if trains else 0,
         rows_exact=True,
@@ -200,15 +165,6 @@ def plan_run(config: Config, world: World, backend: TrainingBackend, device: str
     )
 
 
-def _open_data(
-    config: Config, backend: TrainingBackend, progress: Progress, notice: Callable[[str], None]
-) -> TrainingBatches | EvalBatches | None:
-    if config.run_mode == "predict":
-        return None
-    opened = training_batches if config.trains else eval_batches
-    return opened(backend.data_config, backend.data_ranks, progress, notice)
-
-
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
     return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
 
@@ -229,13 +185,6 @@ def _adapters(settings: ModelConfig) -> str:
     where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
     dropout = f", dropout {section.lora_dropout:g}" if section.lora_dropout else ""
     return f"rank {section.lora_rank}, times {section.scale:g}{dropout}, on {' '.join(names)}{where}"
-
-
-def _recompute(config: Config) -> str:
-    first = first_trained_layer(config, frozen_names(config))
-    parts = recomputed_parts(config)
-    # Below the first trained layer there is no backward pass.
-    return recompute_text(("",) * first + parts[first:])
 
 
 def _clipping(config: Config) -> str:

@@ -18,7 +18,7 @@ Section: TypeAlias = tuple[str, Rows]
 
 _LOCATION = re.compile(r"\(([^()\s]+\.ya?ml):(\d+)\)")
 _IGNORED = re.compile(r"ignored: (.*\)): ")
-_KINDS = get_args(NoticeKind)
+_KINDS = get_args(NoticeKind)  # the most important first
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
     if plan.eval_rows is not None:
         unit = "sequences" if plan.labels == "tokens" else plan.labels
         found.append(("evaluation", [("", ""), ("data", f"{plan.eval_rows:,} {unit}")]))
-    return [*found, *_details(plan), _memory(plan)] if verbose else [*found, _memory_line(plan)]
+    return [*found, *(_details(plan) if verbose else ()), _memory(plan, verbose)]
 
 
 def _notes(notices: tuple[str, ...], verbose: bool) -> Section:
@@ -151,24 +151,16 @@ def _details(plan: Plan) -> list[Section]:
     return found
 
 
-def _memory(plan: Plan) -> Section:
-    parts = plan.memory_bytes
+def _memory(plan: Plan, verbose: bool) -> Section:
+    parts = {part: f"{size / (1 << 20):,.0f}" for part, size in plan.memory_bytes.items()}
+    sums = {"total": parts.pop("total")}
     if plan.ranks > 1:
-        parts = parts | {f"{plan.host_ranks} ranks of this host": plan.host_memory_bytes}
+        sums[f"{plan.host_ranks} ranks of this host"] = f"{plan.host_memory_bytes / (1 << 20):,.0f}"
     title = "memory of a rank, estimated" if plan.ranks > 1 else "memory, estimated"
-    return title, [("part", "MiB"), *((part, _mib(size)) for part, size in parts.items())]
-
-
-def _memory_line(plan: Plan) -> Section:
-    title, (_, *rows) = _memory(plan)
-    totals = ("total", f"{plan.host_ranks} ranks of this host")
-    parts = ", ".join(f"{part} {size}" for part, size in rows if part not in totals)
-    sums = [(part, f"{size} MiB") for part, size in rows if part in totals]
-    return title, [("", ""), *sums, ("parts, MiB", parts)]
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 20):,.0f}"
+    if verbose:
+        return title, [("part", "MiB"), *parts.items(), *sums.items()]
+    listed = ", ".join(f"{part} {size}" for part, size in parts.items())
+    return title, [("", ""), *((name, f"{size} MiB") for name, size in sums.items()), ("parts, MiB", listed)]
 
 
 def sections_text(sections: list[Section]) -> str:

@@ -28,20 +28,13 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        path: The file.
-        tensors, weights, file_bytes: How much it holds.
-        contents: What that is, in words.
-        notices: What the user should know.
-    """
+    """What was written."""
 
     path: Path
     tensors: int
     weights: int
     file_bytes: int
-    contents: str
+    contents: str  # what the file holds, in words
     notices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -51,12 +44,10 @@ class Exported:
 
 
 def export(config: Config, output: Path, *, merge: bool, force: bool = False) -> Exported:
-    """Writes the weights of `load_checkpoint`, with the adapters of `adapter_id` folded in where `merge` says so.
+    """Writes the weights of `load_checkpoint`; `merge` folds the adapters of `adapter_id` in.
 
     Args:
-        config: Says which model, and where its weights are.
         output: A file that ends in .safetensors, or a folder for model.safetensors.
-        merge: Fold the adapters in.
         force: Replace a file that is there.
 
     Raises:

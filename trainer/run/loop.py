@@ -63,16 +63,10 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
 
         for notice in prepared.plan.notices if world.rank == 0 else ():
             print(f"note: {notice}", file=sys.stderr)
-        return predict(config, _print_text, world, prepared.plan.device)
+        return predict(config, world, prepared.plan.device)
     if config.run_mode == "eval":
         return eval_run(config, world, prepared.plan)
     return _Training(config, world, prepared).run(extra_monitors)
-
-
-def _print_text(text: str) -> None:
-    """Prints text as it comes; what the terminal's encoding lacks appears as an escape."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
 
 
 class _Training:
@@ -87,7 +81,9 @@ class _Training:
         self.data, self.layout, self.resumed = prepared.plan.data, prepared.layout, prepared.resumed
         self.folder = Path(config.output_dir).expanduser()
         self.checkpoints = self.folder / "checkpoints"
-        self.save_every, self.keep_max = _checkpoint_settings(config)
+        saver = next((entry for entry in config.callbacks if entry.type == "CheckpointMonitor"), None)
+        # Steps between checkpoints (0: only at the end), and how many to keep.
+        self.save_every, self.keep_max = (saver.save_checkpoint_steps, saver.keep_checkpoint_max) if saver else (0, 5)
         self.totals = Totals()
         self.monitors: list[Monitor] = []
         self.position = self.resumed.position if self.resumed else Position()
@@ -129,7 +125,9 @@ class _Training:
                 self.tell("on_start", self.info)
                 self.fit(stop)
             outcome = f"stopped by {self.stopped.name}" if self.stopped else "finished"
-            summary = self.totals.summary(outcome, self.places())
+            written = {"checkpoints": "checkpoints", "metrics": "metrics.jsonl", "log": "logs/rank-0.log"}
+            written |= {"report": "report.png"} if self.config.report else {}
+            summary = self.totals.summary(outcome, {name: self.folder / path for name, path in written.items()})
             return EXIT_CODES[self.stopped] if self.stopped else EXIT_OK
         finally:
             for monitor in self.monitors:
@@ -299,12 +297,6 @@ class _Training:
         for monitor in self.monitors:
             getattr(monitor, event)(*values)
 
-    def places(self) -> dict[str, Path]:
-        names = {"checkpoints": "checkpoints", "metrics": "metrics.jsonl", "log": "logs/rank-0.log"}
-        if self.config.report:
-            names["report"] = "report.png"
-        return {name: self.folder / place for name, place in names.items()}
-
 
 def _monitors(config: Config, folder: Path, rank: int) -> list[Monitor]:
     """Every rank has a log file; rank 0 has the console, the metrics and the report."""
@@ -324,11 +316,3 @@ def _monitors(config: Config, folder: Path, rank: int) -> list[Monitor]:
         report = ReportMonitor(folder / "metrics.jsonl", folder / "report.png", console.on_notice, layers)
         monitors.append(report)
     return monitors
-
-
-def _checkpoint_settings(config: Config) -> tuple[int, int]:
-    """Steps between checkpoints (0: only at the end) and how many to keep."""
-    for entry in config.callbacks:
-        if entry.type == "CheckpointMonitor":
-            return entry.save_checkpoint_steps, entry.keep_checkpoint_max
-    return 0, 5

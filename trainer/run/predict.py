@@ -18,7 +18,7 @@ from trainer.monitors.files import make_folder, write_failure
 from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
     from trainer.data import Tokenizer
     from trainer.models.generate import Generator
     from trainer.parallel.communicator import Communicator
@@ -78,20 +78,17 @@ def _prompt_of_record(line: str, where: str) -> str:
     )  # fmt: skip
 
 
-def predict(config: Config, write: Callable[[str], None], world: World, device: str) -> int:
+def _print_text(text: str) -> None:
+    """Prints text as it comes; what the terminal's encoding lacks appears as an escape."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+
+
+def predict(config: Config, world: World, device: str) -> int:
     """Continues every prompt; text appears as it is made, and all of it lands in `output_dir`/predictions.jsonl.
 
     Several ranks share the batches of prompts; rank 0 shows and writes them all when all are done. A signal ends it
-    after the next token; predictions.jsonl of an earlier run stays then.
-
-    Args:
-        config: Run mode predict.
-        write: Takes text to show, with its own newlines.
-        world: This rank among how many.
-        device: Where the model runs.
-
-    Returns:
-        The exit code.
+    after the next token, with its exit code; predictions.jsonl of an earlier run stays then.
 
     Raises:
         UserError: A prompt is empty or too long, or the weights do not fit.
@@ -99,7 +96,7 @@ def predict(config: Config, write: Callable[[str], None], world: World, device: 
     """
     with StopSignals() as stop:
         try:
-            _predict(config, write, lambda: bool(stop), world, device)
+            _predict(config, lambda: bool(stop), world, device)
         except _Stopped:
             name = stop.received.name if stop.received else "a signal to another rank"
             print(f"stopped by {name}", file=sys.stderr)
@@ -107,9 +104,7 @@ def predict(config: Config, write: Callable[[str], None], world: World, device: 
     return stop.exit_code
 
 
-def _predict(
-    config: Config, write: Callable[[str], None], stop: Callable[[], bool], world: World, device: str
-) -> None:
+def _predict(config: Config, stop: Callable[[], bool], world: World, device: str) -> None:
     settings = config.decoder
     prompts, tokenizer = read_prompts(config), load_tokenizer(config)
     encoded = [_encode(config, tokenizer, prompt) for prompt in prompts]
@@ -126,7 +121,9 @@ def _predict(
     from trainer.run.session import open_session
 
     session = open_session(config, weights, world, device)
-    generator = Generator(session.model, session.build_inputs, _eos_ids(settings, tokenizer))
+    eos = settings.eos_token_id
+    eos_ids = [tokenizer.eos_id, *([eos] if isinstance(eos, int) else eos or [])]
+    generator = Generator(session.model, session.build_inputs, eos_ids)
     sampling = Sampling(
         do_sample=settings.do_sample,
         temperature=settings.temperature,
@@ -137,21 +134,27 @@ def _predict(
     )
     size = config.predict_batch_size or settings.batch_size
 
+    def until_stopped(steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:
+        for tokens in steps:
+            if stop():
+                raise _Stopped
+            yield tokens
+
     def continued(first: int, show: Callable[[str], None]) -> Iterator[dict[str, str]]:
         """One batch of prompts."""
         part = slice(first, first + size)
-        steps = _until(stop, generator.stream(encoded[part], limits[part], sampling, first))
+        steps = until_stopped(generator.stream(encoded[part], limits[part], sampling, first))
         numbers = [f"[{number + 1}/{len(prompts)}]" for number in range(len(prompts))[part]]
         texts = _show(prompts[part], numbers, steps, tokenizer, generator, show)
         yield from ({"prompt": prompt, "text": text} for prompt, text in zip(prompts[part], texts, strict=True))
 
     batches = range(0, len(prompts), size)
     if world.size > 1:
-        _predict_together(batches, continued, session.communicator, folder, write)
+        _predict_together(batches, continued, session.communicator, folder)
         return
     with write_records(folder / "predictions.jsonl") as record:
         for first in batches:
-            for found in continued(first, write):
+            for found in continued(first, _print_text):
                 record(found)
 
 
@@ -160,7 +163,6 @@ def _predict_together(
     continued: Callable[[int, Callable[[str], None]], Iterator[dict[str, str]]],
     communicator: Communicator,
     folder: Path,
-    write: Callable[[str], None],
 ) -> None:
     """Each rank continues every n-th batch; rank 0 shows and writes them in the order of the prompts."""
     done: list[tuple[int, str, list[dict[str, str]]]] | None = []
@@ -178,16 +180,9 @@ def _predict_together(
         return
     with write_records(folder / "predictions.jsonl") as record:
         for _, shown, found in sorted(itertools.chain.from_iterable(every)):
-            write(shown)
+            _print_text(shown)
             for one in found:
                 record(one)
-
-
-def _until(stop: Callable[[], bool], steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:
-    for tokens in steps:
-        if stop():
-            raise _Stopped
-        yield tokens
 
 
 @contextlib.contextmanager
@@ -271,27 +266,14 @@ def _most_new_tokens(config: Config, prompt: str, length: int) -> int:
     limit = settings.max_decode_length or settings.seq_length
     positions = max(settings.seq_length, settings.max_positions)
     if limit > positions:
-        raise UserError(
-            f"the model has positions for {positions} tokens",
-            where=config.source.where("model.model_config.max_decode_length"),
-            key="model.model_config.max_decode_length",
-            value=limit,
-            fix=f"use at most {positions}, or raise max_position_embeddings",
-        )
+        key, fix = "model.model_config.max_decode_length", f"use at most {positions}, or raise max_position_embeddings"
+        rule = f"the model has positions for {positions} tokens"
+        raise UserError(rule, where=config.source.where(key), key=key, value=limit, fix=fix)
     if length >= limit:
-        raise UserError(
-            f"a prompt of {length} tokens leaves no room for an answer in {limit}",
-            where=config.source.where("predict_data"),
-            key="predict_data",
-            value=_shortened(prompt),
-            fix="shorten the prompt or raise model.model_config.max_decode_length",
-        )
+        key, fix = "predict_data", "shorten the prompt or raise model.model_config.max_decode_length"
+        rule = f"a prompt of {length} tokens leaves no room for an answer in {limit}"
+        raise UserError(rule, where=config.source.where(key), key=key, value=_shortened(prompt), fix=fix)
     return min(limit - length, settings.max_new_tokens or limit)
-
-
-def _eos_ids(settings: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    configured = settings.eos_token_id
-    return [tokenizer.eos_id, *([configured] if isinstance(configured, int) else configured or [])]
 
 
 def _is_file(text: str) -> bool:

@@ -29,19 +29,12 @@ _PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast f
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a run needs that can be known without MindSpore.
-
-    Attributes:
-        plan: Carries device, data and backend.
-        layout: What a position in the training data means, see `data_layout`; empty where nothing is trained.
-        resume_from: The checkpoint that the run continues from; None for a fresh start.
-        resumed: Its contents.
-    """
+    """Everything a run needs that can be known without MindSpore."""
 
     plan: Plan
-    layout: dict[str, Any]
-    resume_from: Path | None
-    resumed: Resumed | None
+    layout: dict[str, Any]  # what a position in the training data means, see `data_layout`
+    resume_from: Path | None  # the checkpoint that the run continues from, None for a fresh start
+    resumed: Resumed | None  # its contents
 
 
 class ExplicitBackend:

@@ -55,9 +55,7 @@ def open_session(
     """Sets up the device, finds the other ranks and builds the model.
 
     Args:
-        config: Of the run.
-        weights: For the model, checked to fit; None for those of `seed`.
-        world: This rank among how many.
+        weights: Checked to fit; None for those of `seed`.
         device: That of the plan; None finds out which, for notebooks.
 
     Raises:
@@ -91,11 +89,7 @@ def build_model(
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:
-    """Compares a checksum of all weights over the ranks.
-
-    Raises:
-        RunError: They differ; names the ranks whose weights are not those of rank 0.
-    """
+    """Raises a RunError that names the ranks whose weights are not those of rank 0."""
     if communicator.size == 1:
         return
     checksum = 0
@@ -114,9 +108,8 @@ def open_training(
     """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
 
     Args:
-        config: Of the run.
         schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
-        weights, world, device: As in `open_session`.
+        weights, device: As in `open_session`.
 
     Raises:
         UserError: The device is not there, or `freeze` names no weight.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.schema.freeze import FreezeConfig
@@ -15,17 +16,14 @@ _NOT_YET = "not yet supported in semi-automatic mode"
 _INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
 
 
-def micro_batches_of(config: Config, world: World) -> int:
-    """How many a step has: of a pipeline what `micro_batch_num` says."""
-    piped = degrees_of(config, world).pipeline_stage > 1
-    return config.parallel_config.micro_batch_num if piped else config.runner_config.gradient_accumulation_steps
-
-
 def data_config(config: Config, world: World) -> Config:
     """The configuration as the data sees it: every rank reads the rows of all, and cuts the batch afterwards."""
     runner = config.runner_config
-    rows = runner.batch_size * degrees_of(config, world).data_parallel
-    changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches_of(config, world)}
+    degrees = degrees_of(config, world)
+    rows, micro_batches = runner.batch_size * degrees.data_parallel, runner.gradient_accumulation_steps
+    if degrees.pipeline_stage > 1:
+        micro_batches = config.parallel_config.micro_batch_num
+    changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches}
     return config.model_copy(update={"runner_config": runner.model_copy(update=changes)})
 
 
@@ -33,16 +31,19 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
     """What of the file has no effect, or another one, in semi-automatic mode."""
     steps, stages = config.runner_config.gradient_accumulation_steps, config.parallel_config.pipeline_stage
     if steps > 1 and stages > 1:
-        yield (
+        yield Notice(
             f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
-            f" be; parallel_config.micro_batch_num {config.parallel_config.micro_batch_num} says how many there are"
+            f" be; parallel_config.micro_batch_num {config.parallel_config.micro_batch_num} says how many there are",
+            "ignored",
         )
     if stages == 1 and config.parallel_config.micro_batch_num > 1:
-        yield f"parallel_config.micro_batch_num {config.parallel_config.micro_batch_num}: no effect without a pipeline"
+        text = f"parallel_config.micro_batch_num {config.parallel_config.micro_batch_num}: no effect without a pipeline"
+        yield Notice(text, "ignored")
     if config.context.mode == 1:
-        yield "context.mode 1: no effect in semi-automatic mode, which is one graph"
+        yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
     if config.recompute_config.recompute or config.recompute_config.select_recompute:
-        yield "recompute_config: no effect in semi-automatic mode yet, whose graph keeps all activations"
+        text = "recompute_config: no effect in semi-automatic mode yet, whose graph keeps all activations"
+        yield Notice(text, "ignored")
     if config.network.labels_text == "tokens" and config.decoder.mtp_depth:
         yield "mtp_depth: the loss of a step is what is minimised, the multi-token prediction modules included"
 

@@ -22,7 +22,6 @@ from trainer.semi_auto.step import GraphStep, Window, graph_mode
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.optim.optimizer import Optimizer
     from trainer.parallel.world import World
 
 
@@ -36,11 +35,9 @@ def open_semi_auto_training(
     """The step of a training, compiled and with its first weights.
 
     Args:
-        config: Of the run.
         schedule: Learning rate of update number `n`, from 0.
         weights: Of the whole model, checked to fit; None for those of `seed`.
-        world: This rank among how many. One alone is not cut, and runs on a CPU too.
-        device: Where to run.
+        world: A single rank holds the whole model, and runs on a CPU too.
 
     Raises:
         UserError: The configuration asks for what this mode cannot do.
@@ -54,11 +51,14 @@ def open_semi_auto_training(
         built.network.compile(*window.tensors([padding_batch(window.rows, window.length)], 0.0))
     parameters = ShardedParameters(built, config, world, communicator, _place_in_group)
     parameters.start(weights)
+    shapes = trained_shapes(config)
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}  # this rank's parts
     stages = degrees_of(config, world).pipeline_stage
     return GraphStep(
         built.network,
         built.step,
-        _optimizer(config, parameters),
+        build_optimizer(trained, groups, config.optimizer),
         schedule,
         config.runner_wrapper,
         window=window,
@@ -68,14 +68,6 @@ def open_semi_auto_training(
         gives_loss=world.rank // (world.size // stages) == stages - 1,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
     )
-
-
-def _optimizer(config: Config, parameters: ShardedParameters) -> Optimizer:
-    """Over this rank's parts of what is trained."""
-    shapes, settings = trained_shapes(config), config.optimizer
-    groups = parameter_groups(shapes, settings.weight_decay, settings.type)
-    trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}
-    return build_optimizer(trained, groups, settings)
 
 
 def window_of(config: Config, world: World) -> Window:

@@ -30,7 +30,7 @@ class Notice(str):
 
     kind: NoticeKind
 
-    def __new__(cls, text: str, kind: NoticeKind) -> Notice:
+    def __new__(cls, text: str, kind: NoticeKind = "results") -> Notice:
         notice = super().__new__(cls, text)
         notice.kind = kind
         return notice
