@@ -29,6 +29,7 @@ from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoin
 from trainer.checkpoint.weights import first_of, fitting_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.config.schema.fields import Section, support_of
+from trainer.data.batches.sampler import optimizer_steps
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes
 from trainer.optim.freeze import trained_shapes
@@ -314,7 +315,7 @@ def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any])
 def _steps_of_epoch(layout: Mapping[str, Any]) -> int:
     batches, left = divmod(layout["rows"], layout["batch_size"] * layout["ranks"])
     batches += bool(left and not layout["drop_remainder"])
-    return -(-batches // layout["gradient_accumulation_steps"])
+    return optimizer_steps(batches, layout["gradient_accumulation_steps"])
 
 
 def settings_record(config: Config) -> dict[str, Any]:
