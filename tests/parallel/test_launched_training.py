@@ -1,8 +1,8 @@
-"""Trainings started with `run_trainer.py launch` and MindSpore's own msrun: the numbers of one process, uneven data,
-signals, failures, a hang, prediction.
+"""Trainings started with `run_trainer.py launch` and MindSpore's own msrun: the same results as one process, uneven
+data, signals, failures, a hang, prediction.
 
-Promised: loss and norm of the first step within 1e-6 relative of one process with the same global batch, and the loss
-of the fiftieth within 1e-4.
+Promised: loss and norm of the first step within 1e-6 relative of one process with the same global batch, and those of
+every later step within 1e-4.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def run_alone(config: Path, *flags: object) -> None:
     assert code == 0, errors + printed
 
 
-def endless(folder: Path, *flags: object) -> tuple[Launcher, Path]:
+def endless(folder: Path, *flags: object, **environment: str) -> tuple[Launcher, Path]:
     """A job of two ranks that has done three steps of very many, and its output folder."""
     changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2}
     config, output = write_config(folder, write_corpus(folder / "data"), changes), folder / "output"
-    return going_on(launch(folder, 2, config, *flags), output, 3), output
+    return going_on(launch(folder, 2, config, *flags, **environment), output, 3), output
 
 
 def going_on(job: Launcher, output: Path, steps: int) -> Launcher:
@@ -90,7 +90,7 @@ def assert_same_training(ours: Path, right: Path) -> None:
 
 def test_eight_ranks_train_like_one_and_their_checkpoint_goes_on_with_any_number(tmp_path: Path) -> None:
     """Fifty steps with unequal tokens, accumulation and last batches that do not reach all ranks; then 8 -> 2 -> 4 -> 1
-    ranks, of which several share the optimizer's state, and the last needs no msrun."""
+    ranks. 8 and 4 ranks shard the optimizer's state, 2 ranks hold it whole, and a single one needs no msrun."""
     data = write_instructions(tmp_path / "eight.jsonl", records=150)
     changes = {
         "train_dataset.data_loader": {"type": "JsonlDataset", "dataset_dir": str(data)},
@@ -100,20 +100,20 @@ def test_eight_ranks_train_like_one_and_their_checkpoint_goes_on_with_any_number
         "runner_wrapper": {"use_clip_grad": True},
     }
     alone, output = tmp_path / "alone" / "output", tmp_path / "together" / "output"
-    shared = {
+    sharded = {
         "parallel": {
             "enable_parallel_optimizer": True,
             "parallel_optimizer_config": {"parallel_optimizer_threshold": 1},
         }
     }
     for ranks, stop in ((8, 50), (2, 52), (4, 54), (1, 56)):
-        own = {"runner_config.batch_size": 8 // ranks, "output_dir": str(output)} | (shared if ranks in (2, 4) else {})
+        own = {"runner_config.batch_size": 8 // ranks, "output_dir": str(output)} | (sharded if ranks in (8, 4) else {})
         folder = tmp_path / f"on-{ranks}"
         flags = ["--stop_step", stop, *(["--resume_training"] if stop > 50 else [])]
         more = {"RUN_TRAINER_MSRUN": "absent.py"} if ranks == 1 else {}
         job = run(folder, ranks, write_config(folder, tmp_path, changes | own), *flags, **more)
         shards = list((output / "checkpoints" / f"step-{stop:08d}").glob("optimizer-*-of-*"))
-        assert len(shards) == (ranks if ranks in (2, 4) else 0)
+        assert len(shards) == (ranks if ranks in (8, 4) else 0)
     assert re.search("step +56/", job.printed) and not (job.logs / "job" / "msrun").exists()
     train(write_config(alone.parent, tmp_path, changes | {"runner_config.batch_size": 8}), runner_config__stop_step=56)
     assert len(step_records(alone)) == 56 and len(set(column(step_records(alone), "tokens"))) > 1
@@ -165,7 +165,7 @@ def test_a_signal_to_the_launcher_saves_one_checkpoint_and_the_job_goes_on(tmp_p
 
 
 def test_a_rank_that_stands_still_is_a_hang(tmp_path: Path) -> None:
-    job, _ = endless(tmp_path, "--hang_timeout", 4)
+    job, _ = endless(tmp_path, "--hang_timeout", 4, RUN_TRAINER_TIME_SCALE="0.5")
     began = time.monotonic()
     os.kill(pid(job, 1), signal.SIGSTOP)
     assert job.end() == EXIT_HANG

@@ -315,7 +315,7 @@ class Spoke(Nodes):
 
     def close(self) -> None:
         """Node 0 still learns of a failure from before it was there."""
-        deadline = time.monotonic() + _DELIVERY_SECONDS
+        deadline = time.monotonic() + scaled(_DELIVERY_SECONDS)
         while any("failed" in message for message in self._unsent) and time.monotonic() < deadline:
             self._exchange(time.monotonic())
             time.sleep(0.05)
