@@ -29,8 +29,8 @@ _IN_REPOSITORY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})"
 _AGENT = [sys.executable, "-I", "-c", f"{_IN_REPOSITORY}; from trainer.launch.agent import main; sys.exit(main())"]
 _TRAINER = f"{_IN_REPOSITORY}; from trainer.cli.main import main; main()"
 
-# MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time and takes two thirds of
-# the memory. So it listens before the first worker asks, which would otherwise wait some seconds before it asks again.
+# MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time and takes two thirds
+# of the memory. So it listens before the first worker asks, which would otherwise ask again only some seconds later.
 SCHEDULER = """
 import importlib.util, os, sys, types
 try:

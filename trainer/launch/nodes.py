@@ -179,7 +179,7 @@ class Hub:
 
 @dataclass
 class Spoke:
-    """The other nodes, seen from any but node 0: through node 0, whose launcher is at `address`. Methods as of `Hub`."""
+    """The other nodes, seen from any but node 0: through node 0, whose launcher is at `address`. Methods: see `Hub`."""
 
     address: tuple[str, int]
     options: LaunchOptions
