@@ -54,6 +54,9 @@ def act(action: str, step: int) -> None:
             signal.signal(number, signal.SIG_IGN)
     elif name == "hang":
         wait_for_ever()
+    elif name == "after":  # goes on once the test has made this file
+        while not Path(value).exists():
+            time.sleep(0.02)
     elif name == "child":
         subprocess.Popen(["sleep", "1000"])
 

@@ -54,8 +54,9 @@ def test_both_end_well_together(tmp_path: Path) -> None:
 
 
 def test_a_failure_on_one_ends_both(tmp_path: Path) -> None:
-    first, second = start_both(tmp_path, 1000, "3@60:exit=7")
-    wait_for_step(first, tmp_path, 10)
+    first, second = start_both(tmp_path, 1000, f"3@3:after={tmp_path}/all-run", "3@3:exit=7")
+    wait_for_step(first, tmp_path, 2)
+    (tmp_path / "all-run").touch()
     began = time.monotonic()
     assert [first.end(), second.end()] == [7, 7]
     assert time.monotonic() - began < LIMIT_SECONDS

@@ -213,7 +213,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_in_the_background(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, options=("--join", False))
-    assert job.process.wait(30) == 0
+    assert job.process.wait(60) == 0
     assert job.printed.startswith(f"job: {job.logs}/job\n")
     job.wait_for_step(3)
     code, said, _ = call(tmp_path, "status", "logs")

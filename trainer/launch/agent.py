@@ -117,7 +117,7 @@ class _Agent:
         if self.terminal is None:
             log.close()
         else:
-            self.terminal.started()
+            os.close(self.terminal.slave)  # the worker has it now: when the worker ends, so does the terminal
             self.selector.register(self.terminal.master, selectors.EVENT_READ)
         self.channel.send({"started": self.process.pid})
 

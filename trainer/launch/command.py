@@ -68,9 +68,9 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
     socket_of_agents.bind(os.fspath(scratch.socket))
     listener = Listener(socket_of_agents)
     specs = worker_specs(options, files)
-    workers = {rank: WorkerHandle(rank, files.log(rank)) for rank in options.ranks}
+    workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     try:
-        pool = WorkerPool(workers, WorkerHandle(None, files.scheduler_log), listener, specs)
+        pool = WorkerPool(workers, WorkerHandle(None), listener, specs)
         screen = _screen(specs[options.ranks[0]], scratch)
         start = functools.partial(start_msrun, options, files, scratch)
         supervisor = Supervisor(pool, start, files, state, nodes, options.hang_timeout, screen)
@@ -123,7 +123,7 @@ def worker_specs(options: LaunchOptions, files: JobFiles) -> dict[int | None, Me
             "environment": _own_environment(1),
             "without": without,
             "cores": cores,
-            "log": str(files.scheduler_log),
+            "log": str(files.log(None)),
         }
     return specs
 
@@ -137,9 +137,6 @@ def _own_environment(threads: int) -> dict[str, str]:
         wanted = os.environ.get(name, "")
         environment[name] = str(min(threads, int(wanted)) if wanted.isdecimal() and int(wanted) else threads)
     return environment
-
-
-# ---- in the background -----------------------------------------------------------------------------------------------
 
 
 def _detach(options: LaunchOptions, files: JobFiles) -> int:
@@ -167,9 +164,6 @@ def _detach(options: LaunchOptions, files: JobFiles) -> int:
         time.sleep(0.05)
     text = output.read_text(encoding="utf-8", errors="replace").strip()
     raise RunError(f"the job did not start: {text or 'nothing was said about it'}", key="launch")
-
-
-# ---- status and stop -------------------------------------------------------------------------------------------------
 
 
 def find_job(folder: Path) -> tuple[Path, JobState]:

@@ -30,12 +30,9 @@ class JobFiles:
     log_dir: Path
     folder: Path
 
-    def log(self, rank: int) -> Path:
-        return self.log_dir / f"rank-{rank}.log"
-
-    @property
-    def scheduler_log(self) -> Path:
-        return self.folder / "scheduler.log"
+    def log(self, rank: int | None) -> Path:
+        """Of a worker, or of the scheduler, whose rank is None."""
+        return self.folder / "scheduler.log" if rank is None else self.log_dir / f"rank-{rank}.log"
 
     @property
     def msrun_log(self) -> Path:
@@ -160,9 +157,6 @@ def new_state(options: LaunchOptions, files: JobFiles) -> JobState:
     workers = [WorkerState(rank, log=str(files.log(rank))) for rank in options.ranks]
     command, master = [options.script_name, *options.arguments], f"{options.master_addr}:{options.master_port}"
     return JobState(me, command, time.time(), workers, options.worker_num, options.node_rank, master)
-
-
-# ---- how a job ended ------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -140,7 +140,7 @@ class Hub:
         return [event]
 
     def _lost(self, reason: str) -> Event:
-        event = _lost_event(reason)
+        event = Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
         self.failed(event.number, event.lines)
         return event
 
@@ -256,7 +256,7 @@ class Spoke:
 
     def _lost(self, reason: str) -> Event:
         self._over = True
-        return _lost_event(reason)
+        return Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
 
     def _send(self, message: Message) -> None:
         if self._channel is not None and self._welcome:
@@ -283,10 +283,6 @@ class Spoke:
             time.sleep(0.05)
         if self._channel is not None:
             self._channel.close_gracefully(_GOODBYE_SECONDS)
-
-
-def _lost_event(reason: str) -> Event:
-    return Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
 
 
 def _event(message: Message) -> Event | None:

@@ -20,7 +20,6 @@ class WorkerHandle:
     """A worker, or the scheduler, whose rank is None."""
 
     rank: int | None
-    log: Path
     channel: Channel | None = None  # to its agent, once that has connected
     process: Identity | None = None  # the worker itself, not its agent
     end: End | None = None

@@ -124,8 +124,6 @@ class Supervisor:
             self.state_at = now + _STATE_EVERY_SECONDS
             self._write_state()
 
-    # ---- reasons to end ----------------------------------------------------------------------------------------------
-
     def _stop(self, number: int, now: float) -> None:
         """Hands a signal to every worker. They save and end; the second time they have little time, then none."""
         self.stop_requests += 1
@@ -198,8 +196,6 @@ class Supervisor:
         ends = [worker.end for worker in self.pool.all if worker.end is not None]
         return ends if self.msrun_failure is None else [*ends, self.msrun_failure]
 
-    # ---- what others see ---------------------------------------------------------------------------------------------
-
     def _show(self) -> None:
         started = sum(worker.process is not None for worker in self.pool.workers.values())
         seconds = time.monotonic() - self.began
@@ -218,8 +214,6 @@ class Supervisor:
         if outcome is not None:
             self.state.outcome, self.state.exit_code, self.state.ended = outcome.words, outcome.exit_code, time.time()
         write_state(self.files, self.state)
-
-    # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> Outcome:
         """All workers have ended: releases everything else, and tells how it went."""
@@ -249,8 +243,7 @@ class Supervisor:
     def _failure_lines(self, outcome: Outcome) -> list[str]:
         first, log = outcome.first, None
         if first is not None:
-            worker = self.pool.scheduler if first.rank is None else self.pool.workers[first.rank]
-            log = self.files.msrun_log if first is self.msrun_failure else worker.log
+            log = self.files.msrun_log if first is self.msrun_failure else self.files.log(first.rank)
         lines = report(outcome, log, first.at_seconds - self.began if first else 0.0)
         if self.hung_seconds is not None:
             where = self.files.log_dir

@@ -68,10 +68,6 @@ class WorkerTerminal:
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
-    def started(self) -> None:
-        """The worker has its side now: with its end the terminal ends."""
-        os.close(self.slave)
-
     def pump(self) -> bool:
         """Passes on what is there; whether more may come."""
         try:
