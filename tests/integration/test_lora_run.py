@@ -231,7 +231,7 @@ def test_another_base_model_is_refused(home: Path, path: Path, whole: Path, base
     for flags in ({"run_mode": "eval", "adapter_id": whole}, {"resume_training": True}):
         message = refusal(path, whole, load_checkpoint=other, **flags)
         assert "trained on another base model" in message and "SHA-256" in message
-        assert "flag --load_checkpoint" in message and f"again with --load_checkpoint {base}" in message
+        assert "flag --load_checkpoint" in message and f"the same base model with --load_checkpoint {base}" in message
 
 
 @pytest.mark.parametrize(
