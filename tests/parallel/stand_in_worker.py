@@ -1,4 +1,4 @@
-"""A worker without MindSpore: does steps, gives signs of life, saves when it is told to end, and misbehaves on demand.
+"""A worker without MindSpore: does steps, sends heartbeats, saves when it is told to end, and misbehaves on demand.
 
 Its arguments: STEPS [RANK@STEP:ACTION ...] [anything else].
 """
