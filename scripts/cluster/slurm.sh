@@ -5,7 +5,7 @@
 #
 # It starts scripts/msrun_launcher.sh once on each node, with nine arguments. Environment variables: WORKERS_PER_NODE
 # (ranks on a node, default 8), MASTER_PORT (the scheduler's, default derived from the job id), CLUSTER_TIME_OUT (how
-# many seconds the nodes wait for each other, default 600), PYTHON (default .venv's). Logs: output/msrun_log/slurm-<job>.
+# many seconds the nodes wait for each other, default 600), PYTHON (default .venv's). Logs: output/msrun_log/slurm-JOB.
 #
 #SBATCH --job-name=run_trainer
 #SBATCH --nodes=2
