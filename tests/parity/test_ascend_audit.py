@@ -71,7 +71,7 @@ def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
     assert counted(audit) == expected and not audit.missing
 
 
-def test_experts_and_a_module_for_further_tokens() -> None:
+def test_experts_and_a_multi_token_prediction_module() -> None:
     experts = {"use_gmm": True, "use_fused_ops_permute": True, "aux_loss_factor": 0.01}
     audit = audit_ascend(config_of(experts, mtp_depth=1))
     assert not audit.missing

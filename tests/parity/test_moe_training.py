@@ -1,4 +1,5 @@
-"""Training with experts: losses of the router, accumulation, recomputation, balancing, capacity, further tokens.
+"""Training with experts: losses of the router, accumulation, recomputation, balancing, capacity, multi-token
+prediction.
 
 Limits of sums in another order: tolerances.py (a loss normalised per micro-batch is off by 1e-1). Where the same
 numbers are added in the same order, bits are compared.
@@ -24,6 +25,7 @@ from tiny_trainer import (
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import IGNORE_INDEX, Batch
+from trainer.models.moe import RouterStatistics
 from trainer.models.shapes import EXPERT_BIAS, HEAD
 from trainer.step.accumulate import accumulate
 from trainer.step.evaluate import evaluate
@@ -63,10 +65,10 @@ def gradients_of(trainer: TinyTrainer, batches: list[Batch]) -> dict[str, np.nda
 
 
 @pytest.mark.parametrize("name", ["tiny", "deepseek"])
-def test_losses_of_the_router_and_of_further_tokens_do_not_change_with_accumulation(
+def test_losses_of_the_router_and_of_mtp_do_not_change_with_accumulation(
     name: str, window: list[Batch], request: pytest.FixtureRequest
 ) -> None:
-    """Bug 11 of trainers: an auxiliary loss over the micro-batch is another loss for every way to cut the batch."""
+    """Bug 11 of trainers: an auxiliary loss over the micro-batch changes with the number of micro-batches."""
     step = request.getfixturevalue(name).step()
     parts, whole = accumulate(window, step.backward), accumulate([join(window, 4)], step.backward)
     assert parts.loss == pytest.approx(whole.loss, rel=LIMITS.loss)
@@ -109,7 +111,7 @@ def test_experts_in_half_precision(tiny: TinyTrainer, window: list[Batch]) -> No
         assert distance(ours.asnumpy(), exact.asnumpy()) < 0.05
 
 
-def test_the_gradient_of_the_balance_loss_reaches_the_router_whatever_the_loss_scale(window: list[Batch]) -> None:
+def test_the_gradient_of_the_auxiliary_loss_reaches_the_router_whatever_the_loss_scale(window: list[Batch]) -> None:
     """Bug 11 of trainers: an auxiliary loss without gradient, or one that scaling changes."""
     with_loss, without = (TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": factor}) for factor in (0.3, 0.0))
     step, step_without = with_loss.step(), without.step()
@@ -122,20 +124,20 @@ def test_the_gradient_of_the_balance_loss_reaches_the_router_whatever_the_loss_s
         np.testing.assert_array_equal(ours.asnumpy() / 1024, right.asnumpy())
 
 
-def test_the_balance_loss_is_the_formula_of_the_paper(window: list[Batch]) -> None:
+def test_the_auxiliary_loss_is_the_formula_of_the_paper(window: list[Batch]) -> None:
     """Against NumPy, from the router's own scores; the gradient against finite differences of the router's weights."""
     trainer = TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": 1.0}, num_layers=1)
     step, batch = trainer.step(), join(window[:2], 2)
     seen = {}
 
-    def balance() -> float:
+    def aux_loss() -> float:
         inputs = trainer.build_inputs(batch)
-        statistics = tally_of(inputs)
+        statistics = RouterStatistics()
         sums = trainer.model(inputs, None, statistics)
         seen["scores"], seen["experts"] = (statistics.routings[0][2], statistics.routings[0][1].experts_Nk)
         return float(sums.aux_loss.asnumpy())
 
-    found, expected = balance(), 0.0
+    found, expected = aux_loss(), 0.0
     for row, valid in enumerate((12, 3)):
         here = slice(row * TOKENS, (row + 1) * TOKENS)
         load = np.bincount(seen["experts"][here].reshape(-1), minlength=4) * 4 / (2 * TOKENS)
@@ -153,16 +155,10 @@ def test_the_balance_loss_is_the_formula_of_the_paper(window: list[Batch]) -> No
             moved = weight.copy()
             moved[index] += sign * small
             trainer.set_weight(name, moved)
-            values.append(balance())
+            values.append(aux_loss())
         slope = (values[0] - values[1]) / (2 * small)
         # The load is a constant of the loss; where no token changed its experts the difference sees that too.
         assert (with_loss - without)[index] == pytest.approx(slope, rel=0.02, abs=2e-3)
-
-
-def tally_of(inputs):
-    from trainer.models.moe import RouterStatistics
-
-    return RouterStatistics()
 
 
 @pytest.mark.parametrize("part", [True, {"mlp": True}, {"attention": True}], ids=["block", "experts", "attention"])
@@ -228,7 +224,7 @@ def test_capacity_drops_in_training_and_not_in_evaluation(window: list[Batch]) -
     assert losses[0] == losses[1]
 
 
-def test_the_bias_of_the_choice_moves_against_the_load_once_a_step(deepseek: TinyTrainer, window: list[Batch]) -> None:
+def test_the_expert_bias_moves_against_the_load_once_a_step(deepseek: TinyTrainer, window: list[Batch]) -> None:
     step, name = deepseek.step(), f"model.layers.1.{EXPERT_BIAS}"
     assert name not in step.optimizer.parameters and name in deepseek.weights()
     result = step(window)
@@ -265,7 +261,7 @@ def test_the_bias_of_a_frozen_router_stays(sections: dict, moved: list[int], win
     assert [layer for layer, name in biases.items() if (after[name] != trainer.initial[name]).any()] == moved
 
 
-def test_the_loss_of_further_tokens_is_the_mean_over_their_own_labels(window: list[Batch]) -> None:
+def test_the_mtp_loss_is_the_mean_over_their_own_labels(window: list[Batch]) -> None:
     """A head of zeros finds every token as likely: every label of every module costs log(vocabulary)."""
     trainer = TinyTrainer(compiled=False, moe_config=EXPERTS, mtp_depth=2)
     step = trainer.step()
@@ -278,7 +274,7 @@ def test_the_loss_of_further_tokens_is_the_mean_over_their_own_labels(window: li
     assert accumulate([last], step.backward).others["mtp_loss"] == 0
 
 
-def test_the_module_for_further_tokens_sees_no_other_document(tiny: TinyTrainer) -> None:
+def test_the_mtp_module_sees_no_other_document(tiny: TinyTrainer) -> None:
     """Ids, labels and validity by the definition, for a row whose document changes at place 7."""
     batch = make_batch(3, TOKENS)
     mtp = tiny.build_inputs(batch).mtp[0]
