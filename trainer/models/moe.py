@@ -278,13 +278,15 @@ class MoePart:
         if statistics is None:
             return self.function.evaluate(x_ND, views), None, None
         capacity = self.capacity(x_ND.shape[0])
+
+        def train(x_ND, views, routing=None):
+            return self.function.train(x_ND, views, sequence_weights, mask(), capacity, routing)
+
         if self.keeps_activations:
-            x_ND, aux_loss, z_loss, routing, scores_NE = self.function.train(
-                x_ND, views, sequence_weights, mask(), capacity
-            )
+            x_ND, aux_loss, z_loss, routing, scores_NE = train(x_ND, views)
         else:
             argnums = [argnum for argnum, weight in enumerate(self.weights) if weight.requires_grad]
-            call = _RecomputedExperts(self.function, views, argnums, sequence_weights, mask, capacity)
+            call = _RecomputedExperts(train, views, argnums)
             x_ND, aux_loss, z_loss = call(x_ND, *(views[argnum] for argnum in argnums))
             routing, scores_NE = call.routing, call.scores_NE
         statistics.routings.append((self.layer, routing, scores_NE))
@@ -292,35 +294,25 @@ class MoePart:
 
 
 class _RecomputedExperts(nn.Cell):
-    """One call that keeps its inputs and the routing, and runs again in the backward pass, with the same routing."""
+    """One call that keeps its inputs and the routing, and runs again in the backward pass, with the same routing.
 
-    def __init__(
-        self,
-        function: MoeLayer,
-        views: Sequence[Tensor],
-        argnums: Sequence[int],
-        sequence_weights: SequenceWeights,
-        mask: Callable[[], Tensor | None],
-        capacity: int | None,
-    ) -> None:
+    `compute` is (x_ND, weights, routing or None) -> the result of `MoeLayer.train`; the weights `argnums` are trained.
+    """
+
+    def __init__(self, compute: Callable, views: Sequence[Tensor], argnums: Sequence[int]) -> None:
         super().__init__(auto_prefix=False)
-        # In a list, so that the cell, which is made anew for each call, does not take it for a cell of its own.
-        self.function, self.views, self.argnums = [function], views, argnums
-        self.sequence_weights, self.mask, self.capacity = sequence_weights, mask, capacity
+        self.compute, self.views, self.argnums = compute, views, argnums
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
 
-    def train(self, x_ND, views, routing):
-        return self.function[0].train(x_ND, views, self.sequence_weights, self.mask(), self.capacity, routing)
-
     def construct(self, x_ND, *trained):
-        x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.train(x_ND, self.views, None)
+        x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.compute(x_ND, self.views)
         return x_ND, aux_loss, z_loss
 
     def again(self, x_ND, *trained):
         views = list(self.views)
         for argnum, weight in zip(self.argnums, trained, strict=True):
             views[argnum] = weight
-        return self.train(x_ND, views, self.routing)[:3]
+        return self.compute(x_ND, views, self.routing)[:3]
 
     def bprop(self, x_ND, *trained_out_grads):
         trained, grads = trained_out_grads[: len(self.argnums)], trained_out_grads[-1]
