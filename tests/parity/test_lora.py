@@ -259,14 +259,15 @@ def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch:
     drawn, original = [], decoder.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-        drawn.append((site, shape))
-        assert rate == RATE
+        drawn.append((site, shape, rate))
         return original(key, site, shape, rate)
 
     monkeypatch.setattr(decoder, "dropout_mask", recording)
     losses_and_gradients(dropping, make_batch(1, 4))
     # Two layers with three other sites each, then seven for each layer, in forward order.
-    assert drawn == [(6, (12, 16)), (12, (12, 24)), (15, (12, 16)), (17, (12, 16)), (19, (12, 24))]
+    adapters = [(site, shape) for site, shape, rate in drawn if rate == RATE]
+    assert adapters == [(6, (12, 16)), (12, (12, 24)), (15, (12, 16)), (17, (12, 16)), (19, (12, 24))]
+    assert len({site for site, _, _ in drawn}) == len(drawn) == len(adapters) + 4
 
 
 def test_evaluation_drops_nothing(dropping: TinyTrainer) -> None:
