@@ -259,8 +259,8 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    # Checked as a run would, so that one message says what each of the workers would say after some seconds.
-    return launch(context.obj, lambda options: check_launch(options, build_plan))
+    check_launch(context.obj, build_plan)
+    return launch(context.obj)
 
 
 @app.command("status")

@@ -12,8 +12,14 @@ from trainer.config import config_notices
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
-from trainer.data.batches.loader import EvalBatches, Progress, TrainingBatches, eval_batches, training_batches
-from trainer.data.batches.sampler import optimizer_steps
+from trainer.data.batches.loader import (
+    EvalBatches,
+    Progress,
+    TrainingBatches,
+    eval_batches,
+    optimizer_steps,
+    training_batches,
+)
 from trainer.device.resolve import device_notices
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision

@@ -21,7 +21,7 @@ from trainer.checkpoint.state import Position, save
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
-from trainer.data.batches.sampler import optimizer_steps
+from trainer.data.batches.loader import optimizer_steps
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
