@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_data_loader import NumberedSequences
 
-from trainer.checkpoint.data_position import resumed_batch
+from trainer.checkpoint.state import resumed_batch
 from trainer.data.batches.sampler import BatchLoader
 from trainer.errors import UserError
 

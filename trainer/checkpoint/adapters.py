@@ -46,12 +46,8 @@ _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 def starting_weights(config: Config, notice: Callable[[str], None] | None = None) -> Weights | None:
     """The initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
-    Args:
-        config: The whole configuration.
-        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
-
-    Returns:
-        All parameters by name, initialised from `seed` where no file names them; None where no file names any.
+    All parameters by name, initialised from `seed` where no file names them; None where no file names any. `notice` is
+    that of `requested_weights`.
 
     Raises:
         UserError: The files cannot be read, or belong to another model or base model.
@@ -90,12 +86,9 @@ def digest(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> str:
 
 
 def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) -> Weights:
-    """Adapters by parameter name.
+    """Adapters by parameter name, trained on the base model `base`.
 
-    Args:
-        config: Its `pet_config` describes the adapters.
-        path: A folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
-        base: Weights of the base model.
+    `path` is a folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
 
     Raises:
         UserError: There are no adapters, or they do not fit `pet_config` or `base`.
@@ -121,11 +114,7 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) ->
 def fitting_adapters(
     tensors: Mapping[str, np.ndarray], config: Config, path: Path, where: str, key: str = "adapter_id"
 ) -> Weights:
-    """Adapters of a folder by parameter name, checked against `pet_config` for completeness and shapes.
-
-    Raises:
-        UserError: They do not fit `pet_config`.
-    """
+    """Adapters of a folder by parameter name; raises a UserError where they do not fit `pet_config`."""
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
     check_weights(adapters, adapter_shapes(config.decoder), path, where, key=key)
@@ -133,11 +122,7 @@ def fitting_adapters(
 
 
 def check_base(state: Mapping[str, Any], config: Config, base: Mapping[str, np.ndarray]) -> None:
-    """Checks that the adapters of a checkpoint with this `state` were trained on the base model `base`.
-
-    Raises:
-        UserError: It was another base model.
-    """
+    """Raises a UserError unless the adapters of a checkpoint with this `state` were trained on `base`."""
     before, now = state["base"], digest(base, config.decoder)
     if before["digest"] == now:
         return

@@ -57,12 +57,7 @@ def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, 
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
-    """Tensors to save, one for each expert, as views.
-
-    Args:
-        arrays: Parameters by their names in memory.
-        family: `model.arch.type`.
-    """
+    """Tensors to save, one for each expert, as views; `family` is `model.arch.type`."""
     form, found = MIXTRAL if family == "MixtralForCausalLM" else ONE_BY_ONE, {}
     for name, array in arrays.items():
         if _is_stack(name):
@@ -73,11 +68,9 @@ def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
 
 
 def from_disk(weights: Mapping[str, np.ndarray], shapes: Shapes) -> Weights:
-    """Parameters by their names in memory.
+    """Parameters by their names in memory; `shapes` are those in memory.
 
-    Args:
-        weights: Tensors of a file in any form, with every tensor of `disk_shapes`. Other tensors are kept.
-        shapes: Shapes in memory.
+    `weights` are the tensors of a file in any form, with every tensor of `disk_shapes`. Other tensors are kept.
     """
     form, left, found = form_of(weights), dict(weights), {}
     for name, shape in shapes.items():

@@ -8,7 +8,7 @@ Finding, reading and checking a checkpoint needs no MindSpore, so a bad checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,11 @@ from trainer.checkpoint.adapters import (
     description,
     fitting_adapters,
 )
-from trainer.checkpoint.changes import changed_settings, settings_record
-from trainer.checkpoint.data_position import BATCH_KEYS, resumed_batch
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, shard_name
-from trainer.checkpoint.weights import fitting_weights
+from trainer.checkpoint.weights import first_of, fitting_weights
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.config.schema.fields import Section, support_of
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes
 from trainer.optim.freeze import trained_shapes
@@ -47,6 +46,17 @@ OPTIMIZER = "optimizer"
 _KEY = "resume_training"
 _NEW_RUN = "start a new run from its weights with --load_checkpoint"
 _ONE_RANK = {"ranks": 1}  # checkpoints from before multi-rank runs lack the key
+_FROM_BEGINNING = "--ignore_data_skip to start the data from its beginning"
+_BATCH_KEYS = ("batch_size", "gradient_accumulation_steps", "ranks")
+"""The keys of a data layout that may change; all other keys must stay."""
+
+# What a step computes. Data and seed belong to the position in the data, which must fit: `data_layout`.
+_SECTIONS = ("lr_schedule", "optimizer", "runner_wrapper", "model")
+_KEYS = ("batch_size", "gradient_accumulation_steps", "epochs")  # of runner_config
+# Keys of the model that only matter for prediction, and batch_size, which runner_config has already.
+_PREDICTION = frozenset(
+    "batch_size do_sample max_decode_length max_new_tokens temperature top_k top_p repetition_penalty".split()
+)
 
 Mismatch = Callable[[str, str], UserError]
 """Makes the error for a checkpoint that does not fit, from a rule and a fix."""
@@ -54,52 +64,31 @@ Mismatch = Callable[[str, str], UserError]
 
 @dataclass
 class Position:
-    """Position of a run.
+    """Position of a run."""
 
-    Attributes:
-        step: Optimizer steps done.
-        epoch: Current epoch, from 0.
-        batch: Micro-batches of the epoch that are done.
-        tokens: Valid tokens trained on.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    tokens: int = 0
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # current epoch, from 0
+    batch: int = 0  # micro-batches of the epoch that are done
+    tokens: int = 0  # valid tokens trained on
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that fits the run.
-
-    Attributes:
-        position: Position from which the run continues.
-        weights: All parameters by name.
-        optimizer: Optimizer state by `kind.parameter`; each array is read when it is accessed. Flat where it was
-            sharded.
-        updates: Number of updates that the optimizer has made.
-        step: State of the training step (loss scale); None in an older checkpoint without it.
-        path: The checkpoint.
-        notices: Settings that differ from the run that saved it.
-    """
+    """A checkpoint that fits the run."""
 
     position: Position
-    weights: dict[str, np.ndarray]
-    optimizer: Mapping[str, np.ndarray]
-    updates: int
-    step: dict[str, Any] | None
+    weights: dict[str, np.ndarray]  # all parameters by name
+    optimizer: Mapping[str, np.ndarray]  # by `kind.parameter`, flat where it was sharded; read when it is accessed
+    updates: int  # of the optimizer
+    step: dict[str, Any] | None  # state of the training step (loss scale); None in an older checkpoint without it
     path: Path
-    notices: tuple[str, ...]
+    notices: tuple[str, ...]  # settings that differ from the run that saved it
 
 
 def data_layout(config: Config, num_sequences: int | None, content: str | None, ranks: int = 1) -> dict[str, Any]:
     """The settings on which the meaning of a position in the data depends.
 
-    Args:
-        config: The whole configuration.
-        num_sequences, content: Of the training data, see `SequenceDataset`; None while they are not known.
-        ranks: Number of ranks that divide each batch.
+    `num_sequences` and `content` are those of the training data, see `SequenceDataset`; None while they are not known.
     """
     train, runner = config.train_dataset, config.runner_config
     layout = {
@@ -132,14 +121,10 @@ def save(
     """Writes a checkpoint of the run and returns its folder. All ranks call it; each writes its own shard.
 
     Args:
-        folder: Holds the run's checkpoints.
-        position, saved: What to write.
+        folder: Holds the run's checkpoints, of which `keep_max` are kept.
         step_state: State of the training step, see `TrainStep.state`.
-        config: The whole configuration.
         layout: See `data_layout`.
         base: For adapters, which are saved without the base model: its record, see `base_record`.
-        keep_max: Checkpoints to keep.
-        communicator: The ranks of the run; None for a single process.
 
     Raises:
         RunError: The disk is full or cannot be written, on any rank; earlier checkpoints are unchanged.
@@ -205,12 +190,7 @@ def checkpoint_to_resume(config: Config) -> Path:
 
 
 def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resumed:
-    """Reads a checkpoint to resume from.
-
-    Args:
-        path: Its folder.
-        config: Configuration of the resumed run.
-        layout: Data layout of the resumed run, see `data_layout`.
+    """Reads the checkpoint in `path` for a run of this configuration and `data_layout`.
 
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
@@ -255,14 +235,10 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
     if before == now:
         return
     frozen, trained = sorted(before - now), sorted(now - before)
-    changes = [f"{frozen[0]}{_and_more(frozen)} was trained and is frozen now"] if frozen else []
-    changes += [f"{trained[0]}{_and_more(trained)} was frozen and is trained now"] if trained else []
+    changes = [f"{first_of(frozen)} was trained and is frozen now"] if frozen else []
+    changes += [f"{first_of(trained)} was frozen and is trained now"] if trained else []
     rule = f"the checkpoint was made with another freeze setting: {'; '.join(changes)}"
     raise mismatch(rule, f"use the freeze section of the checkpoint's run, or {_NEW_RUN}")
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _weights_of(found: Checkpoint, config: Config, mismatch: Mismatch) -> dict[str, np.ndarray]:
@@ -282,18 +258,107 @@ def _weights_of(found: Checkpoint, config: Config, mismatch: Mismatch) -> dict[s
 
 
 def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:
+    """The position from which the run continues, with other ranks or batches too.
+
+    Each epoch has its own order of sequences, the same for any number of ranks, and a step takes the next `batch_size`
+    x `gradient_accumulation_steps` x ranks of them. As long as that product stays the same, a step means the same
+    sequences, and the run continues with exactly the next one: no sequence is repeated or left out.
+    """
     position = Position(**found.state["position"])
     if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens)
     before, now = _ONE_RANK | found.state["data"], _ONE_RANK | layout
-    same = [key for key in before if key in now and key not in BATCH_KEYS]
+    same = [key for key in before if key in now and key not in _BATCH_KEYS]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]
     if changed:
         rule = f"the checkpoint was made with other data, so its position has no meaning here: {', '.join(changed)}"
-        fix = "use the same data and settings, or --ignore_data_skip to start the data from its beginning"
-        raise mismatch(rule, fix)
+        raise mismatch(rule, f"use the same data and settings, or {_FROM_BEGINNING}")
     try:
         position.batch = resumed_batch(position.batch, before, now)
     except UserError as error:
         raise mismatch(error.rule, error.fix) from error
     return position
+
+
+def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    """The micro-batch of the epoch to continue with, after `batch` of them in the data layout `before`.
+
+    Raises:
+        UserError: A step would take another number of sequences, an epoch would have another number of steps, or the
+            position is in the middle of a batch.
+    """
+    changes = ", ".join(f"{key} was {before[key]} and is {now[key]}" for key in _BATCH_KEYS if before[key] != now[key])
+    size_before, size_now = (
+        layout["batch_size"] * layout["gradient_accumulation_steps"] * layout["ranks"] for layout in (before, now)
+    )
+    if size_before != size_now:
+        rule, ranks = f"a step took {size_before} sequences and would take {size_now}: {changes}", now["ranks"]
+        fix = f"start a number of ranks that divides {size_before}"
+        if size_before % ranks == 0:
+            product = f"batch_size x gradient_accumulation_steps = {size_before // ranks}"
+            fix = f"choose {product} for {ranks} rank{'s' * (ranks > 1)}"
+        raise UserError(rule, fix=f"{fix}, or {_FROM_BEGINNING}")
+    if "rows" in before and "rows" in now:
+        was, is_now = _steps_of_epoch(before), _steps_of_epoch(now)
+        if was != is_now:
+            rule = f"an epoch of {now['rows']} sequences had {was} steps and would have {is_now}: {changes}"
+            fix = f"change batch_size rather than gradient_accumulation_steps, or {_FROM_BEGINNING}"
+            raise UserError(rule, fix=fix)
+    batches, left = divmod(batch * before["batch_size"] * before["ranks"], now["batch_size"] * now["ranks"])
+    if left:
+        rule = f"the checkpoint is in the middle of a micro-batch of all ranks: {changes}"
+        raise UserError(rule, fix=f"use the batch_size and ranks of that run, or {_FROM_BEGINNING}")
+    return batches
+
+
+def _steps_of_epoch(layout: Mapping[str, Any]) -> int:
+    batches, left = divmod(layout["rows"], layout["batch_size"] * layout["ranks"])
+    batches += bool(left and not layout["drop_remainder"])
+    return -(-batches // layout["gradient_accumulation_steps"])
+
+
+def settings_record(config: Config) -> dict[str, Any]:
+    """The values that change what a step computes, by dotted key, where they differ from the defaults.
+
+    All of them may change in a resumed run (to lower the learning rate is a good reason to resume), but a value that
+    was changed by mistake must not go unnoticed. Defaults are left out, so that a key that a later version adds is not
+    a change.
+    """
+    found = {"amp_level": config.amp_level} if config.amp_level is not None else {}
+    runner = config.runner_config
+    for name in _KEYS:
+        if getattr(runner, name) != type(runner).model_fields[name].default:
+            found[f"runner_config.{name}"] = getattr(runner, name)
+    for name in _SECTIONS:
+        found |= dict(_differing(getattr(config, name), name))
+    return found
+
+
+def _differing(section: Section, key: str) -> Iterator[tuple[str, Any]]:
+    for name, field in type(section).model_fields.items():
+        value, dotted = getattr(section, name), f"{key}.{field.alias or name}"
+        if support_of(field)[0] != "honoured" or (key == "model.model_config" and name in _PREDICTION):
+            continue
+        if isinstance(value, Section):
+            yield from _differing(value, dotted)
+        elif name == "type" or value != field.get_default(call_default_factory=True):
+            yield dotted, value
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """How two records differ: ``lr_schedule.learning_rate 0.001 -> 0.002, amp_level O2 -> not set``; empty if equal."""
+    keys = list(dict.fromkeys((*before, *now)))
+    pairs = {key: tuple(_shown(each[key]) if key in each else "not set" for each in (before, now)) for key in keys}
+    # Another type has other keys: the change of the type says enough.
+    kinds = {key for key, (was, is_now) in pairs.items() if key.endswith(".type") and was != is_now}
+    replaced = tuple(key.removesuffix("type") for key in kinds)
+    both = before.keys() & now.keys()
+    return ", ".join(
+        f"{key} {was} -> {is_now}"
+        for key, (was, is_now) in pairs.items()
+        if was != is_now and (key in both or key in kinds or not key.startswith(replaced))
+    )
+
+
+def _shown(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

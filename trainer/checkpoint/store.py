@@ -44,7 +44,6 @@ class Checkpoint:
     """A checkpoint as read.
 
     Attributes:
-        path: Its folder.
         step: Optimizer steps done when it was saved.
         tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. Shards are
             concatenated to a flat array.
@@ -152,7 +151,6 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Contai
     """Reads a complete checkpoint.
 
     Args:
-        path: The checkpoint's folder.
         parts: Which parts to read, for example ``("model",)``; all when None.
         lazy: Parts whose arrays are read one by one, whenever they are accessed.
 

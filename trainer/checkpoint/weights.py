@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,11 @@ import numpy as np
 import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
-from trainer.checkpoint.mtp_weights import fix_for, missing_biases, missing_modules, unused_modules
 from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
+from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.init import initial_value
-from trainer.models.shapes import EMBEDDING, HEAD, parameter_shapes
+from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 # A folder with one of them is a checkpoint of this trainer, complete or not.
 _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
+_LAYERS = "model.layers."
+_OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+"""Ends of the names that only multi-token prediction (MTP) modules have."""
 # Tables that older Hugging Face files contain; here they are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
 
@@ -31,10 +34,8 @@ def requested_weights(
 ) -> dict[str, np.ndarray] | None:
     """The weights of `load_checkpoint`, checked against the model; None when the key is not set.
 
-    Args:
-        config: The whole configuration.
-        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
-        new_modules: Initialise missing multi-token prediction modules from the seed.
+    `notice` is called with a sentence about weights that are left out, and about missing ones that start from the seed.
+    `new_modules` initialises missing multi-token prediction modules from the seed.
 
     Raises:
         UserError: The file cannot be read, or belongs to another model.
@@ -68,11 +69,7 @@ def fitting_weights(
 ) -> dict[str, np.ndarray]:
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
-    Args:
-        weights: Arrays by their names in the file.
-        settings: The model section.
-        path, where, key: For messages.
-        absent: Parameters that may be missing.
+    Parameters in `absent` may be missing; `path`, `where` and `key` are for messages.
 
     Raises:
         UserError: They belong to another model.
@@ -129,11 +126,7 @@ def check_weights(
 ) -> None:
     """Checks that every parameter is there with its shape; the file may also contain a tied head.
 
-    Args:
-        weights: Arrays by their names in the file.
-        shapes: The expected names and shapes.
-        path, where, key: For messages.
-        settings: The model section; None for adapters.
+    `path`, `where` and `key` are for messages; `settings` is the model section, None for adapters.
 
     Raises:
         UserError: Names the first parameter that is missing, unknown or of another shape, and counts the others.
@@ -141,12 +134,12 @@ def check_weights(
     missing = [name for name in shapes if name not in weights]
     unknown = [name for name in weights if name not in shapes and name != HEAD and not name.endswith(_BUFFERS)]
     other = [name for name in shapes if name in weights and weights[name].shape != tuple(shapes[name])]
-    problems = [f"lacks {_first(missing)}"] if missing else []
+    problems = [f"lacks {first_of(missing)}"] if missing else []
     if unknown:
-        problems.append(f"holds {_first(unknown)}, which this model does not have")
+        problems.append(f"holds {first_of(unknown)}, which this model does not have")
     if other:
         theirs, ours = weights[other[0]].shape, tuple(shapes[other[0]])
-        problems.append(f"has {_first(other)} of shape {list(theirs)} where this model has {list(ours)}")
+        problems.append(f"has {first_of(other)} of shape {list(theirs)} where this model has {list(ours)}")
     if problems:
         fix = "" if settings is None or other else fix_for(missing, unknown, settings)
         fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"
@@ -154,7 +147,8 @@ def check_weights(
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
 
 
-def _first(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
+    """The first name, and how many more there are."""
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
@@ -172,12 +166,73 @@ def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> di
         raise UserError(rule, where=where, key=key, value=str(file), fix=fix) from error
     other = [f"{name} is {entry['dtype']}" for name, entry in entries if entry["dtype"] not in ("BF16", *_DTYPES)]
     if other:
-        rule = f"weights must be floating-point numbers of 16 to 64 bits; {_first(other)}"
+        rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
         raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
-    return {name: _as_float32(entry).reshape(entry["shape"]) for name, entry in entries}
+    arrays = {}
+    for name, entry in entries:
+        if entry["dtype"] == "BF16":  # numpy has no bfloat16, which is the upper half of a float32
+            values = (np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).astype(np.float32)
+        arrays[name] = values.reshape(entry["shape"])
+    return arrays
 
 
-def _as_float32(entry: dict) -> np.ndarray:
-    if entry["dtype"] == "BF16":  # numpy has no bfloat16, which is the upper half of a float32
-        return (np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).astype(np.float32)
+# Published files have DeepSeek's MTP modules after the last layer, whether a run trains them or not. Expert biases
+# belong to the training, and the files of most families have none.
+
+
+def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
+    """Tensors of MTP modules that the model does not have, and a notice about them; `names` are those of the file."""
+    beyond = [name for name in names if _layer(name) >= settings.num_layers]
+    layers = {_layer(name) for name in beyond}
+    modules = _modules(beyond)
+    unused = {layer for layer in modules if layer >= settings.num_layers + settings.mtp_depth}
+    # If there are other layers among them, the file is of a deeper model.
+    if not unused or layers != modules:
+        return set(), ""
+    depth = max(unused) - settings.num_layers + 1
+    one, them = ("module", "it") if len(unused) == 1 else ("modules", "them")
+    text = f"not loaded from the checkpoint: the multi-token prediction {one} ({layer_text(unused)})"
+    return {name for name in beyond if _layer(name) in unused}, f"{text}; mtp_depth: {depth} would use {them}"
+
+
+def missing_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
+    """Parameters of MTP modules that the file lacks completely, and a notice about them."""
+    there = {_layer(name) for name in names}
+    depth = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
+    missing = [layer for layer in depth if layer not in there]
+    prefixes = tuple(layer_prefix(layer) for layer in missing)
+    text = f"the checkpoint has no multi-token prediction module: {layer_text(missing)}"
+    starts = f"(mtp_depth {settings.mtp_depth}) {'starts' if len(missing) == 1 else 'start'} from the seed"
+    return {name for name in parameter_shapes(settings) if name.startswith(prefixes)}, f"{text} {starts}"
+
+
+def missing_biases(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
+    """The expert biases of balance_via_topk_bias, where the file has none at all, and a notice about them."""
+    moe = settings.experts
+    if moe is None or not moe.balance_via_topk_bias or any(name.endswith(EXPERT_BIAS) for name in names):
+        return set(), ""
+    found = {name for name in parameter_shapes(settings) if name.endswith(EXPERT_BIAS)}
+    return found, "balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"
+
+
+def fix_for(missing: Collection[str], unknown: Collection[str], settings: ModelConfig) -> str:
+    """The fix, where the file differs in MTP modules alone; else empty."""
+    beyond = [name for name in (*missing, *unknown) if _layer(name) >= settings.num_layers]
+    if len(beyond) < len(missing) + len(unknown) or not beyond or _modules(beyond) != set(map(_layer, beyond)):
+        return ""
+    if unknown:
+        return f"write mtp_depth: {max(map(_layer, unknown)) - settings.num_layers + 1}, as in the checkpoint"
+    depths = f"{min(map(_layer, missing)) - settings.num_layers} instead of {settings.mtp_depth}"
+    return f"write mtp_depth: {depths}, as in the checkpoint, or name one with its modules"
+
+
+def _modules(names: Iterable[str]) -> set[int]:
+    return {_layer(name) for name in names if name.endswith(_OF_MODULES)}
+
+
+def _layer(name: str) -> int:
+    """The layer of a tensor; -1 for a tensor outside the layers."""
+    number = name.removeprefix(_LAYERS).partition(".")[0]
+    return int(number) if name.startswith(_LAYERS) and number.isdecimal() else -1

@@ -25,17 +25,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from trainer.checkpoint.store import (
-    MARKER,
-    REPLACED,
-    STATE,
-    UNFINISHED,
-    complete_checkpoints,
-    folder_name,
-    newest_complete,
-    read_marker,
-    step_folders,
-)
+from trainer.checkpoint import store
+from trainer.checkpoint.store import MARKER, REPLACED, STATE, UNFINISHED, folder_name
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator, SingleProcess
 
@@ -58,11 +49,10 @@ def write_checkpoint(
     documents: Mapping[str, Mapping[str, object]] | None = None,
     communicator: Communicator | None = None,
 ) -> Path:
-    """Saves a checkpoint and removes the oldest ones beyond ``keep_max``. All ranks must call it.
+    """Saves a checkpoint, removes the oldest ones beyond ``keep_max`` and returns the folder. All ranks must call it.
 
     Args:
         folder: Holds the checkpoints; made if missing. All ranks must see the same folder.
-        step: Optimizer steps done.
         tensors: Arrays by part and name, for example ``{"model": {...}, "optimizer": {...}}``. Each part becomes a
             file. Any memory layout, any dtype of safetensors. Ranks other than 0 pass only their shards, under the
             names from `trainer.checkpoint.store.shard_name`.
@@ -70,11 +60,6 @@ def write_checkpoint(
         keep_max: Complete checkpoints to keep; 0 keeps all.
         on_stage: Called with the name of each stage that is reached, for tests that stop a save there.
         documents: More JSON files by name, for other programs that read the folder.
-        communicator: The ranks that save together; None for a single process.
-
-    Returns:
-        The checkpoint's folder.
-
     Raises:
         RunError: The disk is full or cannot be written, on this or on another rank. Earlier checkpoints are unchanged,
             and nothing incomplete is left.
@@ -82,7 +67,10 @@ def write_checkpoint(
     """
     stage, communicator = on_stage or (lambda name: None), communicator or SingleProcess()
     unfinished = folder / f"{UNFINISHED}{folder_name(step)}"
-    _check_dtypes(tensors)
+    for part, arrays in tensors.items():
+        for name, array in arrays.items():
+            if array.dtype.name not in _SAVABLE_DTYPES:
+                raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors does not support")
     json_files = {name: json.dumps(content, indent=1) for name, content in {**(documents or {}), STATE: state}.items()}
     own_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
     needed_bytes = sum(int(size) for size in communicator.gather_bytes(str(own_bytes).encode()))
@@ -115,16 +103,14 @@ def write_checkpoint(
     path = folder / folder_name(step)
     if first:
         _remove_folder(path.with_name(path.name + REPLACED), stage)
-        _prune(folder, keep_max, stage)
+        for old in store.complete_checkpoints(folder)[:-keep_max] if keep_max > 0 else ():
+            _remove_folder(old, stage)
     stage("done")
     return path
 
 
 def _together(work: Callable[[], Result], communicator: Communicator, folder: Path, needed_bytes: int) -> list[Result]:
-    """Does one stage of a save on all ranks.
-
-    Returns:
-        The result of each rank, which must be valid JSON.
+    """Does one stage of a save on all ranks and returns the result of each, which must be valid JSON.
 
     Raises:
         RunError: It failed on some rank. The incomplete save has been removed.
@@ -145,13 +131,6 @@ def _together(work: Callable[[], Result], communicator: Communicator, folder: Pa
     who = f" by rank {rank}" if communicator.size > 1 else ""
     rule = f"a checkpoint cannot be written{who}: {reason}; earlier checkpoints are untouched"
     raise RunError(rule, key="checkpoint folder", value=str(folder), fix=fix) from cause
-
-
-def _check_dtypes(tensors: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    for part, arrays in tensors.items():
-        for name, array in arrays.items():
-            if array.dtype.name not in _SAVABLE_DTYPES:
-                raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors does not support")
 
 
 def _check_space(folder: Path, needed_bytes: int) -> None:
@@ -186,8 +165,8 @@ def _write_files(
 def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[str, int], stage: OnStage) -> None:
     """Renames the temporary folder and marks it complete."""
     path = folder / folder_name(step)
-    newest = newest_complete(folder)
-    newest_marker = read_marker(newest) if newest else None
+    newest = store.newest_complete(folder)
+    newest_marker = store.read_marker(newest) if newest else None
     if path.exists():  # saved before: the older save stays complete under another name until the end
         path.rename(path.with_name(path.name + REPLACED))
         stage("moved older save away")
@@ -239,7 +218,7 @@ def _clear_leftovers(folder: Path) -> None:
     """Removes what an interrupted save or removal has left, and restores the name of a save that was being replaced."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path)
-    for path in step_folders(folder):
+    for path in store.step_folders(folder):
         # Not `read_marker(path) is None`: a marker that is unreadable for now must not remove a checkpoint.
         if not (path / MARKER).exists():
             shutil.rmtree(path)
@@ -249,13 +228,6 @@ def _clear_leftovers(folder: Path) -> None:
             _remove_folder(path, lambda name: None)
         else:
             path.rename(original)
-
-
-def _prune(folder: Path, keep_max: int, stage: OnStage) -> None:
-    if keep_max < 1:
-        return
-    for path in complete_checkpoints(folder)[:-keep_max]:
-        _remove_folder(path, stage)
 
 
 def _remove_folder(path: Path, stage: OnStage) -> None:

@@ -74,14 +74,9 @@ class Eta:
 
 
 class LineMonitor(Monitor):
-    """Prints a line for every ``every``-th step and for every other event.
+    """Prints a line for every ``every``-th step, the first and the last step, and for every other event.
 
-    Args:
-        write: Prints one line, given without its newline.
-        step_line: Makes the line of a step from its metrics and the seconds left (None when unknown or done).
-        every: Steps between lines; the first and the last step of a run are always printed.
-        release: Called once at the end, for example to close a file.
-        details: Makes more lines after the line of a step.
+    `write` gets a line without its newline; `release` is called once at the end, for example to close a file.
     """
 
     def __init__(
@@ -107,9 +102,8 @@ class LineMonitor(Monitor):
         self._write_details(metrics)
 
     def _write_details(self, metrics: StepMetrics) -> None:
-        if metrics.step in self._interval:
-            for line in self._details(metrics):
-                self._write(line)
+        for line in self._details(metrics) if metrics.step in self._interval else ():
+            self._write(line)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._write(wording.eval_line(metrics))
@@ -176,8 +170,17 @@ class ProgressMonitor(LineMonitor):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if summary is not None:
-            self._print_summary(summary)
+        if summary is None:
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in wording.summary_rows(summary):
+            table.add_row(Text(name), Text(value))  # as Text: a path may contain brackets
+        self._console.print(table)
 
     def figures(self) -> Text:
         """The figures of the newest step, for the live line."""
@@ -199,29 +202,13 @@ class ProgressMonitor(LineMonitor):
         # Rich would read "[1/2]" as markup and colour numbers and paths.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _print_summary(self, summary: RunSummary) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in wording.summary_rows(summary):
-            table.add_row(Text(name), Text(value))  # as Text: a path may contain brackets
-        self._console.print(table)
-
 
 def console_monitor(
     log_format: str, per_print_times: int = 1, stream: TextIO | None = None, details: DetailLines = no_details
 ) -> Monitor:
-    """Makes the monitor that prints to the user.
+    """The monitor that prints to the user; ``rich`` is a live line of every step on a terminal, plain lines elsewhere.
 
-    Args:
-        log_format: ``rich`` (a live line on a terminal, plain lines elsewhere), ``plain``, ``mindformers`` or
-            ``mindspore``.
-        per_print_times: Steps between lines; the live line shows every step.
-        stream: Standard output when None.
-        details: Makes more lines after the line of a step.
+    Elsewhere a line is printed every `per_print_times` steps. `stream` is standard output when None.
     """
     stream = sys.stdout if stream is None else stream
     if log_format == "rich" and stream.isatty():

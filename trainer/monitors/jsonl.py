@@ -67,10 +67,7 @@ class JsonlMonitor(Monitor):
 def read_records(path: Path) -> Iterator[dict[str, object]]:
     """The records of a metrics file in order, without a line that a killed run left incomplete."""
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            record = _parse(line)
-            if record is not None:
-                yield record
+        yield from filter(None, map(_parse, lines))
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -19,140 +19,89 @@ if TYPE_CHECKING:
 DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY = "drop_rate", "load_imbalance", "router_entropy"
 """Fields of metrics.jsonl, each a list with a number for each MoE layer."""
 
+_STEP_FIELDS = (
+    "step", "epoch", "loss", "lr", "global_norm", "loss_scale", "overflow", "tokens", "tokens_per_second",
+    "step_seconds", "peak_rss_bytes",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known before the first step.
-
-    Attributes:
-        output_dir: Where the run writes.
-        total_steps: Optimizer steps of the whole schedule.
-        last_step: Step after which this run ends: ``total_steps``, or ``stop_step`` if that is smaller.
-        start_step: Optimizer steps that an earlier run has done; 0 for a new run.
-        epochs: Epochs of the whole schedule.
-        steps_per_epoch: Optimizer steps of one epoch.
-        resumed_from: The checkpoint that this run continues, or None.
-    """
+    """What is known before the first step. All steps are optimizer steps."""
 
     output_dir: Path
-    total_steps: int
-    last_step: int
-    start_step: int = 0
-    epochs: int = 1
+    total_steps: int  # of the whole schedule
+    last_step: int  # step after which this run ends: total_steps, or stop_step if that is smaller
+    start_step: int = 0  # steps that an earlier run has done
+    epochs: int = 1  # of the whole schedule
     steps_per_epoch: int = 0
-    resumed_from: Path | None = None
+    resumed_from: Path | None = None  # the checkpoint that this run continues
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, and one line of metrics.jsonl.
+    """One optimizer step, and one line of metrics.jsonl. Steps and epochs count from 1.
 
     Attributes:
-        step: 1-based number of the optimizer step just done.
-        total_steps: Optimizer steps of the whole schedule.
-        epoch: 1-based epoch of the step.
-        epochs: Epochs of the whole schedule.
-        step_in_epoch: 1-based number of the step within its epoch.
-        steps_per_epoch: Optimizer steps of one epoch.
-        loss: Sum of token losses of the window divided by its valid tokens, in nats.
-        lr: Learning rate of the step.
-        global_norm: Norm of the gradient before clipping; None when it was not requested.
-        loss_scale: Factor on the loss in the backward pass; 1.0 without scaling.
-        overflow: Whether the gradient was not finite, so that the update was skipped.
-        tokens: Valid tokens of the window, over all micro-batches and ranks.
-        tokens_per_second: ``tokens / step_seconds``.
-        step_seconds: Wall-clock time of the step, including the wait for data.
-        peak_rss_bytes: Highest resident memory of this process so far.
         extra: Values that models add, for example ``{"aux_loss": 1.02}``; the console shows them too. In report.png
             the part before the first dot names the panel.
-        skipped: Why the step updated nothing; empty when it did.
         details: Values for metrics.jsonl alone, for example the norm of each gradient, or a number for each MoE layer.
-        labels: The unit of ``tokens``: "images" for a classifier.
     """
 
     step: int
-    total_steps: int
+    total_steps: int  # of the whole schedule
     epoch: int
-    epochs: int
+    epochs: int  # of the whole schedule
     step_in_epoch: int
     steps_per_epoch: int
-    loss: float
+    loss: float  # sum of token losses of the window divided by its valid tokens, in nats
     lr: float
-    global_norm: float | None
-    loss_scale: float
-    overflow: bool
-    tokens: int
+    global_norm: float | None  # before clipping; None when it was not requested
+    loss_scale: float  # 1.0 without scaling
+    overflow: bool  # whether the gradient was not finite, so that the update was skipped
+    tokens: int  # valid tokens of the window, over all micro-batches and ranks
     tokens_per_second: float
-    step_seconds: float
-    peak_rss_bytes: int
+    step_seconds: float  # wall-clock time, including the wait for data
+    peak_rss_bytes: int  # highest resident memory of this process so far
     extra: Mapping[str, float] = field(default_factory=dict)
-    skipped: str = ""
+    skipped: str = ""  # why the step updated nothing
     details: Mapping[str, object] = field(default_factory=dict)
-    labels: str = "tokens"
+    labels: str = "tokens"  # the unit of tokens: "images" for a classifier
 
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """One evaluation.
+    """One evaluation."""
 
-    Attributes:
-        step: Optimizer steps done before it; 0 before training.
-        epoch: 1-based epoch of the evaluation.
-        loss: Mean loss per valid token, in nats.
-        perplexity: ``exp(loss)``.
-        tokens: Valid tokens evaluated.
-        seconds: Wall-clock time of the evaluation.
-        accuracy: Fraction of the images that are classified right; None for a decoder.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    perplexity: float
-    tokens: int
-    seconds: float
-    accuracy: float | None = None
+    step: int  # optimizer steps done before it; 0 before training
+    epoch: int  # from 1
+    loss: float  # mean per valid token, in nats
+    perplexity: float  # exp(loss)
+    tokens: int  # valid tokens evaluated
+    seconds: float  # wall-clock time
+    accuracy: float | None = None  # fraction of the images that are classified right; None for a decoder
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Summary of a run, for its last lines.
+    """Summary of a run, for its last lines. Values are None where the run made no step or no evaluation."""
 
-    Attributes:
-        outcome: How it ended, for example ``"finished"`` or ``"stopped by SIGTERM"``.
-        steps: Optimizer steps this run made.
-        last_step: Number of the last optimizer step; ``total_steps`` when the schedule is complete.
-        total_steps: Optimizer steps of the whole schedule.
-        tokens: Valid tokens this run trained on.
-        seconds: Wall-clock time from the start of the first step.
-        tokens_per_second: Median over this run's steps except the first, which compiles; the first if it is alone.
-        first_step_seconds: Time of this run's first step, compilation included.
-        first_loss: Loss of this run's first step; None without a step.
-        last_loss: Loss of this run's last step; None without a step.
-        best_eval: The evaluation with the lowest loss; None without one.
-        last_eval: The last evaluation; None without one.
-        skipped: Number of steps that updated nothing, by reason.
-        peak_rss_bytes: Highest resident memory of this process.
-        paths: Files of the run by name, for example ``{"metrics": Path("output/metrics.jsonl")}``.
-        labels: The unit of ``tokens``, as in `StepMetrics`.
-    """
-
-    outcome: str
-    steps: int
-    last_step: int
-    total_steps: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    first_step_seconds: float
+    outcome: str  # how it ended, for example "finished" or "stopped by SIGTERM"
+    steps: int  # optimizer steps of this run
+    last_step: int  # number of the last optimizer step; total_steps when the schedule is complete
+    total_steps: int  # of the whole schedule
+    tokens: int  # valid tokens this run trained on
+    seconds: float  # wall-clock time from the start of the first step
+    tokens_per_second: float  # median over the steps except the first, which compiles; the first if it is alone
+    first_step_seconds: float  # compilation included
     first_loss: float | None
     last_loss: float | None
-    best_eval: EvalMetrics | None
+    best_eval: EvalMetrics | None  # the one with the lowest loss
     last_eval: EvalMetrics | None
     peak_rss_bytes: int
-    paths: Mapping[str, Path]
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    labels: str = "tokens"
+    paths: Mapping[str, Path]  # files of the run by name, for example {"metrics": Path("output/metrics.jsonl")}
+    skipped: Mapping[str, int] = field(default_factory=dict)  # steps that updated nothing, by reason
+    labels: str = "tokens"  # the unit of tokens, as in StepMetrics
 
 
 class Monitor:
@@ -179,22 +128,8 @@ class Monitor:
 
 def step_record(metrics: StepMetrics) -> dict[str, object]:
     """The fields of a step in metrics.jsonl, in order."""
-    return {
-        "step": metrics.step,
-        "epoch": metrics.epoch,
-        "loss": metrics.loss,
-        "lr": metrics.lr,
-        "global_norm": metrics.global_norm,
-        "loss_scale": metrics.loss_scale,
-        "overflow": metrics.overflow,
-        "tokens": metrics.tokens,
-        "tokens_per_second": metrics.tokens_per_second,
-        "step_seconds": metrics.step_seconds,
-        "peak_rss_bytes": metrics.peak_rss_bytes,
-        **({"skipped": metrics.skipped} if metrics.skipped else {}),
-        **metrics.extra,
-        **metrics.details,
-    }
+    skipped = {"skipped": metrics.skipped} if metrics.skipped else {}
+    return {name: getattr(metrics, name) for name in _STEP_FIELDS} | skipped | {**metrics.extra, **metrics.details}
 
 
 def eval_record(metrics: EvalMetrics) -> dict[str, object]:
@@ -261,7 +196,7 @@ class Totals(Monitor):
             self._best_eval = metrics
 
     def summary(self, outcome: str, paths: Mapping[str, Path]) -> RunSummary:
-        """The summary of the run so far; see `RunSummary` for the arguments."""
+        """The summary of the run so far."""
         start_step, total_steps = (self._info.start_step, self._info.total_steps) if self._info else (0, 0)
         steady = self._rates[1:] or self._rates
         return RunSummary(

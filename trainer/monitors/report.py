@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.monitors.jsonl import read_records
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, Monitor, RunSummary
@@ -25,12 +25,9 @@ _MAX_POINTS = 4000  # more than the columns of a picture
 _MAX_LEGEND_ENTRIES = 8
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A panel of the picture: its title and the fields of a step that it shows."""
-
+class Panel(NamedTuple):
     title: str
-    fields: list[str]
+    fields: list[str]  # of a step
 
 
 @dataclass
@@ -58,14 +55,7 @@ class Curves:
 
 
 class ReportMonitor(Monitor):
-    """Draws the report at the end of a run. A failure becomes a notice, because the training itself has succeeded.
-
-    Args:
-        metrics_path: The metrics.jsonl to draw from.
-        report_path: The picture, replaced if it exists.
-        notice: Called with the reason when there is no picture.
-        layers: Numbers of the MoE layers.
-    """
+    """Draws the report at the end of a run. A failure becomes a notice, because the training itself has succeeded."""
 
     def __init__(
         self, metrics_path: Path, report_path: Path, notice: Callable[[str], None], layers: Sequence[int] = ()
@@ -96,12 +86,12 @@ def read_curves(path: Path, layers: Sequence[int] = ()) -> Curves:
             continue
         steps_seen += 1
         if (steps_seen - 1) % stride == 0:
-            _add_step(curves, _by_layer(record, layers))
+            _add_step(curves, record, layers)
     return curves
 
 
-def _by_layer(record: dict[str, object], layers: Sequence[int]) -> dict[str, object]:
-    """A step's fields, where each list becomes fields such as ``drop_rate.layer 3``."""
+def _add_step(curves: Curves, record: dict[str, object], layers: Sequence[int]) -> None:
+    """Adds a step's fields, where each list becomes fields such as ``drop_rate.layer 3``."""
     fields: dict[str, object] = {}
     for name, value in record.items():
         if name in _LAYER_PANELS and isinstance(value, list):
@@ -109,16 +99,12 @@ def _by_layer(record: dict[str, object], layers: Sequence[int]) -> dict[str, obj
             fields |= {f"{name}.layer {layer}": number for layer, number in zip(numbers, value, strict=True)}
         else:
             fields[name] = value
-    return fields
-
-
-def _add_step(curves: Curves, record: dict[str, object]) -> None:
-    for name in record:
+    for name in fields:
         if name not in curves.fields:
             curves.fields[name] = [_NAN] * len(curves.steps)
     curves.steps.append(record["step"])
     for name, values in curves.fields.items():
-        values.append(_number(record[name]) if name in record else _NAN)
+        values.append(_number(fields[name]) if name in fields else _NAN)
 
 
 def _number(value: object) -> float:
@@ -126,13 +112,9 @@ def _number(value: object) -> float:
 
 
 def draw_report(metrics_path: Path, report_path: Path, layers: Sequence[int] = ()) -> bool:
-    """Draws ``report_path`` from ``metrics_path`` and replaces it atomically; `layers` are those of MoE layers.
+    """Draws ``report_path`` from ``metrics_path`` and replaces it atomically; False where there is nothing to draw.
 
-    Returns:
-        Whether there was anything to draw.
-
-    Raises:
-        OSError: A file cannot be read or written.
+    `layers` are the numbers of the MoE layers. Raises OSError where a file cannot be read or written.
     """
     if not metrics_path.exists():
         return False
@@ -171,9 +153,12 @@ def _draw_loss(axis: Axes, curves: Curves) -> None:
 
 
 def _draw_panel(axis: Axes, curves: Curves, panel: Panel) -> None:
+    from matplotlib import colormaps
+
     count, named = len(panel.fields), _named(len(panel.fields))
     for number, name in enumerate(panel.fields):
-        style = {} if count <= _MAX_LEGEND_ENTRIES else {"color": _colour(number / (count - 1))}
+        # Neighbours look alike, so that the order can be seen.
+        style = {} if count <= _MAX_LEGEND_ENTRIES else {"color": colormaps["viridis"](number / (count - 1))}
         if number in named:
             style["label"] = name.partition(".")[2] or name
         axis.plot(curves.steps, curves.fields[name], linewidth=1, marker=_marker(curves.steps), **style)
@@ -188,13 +173,6 @@ def _named(count: int) -> set[int]:
     """The curves that a legend names: all of a few, else evenly spread ones with the first and the last."""
     entries = min(count, _MAX_LEGEND_ENTRIES)
     return {round(entry * (count - 1) / max(entries - 1, 1)) for entry in range(entries)}
-
-
-def _colour(part: float) -> tuple[float, ...]:
-    """A colour from 0 (first curve) to 1 (last), so that neighbours look alike and the order can be seen."""
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](part)
 
 
 def _marker(steps: list[int]) -> str:

@@ -99,10 +99,9 @@ def _scientific(number: float) -> str:
 
 
 def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]:
-    """Makes the drop-rate lines of a step, one for each MoE layer, in MindSpore Transformers' form.
+    """Makes the drop-rate lines of a step, one for each of the MoE `layers`, in MindSpore Transformers' form.
 
-    Args:
-        layers: Numbers of the MoE layers; multi-token prediction modules continue after the last layer.
+    Multi-token prediction modules continue after the last layer.
     """
 
     def lines(metrics: StepMetrics) -> list[str]:

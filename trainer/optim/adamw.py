@@ -37,7 +37,7 @@ class AdamW(Optimizer):
         device: str | None = None,
         shard: OptimizerShard | None = None,
     ) -> None:
-        """As `Optimizer`; `device` is MindSpore's current target when None."""
+        """As `Optimizer`; `device` None means MindSpore's current target."""
         self.host = HostAdamW() if (device or mindspore.get_context("device_target")) == "CPU" else None
         super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"), shard)
         self.beta1, self.beta2 = settings.betas

@@ -19,13 +19,9 @@ from trainer.parallel.sharding import OptimizerShard
 
 
 class Optimizer(ABC):
-    """Parameters with their weight decay, named state arrays for each, and the number of updates.
+    """Parameters by name, with their weight decay, the arrays of each that `state_names` lists, and a count of updates.
 
-    Args:
-        parameters: Parameters by name; gradients come in this order.
-        groups: Give the weight decay; each parameter is in one group.
-        state_names: Names of the state arrays of every parameter.
-        shard: This rank's shard of the state; None keeps the whole state here.
+    Gradients come in the order of the parameters. `shard` None keeps the whole state here.
     """
 
     def __init__(
@@ -61,12 +57,9 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
-        """One update in place.
+        """Updates the parameters in place; `gradients`, one for each parameter in order, are not changed.
 
-        Args:
-            gradients: One for each parameter, in order; not changed.
-            lr: Learning rate.
-            scale: Factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing.
+        `scale` is the factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing.
         """
 
     def scaled(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,14 +47,10 @@ _OTHER_WORDS = {
 class _Item(NamedTuple):
     """One entry of include or exclude."""
 
-    key: str
-    """Dotted, for messages."""
-    value: Any
-    """As the file has it, for messages."""
-    kind: str
-    """pattern, embeddings, layers or unknown."""
-    wanted: Any
-    """The pattern or the layers."""
+    key: str  # dotted, for messages
+    value: Any  # as the file has it, for messages
+    kind: str  # pattern, embeddings, layers or unknown
+    wanted: Any  # the pattern or the layers
 
 
 def frozen_names(config: Config) -> frozenset[str]:
@@ -64,8 +60,12 @@ def frozen_names(config: Config) -> frozenset[str]:
         UserError: A pattern matches nothing, a layer does not exist, or nothing would be left to train.
     """
     shapes, settings = all_shapes(config.network), config.freeze
-    included = _matches(config, _items("freeze.include", settings.include), shapes)
-    included |= _matches(config, _short_forms(config), shapes)
+    items = list(_items("freeze.include", settings.include))
+    if settings.embeddings:
+        items.append(_Item("freeze.embeddings", True, "embeddings", None))
+    if settings.layers is not None:
+        items.append(_Item("freeze.layers", settings.layers, "layers", settings.layers))
+    included = _matches(config, items, shapes)
     excluded = _matches(config, _items("freeze.exclude", settings.exclude), shapes)
     if excluded and not included:
         rule = "exclude takes weights out of include, and there is no include"
@@ -118,17 +118,8 @@ def freeze_notices(config: Config) -> Iterator[str]:
             yield f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
 
 
-def _matches(config: Config, items: Iterator[_Item], shapes: Mapping[str, Any]) -> set[str]:
+def _matches(config: Config, items: Iterable[_Item], shapes: Mapping[str, Any]) -> set[str]:
     return {name for item in items for name in _names(config, item, shapes)}
-
-
-def _short_forms(config: Config) -> Iterator[_Item]:
-    """The short forms in the section itself."""
-    settings = config.freeze
-    if settings.embeddings:
-        yield _Item("freeze.embeddings", True, "embeddings", None)
-    if settings.layers is not None:
-        yield _Item("freeze.layers", settings.layers, "layers", settings.layers)
 
 
 def _items(key: str, written: Any) -> Iterator[_Item]:

@@ -17,7 +17,7 @@ class ParameterGroup:
 
 
 # Embedding and head: their rows are vectors of single tokens, to which an orthogonalised update does not apply.
-_NOT_FOR_MUON = ("embed_tokens", "lm_head")
+_NOT_FOR_MUON = {"embed_tokens", "lm_head"}
 
 
 def parameter_groups(
@@ -25,10 +25,7 @@ def parameter_groups(
 ) -> tuple[ParameterGroup, ...]:
     """Matrices decay; norm weights and biases, which have one axis, do not.
 
-    Args:
-        shapes: Shape by parameter name, in the order of the model.
-        weight_decay: Decay of the matrices.
-        optimizer: `optimizer.type`. Muon leaves embeddings, head, norms and biases to AdamW.
+    Muon (`optimizer` is `optimizer.type`) leaves embeddings, head, norms and biases to AdamW.
     """
     matrices = tuple(name for name, shape in shapes.items() if len(shape) > 1)
     vectors = tuple(name for name, shape in shapes.items() if len(shape) <= 1)
@@ -37,15 +34,11 @@ def parameter_groups(
             ParameterGroup("matrices", weight_decay, matrices, optimizer),
             ParameterGroup("norms and biases", 0.0, vectors, optimizer),
         )
-    own = tuple(name for name in matrices if _is_for_muon(name, shapes[name]))
+    # Three axes: the stacked matrices of a layer's experts.
+    own = tuple(n for n in matrices if len(shapes[n]) in (2, 3) and _NOT_FOR_MUON.isdisjoint(n.split(".")))
     others = tuple(name for name in matrices if name not in own)
     return (
         ParameterGroup("matrices, by Muon", weight_decay, own, "Muon"),
         ParameterGroup("embedding and head, by AdamW", weight_decay, others),
         ParameterGroup("norms and biases, by AdamW", 0.0, vectors),
     )
-
-
-def _is_for_muon(name: str, shape: tuple[int, ...]) -> bool:
-    # Three axes: the stacked matrices of a layer's experts.
-    return len(shape) in (2, 3) and not any(part in _NOT_FOR_MUON for part in name.split("."))

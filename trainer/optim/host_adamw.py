@@ -9,7 +9,7 @@ bits depend neither on the blocks nor on the threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,21 +21,14 @@ _BLOCK = 1 << 17  # numbers; shorter blocks are bound by NumPy's call overhead, 
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """The update of one parameter; all arrays are flat float32.
-
-    Attributes:
-        weight, first, second: Weights and both moments, changed in place.
-        gradient: Not changed.
-        scale: Factor on the gradient.
-        keep: Factor that weight decay puts on the weights, 1 - lr decay.
-    """
+    """The update of one parameter; all arrays are flat float32. Weight and moments are changed in place."""
 
     weight: np.ndarray
     first: np.ndarray
     second: np.ndarray
     gradient: np.ndarray
-    scale: float
-    keep: float
+    scale: float  # factor on the gradient
+    keep: float  # factor that weight decay puts on the weights, 1 - lr decay
 
 
 class HostAdamW:
@@ -53,13 +46,7 @@ class HostAdamW:
             item, start = block
             _update_block(item, slice(start, start + _BLOCK), self.scratch[thread], rate, eps, betas)
 
-        self.threads.run(_blocks(updates), run)
-
-
-def _blocks(updates: Sequence[ParameterUpdate]) -> Iterator[tuple[ParameterUpdate, int]]:
-    for item in updates:
-        for start in range(0, item.weight.size, _BLOCK):
-            yield item, start
+        self.threads.run(((item, start) for item in updates for start in range(0, item.weight.size, _BLOCK)), run)
 
 
 def _update_block(

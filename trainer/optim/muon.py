@@ -29,13 +29,8 @@ class Muon(Optimizer):
     """b = momentum b + g;  d = g + momentum b (nesterov) or b;  p = p - lr decay p - lr r orthogonal(d)
 
     r = matched_adamw_rms sqrt(max(rows, columns)) gives an update the root mean square that AdamW's has; without it
-    r = sqrt(max(1, rows / columns)), Jordan's.
-
-    Args:
-        parameters: Parameters by name; gradients come in this order.
-        groups: Groups of rule Muon hold matrices; AdamW updates the others with the same learning rate.
-        settings: The section `optimizer`.
-        compiled: Compile the orthogonalisation, once for each shape.
+    r = sqrt(max(1, rows / columns)), Jordan's. AdamW updates the groups of another rule with the same learning rate.
+    `compiled` compiles the orthogonalisation, once for each shape.
     """
 
     def __init__(

@@ -60,14 +60,9 @@ def build_optimizer(
     compiled: bool = True,
     shard: OptimizerShard | None = None,
 ) -> Optimizer:
-    """The optimizer that `optimizer.type` names.
+    """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type.
 
-    Args:
-        parameters: Parameters to train, by name.
-        groups: From `trainer.optim.groups.parameter_groups` for this type.
-        settings: The section `optimizer`.
-        compiled: Compile the parts of an update that can be compiled.
-        shard: This rank's shard of the state; None for Muon, which needs whole matrices.
+    Muon needs whole matrices: its `shard` is None, and `compiled` concerns it alone.
     """
     if settings.type == "Muon":
         assert shard is None, "the checks of the configuration refuse it"

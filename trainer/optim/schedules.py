@@ -36,18 +36,14 @@ class _Inputs(NamedTuple):
 
 
 def build_schedule(section: Any, total_steps: int, where: Callable[[str], str] = lambda key: "") -> Schedule:
-    """Builds the schedule of an ``lr_schedule`` section.
+    """Builds the schedule of an ``lr_schedule`` section. It has no state: a resumed run needs only the step.
 
     Args:
-        section: The section, one of the schema's schedule types (``section.type`` names it).
+        section: One of the schema's schedule types.
         total_steps: Optimizer steps of the whole run (epochs x steps of the data set). ``section.total_steps``, when it
             is neither -1 nor None, replaces it: after that many steps the schedule stays at its end value, however long
             the run is.
         where: Says where a dotted key was set (``configs/a.yaml:12``), for error messages.
-
-    Returns:
-        The learning rate as a function of the 0-based optimizer step. It has no state: a resumed run needs only the
-            step.
 
     Raises:
         UserError: The total is below 1, the type is unknown, or two keys contradict each other.
@@ -91,11 +87,7 @@ def _warm_up(inputs: _Inputs, after: Schedule) -> Schedule:
     section = inputs.section
     steps = warmup_steps(section, inputs.total_steps)
     start, rise = section.warmup_lr_init, section.learning_rate - section.warmup_lr_init
-
-    def learning_rate(step: int) -> float:
-        return start + rise * step / steps if step < steps else after(step)
-
-    return learning_rate
+    return lambda step: start + rise * step / steps if step < steps else after(step)
 
 
 def _constant_warm_up(inputs: _Inputs) -> Schedule:

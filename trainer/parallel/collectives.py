@@ -90,7 +90,7 @@ def make_group(name: str, ranks: Sequence[int]) -> None:
 
 
 def group_size(group: str | None = None) -> int:
-    """Number of ranks in a group; None for the group of all ranks."""
+    """Number of ranks in a group; None: all ranks."""
     return communication.get_group_size(_name(group))
 
 
@@ -171,11 +171,7 @@ def all_gather_ranges(
     """
     if _has_all_operators():
         _all_gather_on_device(tensors, own)
-    else:
-        _all_gather_on_host(tensors, own, chunk_bytes)
-
-
-def _all_gather_on_host(tensors: Sequence[Parameter], own: Sequence[Tensor] | None, chunk_bytes: int) -> None:
+        return
     rank, ranks = communication.get_rank(), group_size()
     # On a CPU these are views of MindSpore's memory, and writing to them writes to the tensor.
     flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
@@ -229,60 +225,46 @@ def _operator(name: str, group: str, **settings: int) -> ops.Primitive:
     return getattr(ops, name)(group=group, **settings)
 
 
-class AllReduce(nn.Cell):
+class _Pair(nn.Cell):
+    """Applies one function forward and another one to the gradient."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.forward, self.backward = forward, backward
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        return (self.backward(dout),)
+
+
+class AllReduce(_Pair):
     """The sum over all ranks; backward, the sum of the gradients."""
 
     def __init__(self, group: str | None = None) -> None:
-        super().__init__()
-        self.sum = _sum(group)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.sum(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (self.sum(dout),)
+        super().__init__(_sum(group), _sum(group))
 
 
-class AllGather(nn.Cell):
+class AllGather(_Pair):
     """[n, ...] of each rank, concatenated to [ranks n, ...]; backward, `ReduceScatter`."""
 
     def __init__(self, group: str | None = None) -> None:
-        super().__init__()
-        self.gather, self.scatter = _gathered(group), _scattered_sum(group)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.gather(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (self.scatter(dout),)
+        super().__init__(_gathered(group), _scattered_sum(group))
 
 
-class ReduceScatter(nn.Cell):
+class ReduceScatter(_Pair):
     """The sum over all ranks of [ranks n, ...], of which each rank keeps its own n rows; backward, `AllGather`."""
 
     def __init__(self, group: str | None = None) -> None:
-        super().__init__()
-        self.gather, self.scatter = _gathered(group), _scattered_sum(group)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.scatter(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (self.gather(dout),)
+        super().__init__(_scattered_sum(group), _gathered(group))
 
 
-class AllToAll(nn.Cell):
+class AllToAll(_Pair):
     """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
     def __init__(self, group: str | None = None) -> None:
-        super().__init__()
-        self.exchange = _exchanged(group)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.exchange(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (self.exchange(dout),)
+        super().__init__(_exchanged(group), _exchanged(group))
 
 
 class Broadcast(nn.Cell):
@@ -303,13 +285,9 @@ class Broadcast(nn.Cell):
 
 
 class Send(nn.Cell):
-    """Sends a tensor to another rank, which must `Receive` it.
+    """Sends a tensor to rank `to` of the job, which must `Receive` it; `group` holds both ranks.
 
     Returns a zero to add to the loss, so that the backward pass reaches this cell and receives the gradient.
-
-    Args:
-        to: Rank in the job.
-        group: Group of the two ranks.
     """
 
     def __init__(self, to: int, group: str) -> None:
@@ -325,13 +303,7 @@ class Send(nn.Cell):
 
 
 class Receive(nn.Cell):
-    """Receives a tensor from another rank; backward, sends the gradient to it.
-
-    Args:
-        source: Rank in the job.
-        group: Group of the two ranks.
-        shape, dtype: Shape and dtype of the tensor.
-    """
+    """Receives a tensor from rank `source` of the job; backward, sends the gradient to it. `group` holds both ranks."""
 
     def __init__(self, source: int, group: str, shape: tuple[int, ...], dtype: mstype.Type = mstype.float32) -> None:
         super().__init__()
@@ -398,20 +370,17 @@ def _spread(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
 
 def _send(to: int, group: str) -> Callable[[Tensor], object]:
     if _has_all_operators():
-        return _operator("Send", group, sr_tag=0, dest_rank=_rank_in_group(to, group))
+        rank = communication.get_group_rank_from_world_rank(to, group)
+        return _operator("Send", group, sr_tag=0, dest_rank=rank)
     return _spread(communication.get_rank(), group)
 
 
 def _receive(source: int, group: str) -> Callable[[tuple[int, ...], mstype.Type], Tensor]:
     if _has_all_operators():
-        rank = _rank_in_group(source, group)
+        rank = communication.get_group_rank_from_world_rank(source, group)
         return lambda shape, dtype: ops.Receive(0, rank, list(shape), dtype, group=group)(Tensor(0.0))
     spread = _spread(source, group)
     return lambda shape, dtype: spread(ops.zeros(shape, dtype))
-
-
-def _rank_in_group(rank: int, group: str) -> int:
-    return communication.get_group_rank_from_world_rank(rank, group)
 
 
 def _rows(x: Tensor, part: int, parts: int) -> Tensor:

@@ -99,12 +99,7 @@ class ProcessGroup:
 
 
 def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:
-    """Checks that all ranks have the same value for each name.
-
-    Args:
-        own: Numbers or strings of this rank, by name; a rank need not have all names.
-        what: Names what is compared, for the message.
-        communicator: Reaches the other ranks.
+    """Checks that all ranks have the same number or string for each name; a rank need not have all names.
 
     Raises:
         RunError: Values differ. The message names the ranks that differ from the first rank that has a name.

@@ -19,7 +19,7 @@ With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -46,19 +46,10 @@ class Degrees(NamedTuple):
 
 
 class MeshCoordinate(NamedTuple):
-    """Coordinates of a rank."""
-
     pipeline: int
     data: int
     context: int
     tensor: int
-
-
-class _Axis(NamedTuple):
-    """A group along this axis has `size` ranks, `stride` apart."""
-
-    size: int
-    stride: int
 
 
 @dataclass(frozen=True)
@@ -71,16 +62,17 @@ class Mesh:
     def size(self) -> int:
         return self.degrees.ranks
 
-    def _axis(self, kind: GroupKind) -> _Axis:
+    def _axis(self, kind: GroupKind) -> tuple[int, int]:
+        """Number of ranks of a group along this axis, and their distance."""
         degrees = self.degrees
         tensor = degrees.model_parallel
         stage = degrees.data_parallel * degrees.context_parallel * tensor  # ranks of a pipeline stage
         axes = {
-            "tp": _Axis(tensor, 1),
-            "cp": _Axis(degrees.context_parallel, tensor),
-            "ep": _Axis(degrees.expert_parallel, tensor),
-            "dp": _Axis(degrees.data_parallel, degrees.context_parallel * tensor),
-            "pp": _Axis(degrees.pipeline_stage, stage),
+            "tp": (tensor, 1),
+            "cp": (degrees.context_parallel, tensor),
+            "ep": (degrees.expert_parallel, tensor),
+            "dp": (degrees.data_parallel, degrees.context_parallel * tensor),
+            "pp": (degrees.pipeline_stage, stage),
         }
         return axes[kind]
 
@@ -106,11 +98,7 @@ class Mesh:
 
 
 def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
-    """Makes the mesh.
-
-    Raises:
-        UserError: The degrees do not fit the number of ranks; the message names the nearest degrees that fit.
-    """
+    """Raises a UserError that names the nearest degrees that fit, where these do not fit the number of ranks."""
     mismatch = degree_mismatch(degrees, ranks)
     if mismatch is not None:
         fix = mismatch.fix("start {ranks}")
@@ -119,19 +107,12 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
 
 
 class DegreeMismatch(NamedTuple):
-    """Why degrees do not fit a number of ranks.
+    """Why degrees do not fit a number of ranks."""
 
-    Attributes:
-        key: The degree that the message names.
-        rule: What is wrong.
-        change: Degrees that would fit; empty where changing the allowed ones cannot help.
-        ranks: Number of ranks that would fit; 0 where no number does.
-    """
-
-    key: str
+    key: str  # the degree that the message names
     rule: str
-    change: str
-    ranks: int
+    change: str  # degrees that would fit; empty where changing the allowed ones cannot help
+    ranks: int  # number of ranks that would fit; 0 where no number does
 
     def fix(self, start: str) -> str:
         """The fix: start another number of ranks (`start` holds the place `{ranks}`), or use other degrees."""
@@ -147,10 +128,13 @@ def degree_mismatch(
         used = {name: size for name, size in axes.items() if size > 1} or {"data_parallel": 1}
         product = " x ".join(f"{name} {size}" for name, size in used.items())
         rule = f"{product} {'are' if len(used) > 1 else 'is'} for {degrees.ranks} rank{'s' * (degrees.ranks > 1)}"
-        near = nearest_degrees(degrees, ranks, may_change)
-        choices = "; or ".join(_changes(degrees, choice) for choice in near)
+        choices = [
+            " and ".join(f"{name} {new}" for name, new in choice._asdict().items() if new != getattr(degrees, name))
+            for choice in nearest_degrees(degrees, ranks, may_change)
+        ]
+        change = f"set {'; or '.join(choices)}" if choices else ""
         key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
-        return DegreeMismatch(key, f"{rule}, and this job has {ranks}", f"set {choices}" if near else "", degrees.ranks)
+        return DegreeMismatch(key, f"{rule}, and this job has {ranks}", change, degrees.ranks)
     product = degrees.data_parallel * degrees.context_parallel
     if product % degrees.expert_parallel:
         divisors = _divisors(product)
@@ -169,24 +153,16 @@ def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = 
         changed = sum(new != old for new, old in pairs)
         return changed, round(sum(abs(math.log(new / old)) for new, old in pairs), 9), pairs[1][0] == pairs[1][1]
 
-    every = _all_degrees(ranks, degrees.expert_parallel)
+    every = (
+        Degrees(pipeline, data, context, ranks // pipeline // data // context, degrees.expert_parallel)
+        for pipeline in _divisors(ranks)
+        for data in _divisors(ranks // pipeline)
+        for context in _divisors(ranks // pipeline // data)
+    )
     allowed = (choice for choice in every if all(getattr(choice, name) == size for name, size in fixed.items()))
     return sorted(allowed, key=distance)[:_CHOICES]
-
-
-def _all_degrees(ranks: int, expert: int) -> Iterator[Degrees]:
-    for pipeline in _divisors(ranks):
-        for data in _divisors(ranks // pipeline):
-            rest = ranks // pipeline // data
-            for context in _divisors(rest):
-                yield Degrees(pipeline, data, context, rest // context, expert)
 
 
 def _divisors(number: int) -> list[int]:
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return small + [number // each for each in reversed(small) if each * each != number]
-
-
-def _changes(old: Degrees, new: Degrees) -> str:
-    pairs = zip(Degrees._fields, old, new, strict=True)
-    return " and ".join(f"{name} {after}" for name, before, after in pairs if before != after)

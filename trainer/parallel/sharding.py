@@ -9,8 +9,6 @@ FLOAT32_BYTES = 4
 
 
 class Sized(Protocol):
-    """An array or tensor."""
-
     size: int
 
 
@@ -20,11 +18,9 @@ Array = TypeVar("Array", bound=Sized)
 class OptimizerShard(NamedTuple):
     """One rank's shard of the optimizer state (ZeRO stage 1): its range of every large parameter, flattened."""
 
-    rank: int
-    """Number of this process among the ranks that share the state."""
+    rank: int  # of this process among the ranks that share the state
     ranks: int
-    threshold_bytes: int = 0
-    """Every rank keeps the whole state of smaller parameters."""
+    threshold_bytes: int = 0  # every rank keeps the whole state of smaller parameters
     all_gather: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
     """Completes parameters in place after an update, see `trainer.parallel.collectives.all_gather_ranges`."""
 
@@ -46,11 +42,8 @@ class Piece(NamedTuple):
     """A range of an array, and the range of a chunk in which it travels."""
 
     array: int
-    """Its number."""
-    source: slice
-    """In the flattened array."""
-    target: slice
-    """In the chunk."""
+    source: slice  # in the flattened array
+    target: slice  # in the chunk
 
 
 def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]:
@@ -68,13 +61,7 @@ def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]
 
 
 def chunks(ranges: Sequence[slice], length: int, count: int) -> list[list[Piece]]:
-    """Divides ranges of arrays, one after the other, into chunks.
-
-    Args:
-        ranges: One of each array, with start and stop.
-        length: Numbers in a chunk; the last chunks may stay partly or wholly empty.
-        count: Number of chunks, enough for all ranges together.
-    """
+    """Divides ranges, one of each array, into `count` chunks of `length` numbers; the last ones may stay empty."""
     found: list[list[Piece]] = [[] for _ in range(count)]
     at = 0  # position among all numbers
     for array, each in enumerate(ranges):

@@ -15,14 +15,10 @@ LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
 class World(NamedTuple):
     """The ranks of a job, as one of them sees it."""
 
-    rank: int = 0
-    """Rank of this process, from 0 over all hosts."""
-    size: int = 1
-    """Number of ranks on all hosts together."""
-    local_rank: int = 0
-    """Rank of this process among those of its host."""
-    local_size: int = 1
-    """Number of ranks of this host."""
+    rank: int = 0  # of this process, over all hosts
+    size: int = 1  # ranks on all hosts together
+    local_rank: int = 0  # of this process among the ranks of its host
+    local_size: int = 1  # ranks of this host
 
 
 SINGLE_PROCESS = World()
@@ -56,13 +52,7 @@ def planned_world(ranks: int | None, local_ranks: int | None) -> World:
 
 
 def world_from_environment(environment: Mapping[str, str] | None = None) -> World:
-    """Reads what msrun gives its workers: MS_WORKER_NUM, RANK_ID and DEVICE_ID.
-
-    Args:
-        environment: Environment variables; None for those of this process.
-
-    Returns:
-        `SINGLE_PROCESS` where this process belongs to no job.
+    """Reads what msrun gives its workers: MS_WORKER_NUM, RANK_ID and DEVICE_ID; `SINGLE_PROCESS` without a job.
 
     Raises:
         UserError: The variables contradict each other, as when a job was started by hand.

@@ -22,13 +22,11 @@ class MicroBatch:
         loss_sum: Sum of the token losses.
         other_sums: Auxiliary losses before their factors, by their name in the metrics: the sum, and the number of
             labels to divide it by.
-        routing: Router statistics, None for a dense model.
-        gradients: One for each parameter.
     """
 
     loss_sum: float
     other_sums: Mapping[str, tuple[float, float]]
-    routing: RoutingCounts | None
+    routing: RoutingCounts | None  # None for a dense model
     gradients: Sequence[Tensor]
 
 
@@ -43,7 +41,6 @@ class WindowGradients:
         gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None when the window
             has no valid token.
         others: Auxiliary losses by name, each the mean over its own labels, before their factors.
-        routing: Router statistics over all micro-batches, None for a dense model.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank.
     """
 
@@ -77,8 +74,6 @@ def accumulate(
         backward: (batch, its number in the window, loss scale / tokens of the window) -> losses as sums over tokens,
             and their gradients times the factor. It is not called for a micro-batch without a valid token, whose
             gradient is zero, unless this rank has no other one: every rank must take part in the sums.
-        loss_scale: Factor on the gradients, see `trainer.step.loss_scale`.
-        communicator: Reaches the other ranks; None for a single process.
     """
     communicator = SingleProcess() if communicator is None else communicator
     counts = [valid_tokens(batch) for batch in micro_batches]

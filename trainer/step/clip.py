@@ -40,11 +40,9 @@ def clip(
     """Clips the gradients of a window as `runner_wrapper` says.
 
     Args:
-        gradients: One for each parameter, times `scale`; all finite. They are not changed in place.
+        gradients: One for each of `names`, times `scale`; all finite. They are not changed in place.
         squares: Sum of squares of each gradient, in float32 or better.
-        names: Names of the parameters.
-        wrapper: Says whether and how to clip.
-        group_of: Group of each parameter, see `trainer.optim.groups`; for `clip_by_group`.
+        group_of: Group of each parameter, for `clip_by_group`.
         scale: Loss scale that the gradients still contain. Norms and values are compared without it.
 
     Returns:

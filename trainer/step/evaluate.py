@@ -33,17 +33,9 @@ def evaluate(
     stop: Callable[[], bool],
     communicator: Communicator | None = None,
 ) -> Evaluation | None:
-    """Mean loss over all valid labels of all ranks.
+    """Mean loss over all valid labels of all ranks; None when `stop` ended it early on any rank.
 
-    Args:
-        model: The decoder or classifier.
-        build_inputs: Makes its inputs from a batch.
-        batches: This rank's batches.
-        stop: Called before every batch; True ends the evaluation early, after a signal.
-        communicator: Reaches the other ranks; None for a single process.
-
-    Returns:
-        The result; None when it ended early on any rank.
+    `batches` are this rank's; `stop` is called before each and is True after a signal.
 
     Raises:
         RunError: The data has no valid token.

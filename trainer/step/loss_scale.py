@@ -25,9 +25,7 @@ class LossScale:
         value: The factor of the next step.
         factor: Divides a dynamic scale on overflow and multiplies it after `window` steps without overflow; None for a
             fixed scale.
-        window: Steps without overflow before a dynamic scale grows.
         quiet_steps: Steps without overflow since the scale last changed.
-        overflows_in_a_row: Consecutive steps with overflow up to now.
         overflows: Steps with overflow in the whole run.
     """
 

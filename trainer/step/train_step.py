@@ -33,36 +33,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step.
+    """Result of one optimizer step. Norms are unscaled and before clipping.
 
     Attributes:
-        loss: Sum of token losses of the window / its valid tokens, in nats; not multiplied by the loss scale.
-        tokens: Valid tokens of the window.
-        lr: Learning rate of the update.
-        global_norm: Norm of the whole gradient, unscaled and before clipping; inf or nan on overflow.
-        updated: Whether weights, optimizer and schedule advanced.
-        skipped: Why they did not, with details after a colon; empty when they did.
-        loss_scale: Factor on the loss in this step's backward passes.
-        overflow: Whether the scaled gradient was not finite.
-        empty_micro_batches: Micro-batches without a valid token.
-        local_norms: Norm of each parameter's gradient by name, unscaled and before clipping; empty unless
-            `runner_wrapper.local_norm` asks for them.
+        local_norms: Norm of each parameter's gradient by name; None unless `runner_wrapper.local_norm` asks for them.
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
             z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
-        routing: Router statistics of the window; None for a dense model.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
             None where the graph sums them.
     """
 
-    loss: float
-    tokens: int
+    loss: float  # sum of token losses of the window / its valid tokens, in nats; not multiplied by the loss scale
+    tokens: int  # valid tokens of the window
     lr: float
-    global_norm: float
-    updated: bool
-    skipped: str = ""
+    global_norm: float  # of the whole gradient; inf or nan on overflow
+    updated: bool  # whether weights, optimizer and schedule advanced
+    skipped: str = ""  # why they did not, with details after a colon
     loss_scale: float = 1.0
     overflow: bool = False
-    empty_micro_batches: int = 0
+    empty_micro_batches: int = 0  # without a valid token
     local_norms: Mapping[str, float] | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
@@ -72,10 +61,8 @@ class StepResult:
 class Saved(NamedTuple):
     """What one rank contributes to a checkpoint."""
 
-    weights: Mapping[str, np.ndarray]
-    """All weights by name on rank 0, empty elsewhere."""
-    optimizer: Mapping[str, np.ndarray]
-    """State by `kind.parameter`: the whole on rank 0, or each rank's shard."""
+    weights: Mapping[str, np.ndarray]  # all weights by name on rank 0, empty elsewhere
+    optimizer: Mapping[str, np.ndarray]  # by `kind.parameter`: the whole on rank 0, or each rank's shard
     updates: int
     is_sharded: bool = False
 
@@ -91,8 +78,6 @@ class TrainStep:
         optimizer: Holds the parameters to train; gradients are computed for these alone. Its count of updates drives
             the schedule and the dropout masks.
         schedule: Learning rate of update number `n`, from 0.
-        build_inputs: Turns a `Batch` into the model's inputs.
-        wrapper: The section `runner_wrapper`: clipping, loss scale, skipping.
         seed: Seed of dropout.
         communicator: Reaches the other data-parallel ranks, which draw other dropout masks; None for a single process.
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
@@ -123,10 +108,7 @@ class TrainStep:
         self.gradients_of = mindspore.value_and_grad(scaled_loss, None, parameters, has_aux=True)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """Runs one window of micro-batches and updates the weights.
-
-        Args:
-            micro_batches: One or more batches of int32 arrays [B, T]; the last window of an epoch may be shorter.
+        """Runs one window of micro-batches, one or more of int32 arrays [B, T], and updates the weights.
 
         Raises:
             RunError: See `Guards.skipped`. Nothing has been updated.
@@ -162,7 +144,7 @@ class TrainStep:
         return MicroBatch(float(sums.tokens.asnumpy()), other_sums, statistics.counts(), gradients)
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
-        """Restores the optimizer's state from a checkpoint: whole arrays by `kind.parameter`."""
+        """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
         self.optimizer.load_state(arrays, updates)
 
     def to_save(self) -> Saved:
@@ -195,10 +177,6 @@ def apply_window(
     Args:
         window: Sums over all ranks, with a gradient for each parameter of `optimizer`, times the loss scale.
         squares: Sum of squares of every gradient by name; of the whole gradient where ranks hold shards of it.
-        lr: Learning rate.
-        optimizer: Updated.
-        wrapper: The section `runner_wrapper`: clipping, local norms.
-        guards: Decide whether there is an update.
 
     Raises:
         RunError: See `Guards.skipped`. Nothing has been updated.
@@ -216,7 +194,9 @@ def apply_window(
         return result(0.0, "no token with a loss")
     # The norm is divided by the scale here and the gradients in the update: this saves a pass over all gradients.
     norm = global_norm(squares.values(), float) / scale
-    skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, culprit=_first_bad(squares))
+    bad = next((name for name, square in squares.items() if not math.isfinite(square)), None)
+    culprit = f"; not finite first in the gradient of {bad}" if bad else ""
+    skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, culprit=culprit)
     if skipped:
         overflow = skipped == "overflow"
         return result(math.nan if overflow else norm, skipped, overflow=overflow)
@@ -226,9 +206,3 @@ def apply_window(
     optimizer.update(gradients, lr, [factor_of[name] for name in optimizer.parameters])
     local_norms = {name: math.sqrt(square) / scale for name, square in squares.items()} if wrapper.local_norm else None
     return result(norm, local_norms=local_norms)
-
-
-def _first_bad(squares: Mapping[str, float]) -> str:
-    """Names the first parameter whose gradient is not finite, as the end of a sentence."""
-    bad = next((name for name, square in squares.items() if not math.isfinite(square)), None)
-    return f"; not finite first in the gradient of {bad}" if bad else ""

@@ -26,12 +26,9 @@ class PetConfig(Section):
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank. Default 16.", gt=0)
     lora_dropout: float = setting(0.0, "Dropout on what enters an adapter. Default 0.", ge=0, lt=1)
     target_modules: str = setting(
-        ".*wq|.*wk|.*wv|.*wo",
-        "Regular expression for the whole name of the matrices to adapt: q_proj, k_proj, v_proj, o_proj, gate_proj,"
-        " up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without what stands before, as in"
-        " model.layers.0.self_attn.q_proj. Default .*wq|.*wk|.*wv|.*wo.",
-        min_length=1,
-    )
+        ".*wq|.*wk|.*wv|.*wo", "Regular expression for the whole name of the matrices to adapt: q_proj, k_proj, v_proj,"
+        " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without what stands before, as"
+        " in model.layers.0.self_attn.q_proj. Default .*wq|.*wk|.*wv|.*wo.", min_length=1)
 
     @property
     def scale(self) -> float:

@@ -28,5 +28,4 @@ class ModelSection(Section):
     arch: ArchConfig = section(ArchConfig, "Which model.")
     settings: ModelConfig = section(ModelConfig, "Its sizes and options.", alias="model_config")
     classifier: ClassifierConfig | None = setting(
-        None, "Sizes of an MlpClassifier, in place of model_config. Default null: those of its section."
-    )
+        None, "Sizes of an MlpClassifier, in place of model_config. Default null: those of its section.")

@@ -14,16 +14,13 @@ class LossMonitor(Section):
     """A line every few steps."""
 
     type: Literal["MFLossMonitor"] = setting(REQUIRED, "Kind of monitor.")
-    per_print_times: int = setting(
-        1, "Optimizer steps between printed lines. Default 1.", ge=1, aliases=("log_interval",)
-    )
+    per_print_times: int = setting(1, "Optimizer steps between printed lines. Default 1.", ge=1, aliases="log_interval")
 
 
 class CheckpointMonitor(Section):
     """Saves checkpoints."""
 
     type_aliases: ClassVar[dict[str, str]] = {"CheckpointMointor": "CheckpointMonitor"}
-
     type: Literal["CheckpointMonitor"] = setting(REQUIRED, "Kind of monitor.")
     save_checkpoint_steps: int = setting(1, "Optimizer steps between checkpoints; 0: only at the end. Default 1.", ge=0)
     keep_checkpoint_max: int = setting(5, "Newest complete checkpoints that are kept. Default 5.", ge=1)
@@ -37,63 +34,43 @@ class MoEDropRate(Section):
     capacity_factor: float | None = setting(None, "Capacity; must agree with the model. Default null: the model's.")
     num_layers: int | None = setting(None, "Layers; must agree with the model. Default null: the model's.", ge=1)
     mtp_depth: int | None = setting(
-        None, "Further-token layers; must agree with the model. Default null: the model's.", ge=0
-    )
+        None, "Multi-token prediction modules; must agree with the model. Default null: the model's.", ge=0)
 
 
 class ObsMonitor(Section):
     """Uploads to object storage."""
-
-    support = "ignored"
-    support_reason = "nothing is uploaded"
-
+    support, support_reason = "ignored", "nothing is uploaded"
     type: Literal["ObsMonitor"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class SummaryMonitor(Section):
     """MindInsight's records."""
-
-    support = "ignored"
-    support_reason = _METRICS
-
+    support, support_reason = "ignored", _METRICS
     type: Literal["SummaryMonitor", "TrainingStateMonitor", "MaxLogitsMonitor"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class EvalMonitor(Section):
     """Evaluation while training."""
-
-    support = "ignored"
-    support_reason = "do_eval with eval_step_interval evaluates while training"
-
+    support, support_reason = "ignored", "do_eval with eval_step_interval evaluates while training"
     type: Literal["EvalCallBack"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class ProfileMonitor(Section):
     """Records what the device does."""
-
-    support = "not_yet"
-    support_reason = "profiling is not built; remove it: metrics.jsonl has the seconds of each step"
-
+    support, support_reason = "not_yet", "profiling is not built; remove it: metrics.jsonl has the seconds of each step"
     type: Literal["ProfileMonitor"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class EarlyStop(Section):
     """Ends a run whose loss no longer falls."""
-
-    support = "not_yet"
-    support_reason = "stopping by the loss is not built; remove it and use runner_config.stop_step"
-
+    support, support_reason = "not_yet", "stopping by the loss is not built; remove it and use runner_config.stop_step"
     type_aliases: ClassVar[dict[str, str]] = {"EarlyStopCallBack": "EarlyStop", "EarlyStopping": "EarlyStop"}
-
     type: Literal["EarlyStop"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class DeviceMonitor(Section):
     """Checks and balances that only exist on clusters of Ascend devices."""
-
-    support = "ignored"
-    support_reason = "it watches a cluster of Ascend devices"
-
+    support, support_reason = "ignored", "it watches a cluster of Ascend devices"
     type: Literal[
         "ColdHotExpertMonitor",
         "StressDetectCallBack",
@@ -104,31 +81,17 @@ class DeviceMonitor(Section):
 
 class TopkBiasBalance(Section):
     """Moves the bias on the router's choice."""
-
-    support = "ignored"
-    support_reason = "every step moves the bias by itself, as moe_config says"
-
+    support, support_reason = "ignored", "every step moves the bias by itself, as moe_config says"
     type: Literal["TopkBiasBalanceCallback"] = setting(REQUIRED, "Kind of monitor.")
     balance_via_topk_bias: bool | None = setting(
-        None, "Balance experts by a bias; must agree with the model. Default null: the model's."
-    )
+        None, "Balance experts by a bias; must agree with the model. Default null: the model's.")
     topk_bias_update_rate: float | None = setting(
-        None, "Step of that bias; must agree with the model. Default null: the model's.", ge=0
-    )
+        None, "Step of that bias; must agree with the model. Default null: the model's.", ge=0)
     expert_num: int | None = setting(None, "Experts; must agree with the model. Default null: the model's.", ge=1)
     micro_batch_num: int | None = setting(None, "Micro-batches.")
 
 
 Callback = Annotated[
-    LossMonitor
-    | CheckpointMonitor
-    | MoEDropRate
-    | ObsMonitor
-    | SummaryMonitor
-    | EvalMonitor
-    | ProfileMonitor
-    | EarlyStop
-    | DeviceMonitor
-    | TopkBiasBalance,
-    Field(discriminator="type"),
-]
+    LossMonitor | CheckpointMonitor | MoEDropRate | ObsMonitor | SummaryMonitor | EvalMonitor | ProfileMonitor
+    | EarlyStop | DeviceMonitor | TopkBiasBalance, Field(discriminator="type"),
+]  # fmt: skip

@@ -16,10 +16,8 @@ class _Loader(Section):
     default_type: ClassVar[str] = "TextDataset"
 
     dataset_dir: str = setting(
-        "",
-        'A file, a folder, or "stdlib" (the standard library of this Python). Default empty: none.',
-        aliases=("dataset_path",),
-    )
+        "", 'A file, a folder, or "stdlib" (the standard library of this Python). Default empty: none.',
+        aliases="dataset_path")
     shuffle: bool = setting(True, "Another order of sequences each epoch, from the seed. Default True.")
     num_samples: int | None = setting(None, "At most so many sequences or images. Default null: all.", ge=1)
     patterns: list[str] = setting(["*.txt", "*.md", "*.py"], "Which files of a folder count.", min_length=1)
@@ -49,48 +47,35 @@ class MnistLoader(_Loader):
 
     type: Literal["MnistDataset"] = setting(REQUIRED, "Kind of data.")
     dataset_dir: str = setting(
-        "",
-        "Folder of the files. Default empty: the folder in the environment variable DATA_PATH.",
-        aliases=("dataset_path",),
-    )
+        "", "Folder of the files. Default empty: the folder in the environment variable DATA_PATH.",
+        aliases="dataset_path")
     usage: Literal["train", "test", "all"] | None = setting(
-        None, "Which images. Default null: train in train_dataset, test in eval_dataset."
-    )
+        None, "Which images. Default null: train in train_dataset, test in eval_dataset.")
 
 
 class MindLoader(_Loader):
     """MindRecord files."""
-
-    support = "not_yet"
-    support_reason = f"MindRecord files cannot be read; {_MEANWHILE}"
-
+    support, support_reason = "not_yet", f"MindRecord files cannot be read; {_MEANWHILE}"
     type: Literal["MindDataset"] = setting(REQUIRED, "Kind of data.")
 
 
 class MegatronLoader(_Loader):
     """Megatron's indexed token files."""
-
-    support = "not_yet"
-    support_reason = f"Megatron's token files cannot be read; {_MEANWHILE}"
-
+    support, support_reason = "not_yet", f"Megatron's token files cannot be read; {_MEANWHILE}"
     type: Literal["BlendedMegatronDatasetDataLoader"] = setting(REQUIRED, "Kind of data.")
 
 
 class HuggingFaceLoader(_Loader):
     """Data sets of the Hugging Face hub or their local copies."""
-
-    support = "not_yet"
-    support_reason = f"Hugging Face data sets cannot be read; {_MEANWHILE}"
-
+    support, support_reason = "not_yet", f"Hugging Face data sets cannot be read; {_MEANWHILE}"
     type: Literal["HFDataLoader", "CommonDataLoader", "ADGenDataLoader", "SFTDataLoader"] = setting(
-        REQUIRED, "Kind of data."
-    )
+        REQUIRED, "Kind of data.")
 
 
 DataLoader = Annotated[
     TextLoader | JsonlLoader | SyntheticLoader | MnistLoader | MindLoader | MegatronLoader | HuggingFaceLoader,
     Field(discriminator="type"),
-]
+]  # fmt: skip
 
 
 class TokenizerConfig(Section):
@@ -106,20 +91,15 @@ class DatasetConfig(Section):
     data_loader: DataLoader = Field(default_factory=TextLoader, description="Where the data comes from.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "Text to tokens.")
     held_out: float = setting(
-        0.0,
-        "Fraction of documents kept out of training, for evaluation when eval_dataset is absent. Default 0.",
-        ge=0,
-        lt=1,
-    )
+        0.0, "Fraction of documents kept out of training, for evaluation when eval_dataset is absent. Default 0.", ge=0,
+        lt=1)
     drop_remainder: bool = setting(True, "Leave out the last, smaller batch of an epoch. Default True.")
     prefetch_size: int = setting(2, "Micro-batches prepared ahead. Default 2.", ge=1)
     batch_size: int | None = setting(
-        None, "eval_dataset: sequences of a batch. Default null: runner_config.batch_size.", ge=1
-    )
+        None, "eval_dataset: sequences of a batch. Default null: runner_config.batch_size.", ge=1)
     max_batches: int = setting(0, "eval_dataset: micro-batches an evaluation reads. Default 0: all.", ge=0)
     cache_dir: str | None = setting(
-        None, "Folder of the token files that are built once. Default null: ~/.cache/run_trainer/tokens."
-    )
+        None, "Folder of the token files that are built once. Default null: ~/.cache/run_trainer/tokens.")
 
 
 class DatasetTask(Section):

@@ -76,7 +76,7 @@ def setting(
     default: Any,
     description: str,
     *,
-    aliases: tuple[str, ...] = (),
+    aliases: str = "",
     meanings: dict[int, str] | None = None,
     **constraints: Any,
 ) -> Any:
@@ -85,11 +85,11 @@ def setting(
     Args:
         default: Value when the file leaves the key out; ``REQUIRED`` when it may not.
         description: What it does, with its unit.
-        aliases: Other names of the same key; naming it twice with different values is an error.
+        aliases: Other names of the same key, with spaces between; two that disagree are an error.
         meanings: A word for each of the few values there are, for messages.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
-    return _declare(default, description, {_ALIASES: list(aliases), _MEANINGS: meanings}, constraints)
+    return _declare(default, description, {_ALIASES: aliases.split(), _MEANINGS: meanings}, constraints)
 
 
 def section(kind: type[Section], description: str, **constraints: Any) -> Any:

@@ -24,33 +24,22 @@ class OptimizerConfig(Section):
     }
 
     type: Literal["AdamW", "SGD", "Muon"] = setting(
-        "AdamW", "Update rule; Muon leaves embedding, head, norms and biases to AdamW. Default AdamW."
-    )
+        "AdamW", "Update rule; Muon leaves embedding, head, norms and biases to AdamW. Default AdamW.")
     betas: list[Beta] = setting(
-        [0.9, 0.999],
-        "AdamW: decay rates of the two moments. Default [0.9, 0.999], of Muon [0.95, 0.95].",
-        min_length=2,
-        max_length=2,
-        aliases=("adamw_betas",),
-    )
+        [0.9, 0.999], "AdamW: decay rates of the two moments. Default [0.9, 0.999], of Muon [0.95, 0.95].",
+        min_length=2, max_length=2, aliases="adamw_betas")
     eps: float = setting(
-        1e-8, "AdamW: added to the root of the second moment. Default 1e-8.", gt=0, aliases=("adamw_eps",)
-    )
+        1e-8, "AdamW: added to the root of the second moment. Default 1e-8.", gt=0, aliases="adamw_eps")
     weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only. Default 0, of Muon 0.1.", ge=0)
     momentum: float = setting(0.0, "SGD, Muon: momentum. Default 0, of Muon 0.95.", ge=0, lt=1)
     nesterov: bool = setting(False, "SGD, Muon: Nesterov momentum. Default False, of Muon True.")
     ns_steps: int = setting(5, "Muon: Newton-Schulz steps that orthogonalise an update. Default 5.", ge=1, le=100)
     matched_adamw_rms: float | None = setting(
-        0.2,
-        "Muon: root mean square of an update, before the learning rate: AdamW's is about 0.2. Null: an orthogonal"
-        " update times sqrt(max(1, rows / columns)). Default 0.2.",
-        gt=0,
-    )
+        0.2, "Muon: root mean square of an update, before the learning rate: AdamW's is about 0.2. Null: an orthogonal"
+        " update times sqrt(max(1, rows / columns)). Default 0.2.", gt=0)
     learning_rate: float | None = setting(
-        None,
-        "Peak learning rate; must agree with lr_schedule's when both are given. Default null: lr_schedule's.",
-        ge=0,
-    )
+        None, "Peak learning rate; must agree with lr_schedule's when both are given. Default null: lr_schedule's.",
+        ge=0)
 
 
 class _Schedule(Section):
@@ -59,10 +48,8 @@ class _Schedule(Section):
     default_type: ClassVar[str] = "CosineWithWarmUpLR"
 
     total_steps: int = setting(
-        -1,
-        "Optimizer steps over which the schedule runs. Default -1: all steps of the run (epochs x steps per epoch).",
-        ge=-1,
-    )
+        -1, "Optimizer steps over which the schedule runs. Default -1: all steps of the run (epochs x steps per"
+        " epoch).", ge=-1)
 
 
 class _WarmUpSchedule(_Schedule):
@@ -71,8 +58,7 @@ class _WarmUpSchedule(_Schedule):
     learning_rate: float = setting(5e-5, "Peak learning rate. Default 5e-5.", ge=0)
     warmup_lr_init: float = setting(0.0, "Learning rate of the first warm-up step. Default 0.", ge=0)
     warmup_steps: int | None = setting(
-        None, "Optimizer steps of warm-up; excludes warmup_ratio. Default null: 0.", ge=0, aliases=("warmup_step",)
-    )
+        None, "Optimizer steps of warm-up; excludes warmup_ratio. Default null: 0.", ge=0, aliases="warmup_step")
     warmup_ratio: Ratio | None = setting(None, "Warm-up as a fraction of the total steps. Default null.")
 
 
@@ -120,7 +106,7 @@ class CosineAnnealingLR(_Schedule):
     """Half a cosine wave from ``base_lr`` to ``eta_min`` in ``t_max`` steps, and back up, without end."""
 
     type: Literal["CosineAnnealingLR"] = setting(REQUIRED, "Kind of schedule.")
-    base_lr: float = setting(5e-5, "Highest learning rate. Default 5e-5.", ge=0, aliases=("learning_rate",))
+    base_lr: float = setting(5e-5, "Highest learning rate. Default 5e-5.", ge=0, aliases="learning_rate")
     t_max: int = setting(REQUIRED, "Optimizer steps of half a wave.", ge=1)
     eta_min: float = setting(0.0, "Lowest learning rate. Default 0.", ge=0)
 
@@ -129,7 +115,7 @@ class CosineAnnealingWarmRestarts(_Schedule):
     """Cosine falls from ``base_lr`` to ``eta_min``: the first of ``t_0`` steps, each next ``t_mult`` times as long."""
 
     type: Literal["CosineAnnealingWarmRestarts"] = setting(REQUIRED, "Kind of schedule.")
-    base_lr: float = setting(5e-5, "Highest learning rate. Default 5e-5.", ge=0, aliases=("learning_rate",))
+    base_lr: float = setting(5e-5, "Highest learning rate. Default 5e-5.", ge=0, aliases="learning_rate")
     t_0: int = setting(REQUIRED, "Optimizer steps of the first fall.", ge=1)
     t_mult: int = setting(1, "How many times longer each fall is than the one before. Default 1.", ge=1)
     eta_min: float = setting(0.0, "Lowest learning rate. Default 0.", ge=0)
@@ -141,8 +127,7 @@ class WarmUpStableDecayLR(_WarmUpSchedule):
     type: Literal["WarmUpStableDecayLR"] = setting(REQUIRED, "Kind of schedule.")
     lr_end: float = setting(1e-7, "Learning rate at the end. Default 1e-7.", ge=0)
     decay_start_steps: int | None = setting(
-        None, "Optimizer step at which the decay starts; excludes decay_start_ratio. Default null.", ge=0
-    )
+        None, "Optimizer step at which the decay starts; excludes decay_start_ratio. Default null.", ge=0)
     decay_start_ratio: Ratio | None = setting(None, "The same as a fraction of the total steps. Default null.")
 
 
@@ -160,14 +145,7 @@ class ConstantWithCoolDownLR(_WarmUpSchedule):
 
 
 LrSchedule = Annotated[
-    ConstantWarmUpLR
-    | LinearWithWarmUpLR
-    | CosineWithWarmUpLR
-    | CosineWithRestartsAndWarmUpLR
-    | PolynomialWithWarmUpLR
-    | CosineAnnealingLR
-    | CosineAnnealingWarmRestarts
-    | WarmUpStableDecayLR
-    | ConstantWithCoolDownLR,
+    ConstantWarmUpLR | LinearWithWarmUpLR | CosineWithWarmUpLR | CosineWithRestartsAndWarmUpLR | PolynomialWithWarmUpLR
+    | CosineAnnealingLR | CosineAnnealingWarmRestarts | WarmUpStableDecayLR | ConstantWithCoolDownLR,
     Field(discriminator="type"),
-]
+]  # fmt: skip

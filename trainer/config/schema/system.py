@@ -13,50 +13,34 @@ class ContextConfig(Section):
     """Device and execution mode (YAML ``context``)."""
 
     mode: int = setting(
-        0,
-        "0: blocks are compiled; 1: no compilation, for debugging; the same numbers. Default 0.",
-        meanings={0: "graph", 1: "pynative"},
-        ge=0,
-        le=1,
-    )
+        0, "0: blocks are compiled; 1: no compilation, for debugging; the same numbers. Default 0.",
+        meanings={0: "graph", 1: "pynative"}, ge=0, le=1)
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
     device_fallback: bool = setting(
-        False, "Take the best device there is where device_target is not there, and say so. Default False."
-    )
+        False, "Take the best device there is where device_target is not there, and say so. Default False.")
     device_id: int = setting(0, "Which device of this machine. Default 0.", ge=0)
     max_device_memory: str | None = setting(None, 'Ascend: bound on device memory, as "58GB". Default null: none.')
     mempool_block_size: str | None = setting(
-        None, 'Ascend: by how much the memory pool grows, as "1GB". Default null: MindSpore\'s 2GB.'
-    )
+        None, 'Ascend: by how much the memory pool grows, as "1GB". Default null: MindSpore\'s 2GB.')
     memory_optimize_level: Literal["O0", "O1"] | None = setting(
-        None, "Ascend: optimization of memory. Default null: MindSpore's O0."
-    )
+        None, "Ascend: optimization of memory. Default null: MindSpore's O0.")
     max_call_depth: int | None = setting(
-        None, "Ascend: depth of calls in a graph. Default null: MindSpore's 1000.", ge=1
-    )
+        None, "Ascend: depth of calls in a graph. Default null: MindSpore's 1000.", ge=1)
     jit_config: dict[str, Any] | None = setting(
-        None, "Ascend: options of mindspore.jit, jit_level and exec_order. Default null: MindSpore's."
-    )
+        None, "Ascend: options of mindspore.jit, jit_level and exec_order. Default null: MindSpore's.")
     jit_level: Literal["O0", "O1", "O2"] | None = setting(
-        None, "Ascend: optimization of compiled blocks, O0 or O1. Default null: MindSpore's O0."
-    )
+        None, "Ascend: optimization of compiled blocks, O0 or O1. Default null: MindSpore's O0.")
     ascend_config: dict[str, Any] | None = setting(
-        None,
-        "Ascend: precision_mode, op_precision_mode, matmul_allow_hf32, conv_allow_hf32, jit_compile, op_debug_option."
-        " Default null: MindSpore's.",
-    )
+        None, "Ascend: precision_mode, op_precision_mode, matmul_allow_hf32, conv_allow_hf32, jit_compile,"
+        " op_debug_option. Default null: MindSpore's.")
     affinity_cpu_list: bool | str | list[Any] | dict[str, Any] | None = setting(
-        None, "Ascend: bind MindSpore's threads to cores, True or which ones. Default null: not bound."
-    )
+        None, "Ascend: bind MindSpore's threads to cores, True or which ones. Default null: not bound.")
     runtime_num_threads: int | None = setting(
-        None, "Ascend: threads of kernels on the host; 0: as null. Default null: MindSpore's 30.", ge=0
-    )
+        None, "Ascend: threads of kernels on the host; 0: as null. Default null: MindSpore's 30.", ge=0)
     inter_op_parallel_num: int | None = setting(
-        None, "Ascend: threads that start operators; 0: as null. Default null: MindSpore's 5.", ge=0
-    )
+        None, "Ascend: threads that start operators; 0: as null. Default null: MindSpore's 5.", ge=0)
     deterministic: Literal["ON", "OFF"] | None = setting(
-        None, "Ascend: the same bits each time, which a CPU always gives. Default null: OFF."
-    )
+        None, "Ascend: the same bits each time, which a CPU always gives. Default null: OFF.")
     exec_order: str | None = setting(None, "Ascend: order of operators, bfs or dfs. Default null: MindSpore's bfs.")
     pynative_synchronize: bool = setting(False, "Ascend: wait after each operator. Default False.")
 
@@ -65,8 +49,7 @@ class ParallelOptimizerConfig(Section):
     """How optimizer state is cut (YAML ``parallel.parallel_optimizer_config``)."""
 
     parallel_optimizer_threshold: int = setting(
-        64, "Kilobytes (1024 bytes) of a parameter from which its optimizer state is cut. Default 64.", ge=0
-    )
+        64, "Kilobytes (1024 bytes) of a parameter from which its optimizer state is cut. Default 64.", ge=0)
 
 
 class ParallelSection(Section):
@@ -81,14 +64,11 @@ class ParallelSection(Section):
         " hybrid are not yet supported. Default 0.",
     )
     parallel_fallback: Literal["explicit"] | None = setting(
-        None, "explicit: data parallelism, the trainer's own, in the place of semi-automatic mode. Default null: none."
-    )
+        None, "explicit: data parallelism, the trainer's own, in the place of semi-automatic mode. Default null: none.")
     full_batch: bool = setting(
-        True, "Semi-automatic mode: a rank hands MindSpore the whole batch, or its own part. Default True."
-    )
+        True, "Semi-automatic mode: a rank hands MindSpore the whole batch, or its own part. Default True.")
     enable_parallel_optimizer: bool = setting(
-        False, "The data-parallel ranks share the optimizer state instead of having a copy each. Default False."
-    )
+        False, "The data-parallel ranks share the optimizer state instead of having a copy each. Default False.")
     parallel_optimizer_config: ParallelOptimizerConfig = section(ParallelOptimizerConfig, "How optimizer state is cut.")
 
 
@@ -96,8 +76,7 @@ class ParallelConfig(Section):
     """Degrees of the rank grid (YAML ``parallel_config``); with use_parallel False they are not used."""
 
     data_parallel: int | None = setting(
-        None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.", ge=1
-    )
+        None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.", ge=1)
     model_parallel: int = setting(1, "Devices that share each matrix. Default 1.", ge=1)
     context_parallel: int = setting(1, "Devices that share each sequence's tokens. Default 1.", ge=1)
     expert_parallel: int = setting(1, "Devices that share the experts. Default 1.", ge=1)
@@ -109,18 +88,13 @@ class RecomputeConfig(Section):
     """Trade time for activation memory (YAML ``recompute_config``)."""
 
     recompute: _Layers = setting(
-        False,
-        "Blocks to compute again in the backward pass instead of keeping their activations: True for all, an integer"
-        " for so many from the first, or a list of layers and ranges such as [0, 4-7]. Default False.",
-    )
+        False, "Blocks to compute again in the backward pass instead of keeping their activations: True for all, an"
+        " integer for so many from the first, or a list of layers and ranges such as [0, 4-7]. Default False.")
     select_recompute: _Layers | dict[str, _Layers] = setting(
-        False,
-        "Sublayers of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular"
-        " expressions, or each with its layers; True for mlp. Default False.",
-    )
+        False, "Sublayers of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular"
+        " expressions, or each with its layers; True for mlp. Default False.")
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
-        False, "Sublayers to keep after all: written like select_recompute; True for both. Default False."
-    )
+        False, "Sublayers to keep after all: written like select_recompute; True for both. Default False.")
 
 
 class SwapConfig(Section):
