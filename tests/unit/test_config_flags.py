@@ -7,7 +7,7 @@ from config_helpers import BASE, failure
 
 from trainer.cli.flags import FLAGS, split_arguments
 from trainer.config import Config, load_config
-from trainer.config.read.overrides import fields_at
+from trainer.config.read.relocate import fields_at
 
 PEER_FLAGS = (
     "mode device_id device_target run_mode do_eval train_dataset_dir eval_dataset_dir predict_data predict_batch_size"
@@ -51,7 +51,7 @@ def test_every_flag_of_the_peer_and_our_own_are_there():
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_every_flag_sets_a_key_of_the_schema_and_says_what_it_does(flag):
     for key in filter(None, (flag.key, flag.also)):
-        assert fields_at(tuple(key.split("."))), key
+        assert fields_at(key), key
     assert flag.help.endswith(".") and flag.metavar
 
 

@@ -7,23 +7,23 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation, nearest, one_of
+from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation, nearest, one_of, problem_at
 from trainer.config.schema.fields import Section, fields_by_yaml_name, meanings_of, shape_of
 from trainer.config.schema.root import Config
-from trainer.errors import UserError
 
 _KINDS = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "True or False",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "a section",
-    "model_type": "a section",
-    "model_attributes_type": "a section",
-    "none_required": "null",
-    "finite_number": "a finite number",
+    "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "True or False",
+    "string_type": "a string", "list_type": "a list", "dict_type": "a section", "model_type": "a section",
+    "model_attributes_type": "a section", "none_required": "null", "finite_number": "a finite number",
+}  # fmt: skip
+_BOUNDS = {
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "too_short": "a list of at least {min_length} values",
+    "too_long": "a list of at most {max_length} values",
+    "string_too_short": "a string that is not empty",
 }
 
 
@@ -48,12 +48,8 @@ def validate(
             path = _path(item["loc"], data, absent=item["type"] == "missing")
             findings.setdefault(path, []).append(item)
         # Of a union's members only the problems of the nearest one are told: those that lie deepest.
-        deepest = [path for path in findings if not any(_is_within(other, path) for other in findings)]
+        deepest = [path for path in findings if not any(path == other[: len(path)] != other for other in findings)]
         return None, [_problem(path, findings[path], positions, written) for path in deepest]
-
-
-def _is_within(path: tuple[str, ...], section: tuple[str, ...]) -> bool:
-    return len(path) > len(section) and path[: len(section)] == section
 
 
 def _path(location: tuple[int | str, ...], data: Any, absent: bool) -> tuple[str, ...]:
@@ -73,28 +69,17 @@ def _path(location: tuple[int | str, ...], data: Any, absent: bool) -> tuple[str
     return tuple(path)
 
 
-def _place(path: tuple[str, ...], positions: dict[str, SourceLocation]) -> SourceLocation:
-    """Where a key stands, or the nearest section around it."""
-    for length in range(len(path), 0, -1):
-        key = ".".join(path[:length])
-        if key in positions:
-            return positions[key]
-    return NOWHERE
-
-
 def _problem(
     path: tuple[str, ...], items: list[Any], positions: dict[str, SourceLocation], written: dict[str, str]
 ) -> Problem:
-    place, key = _place(path, positions), ".".join(path)
+    key = ".".join(path)
+    around = (".".join(path[:length]) for length in range(len(path), 0, -1))
+    place = next((positions[section] for section in around if section in positions), NOWHERE)
     key = written[key] if key in written else key
-    first = items[0]
-    if first["type"] == "missing":
-        return Problem(
-            place, UserError("this key is required", where=place.text, key=key, fix=f"add {path[-1]}: to it")
-        )
-    value = first["input"]
-    rule = _rule(items, path)
-    return Problem(place, UserError(rule, where=place.text, key=key, value=value, fix=_fix(path, items, value)))
+    if items[0]["type"] == "missing":
+        return problem_at(place, key, "this key is required", f"add {path[-1]}: to it")
+    value = items[0]["input"]
+    return problem_at(place, key, _rule(items, path), _fix(path, items, value), value)
 
 
 def _rule(items: list[Any], path: tuple[str, ...]) -> str:
@@ -106,32 +91,12 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
     literals = [name for item in items if item["type"] == "literal_error" for name in _expected(item)]
     if literals:
         return f"must be {one_of(literals + kinds)}"
-    bounds = [text for item in items for text in [_bound(item)] if text]
+    bounds = [_BOUNDS[item["type"]].format(**item["ctx"]) for item in items if item["type"] in _BOUNDS]
     if bounds:
         return f"must be {' and '.join(bounds)}"
     if kinds:
         return f"must be {one_of(list(dict.fromkeys(kinds)))}"
     return items[0]["msg"][0].lower() + items[0]["msg"][1:]
-
-
-def _bound(item: Any) -> str:
-    context = item["ctx"] if "ctx" in item else {}
-    match item["type"]:
-        case "greater_than":
-            return f"greater than {context['gt']}"
-        case "greater_than_equal":
-            return f"at least {context['ge']}"
-        case "less_than":
-            return f"less than {context['lt']}"
-        case "less_than_equal":
-            return f"at most {context['le']}"
-        case "too_short":
-            return f"a list of at least {context['min_length']} values"
-        case "too_long":
-            return f"a list of at most {context['max_length']} values"
-        case "string_too_short":
-            return "a string that is not empty"
-    return ""
 
 
 def _expected(item: Any) -> list[str]:
@@ -145,17 +110,14 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     if "literal_error" in types and isinstance(value, str):
         names = [name for item in items if item["type"] == "literal_error" for name in _expected(item)]
         guess = nearest(value, names)
-        if guess or len(names) == 1:
-            return f"write {guess or names[0]}"
-        return f"write one of {one_of(names)}"
+        return f"write {guess}" if guess else f"write {'one of ' * (len(names) > 1)}{one_of(names)}"
     if isinstance(value, str) and types & {"int_type", "float_type", "bool_type"}:
         bare = value.strip().replace("_", "")
         if bare.replace(".", "", 1).lstrip("+-").isdigit() or bare.lower() in ("true", "false"):
             return f"write {bare} without quotes"
         if "bool_type" in types and bare.lower() in ("yes", "no", "on", "off", "y", "n"):
             return f"write {bare.lower() in ('yes', 'on', 'y')}"
-    description = describe(path)
-    return description if description else "correct the value"
+    return describe(path) or "correct the value"
 
 
 def describe(path: tuple[str, ...]) -> str:

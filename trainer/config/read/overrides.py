@@ -9,17 +9,9 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import Problem, SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, is_null, own_node, plain
-from trainer.config.read.relocate import canonical_keys
+from trainer.config.read.relocate import canonical_key, fields_at
 from trainer.config.read.yaml_reader import parse_value
-from trainer.config.schema.fields import (
-    Section,
-    Shape,
-    aliases_of,
-    fields_by_yaml_name,
-    scalar_kinds,
-    shape_of,
-    yaml_names,
-)
+from trainer.config.schema.fields import Section, Shape, aliases_of, fields_by_yaml_name, scalar_kinds, shape_of
 from trainer.config.schema.root import Config
 from trainer.errors import UserError
 
@@ -63,104 +55,55 @@ def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Pr
 
 
 def _apply(root: Table, override: Override, place: SourceLocation) -> list[str]:
-    keys = tuple(override.key.split("."))
-    if not all(keys):
-        raise UserError(
-            "is not a dotted key",
-            where=place.text,
-            key=override.key,
-            fix="write section.key, as in runner_config.epochs",
-        )
-    keys = canonical_keys(keys)
-    value = _parsed(override, place, fields_at(keys))
-    if override.only_if_present and not _has_section(root, keys[:1]):
-        return []
+    if not all(override.key.split(".")):
+        fix = "write section.key, as in runner_config.epochs"
+        raise UserError("is not a dotted key", where=place.text, key=override.key, fix=fix)
+    keys = canonical_key(override.key).split(".")
+    value = _parsed(override, place)
+    if override.only_if_present:
+        entries = root.entries()
+        if keys[0] not in entries or is_null(entries[keys[0]].node):
+            return []
     entry, shape = Entry(root), Shape((Config,), is_list=False, nullable=False)
     written: list[str] = []
     for depth, key in enumerate(keys):
-        node = own_node(entry)
+        node, path = own_node(entry), ".".join(keys[:depth])
         if is_null(node):
             node = entry.node = Items() if shape.is_list else Table()
         if isinstance(node, Items):
-            entry = _item(node, key, keys[: depth + 1], place, override)
-            written.append(key)
+            count = len(node.entries)
+            if not key.isdecimal() or int(key) >= count:
+                valid = "the list is empty" if not count else "only index 0" if count == 1 else f"0 to {count - 1}"
+                rule, fix = f"{path} is a list without item {key!r} (valid: {valid})", "give the whole list as [...]"
+                raise UserError(rule, where=place.text, key=override.key, fix=f"use a valid index, or {fix}")
+            entry = node.entries[int(key)]
         elif isinstance(node, Table):
-            name, entry, shape = _key(node, key, shape.kinds, place)
-            written.append(name)
+            key, entry, shape = _key(node, key, shape.kinds, place)
         else:
-            raise UserError(
-                f"is a value ({plain(node)!r}), it has no key {key}",
-                where=place.text,
-                key=".".join(keys[:depth]),
-                fix=f"set {'.'.join(keys[:depth])} itself",
-            )
+            rule = f"is a value ({plain(node)!r}), it has no key {key}"
+            raise UserError(rule, where=place.text, key=path, fix=f"set {path} itself")
+        written.append(key)
     return _set(root, ".".join(written), entry, value)
 
 
-def _parsed(override: Override, place: SourceLocation, fields: list[FieldInfo]) -> Entry:
+def _parsed(override: Override, place: SourceLocation) -> Entry:
     """The value: as YAML, or as the string it is where the key can only hold strings."""
     if override.texts:
         entries = [Entry(Scalar(text), place) for text in override.texts]
         return entries[0] if len(entries) == 1 else Entry(Items(entries), place)
     value = parse_value(override.text, place, override.key)
-    kinds = {kind for field in fields for kind in scalar_kinds(field)}
+    kinds = {kind for field in fields_at(override.key) for kind in scalar_kinds(field)}
     is_text = isinstance(value.node, Scalar) and isinstance(value.node.value, (bool, int, float))
     return Entry(Scalar(override.text), place) if str in kinds <= {str, list} and is_text else value
-
-
-def fields_at(keys: tuple[str, ...]) -> list[FieldInfo]:
-    """The declarations of a key: none when it is unknown, several when sections of different types have it."""
-    kinds: tuple[type[Section], ...] = (Config,)
-    fields: list[FieldInfo] = []
-    for key in canonical_keys(keys):
-        if key.isdecimal():
-            continue
-        fields = [
-            field
-            for kind in kinds
-            for main, field in fields_by_yaml_name(kind).items()
-            if key in (main, *aliases_of(field))
-        ]
-        kinds = tuple(kind for field in fields for kind in shape_of(field).kinds)
-    return fields
-
-
-def is_boolean(key: str) -> bool:
-    """True when a dotted key is True or False and nothing else."""
-    return {kind for field in fields_at(tuple(key.split("."))) for kind in scalar_kinds(field)} == {bool}
-
-
-def is_top_level(key: str) -> bool:
-    """True for a key, or another name or place of one, at the top of a file."""
-    return key in yaml_names(Config) or canonical_keys((key,)) != (key,)
-
-
-def _has_section(root: Table, keys: tuple[str, ...]) -> bool:
-    entries = root.entries()
-    return keys[0] in entries and not is_null(entries[keys[0]].node)
-
-
-def _item(node: Items, key: str, path: tuple[str, ...], place: SourceLocation, override: Override) -> Entry:
-    count = len(node.entries)
-    if not key.isdecimal() or int(key) >= count:
-        valid = "the list is empty" if not count else "only index 0" if count == 1 else f"0 to {count - 1}"
-        raise UserError(
-            f"{'.'.join(path[:-1])} is a list without item {key!r} (valid: {valid})",
-            where=place.text,
-            key=override.key,
-            fix="use a valid index, or give the whole list as [...]",
-        )
-    return node.entries[int(key)]
 
 
 def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceLocation) -> tuple[str, Entry, Shape]:
     """The name that the file uses for a key, and its entry, made when absent."""
     names, shape, absent = [key], Shape((), is_list=False, nullable=True), Scalar(None)
-    for kind in kinds:
-        for main, field in fields_by_yaml_name(kind).items():
-            if key in (main, *aliases_of(field)):
-                names += [main, *aliases_of(field)]
-                shape, absent = shape_of(field), _default_list(field)
+    for main, field in (item for kind in kinds for item in fields_by_yaml_name(kind).items()):
+        if key in (main, *aliases_of(field)):
+            names += [main, *aliases_of(field)]
+            shape, absent = shape_of(field), _default_list(field)
     entries = node.entries()
     present = [name for name in dict.fromkeys(names) if name in entries]
     for name in present[1:]:
@@ -184,11 +127,11 @@ def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
         Notices about aliases that followed.
     """
     old = entry.node
-    places = [] if entry.is_alias else [(path, other) for path, other in _uses(root, "") if other.node is old]
+    uses = [] if entry.is_alias else [(path, other) for path, other in _uses(root, "") if other.node is old]
     entry.node, entry.place, entry.is_alias = value.node, value.place, False
-    for _, other in places:
+    for _, other in uses:
         other.node, other.place = value.node, value.place
-    followers = [path for path, _ in places if path != key]
+    followers = [path for path, _ in uses if path != key]
     return [f"{value.place.text}: {key} is anchored, {', '.join(followers)} follows"] if followers else []
 
 

@@ -7,50 +7,78 @@ is checked; two places that disagree are an error.
 
 from __future__ import annotations
 
+from pydantic.fields import FieldInfo
+
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, own_node, plain
-from trainer.config.schema.fields import Section, shape_of, yaml_names
+from trainer.config.schema.fields import (
+    Section,
+    aliases_of,
+    fields_by_yaml_name,
+    scalar_kinds,
+    shape_of,
+    yaml_names,
+)
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.optimizer import OptimizerConfig
 from trainer.config.schema.root import Config
 from trainer.errors import UserError
 
-_MODEL = ("model", "model_config")
+_MODEL = "model.model_config"
 _BETAS = {"beta1": "0", "beta2": "1"}
+_THRESHOLD = "parallel_optimizer_threshold"
 
-MOVED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("callback",), ("callbacks",)),
-    (("model_config",), ("model", "model_config")),
-    (("moe_config",), ("model", "model_config", "moe_config")),
-    (("train_dataset_task", "dataset_config"), ("train_dataset",)),
-    (("eval_dataset_task", "dataset_config"), ("eval_dataset",)),
-    (
-        ("parallel", "parallel_optimizer_threshold"),
-        ("parallel", "parallel_optimizer_config", "parallel_optimizer_threshold"),
-    ),
+_MOVED = {
+    "callback": "callbacks",
+    "model_config": _MODEL,
+    "moe_config": f"{_MODEL}.moe_config",
+    "train_dataset_task.dataset_config": "train_dataset",
+    "eval_dataset_task.dataset_config": "eval_dataset",
+    f"parallel.{_THRESHOLD}": f"parallel.parallel_optimizer_config.{_THRESHOLD}",
     # What transformers 5 writes in a config.json.
-    ((*_MODEL, "rope_parameters", "rope_theta"), (*_MODEL, "rope_theta")),
-    ((*_MODEL, "rope_parameters", "partial_rotary_factor"), (*_MODEL, "rotary_pct")),
-    ((*_MODEL, "rope_parameters"), (*_MODEL, "rope_scaling")),
-)
-"""Other places of a section -> its own place."""
+    f"{_MODEL}.rope_parameters.rope_theta": f"{_MODEL}.rope_theta",
+    f"{_MODEL}.rope_parameters.partial_rotary_factor": f"{_MODEL}.rotary_pct",
+    f"{_MODEL}.rope_parameters": f"{_MODEL}.rope_scaling",
+}
+"""Other place of a key -> its own place."""
 
 
-def canonical_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+def canonical_key(key: str) -> str:
     """The own place of a dotted key that may be written in another known place."""
-    for old, new in MOVED:
-        if keys[: len(old)] == old:
-            keys = new + keys[len(old) :]
-    if len(keys) == 3 and keys[:2] == _MODEL and is_flat_moe_key(keys[2]):
-        keys = (*_MODEL, "moe_config", keys[2])
-    if len(keys) == 2 and keys[0] == "optimizer" and keys[1] in _BETAS:
-        keys = ("optimizer", "betas", _BETAS[keys[1]])
-    return keys
+    for old, new in _MOVED.items():
+        if f"{key}.".startswith(f"{old}."):
+            key = new + key[len(old) :]
+    section, _, name = key.rpartition(".")
+    if section == _MODEL and is_flat_moe_key(name):
+        return f"{_MODEL}.moe_config.{name}"
+    return f"optimizer.betas.{_BETAS[name]}" if section == "optimizer" and name in _BETAS else key
 
 
 def is_flat_moe_key(key: str) -> bool:
     """True for keys of ``moe_config`` that newer files write in ``model_config`` itself."""
     return key not in yaml_names(ModelConfig) and key in yaml_names(MoEConfig)
+
+
+def is_top_level(key: str) -> bool:
+    """True for a key, or another name or place of one, at the top of a file."""
+    return key in yaml_names(Config) or canonical_key(key) != key
+
+
+def is_boolean(key: str) -> bool:
+    """True when a dotted key is True or False and nothing else."""
+    return {kind for field in fields_at(key) for kind in scalar_kinds(field)} == {bool}
+
+
+def fields_at(key: str) -> list[FieldInfo]:
+    """The declarations of a dotted key: none when it is unknown, several when sections of different types have it."""
+    kinds: tuple[type[Section], ...] = (Config,)
+    fields: list[FieldInfo] = []
+    for part in canonical_key(key).split("."):
+        if not part.isdecimal():
+            known = [item for kind in kinds for item in fields_by_yaml_name(kind).items()]
+            fields = [field for main, field in known if part in (main, *aliases_of(field))]
+            kinds = tuple(kind for field in fields for kind in shape_of(field).kinds)
+    return fields
 
 
 def arrange(root: Table) -> list[str]:
@@ -63,65 +91,60 @@ def arrange(root: Table) -> list[str]:
         UserError: Two places give the same key different values.
     """
     notices = _adopt_lost_keys(root)
-    for old, new in MOVED:
+    for old, new in _MOVED.items():
         _move(root, old, new)
     _join_betas(root)
     settings = _find(root, _MODEL)
     if settings is not None and isinstance(settings.node, Table):
-        flat = [key for key in settings.node.entries() if is_flat_moe_key(key)]
-        if flat:
-            _move_flat_moe_keys(settings, flat)
+        for key in filter(is_flat_moe_key, settings.node.entries()):
+            _move(root, f"{_MODEL}.{key}", f"{_MODEL}.moe_config.{key}", keeps_null=True)
     return notices
 
 
-def _find(root: Table, keys: tuple[str, ...]) -> Entry | None:
+def _find(root: Table, key: str) -> Entry | None:
     entry = Entry(root)
-    for key in keys:
+    for part in key.split("."):
         entries = entry.node.entries() if isinstance(entry.node, Table) else {}
-        if key not in entries:
+        if part not in entries:
             return None
-        entry = entries[key]
+        entry = entries[part]
     return entry
 
 
-def _parent(root: Table, keys: tuple[str, ...], like: Entry) -> Table:
-    """The section that holds ``keys``, made where missing."""
+def _parent(root: Table, key: str, like: Entry) -> Table:
+    """The section that holds a dotted key, made where missing, ready to be changed."""
     table = root
-    for key in keys[:-1]:
+    for part in key.split(".")[:-1]:
         entries = table.entries()
-        if key not in entries or is_null(entries[key].node):
-            table.own[key] = Entry(Table(), like.place)
-        elif key not in table.own:
-            table.own[key] = entries[key]
-        node = own_node(table.own[key])
+        if part not in entries or is_null(entries[part].node):
+            table.own[part] = Entry(Table(), like.place)
+        elif part not in table.own:
+            table.own[part] = entries[part]
+        node, place = own_node(table.own[part]), table.own[part].place
         if not isinstance(node, Table):
-            raise UserError(
-                "must be a section", where=table.own[key].place.text, key=key, fix=f"write {key}: and its keys below"
-            )
+            fix = f"write {part}: and its keys below"
+            raise UserError("must be a section", where=place.text, key=part, fix=fix)
         table = node
     return table
 
 
-def _move(root: Table, old: tuple[str, ...], new: tuple[str, ...]) -> None:
+def _move(root: Table, old: str, new: str, *, keeps_null: bool = False) -> None:
+    """Moves what stands at a dotted key, if anything does; null is a value only where `keeps_null` says so."""
     entry = _find(root, old)
     if entry is None:
         return
-    _remove(_parent(root, old, entry), old[-1])
-    if is_null(entry.node):
+    source, name = _parent(root, old, entry), old.rpartition(".")[2]
+    if name not in source.own:
+        source.own, source.bases = source.entries(), []
+    del source.own[name]
+    if is_null(entry.node) and not keeps_null:
         return
-    target = _parent(root, new, entry)
-    present = target.entries()[new[-1]] if new[-1] in target.entries() else None
-    if present is None or is_null(present.node):
-        target.own[new[-1]] = entry
+    target, name = _parent(root, new, entry), new.rpartition(".")[2]
+    present = target.entries()[name] if name in target.entries() else None
+    if present is None or (is_null(present.node) and not keeps_null):
+        target.own[name] = entry
     elif present.node is not entry.node:
-        merged = Entry(merge(present, entry, ".".join(new)), present.place)
-        target.own[new[-1]] = merged
-
-
-def _remove(table: Table, key: str) -> None:
-    if key not in table.own:
-        table.own, table.bases = table.entries(), []
-    del table.own[key]
+        target.own[name] = Entry(merge(present, entry, new), present.place)
 
 
 def merge(first: Entry, second: Entry, key: str) -> Table | Items | Scalar:
@@ -147,42 +170,23 @@ def merge(first: Entry, second: Entry, key: str) -> Table | Items | Scalar:
 def disagreement(key: str, first: Entry, second: Entry) -> UserError:
     """Two places give one key different values."""
     later, earlier = (first, second) if first.place.order > second.place.order else (second, first)
-    return UserError(
-        f"disagrees with {earlier.place.text}, where the same setting is {plain(earlier.node)!r}",
-        where=later.place.text,
-        key=key,
-        value=plain(later.node),
-        fix="remove one of the two",
-    )
+    rule = f"disagrees with {earlier.place.text}, where the same setting is {plain(earlier.node)!r}"
+    return UserError(rule, where=later.place.text, key=key, value=plain(later.node), fix="remove one of the two")
 
 
 def _join_betas(root: Table) -> None:
     """``beta1`` and ``beta2`` of the optimizer become ``betas``, the absent one with its default."""
-    optimizer = _find(root, ("optimizer",))
-    if optimizer is None or not isinstance(optimizer.node, Table):
-        return
-    entries = optimizer.node.entries()
+    optimizer = _find(root, "optimizer")
+    entries = optimizer.node.entries() if optimizer is not None and isinstance(optimizer.node, Table) else {}
     given = {name: entries[name] for name in _BETAS if name in entries}
     if not given:
         return
-    first = next(iter(given.values()))
     defaults = OptimizerConfig.model_fields["betas"].get_default(call_default_factory=True)
-    pairs = zip(_BETAS, defaults, strict=True)
-    both = Entry(Items([given[name] if name in given else Entry(Scalar(value)) for name, value in pairs]), first.place)
+    pair = [given.get(name, Entry(Scalar(value))) for name, value in zip(_BETAS, defaults, strict=True)]
+    both = Entry(Items(pair), next(iter(given.values())).place)
     if "betas" in entries:
         merge(entries["betas"], both, "optimizer.betas")
     optimizer.node = Table({name: entry for name, entry in entries.items() if name not in given} | {"betas": both})
-
-
-def _move_flat_moe_keys(settings: Entry, flat: list[str]) -> None:
-    table = own_node(settings)
-    entries = table.entries()
-    moved = Entry(Table({key: entries[key] for key in flat}), entries[flat[0]].place)
-    table = Table({key: entry for key, entry in entries.items() if key not in flat})
-    settings.node = table
-    if "moe_config" in table.own and not is_null(table.own["moe_config"].node):
-        moved = Entry(merge(table.own["moe_config"], moved, "model.model_config.moe_config"), moved.place)
-    table.own["moe_config"] = moved
 
 
 def _adopt_lost_keys(root: Table) -> list[str]:
@@ -194,16 +198,17 @@ def _adopt_lost_keys(root: Table) -> list[str]:
     adopted: dict[str, list[Entry]] = {}
     section_key = ""
     for key, entry in list(root.own.items()):
-        if key in yaml_names(Config) or key in {old[0] for old, _ in MOVED}:
+        if is_top_level(key):
             opened = is_null(entry.node) or isinstance(entry.node, Items)
-            section_key = key if opened and _kinds(key) else ""
-        elif section_key and any(key in yaml_names(kind) for kind in _kinds(section_key)):
-            section = root.own[section_key]
-            if is_null(section.node):
-                section.node = Table()
-            home = _last_table(section)
-            if home is not None:
-                home.own[key] = root.own.pop(key)
+            section_key = key if opened and _names_in(key) else ""
+        elif section_key and key in _names_in(section_key):
+            home = root.own[section_key]
+            if is_null(home.node):
+                home.node = Table()
+            elif isinstance(home.node, Items):
+                home = home.node.entries[-1] if home.node.entries else Entry(Scalar(None))
+            if isinstance(home.node, Table):
+                home.node.own[key] = root.own.pop(key)
                 adopted.setdefault(section_key, []).append(entry)
     return [
         f"{entries[0].place.text}: indent these lines: {len(entries)} keys at the top level are taken as {section}'s"
@@ -211,20 +216,6 @@ def _adopt_lost_keys(root: Table) -> list[str]:
     ]
 
 
-def _last_table(section: Entry) -> Table | None:
-    node = section.node
-    if isinstance(node, Items):
-        node = node.entries[-1].node if node.entries else Scalar(None)
-    return node if isinstance(node, Table) else None
-
-
-def _kinds(key: str) -> tuple[type[Section], ...]:
-    """The sections a top-level key may hold."""
-    for old, new in MOVED:
-        if old == (key,):
-            return (
-                {"model_config": (ModelConfig,), "moe_config": (MoEConfig,)}[new[-1]]
-                if len(new) > 1
-                else _kinds(new[0])
-            )
-    return shape_of(Config.model_fields[key]).kinds if key in Config.model_fields else ()
+def _names_in(key: str) -> set[str]:
+    """The names that a file may use in the sections which a top-level key may hold."""
+    return {name for field in fields_at(key) for kind in shape_of(field).kinds for name in yaml_names(kind)}

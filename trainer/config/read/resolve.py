@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import Problem, SourceLocation, nearest, one_of
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain
+from trainer.config.checks.problem import Problem, SourceLocation, nearest, one_of, problem_at
+from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
 from trainer.config.read.relocate import disagreement, merge
 from trainer.config.schema.fields import (
     Section,
@@ -28,6 +28,9 @@ _SUGGESTED = 3
 """At most so many sections are named for a key that stands in the wrong place."""
 _LISTED = 15
 """A section with at most so many keys has them listed when an unknown one resembles none."""
+
+
+_ABSENT = object()
 
 
 @dataclass
@@ -54,7 +57,7 @@ def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> d
     chosen: dict[str, Entry] = {}
     for name, entry in table.entries().items():
         if name not in names:
-            found.problems.append(Problem(entry.place, _unknown(name, kind, path, entry.place)))
+            found.problems.append(_unknown(name, kind, path, entry.place))
         elif names[name] not in chosen:
             chosen[names[name]] = entry
             if name != names[name]:
@@ -71,9 +74,6 @@ def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> d
     return data
 
 
-_ABSENT = object()
-
-
 def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
     """One entry for two names of one key; a problem when they differ."""
     try:
@@ -83,28 +83,21 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
         return first
 
 
-def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation) -> UserError:
+def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation) -> Problem:
     guess = nearest(name, list(yaml_names(kind)))
-    homes = [home for home in sections_with(name) if f"{home}." != path]
+    homes = [f"{home}.{name}" for home in sections_with(name) if f"{home}." != path]
     if homes and guess.lower() != name.lower():
-        fix = f"write it in its section: {one_of([f'{home}.{name}' for home in homes])}"
+        fix = f"write it in its section: {one_of(homes)}"
     elif path and name in yaml_names(Config):
         fix = f"write {name} at the top level"
     elif guess:
         fix = f"you probably mean {path}{guess}"
     else:
         known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "honoured"]
-        listed = (
-            f"the keys here are {', '.join(known)}" if len(known) <= _LISTED else "`run_trainer.py schema` lists all"
-        )
-        fix = f"remove it; {listed}"
-    section = path.rstrip(".")
-    return UserError(
-        f"unknown key {'in ' + section if section else 'at the top level'}",
-        where=place.text,
-        key=f"{path}{name}",
-        fix=fix,
-    )
+        listed = f"the keys here are {', '.join(known)}"
+        fix = f"remove it; {listed if len(known) <= _LISTED else '`run_trainer.py schema` lists all'}"
+    rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
+    return problem_at(place, f"{path}{name}", rule, fix)
 
 
 def sections_with(name: str) -> list[str]:
@@ -129,36 +122,26 @@ def _keys_named(name: str, kind: type[Section], path: tuple[str, ...]) -> Iterat
 
 
 def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:
-    shape = shape_of(info)
-    node = entry.node
+    """The value of a key; `_ABSENT` where its section is empty, or wrong, which is a problem then."""
+    shape, node = shape_of(info), entry.node
     if not shape.kinds:
         if isinstance(node, Items):
             found.positions |= {f"{path}.{number}": item.place for number, item in enumerate(node.entries)}
         return plain(node)
-    if is_null(node) and not shape.nullable:
-        return _ABSENT
+    if is_null(node):
+        return None if shape.nullable else _ABSENT
     if shape.is_list and isinstance(node, Items):
         return [_item(item, shape.kinds, f"{path}.{number}", found) for number, item in enumerate(node.entries)]
-    if shape.is_list and not is_null(node):
-        found.problems.append(_wrong(entry, path, "must be a list", "start each item with '- '"))
-        return _ABSENT
-    if isinstance(node, Table):
+    if isinstance(node, Table) and not shape.is_list:
         return _one(entry, node, shape.kinds, path, found)
-    if is_null(node) or _takes_values(info):
+    if shape.is_list:
+        rule, fix = "must be a list", "start each item with '- '"
+    elif any(not issubclass(kind, Section) for kind in scalar_kinds(info)):  # or a plain value, such as scale_sense
         return plain(node)
-    found.problems.append(
-        _wrong(entry, path, "must be a section", f"write {path.split('.')[-1]}: and its keys indented below")
-    )
+    else:
+        rule, fix = "must be a section", f"write {path.split('.')[-1]}: and its keys indented below"
+    found.problems.append(problem_at(entry.place, path, rule, fix, plain(node)))
     return _ABSENT
-
-
-def _takes_values(info: FieldInfo) -> bool:
-    """True for keys that are a section or a plain value, such as ``scale_sense``."""
-    return any(not issubclass(kind, Section) for kind in scalar_kinds(info))
-
-
-def _wrong(entry: Entry, path: str, rule: str, fix: str) -> Problem:
-    return Problem(entry.place, UserError(rule, where=entry.place.text, key=path, value=plain(entry.node), fix=fix))
 
 
 def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, found: Resolved) -> Any:
@@ -166,53 +149,30 @@ def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, found: Reso
     if isinstance(entry.node, Table):
         value = _one(entry, entry.node, kinds, path, found)
         return {} if value is _ABSENT else value
-    found.problems.append(_wrong(entry, path, "must be a section", "write '- type: ...' and its keys below"))
+    fix = "write '- type: ...' and its keys below"
+    found.problems.append(problem_at(entry.place, path, "must be a section", fix, plain(entry.node)))
     return {}
 
 
 def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, found: Resolved) -> Any:
     """Resolves a section of one or several kinds; the latter are told apart by ``type``."""
     entries = table.entries()
-    kind, alias = kinds[0], {}
-    if "type" in kind.model_fields:
-        alias = {other: main for each in kinds for other, main in each.type_aliases.items()}
-    if "type" in entries and alias:
-        table, entries = _renamed_type(table, alias, path, found)
-    if len(kinds) > 1:
-        by_type = {name: each for each in kinds for name in types_of(each)}
-        name = plain(entries["type"].node) if "type" in entries else kind.default_type
-        if not name:
-            found.problems.append(
-                Problem(
-                    entry.place,
-                    UserError("the key type is missing", where=entry.place.text, key=path, fix=_types_fix("", by_type)),
-                )
-            )
-            return _ABSENT
-        if not isinstance(name, str) or name not in by_type:
-            place = entries["type"].place
-            error = UserError(
-                "unknown type", where=place.text, key=f"{path}.type", value=name, fix=_types_fix(name, by_type)
-            )
-            found.problems.append(Problem(place, error))
-            return _ABSENT
-        kind = by_type[name]
-        return {"type": name, **_section(table, kind, f"{path}.", found)}
-    return _section(table, kind, f"{path}.", found)
-
-
-def _renamed_type(table: Table, alias: dict[str, str], path: str, found: Resolved) -> tuple[Table, dict[str, Entry]]:
-    entries = table.entries()
-    entry = entries["type"]
-    name = plain(entry.node)
-    if isinstance(name, str) and name in alias:
-        found.notices.append(f"{entry.place.text}: {path}.type {name} is taken as {alias[name]}")
-        node: Node = Scalar(alias[name])
-        entries = {**entries, "type": Entry(node, entry.place)}
-        table = Table(entries)
-    return table, entries
-
-
-def _types_fix(name: object, by_type: dict[str, type[Section]]) -> str:
-    guess = nearest(str(name), list(by_type))
-    return f"you probably mean {guess}" if guess else f"write one of {one_of(list(by_type))}"
+    place = entries["type"].place if "type" in entries else entry.place
+    name = plain(entries["type"].node) if "type" in entries else kinds[0].default_type
+    other_names = {other: main for kind in kinds for other, main in kind.type_aliases.items()}
+    if isinstance(name, str) and name in other_names:
+        found.notices.append(f"{place.text}: {path}.type {name} is taken as {other_names[name]}")
+        name = other_names[name]
+        table = Table({**entries, "type": Entry(Scalar(name), place)})
+    if len(kinds) == 1:
+        return _section(table, kinds[0], f"{path}.", found)
+    by_type = {name: kind for kind in kinds for name in types_of(kind)}
+    if isinstance(name, str) and name in by_type:
+        return {"type": name, **_section(table, by_type[name], f"{path}.", found)}
+    guess = nearest(str(name or ""), list(by_type))
+    fix = f"you probably mean {guess}" if guess else f"write one of {one_of(list(by_type))}"
+    if name:
+        found.problems.append(problem_at(place, f"{path}.type", "unknown type", fix, name))
+    else:
+        found.problems.append(problem_at(entry.place, path, "the key type is missing", fix))
+    return _ABSENT

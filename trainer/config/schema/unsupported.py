@@ -122,26 +122,22 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
                  select_comm_recompute=(bool | int | list[Any] | dict[str, Any], False),
                  select_comm_recompute_exclude=(bool | int | list[Any] | dict[str, Any], False)),
     ),
-    "SwapConfig": (
-        _ignored("only Ascend devices have it", swap=False, default_prefetch=1, layer_swap=list[Any] | dict[str, Any],
-                 op_swap=list[Any] | dict[str, Any]),
-    ),
-    "TensorboardConfig": (
-        _ignored("TensorBoard files are not written; metrics.jsonl and report.png hold what a run shows",
-                 tensorboard_dir=str, tensorboard_queue_size=10, log_loss_scale_to_tensorboard=False,
-                 log_timers_to_tensorboard=False, log_expert_load_to_tensorboard=False),
-    ),
-    "MonitorConfig": (
-        _ignored("metrics.jsonl and report.png hold what a run shows", monitor_on=True, dump_path=str,
-                 global_norm_record_path=str, target=list[str], invert=False, print_struct=False,
-                 check_for_global_norm=False, use_checkpoint_health_monitor=False, step_interval=1,
-                 local_loss_format=str | list[str], device_local_loss_format=str | list[str],
-                 local_norm_format=str | list[str], device_local_norm_format=str | list[str],
-                 optimizer_state_format=str | list[str], weight_state_format=str | list[str],
-                 max_attention_logit_format=str | list[str], throughput_baseline=float,
-                 embedding_local_norm_threshold=float, global_norm_spike_threshold=3.0,
-                 global_norm_spike_count_threshold=10, embedding_size=int),
-    ),
+    "SwapConfig": (_ignored(
+        "only Ascend devices have it", swap=False, default_prefetch=1, layer_swap=list[Any] | dict[str, Any],
+        op_swap=list[Any] | dict[str, Any]),),
+    "TensorboardConfig": (_ignored(
+        "TensorBoard files are not written; metrics.jsonl and report.png hold what a run shows", tensorboard_dir=str,
+        tensorboard_queue_size=10, log_loss_scale_to_tensorboard=False, log_timers_to_tensorboard=False,
+        log_expert_load_to_tensorboard=False),),
+    "MonitorConfig": (_ignored(
+        "metrics.jsonl and report.png hold what a run shows", monitor_on=True, dump_path=str,
+        global_norm_record_path=str, target=list[str], invert=False, print_struct=False, check_for_global_norm=False,
+        use_checkpoint_health_monitor=False, step_interval=1, local_loss_format=str | list[str],
+        device_local_loss_format=str | list[str], local_norm_format=str | list[str],
+        device_local_norm_format=str | list[str], optimizer_state_format=str | list[str],
+        weight_state_format=str | list[str], max_attention_logit_format=str | list[str], throughput_baseline=float,
+        embedding_local_norm_threshold=float, global_norm_spike_threshold=3.0, global_norm_spike_count_threshold=10,
+        embedding_size=int),),
     "RunnerConfig": (
         _ignored("each optimizer step is one call from Python, there is no data sink to fill", sink_mode=False,
                  sink_size=(Annotated[int, Field(ge=-1)], 1), sink_interval=int),
@@ -149,10 +145,9 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
         _ignored("a language model has no use for it", num_classes=int, image_size=int),
         _ignored("a resumed run knows its step from its checkpoint", has_trained_steps=int),
     ),
-    "LossScaleSection": (
-        _ignored("only AdaptiveLossScaleUpdateCell has it, which is not supported", max_scale_window=(_Positive, 1000),
-                 min_scale_window=(_Positive, 20)),
-    ),
+    "LossScaleSection": (_ignored(
+        "only AdaptiveLossScaleUpdateCell has it, which is not supported", max_scale_window=(_Positive, 1000),
+        min_scale_window=(_Positive, 20)),),
     "RunnerWrapper": (
         _ignored("the loss is always divided once by all valid tokens of the window, as True asks for",
                  calculate_per_token_loss=False),
@@ -166,8 +161,7 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
         _ignored("on a CPU it is there already", swap=False),
     ),
     "MoEConfig": (
-        _ignored("the router always computes in float32",
-                 router_dense_type=(_Dtype | None, "float32")),
+        _ignored("the router always computes in float32", router_dense_type=(_Dtype | None, "float32")),
         _not_yet("the shared expert is added as it is; leave it False", use_shared_expert_gating=False),
         _ignored("every device has all experts", group_wise_a2a=False, comp_comm_parallel=False,
                  enable_cold_hot_expert=False, enable_deredundency=False, use_allgather_in_group=False,
@@ -175,8 +169,7 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
                  hot_expert_num=(_NonNegative, 0), dispatch_global_max_bs=(_NonNegative, 0),
                  cold_token_percent=(Annotated[float, Field(ge=0, le=1)], 1.0), moe_module_name="",
                  npu_nums_per_device=(_Positive, 1), expert_group_size=_Positive,
-                 moe_token_dispatcher_type=(_Dispatcher, "alltoall"),
-                 ep_size=1),
+                 moe_token_dispatcher_type=(_Dispatcher, "alltoall"), ep_size=1),
         _ignored("callback_moe_droprate writes load_imbalance of every layer into metrics.jsonl",
                  save_token_distribution=False, cur_layer=(_NonNegative, 0)),
         _ignored("it computes the same", use_fused_ops_topkrouter=False, moe_router_fusion=False,
@@ -197,9 +190,7 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
                  lora_a_init=(Any, "normal"), lora_b_init=(Any, "zero")),
         _ignored("they have the dtypes of the model's weights", param_init_type=str, compute_dtype=str),
     ),
-    "ArchConfig": (
-        _not_yet("only the built-in models can be trained; leave it out", auto_register=str),
-    ),
+    "ArchConfig": (_not_yet("only the built-in models can be trained; leave it out", auto_register=str),),
     "ModelConfig": (
         _ignored("model.arch.type says which model it is", type="LlamaConfig"),
         _not_yet("it is not built; use hidden_dropout", emb_dropout_prob=(Annotated[float, Field(ge=0, lt=1)], 0.0)),
@@ -252,19 +243,14 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
                  q_lora_rank=int, kv_lora_rank=int, qk_rope_head_dim=int, qk_nope_head_dim=int, v_head_dim=int),
         _not_yet("only the built-in models can be trained", auto_map=dict[str, Any]),
     ),
-    "MindLoader": (
-        _whole(dataset_files=list[str] | str),
-    ),
-    "MegatronLoader": (
-        _whole(datasets_type="GPTDataset", sizes=list[int], config=dict[str, Any]),
-    ),
-    "HuggingFaceLoader": (
-        _whole(load_func=str, path=str, data_dir=str, name=str, split=str, packing=str, phase=str,
-               data_files=list[str] | str | dict[str, Any], handler=list[dict[str, Any]] | dict[str, Any],
-               create_attention_mask=False, create_compressed_eod_mask=False, compressed_eod_mask=False,
-               compressed_eod_mask_length=int, max_length=int, adaptor_config=dict[str, Any], tokenizer=dict[str, Any],
-               use_broadcast_data=True, version=str | int, input_columns=list[str]),
-    ),
+    "MindLoader": (_whole(dataset_files=list[str] | str),),
+    "MegatronLoader": (_whole(datasets_type="GPTDataset", sizes=list[int], config=dict[str, Any]),),
+    "HuggingFaceLoader": (_whole(
+        load_func=str, path=str, data_dir=str, name=str, split=str, packing=str, phase=str,
+        data_files=list[str] | str | dict[str, Any], handler=list[dict[str, Any]] | dict[str, Any],
+        create_attention_mask=False, create_compressed_eod_mask=False, compressed_eod_mask=False,
+        compressed_eod_mask_length=int, max_length=int, adaptor_config=dict[str, Any], tokenizer=dict[str, Any],
+        use_broadcast_data=True, version=str | int, input_columns=list[str]),),
     "DatasetConfig": (
         _ignored("micro-batches are prepared by one background thread of this process",
                  num_parallel_workers=(_Positive, 8), auto_tune=False, profile=False, numa_enable=False,
@@ -283,10 +269,8 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
         _ignored("labels without loss are always -100", ignore_token_id=int),
         _ignored("data_loader.shuffle decides", shuffle=bool),
     ),
-    "DatasetTask": (
-        _ignored("the data set's loader says what it is",
-                 type=(str | dict[str, Any] | None, "CausalLanguageModelDataset")),
-    ),
+    "DatasetTask": (_ignored(
+        "the data set's loader says what it is", type=(str | dict[str, Any] | None, "CausalLanguageModelDataset")),),
     "LossMonitor": (
         _ignored("the run knows it", origin_epochs=int, dataset_size=int, initial_epoch=int, initial_step=int,
                  global_batch_size=int, gradient_accumulation_steps=int, micro_batch_num=int,
@@ -313,28 +297,18 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
         _ignored("there is no such check", health_monitor_interval=int, embedding_local_norm_threshold=float,
                  use_checkpoint_health_monitor=False),
     ),
-    "ObsMonitor": (
-        _whole(src_dir=str, target_dir=str, step_upload_frequence=100, epoch_upload_frequence=-1, keep_last=True),
-    ),
-    "SummaryMonitor": (
-        _whole(summary_dir=str, collect_freq=10),
-    ),
-    "EvalMonitor": (
-        _whole(step_interval=100, epoch_interval=-1),
-    ),
-    "ProfileMonitor": (
-        _whole(start_step=(_Positive, 1), stop_step=(_Positive, 10), output_path=str, start_profile=True,
-               data_simplification=True, profile_rank_ids=list[int], profile_pipeline=False,
-               profile_communication=False, profile_memory=False, with_stack=False, mstx=False, profiler_level=0,
-               config=dict[str, Any]),
-    ),
-    "EarlyStop": (
-        _whole(monitor="eval_loss", patience=(_NonNegative, 0), min_delta=(Annotated[float, Field(ge=0)], 0.0),
-               mode=(Literal["auto", "min", "max"], "auto")),
-    ),
-    "DeviceMonitor": (
-        _whole(detection_interval=int, expert_num=int, num_detections=int, save_checkpoint_steps=int),
-    ),
+    "ObsMonitor": (_whole(
+        src_dir=str, target_dir=str, step_upload_frequence=100, epoch_upload_frequence=-1, keep_last=True),),
+    "SummaryMonitor": (_whole(summary_dir=str, collect_freq=10),),
+    "EvalMonitor": (_whole(step_interval=100, epoch_interval=-1),),
+    "ProfileMonitor": (_whole(
+        start_step=(_Positive, 1), stop_step=(_Positive, 10), output_path=str, start_profile=True,
+        data_simplification=True, profile_rank_ids=list[int], profile_pipeline=False, profile_communication=False,
+        profile_memory=False, with_stack=False, mstx=False, profiler_level=0, config=dict[str, Any]),),
+    "EarlyStop": (_whole(
+        monitor="eval_loss", patience=(_NonNegative, 0), min_delta=(Annotated[float, Field(ge=0)], 0.0),
+        mode=(Literal["auto", "min", "max"], "auto")),),
+    "DeviceMonitor": (_whole(detection_interval=int, expert_num=int, num_detections=int, save_checkpoint_steps=int),),
     "TrainerSection": (
         _ignored("run_mode says what a run does", type="CausalLanguageModelingTrainer"),
         _ignored("model.arch.type says which model it is", model_name=""),
@@ -360,8 +334,7 @@ _TABLE: dict[str, tuple[Unsupported, ...]] = {
                  profile_pipeline=False, with_stack=False, data_simplification=False, mstx=False, profile_memory=True,
                  profile_output=str, profile_rank_ids=list[int], profile_config=dict[str, Any]),
         _ignored("on a CPU a run always gives the same bits", train_precision_sync=bool, infer_precision_sync=bool),
-        _ignored(
-                 "a run stops at a loss that is not finite; a checkpoint is replaced only when the next is complete",
+        _ignored("a run stops at a loss that is not finite; a checkpoint is replaced only when the next is complete",
                  use_checkpoint_health_monitor=False, enable_mindio_ttp_save_ckpt=False),
         _ignored("the loss always is, as True asks for", calculate_per_token_loss=False),
         _ignored("a dense model has none", print_separate_loss=False),
