@@ -259,11 +259,8 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    def check(options: LaunchOptions) -> None:
-        """As a run would, so that one message says what each of the workers would say after some seconds."""
-        check_launch(options, build_plan)
-
-    return launch(context.obj, check)
+    check_launch(context.obj, build_plan)
+    return launch(context.obj)
 
 
 @app.command("status")

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import PrivateAttr
 
 from trainer.config.checks.problem import NOWHERE, SourceLocation
-from trainer.config.schema.arch import ModelSection
 from trainer.config.schema.callbacks import Callback
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
@@ -28,6 +27,29 @@ from trainer.config.schema.system import (
 
 CLASSIFIER = "MlpClassifier"
 """The value of ``model.arch.type`` that is no decoder."""
+
+
+class ArchConfig(Section):
+    """Which model (YAML ``model.arch``)."""
+
+    type: Literal[
+        "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+        "Glm4MoeForCausalLM", "MlpClassifier",
+    ] = setting(
+        "LlamaForCausalLM",
+        "Model class; Qwen2 implies qkv_has_bias, Qwen3 and Qwen3-MoE use_qk_norm, Glm4Moe rotary_pct 0.5 and a sigmoid"
+        " router with a bias on the choice; MlpClassifier is no decoder: it classifies images. Default:"
+        " model_config.architectures, else LlamaForCausalLM.",
+    )  # fmt: skip
+
+
+class ModelSection(Section):
+    """The model (YAML ``model``)."""
+
+    arch: ArchConfig = section(ArchConfig, "Which model.")
+    settings: ModelConfig = section(ModelConfig, "Its sizes and options.", alias="model_config")
+    classifier: ClassifierConfig | None = setting(
+        None, "Sizes of an MlpClassifier, in place of model_config. Default null: those of its section.")
 
 
 @dataclass(frozen=True)
