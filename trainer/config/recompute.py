@@ -118,11 +118,8 @@ def _sublayers(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",))
 
 def recompute_problems(config: Config) -> Iterator[Problem]:
     """Layers and parts that the model does not have."""
-    for name, read in (
-        ("recompute", _whole),
-        ("select_recompute", _sublayers),
-        ("select_recompute_exclude", _sublayers),
-    ):
+    readers = {"recompute": _whole, "select_recompute": _sublayers, "select_recompute_exclude": _sublayers}
+    for name, read in readers.items():
         written = getattr(config.recompute_config, name)
         try:
             read(written, config.decoder.num_layers)
@@ -147,10 +144,8 @@ def recompute_notices(config: Config) -> Iterator[str]:
         for sublayer, patterns in choice.guessed.items():
             if patterns and choice.layers[sublayer]:
                 layers = layer_text(choice.layers[sublayer])
-                yield (
-                    f"{_KEY}.{name}: {_NAMES[sublayer]} of {layers} is {verb}, for"
-                    f" {', '.join(dict.fromkeys(patterns))}: single operators are not told apart"
-                )
+                yield (f"{_KEY}.{name}: {_NAMES[sublayer]} of {layers} is {verb}, for"
+                       f" {', '.join(dict.fromkeys(patterns))}: single operators are not told apart")
         if choice.unknown:
             yield f"{_KEY}.{name}: {', '.join(choice.unknown)}: no part of a block here, changes nothing"
 

@@ -1,19 +1,17 @@
 """The root of the configuration: one attribute for each key at the top of a YAML file."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import PrivateAttr
 
 from trainer.config.checks.problem import NOWHERE, SourceLocation
-from trainer.config.schema.arch import ModelSection
 from trainer.config.schema.callbacks import Callback
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
 from trainer.config.schema.fields import Section, section, setting
 from trainer.config.schema.freeze import FreezeConfig
-from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.model import ModelConfig, ModelSection
 from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
 from trainer.config.schema.runner import RunnerConfig, RunnerWrapper
 from trainer.config.schema.system import (
