@@ -19,10 +19,10 @@ from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, s
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.checkpoint.adapters import merged
-from trainer.models import lora
+from trainer.models import decoder
+from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
 from trainer.models.dropout import DropoutKey, dropout_mask
-from trainer.models.lora import Projection
 from trainer.models.shapes import adapter_shapes, block_names, parameter_shapes
 from trainer.step.evaluate import evaluate
 
@@ -256,17 +256,18 @@ def test_dropout_repeats_and_the_compiled_block_uses_its_masks(dropping: TinyTra
 
 
 def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, original = [], lora.dropout_mask
+    drawn, original = [], decoder.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-        drawn.append((site, shape))
-        assert rate == RATE
+        drawn.append((site, shape, rate))
         return original(key, site, shape, rate)
 
-    monkeypatch.setattr(lora, "dropout_mask", recording)
+    monkeypatch.setattr(decoder, "dropout_mask", recording)
     losses_and_gradients(dropping, make_batch(1, 4))
     # Two layers with three other sites each, then seven for each layer, in forward order.
-    assert drawn == [(6, (12, 16)), (12, (12, 24)), (15, (12, 16)), (17, (12, 16)), (19, (12, 24))]
+    adapters = [(site, shape) for site, shape, rate in drawn if rate == RATE]
+    assert adapters == [(6, (12, 16)), (12, (12, 24)), (15, (12, 16)), (17, (12, 16)), (19, (12, 24))]
+    assert len({site for site, _, _ in drawn}) == len(drawn) == len(adapters) + 4
 
 
 def test_evaluation_drops_nothing(dropping: TinyTrainer) -> None:

@@ -25,9 +25,8 @@ from trainer.models.decoder import Decoder
 from trainer.models.dropout import DropoutKey
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
-from trainer.ops.cast import InDtype
 from trainer.ops.cpu import kernels as reference
-from trainer.ops.kernel_set import load_kernels
+from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 

@@ -108,7 +108,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool,
 
 @MODES
 @pytest.mark.parametrize("name", model_case_names("mtp"))
-def test_modules_for_further_tokens_equal_deepseeks_equations(name: str, compiled: bool) -> None:
+def test_mtp_modules_equal_deepseeks_equations(name: str, compiled: bool) -> None:
     built = build(name, compiled)
     case = built.case
     logits = built.model.logits(built.build_inputs(built.batch)).asnumpy()

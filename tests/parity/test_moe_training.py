@@ -1,4 +1,5 @@
-"""Training with experts: losses of the router, accumulation, recomputation, balancing, capacity, further tokens.
+"""Training with experts: losses of the router, accumulation, recomputation, balancing, capacity, multi-token
+prediction.
 
 Limits of sums in another order: tolerances.py (a loss normalised per micro-batch is off by 1e-1). Where the same
 numbers are added in the same order, bits are compared.
@@ -24,9 +25,11 @@ from tiny_trainer import (
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import IGNORE_INDEX, Batch
+from trainer.models.moe import RouterStatistics
 from trainer.models.shapes import EXPERT_BIAS, HEAD
 from trainer.step.accumulate import accumulate
 from trainer.step.evaluate import evaluate
+from trainer.step.train_step import StepResult
 
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12}
 ALL_LOSSES = EXPERTS | {"aux_loss_factor": 0.3, "z_loss_factor": 0.01, "shared_expert_num": 1}
@@ -41,6 +44,11 @@ LIMITS = decoder_limits(config_of(model={"moe_config": ALL_LOSSES, "mtp_depth": 
 @pytest.fixture(scope="module")
 def tiny() -> TinyTrainer:
     return TinyTrainer(moe_config=ALL_LOSSES, mtp_depth=1)
+
+
+@pytest.fixture(scope="module")
+def plain() -> TinyTrainer:
+    return TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": 0.3})
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +71,10 @@ def gradients_of(trainer: TinyTrainer, batches: list[Batch]) -> dict[str, np.nda
 
 
 @pytest.mark.parametrize("name", ["tiny", "deepseek"])
-def test_losses_of_the_router_and_of_further_tokens_do_not_change_with_accumulation(
+def test_losses_of_the_router_and_of_mtp_do_not_change_with_accumulation(
     name: str, window: list[Batch], request: pytest.FixtureRequest
 ) -> None:
-    """Bug 11 of trainers: an auxiliary loss over the micro-batch is another loss for every way to cut the batch."""
+    """Bug 11 of trainers: an auxiliary loss over the micro-batch changes with the number of micro-batches."""
     step = request.getfixturevalue(name).step()
     parts, whole = accumulate(window, step.backward), accumulate([join(window, 4)], step.backward)
     assert parts.loss == pytest.approx(whole.loss, rel=LIMITS.loss)
@@ -109,11 +117,15 @@ def test_experts_in_half_precision(tiny: TinyTrainer, window: list[Batch]) -> No
         assert distance(ours.asnumpy(), exact.asnumpy()) < 0.05
 
 
-def test_the_gradient_of_the_balance_loss_reaches_the_router_whatever_the_loss_scale(window: list[Batch]) -> None:
+def test_the_gradient_of_the_auxiliary_loss_reaches_the_router_whatever_the_loss_scale(
+    plain: TinyTrainer, window: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug 11 of trainers: an auxiliary loss without gradient, or one that scaling changes."""
-    with_loss, without = (TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": factor}) for factor in (0.3, 0.0))
-    step, step_without = with_loss.step(), without.step()
-    found, bare = accumulate(window, step.backward), accumulate(window, step_without.backward)
+    step = plain.step()
+    found = accumulate(window, step.backward)
+    with monkeypatch.context() as patch:
+        patch.setattr(plain.model, "aux_factor", 0.0)
+        bare = accumulate(window, step.backward)
     place = list(step.optimizer.parameters).index(ROUTER)
     moved = found.gradients[place].asnumpy() - bare.gradients[place].asnumpy()
     assert np.abs(moved).max() > 1e-3
@@ -122,20 +134,22 @@ def test_the_gradient_of_the_balance_loss_reaches_the_router_whatever_the_loss_s
         np.testing.assert_array_equal(ours.asnumpy() / 1024, right.asnumpy())
 
 
-def test_the_balance_loss_is_the_formula_of_the_paper(window: list[Batch]) -> None:
+def test_the_auxiliary_loss_is_the_formula_of_the_paper(
+    window: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against NumPy, from the router's own scores; the gradient against finite differences of the router's weights."""
     trainer = TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": 1.0}, num_layers=1)
     step, batch = trainer.step(), join(window[:2], 2)
     seen = {}
 
-    def balance() -> float:
+    def aux_loss() -> float:
         inputs = trainer.build_inputs(batch)
-        statistics = tally_of(inputs)
+        statistics = RouterStatistics()
         sums = trainer.model(inputs, None, statistics)
         seen["scores"], seen["experts"] = (statistics.routings[0][2], statistics.routings[0][1].experts_Nk)
         return float(sums.aux_loss.asnumpy())
 
-    found, expected = balance(), 0.0
+    found, expected = aux_loss(), 0.0
     for row, valid in enumerate((12, 3)):
         here = slice(row * TOKENS, (row + 1) * TOKENS)
         load = np.bincount(seen["experts"][here].reshape(-1), minlength=4) * 4 / (2 * TOKENS)
@@ -144,8 +158,10 @@ def test_the_balance_loss_is_the_formula_of_the_paper(window: list[Batch]) -> No
 
     name = "model.layers.0.mlp.gate.weight"
     place = list(step.optimizer.parameters).index(name)
-    token_step = TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": 0.0}, num_layers=1).step()
-    with_loss, without = (one.backward(batch, 0, 1.0).gradients[place].asnumpy() for one in (step, token_step))
+    with_loss = step.backward(batch, 0, 1.0).gradients[place].asnumpy().copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.model, "aux_factor", 0.0)
+        without = step.backward(batch, 0, 1.0).gradients[place].asnumpy()
     weight, small = trainer.initial[name].copy(), 3e-3
     for index in [(0, 0), (2, 5), (3, 15)]:
         values = []
@@ -153,32 +169,33 @@ def test_the_balance_loss_is_the_formula_of_the_paper(window: list[Batch]) -> No
             moved = weight.copy()
             moved[index] += sign * small
             trainer.set_weight(name, moved)
-            values.append(balance())
+            values.append(aux_loss())
         slope = (values[0] - values[1]) / (2 * small)
         # The load is a constant of the loss; where no token changed its experts the difference sees that too.
         assert (with_loss - without)[index] == pytest.approx(slope, rel=0.02, abs=2e-3)
 
 
-def tally_of(inputs):
-    from trainer.models.moe import RouterStatistics
+CAPACITY = {"moe_config": ALL_LOSSES | {"capacity_factor": 0.7}, "mtp_depth": 1, "hidden_dropout": 0.1}
 
-    return RouterStatistics()
+
+def two_steps(window: list[Batch], recompute: dict) -> tuple[list[StepResult], dict[str, np.ndarray]]:
+    """Results of two steps, and everything that they change."""
+    trainer = TinyTrainer(sections={"recompute_config": recompute}, **CAPACITY)
+    step = trainer.step(optimizer={"type": "AdamW"})
+    return [step(window) for _ in range(2)], state_of(step.optimizer, trainer)
+
+
+@pytest.fixture(scope="module")
+def kept(window: list[Batch]) -> tuple[list[StepResult], dict[str, np.ndarray]]:
+    return two_steps(window, {})
 
 
 @pytest.mark.parametrize("part", [True, {"mlp": True}, {"attention": True}], ids=["block", "experts", "attention"])
-def test_recomputation_changes_no_bit_and_counts_once(tiny: TinyTrainer, window: list[Batch], part) -> None:
+def test_recomputation_changes_no_bit_and_counts_once(window: list[Batch], kept: tuple, part) -> None:
     """Bug 12 of trainers: counting again in the backward pass."""
-    settings = {"recompute": True} if part is True else {"select_recompute": part}
-    model = {"moe_config": ALL_LOSSES | {"capacity_factor": 0.7}, "mtp_depth": 1, "hidden_dropout": 0.1}
-    again = TinyTrainer(sections={"recompute_config": settings}, **model)
-    kept = TinyTrainer(**model)
-    results, states = [], []
-    for trainer in (kept, again):
-        step = trainer.step(optimizer={"type": "AdamW"})
-        results.append([step(window) for _ in range(2)])
-        states.append(state_of(step.optimizer, trainer))
-    assert_same_bits(*states)
-    for mine, right in zip(results[1], results[0], strict=True):
+    results, state = two_steps(window, {"recompute": True} if part is True else {"select_recompute": part})
+    assert_same_bits(state, kept[1])
+    for mine, right in zip(results, kept[0], strict=True):
         assert (mine.loss, mine.losses) == (right.loss, right.losses)
         assert (mine.routing.kept == right.routing.kept).all()
         assert (mine.routing.requested.sum(1) == 4 * TOKENS * 2).all()
@@ -215,20 +232,17 @@ def test_an_expert_without_tokens_has_gradients_of_exactly_zero(window: list[Bat
             assert not gradient.asnumpy()[1:].any()
 
 
-def test_capacity_drops_in_training_and_not_in_evaluation(window: list[Batch]) -> None:
-    free = TinyTrainer(moe_config=EXPERTS)
+def test_capacity_drops_in_training_and_not_in_evaluation(plain: TinyTrainer, window: list[Batch]) -> None:
     tight = TinyTrainer(moe_config=EXPERTS | {"capacity_factor": 0.5})
-    first, second = free.step(), tight.step()
+    first, second = plain.step(), tight.step()
     assert accumulate(window, first.backward).routing.drop_rate.max() == 0
     found = accumulate(window, second.backward).routing
     assert (found.kept.max(1) <= 4 * 3).all() and (found.drop_rate > 0.3).all()  # ceil(2 x 12 x 0.5 / 4) = 3 of 12
-    losses = [
-        evaluate(one.model, one.build_inputs, window, stop=lambda: False)[0] for one in (free, tight)
-    ]  # fmt: skip
+    losses = [evaluate(one.model, one.build_inputs, window, stop=lambda: False)[0] for one in (plain, tight)]
     assert losses[0] == losses[1]
 
 
-def test_the_bias_of_the_choice_moves_against_the_load_once_a_step(deepseek: TinyTrainer, window: list[Batch]) -> None:
+def test_the_expert_bias_moves_against_the_load_once_a_step(deepseek: TinyTrainer, window: list[Batch]) -> None:
     step, name = deepseek.step(), f"model.layers.1.{EXPERT_BIAS}"
     assert name not in step.optimizer.parameters and name in deepseek.weights()
     result = step(window)
@@ -265,7 +279,7 @@ def test_the_bias_of_a_frozen_router_stays(sections: dict, moved: list[int], win
     assert [layer for layer, name in biases.items() if (after[name] != trainer.initial[name]).any()] == moved
 
 
-def test_the_loss_of_further_tokens_is_the_mean_over_their_own_labels(window: list[Batch]) -> None:
+def test_the_mtp_loss_is_the_mean_over_their_own_labels(window: list[Batch]) -> None:
     """A head of zeros finds every token as likely: every label of every module costs log(vocabulary)."""
     trainer = TinyTrainer(compiled=False, moe_config=EXPERTS, mtp_depth=2)
     step = trainer.step()
@@ -278,7 +292,7 @@ def test_the_loss_of_further_tokens_is_the_mean_over_their_own_labels(window: li
     assert accumulate([last], step.backward).others["mtp_loss"] == 0
 
 
-def test_the_module_for_further_tokens_sees_no_other_document(tiny: TinyTrainer) -> None:
+def test_the_mtp_module_sees_no_other_document(tiny: TinyTrainer) -> None:
     """Ids, labels and validity by the definition, for a row whose document changes at place 7."""
     batch = make_batch(3, TOKENS)
     mtp = tiny.build_inputs(batch).mtp[0]

@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor, nn
 from numpy_kernels import distance
 
-from trainer.audit.graph import FunctionalDecoder, StepGraph, weight_names
+from trainer.audit.graph import FunctionalDecoder, StepGraph, flat_arguments
 from trainer.config import parse_config
 from trainer.data import Batch
 from trainer.models.decoder import Decoder
@@ -45,26 +45,6 @@ def batch() -> Batch:
     return Batch(ids[:, :-1].copy(), labels, positions, segments)
 
 
-def flat_arguments(model: Decoder, inputs, weights: dict) -> tuple[list[Tensor], list, list[str]]:
-    """Arguments of `FunctionalDecoder`, the structure that `StepGraph` wants, and the names of the weights."""
-    arguments: list[Tensor] = []
-
-    def put(item):
-        if isinstance(item, Tensor):
-            arguments.append(item)
-            return len(arguments) - 1
-        return None if item is None else tuple(map(put, item))
-
-    layers = range(model.settings.num_layers + model.settings.mtp_depth)
-    mtp = [tuple(each) for each in inputs.mtp]
-    dropped = [(None, None, None)] * len(layers)
-    groups = [inputs[:3], inputs.tables, inputs.mask, inputs.sequence_weights or (), mtp, dropped]
-    structure = [put(group) for group in groups]
-    names = weight_names(model.settings, layers, list(weights))
-    structure.append(put([[None if name is None else weights[name] for name in group] for group in names]))
-    return arguments, structure, [name for group in names for name in group if name is not None]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
     settings, data = settings_of(tie_word_embeddings=tied), batch()
@@ -76,13 +56,12 @@ def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
     )(build(data))
 
     weights = {name: Tensor(parameter.asnumpy()) for name, parameter in model.parameters_by_name.items()}
-    arguments, structure, names = flat_arguments(model, build(data), weights)
-    argnums = tuple(range(len(arguments) - len(names), len(arguments)))
-    step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), tuple(structure), argnums)
+    arguments, structure, names = flat_arguments(settings, build(data), range(settings.num_layers), weights)
+    step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), structure, tuple(names))
     loss, found = mindspore.jit(step.construct)(*arguments)
     assert distance(loss.asnumpy(), expected.asnumpy()) < 1e-6
     sums: dict[str, np.ndarray] = {}
-    for name, gradient in zip(names, found, strict=True):  # a tied head is the embedding a second time
+    for name, gradient in zip(names.values(), found, strict=True):  # a tied head is the embedding a second time
         sums[name] = sums.get(name, 0) + gradient.asnumpy()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         assert distance(sums[parameter.name], gradient.asnumpy()) < 1e-5, parameter.name
@@ -120,6 +99,7 @@ def test_experts_and_mtp_modules_give_the_same_loss(changes: dict, monkeypatch: 
     whole = FunctionalDecoder(settings, ascend, ROWS * TOKENS)
     for cell in (cell for _, cell in whole.cells_and_names() if isinstance(cell, moe_ascend.GroupedMatmul)):
         cell.product = OneProductEach()
-    arguments, structure, _ = flat_arguments(model, inputs, model.parameters_by_name)
-    found = StepGraph(whole, tuple(structure), ())(*arguments)
+    layers = range(settings.num_layers + settings.mtp_depth)
+    arguments, structure, _ = flat_arguments(settings, inputs, layers, model.parameters_by_name)
+    found = StepGraph(whole, structure, ())(*arguments)
     assert distance(found.asnumpy(), expected.asnumpy()) < 1e-6

@@ -74,7 +74,7 @@ def test_no_choice_of_a_router_is_a_close_one(name):
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_modules_for_further_tokens_have_their_losses(name):
+def test_mtp_modules_have_their_losses(name):
     case = load_model_case(name)
     depth = case.metadata["config_json"]["num_nextn_predict_layers"]
     assert case.mtp_loss_sums.shape == (depth,) and (case.mtp_loss_sums > 0).all()

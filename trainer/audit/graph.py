@@ -60,8 +60,6 @@ class FunctionalDecoder(DecoderWiring):
     The routing must be in the graph too, since no host decides anything while a graph runs (`use_gmm` on Ascend).
 
     Args:
-        settings: The model section.
-        kernels: The kernels of every part.
         tokens: N of a micro-batch, which determines the experts' capacity.
         layers: Numbers of its layers, those of multi-token prediction modules last; None: all.
     """
@@ -141,10 +139,7 @@ class _Layer(nn.Cell):
 def weight_names(settings: ModelConfig, layers: Sequence[int], known: Sequence[str]) -> list[list[str | None]]:
     """Names of the parameters in the order that `FunctionalDecoder` takes them in, a list for each tuple of them.
 
-    Args:
-        settings: The model section.
-        layers: Numbers of its layers.
-        known: All parameters of the model; an adapter that is not among them becomes None.
+    An adapter that is not among the `known` parameters of the model becomes None.
     """
     head = EMBEDDING if settings.tie_word_embeddings else HEAD
     names: list[list[str | None]] = [[EMBEDDING, FINAL_NORM, head]]
@@ -162,7 +157,6 @@ class StepGraph(nn.Cell):
     """Loss and gradients of a training step, of flat arguments.
 
     Args:
-        decoder: The decoder.
         structure: The arguments of the decoder with each tensor replaced by its number among the flat arguments.
         trained: Numbers of the tensors whose gradients are wanted; none: the loss alone.
     """
@@ -199,18 +193,10 @@ class _Flat(nn.Cell):
         return filled
 
 
-def export_step(
-    settings: ModelConfig, kernels: KernelSet, layers: Sequence[int], trained: frozenset[str], rows: int, length: int
-) -> list[Node]:
-    """The operators of a training step of a model with these layers alone.
-
-    Args:
-        settings: The model section.
-        kernels: The kernels of every part.
-        layers: Numbers of the layers.
-        trained: Names of the weights whose gradients the step computes.
-        rows, length: B and T of a micro-batch.
-    """
+def flat_arguments(
+    settings: ModelConfig, inputs: ModelInputs, layers: Sequence[int], weights: Mapping[str, Tensor]
+) -> tuple[list[Tensor], tuple, dict[int, str]]:
+    """The arguments of a `StepGraph`: tensors, their structure, and the names of those that are weights."""
     arguments: list[Tensor] = []
 
     def put(item: Any) -> Any:
@@ -219,25 +205,38 @@ def export_step(
             return len(arguments) - 1
         return None if item is None else tuple(map(put, item))
 
-    inputs, shapes = _inputs(settings, kernels, rows, length), all_shapes(settings)
     structure = [put(group) for group in _input_groups(settings, inputs, layers)]
-    names, first = weight_names(settings, layers, shapes), len(arguments)
-    described = described_tensors({name: shapes[name] for group in names for name in group if name is not None})
-    structure.append(put([[None if name is None else described[name] for name in group] for group in names]))
-    flat = [name for group in names for name in group if name is not None]
-    argnums = tuple(argnum for argnum, name in enumerate(flat, first) if name in trained)
-    decoder = FunctionalDecoder(settings, kernels, rows * length, layers)
-    return _exported(StepGraph(decoder, tuple(structure), argnums), arguments)
+    groups, first = weight_names(settings, layers, weights), len(arguments)
+    structure.append(put([[None if name is None else weights[name] for name in group] for group in groups]))
+    flat = [name for group in groups for name in group if name is not None]
+    return arguments, tuple(structure), dict(enumerate(flat, first))
+
+
+def export_step(
+    settings: ModelConfig, kernels: KernelSet, layers: Sequence[int], trained: frozenset[str], rows: int, length: int
+) -> list[Node]:
+    """The operators of a training step of a model with these layers alone, for a micro-batch of rows x length tokens.
+
+    `trained` has the names of the weights whose gradients the step computes.
+    """
+    zeros_BT, shapes = np.zeros((rows, length), np.int32), all_shapes(settings)
+    inputs = InputBuilder(settings, kernels)(Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT))
+    arguments, structure, names = flat_arguments(settings, inputs, layers, described_tensors(shapes))
+    argnums = tuple(argnum for argnum, name in names.items() if name in trained)
+    step = StepGraph(FunctionalDecoder(settings, kernels, rows * length, layers), structure, argnums)
+    mode = mindspore.get_context("mode")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "step"
+        try:
+            mindspore.export(step, *arguments, file_name=str(file), file_format="MINDIR")
+        finally:
+            mindspore.set_context(mode=mode)
+        return read_nodes(file.with_suffix(".mindir"))
 
 
 def trained_names(settings: ModelConfig, frozen: frozenset[str]) -> frozenset[str]:
     """The weights whose gradients a step computes."""
     return frozenset(name for name in all_shapes(settings) if name not in frozen and not is_buffer(name))
-
-
-def _inputs(settings: ModelConfig, kernels: KernelSet, rows: int, length: int) -> ModelInputs:
-    zeros_BT = np.zeros((rows, length), np.int32)
-    return InputBuilder(settings, kernels)(Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT))
 
 
 def _input_groups(settings: ModelConfig, inputs: ModelInputs, layers: Sequence[int]) -> Iterator[Any]:
@@ -256,34 +255,16 @@ def _dropped(settings: ModelConfig, inputs: ModelInputs) -> list[Tensor | None]:
     rates = (settings.attention_dropout, settings.hidden_dropout, settings.hidden_dropout)
     stream = (tokens, settings.hidden_size)
     sizes = (inputs.scores_shape if rates[0] else stream, stream, stream)
-    masks = [_described(size) if rate else None for size, rate in zip(sizes, rates, strict=True)]
-    return masks + [_described((tokens, _width(settings, name))) for name in dropped_projections(settings)]
+    columns = attention_shapes(settings) | mlp_shapes(settings)
+    adapters = [(tokens, columns[f"{name}.weight"][1]) for name in dropped_projections(settings)]
+    drawn = [size if rate else None for size, rate in zip(sizes, rates, strict=True)] + adapters
+    return [None if size is None else described_tensors({"": size})[""] for size in drawn]
 
 
 def described_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Float32 tensors of these shapes that take no memory: they share pages that nobody touches."""
     pages = np.zeros(max((math.prod(shape) for shape in shapes.values()), default=0), np.float32)
     return {name: Tensor.from_numpy(pages[: math.prod(shape)].reshape(shape)) for name, shape in shapes.items()}
-
-
-def _described(shape: tuple[int, ...]) -> Tensor:
-    return described_tensors({"": shape})[""]
-
-
-def _width(settings: ModelConfig, projection: str) -> int:
-    """Columns of a projection's matrix."""
-    return (attention_shapes(settings) | mlp_shapes(settings))[f"{projection}.weight"][1]
-
-
-def _exported(cell: nn.Cell, arguments: Sequence[Tensor]) -> list[Node]:
-    mode = mindspore.get_context("mode")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "step"
-        try:
-            mindspore.export(cell, *arguments, file_name=str(file), file_format="MINDIR")
-        finally:
-            mindspore.set_context(mode=mode)
-        return read_nodes(file.with_suffix(".mindir"))
 
 
 def read_nodes(file: Path) -> list[Node]:

@@ -1,8 +1,8 @@
-"""Counts the fused operators in the graphs of a training step, and says what else is known of them.
+"""Counts the fused operators in the graphs of a training step and reports their dtypes and who computes the others.
 
-A model's layers are alike but for a few kinds. A whole training step with one layer of each kind is built, and one with
-none: the difference, times the number of such layers, is what they add to the model's step. Sizes of weights are the
-configuration's; a micro-batch is small, because nothing that is looked at depends on its size.
+The layers of a model are of a few kinds. For each kind a training step with one such layer is built, and a step without
+layers: the difference, times the number of such layers, is what they add to the step of the model. Weights have the
+sizes of the configuration; the micro-batch is small, because nothing that is counted depends on its size.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from trainer.ops.precision import resolve_precision
 from trainer.ops.select import KernelChoice, select_kernels
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.semi_auto.audit import semi_auto_rows
+from trainer.semi_auto.network import semi_auto_rows
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
 _ROWS, _TOKENS = 2, 64
 _NORM = "rms_norm"
-# Of each kernel the operators in a graph: forward, backward. The gradient of a grouped product is grouped products.
+# The operators of each kernel in a graph: forward, backward. The gradient of a grouped product is grouped products.
 _OPERATORS = {
     "rotary_embedding": ("RotaryPositionEmbedding", "RotaryPositionEmbeddingGrad"),
     "swiglu": ("Swiglu", "SwigluGrad"),
@@ -39,6 +39,10 @@ _OPERATORS = {
     "grouped_matmul": ("GroupedMatmul",),
     "token_permute": ("MoeTokenPermute", "MoeTokenPermuteGrad", "InnerMoeTokenUnpermute", "MoeTokenUnpermuteGrad"),
 }
+_EXPERTS_ON_HOST = (
+    "routing, sorting and the products of experts run in NumPy on the host, in every layer with experts:"
+    " moe_config.use_gmm keeps them on the device (the graph here holds stand-ins)"
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,12 @@ class Fused:
     operator: str
     kernel: str
     asked: int
-    """As often as the configuration asks for it, with the gradients of what is trained; 0: it does not."""
+    """How often the configuration asks for it, gradients of trained weights included."""
     found: int
     dtypes: tuple[str, ...]
-    """Of its inputs, each combination that occurs."""
+    """Each combination of input dtypes that occurs."""
     note: str
-    """What its documentation does not promise, or why it is missing."""
+    """Which input its documentation does not allow, or why it is missing."""
 
     @property
     def missing(self) -> bool:
@@ -62,7 +66,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Other:
-    """Another operator of the graph, that needs a look: who computes it."""
+    """Another operator of the graph without a kernel of MindSpore's own for Ascend; `source` says who computes it."""
 
     operator: str
     count: int
@@ -74,13 +78,13 @@ class Audit:
     """What the audit found.
 
     Attributes:
-        layers: Of each kind of layer the number and a name.
+        layers: Name and number of each kind of layer.
         fused: Every operator that some switch may ask for.
-        others: Operators without a kernel of MindSpore's own for Ascend, the most doubtful first.
-        checked: How many different operators were looked up.
-        host: What leaves the device, in words.
-        semi_auto: What MindSpore's semi-automatic mode is given, by name; empty where it is not asked for.
-        limits: What this does not show.
+        others: Operators without a kernel of MindSpore's own for Ascend, by who computes them.
+        checked: The number of different operators that were looked up.
+        host: Descriptions of what the host computes.
+        semi_auto: Names and values of what semi-automatic mode is given; empty in explicit mode.
+        limits: What this audit does not show.
     """
 
     layers: tuple[tuple[str, int], ...]
@@ -97,12 +101,12 @@ class Audit:
 
 
 class _Kind(NamedTuple):
-    """Layers that are built alike."""
+    """A kind of layer: all layers of a kind are built alike."""
 
     has_experts: bool
     is_module: bool
     reached: bool
-    """Whether something below is trained, so that a gradient flows to its input."""
+    """Whether something before it is trained, so that a gradient flows to its input."""
     trained: tuple[str, ...]
     weights: tuple[str, ...]
 
@@ -120,12 +124,9 @@ class _Kind(NamedTuple):
 def audit_ascend(
     config: Config, change: Callable[[KernelSet], KernelSet] | None = None, world: World = SINGLE_PROCESS
 ) -> Audit:
-    """Builds the graphs and counts.
+    """Builds the graphs of a step on Ascend, whatever the device of the configuration, and counts their operators.
 
-    Args:
-        config: Of the run; its device does not matter.
-        change: Takes the kernels that are looked at and gives others; for tests.
-        world: The job, for semi-automatic mode.
+    Tests replace kernels by `change`; semi-automatic mode needs the size of `world`.
 
     Raises:
         UserError: The model is no decoder, `freeze` names no weight, an Ascend would refuse a key of `context`, or
@@ -154,7 +155,7 @@ def audit_ascend(
         fused,
         () if sources is None else tuple(_others(counts, sources)),
         len(total),
-        tuple(_on_host(choices)),
+        (_EXPERTS_ON_HOST,) if any(each.kernel == "grouped_matmul" and not each.fused for each in choices) else (),
         tuple(semi_auto_rows(config, world)) if is_semi_auto(config) else (),
         tuple(_limits(config, sources is not None)),
     )
@@ -181,7 +182,7 @@ class _Graphs:
         self.known: dict[tuple[tuple[int, ...], bool], list[Node]] = {}
 
     def export(self, layers: Sequence[int], reached: bool) -> list[Node]:
-        """A step with these layers; `reached`: a gradient flows to the stream that enters the first."""
+        """A step with these layers; `reached`: a gradient flows to the input of the first."""
         key = tuple(layers), reached
         if key not in self.known:
             trained = self.trained | {EMBEDDING} if reached else self.trained
@@ -198,16 +199,12 @@ class _Graphs:
         return added
 
     def operators(self, kinds: dict[_Kind, list[int]]) -> Counter[str]:
-        """Of the whole model."""
+        """The number of each operator in a step of the whole model."""
         total = Counter(self.count([], any(kind.reached or kind.trained for kind in kinds)))
         for kind, layers in kinds.items():
             for operator, count in self.of_kind(kind, layers).items():
                 total[operator] += count * len(layers)
         return +total
-
-    def dtypes(self, operator: str) -> list[tuple[str, ...]]:
-        """Combinations of dtypes at the inputs of an operator."""
-        return sorted({node.inputs for nodes in self.known.values() for node in nodes if node.operator == operator})
 
 
 def _fused(
@@ -221,7 +218,8 @@ def _fused(
         wanted = choice.fused or not choice.asked.endswith("False")
         for operator in _OPERATORS[choice.kernel]:
             asked = _asked(settings, operator, choice.kernel, kinds, graphs) if wanted else 0
-            inputs = graphs.dtypes(operator)
+            nodes = (node for graph in graphs.known.values() for node in graph if node.operator == operator)
+            inputs = sorted({node.inputs for node in nodes})
             notes = [dtype_problem(operator, dtypes) for dtypes in inputs]
             if total[operator] < asked:
                 notes.append(f"missing: {choice.why}" if not choice.fused else "missing in the graph")
@@ -233,7 +231,7 @@ def _fused(
 def _asked(
     settings: ModelConfig, operator: str, kernel: str, kinds: dict[_Kind, list[int]], graphs: _Graphs
 ) -> int:
-    """How often an operator stands in a step of the whole model when every kernel is what was asked for."""
+    """How often a step of the whole model has an operator if every kernel is the one that was asked for."""
     is_gradient = operator.endswith("Grad")
     final = 1 if kernel == _NORM else 0
     base = [] if not is_gradient else graphs.count([], any(kind.reached or kind.trained for kind in kinds))
@@ -247,21 +245,21 @@ def _asked(
             # which a graph computes once, but each has its own gradient.
             each += 4 if is_gradient else 3
         if is_gradient and not kind.reached:
-            # What is trained of the lowest trained layer decides what has a gradient: as found, but for the sure ones.
+            # In the first layer with a trained weight it depends on the weight which operators have a gradient.
             each = max(_sure_gradients(kernel, kind, each), graphs.of_kind(kind, layers)[operator])
         total += each * len(layers)
     return total
 
 
 def _grouped_products(kind: _Kind) -> int:
-    """Of a layer with experts: three forwards, one for each operand whose gradient is needed."""
+    """In a layer with experts: three forwards, and one for each operand whose gradient is needed."""
     gate, up, down = (f"mlp.experts.{name}_proj.weight" in kind.trained for name in ("gate", "up", "down"))
     rows = kind.reached or _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
     return 3 + 2 * rows + (rows or gate or up) + gate + up + down
 
 
 def _sure_gradients(kernel: str, kind: _Kind, each: int) -> int:
-    """Gradients that what is trained in a layer needs, whatever else is frozen."""
+    """Gradients that the trained weights of a layer need, whatever else is frozen."""
     through_scores = _trains(kind, "self_attn.q_", "self_attn.k_", "self_attn.v_", "input_layernorm.")
     through_mlp = _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
     return {"attention": each * through_scores, "swiglu": each * through_mlp}.get(kernel, 0)
@@ -284,21 +282,10 @@ def _in_layer(settings: ModelConfig, kernel: str, kind: _Kind) -> int:
     }[kernel]
 
 
-def _others(counts: Counter[str], sources: dict[str, str]) -> Iterator[Other]:
-    order = (HOST, NONE, CANN)
+def _others(counts: Counter[str], sources: dict[str, str]) -> list[Other]:
     found = [Other(operator, count, sources[operator]) for operator, count in counts.items()]
-    for other in sorted(found, key=lambda each: (each.source not in order, each.source, each.operator)):
-        if other.source in order:
-            yield other
-
-
-def _on_host(choices: Sequence[KernelChoice]) -> Iterator[str]:
-    for choice in choices:
-        if choice.kernel == "grouped_matmul" and not choice.fused:
-            yield (
-                "routing, sorting and the products of experts run in NumPy on the host, in every layer with experts:"
-                " moe_config.use_gmm keeps them on the device (the graph here holds stand-ins)"
-            )
+    doubtful = [other for other in found if other.source in (HOST, NONE, CANN)]
+    return sorted(doubtful, key=lambda other: (other.source, other.operator))
 
 
 def _limits(config: Config, libraries: bool) -> Iterator[str]:
@@ -320,12 +307,12 @@ def _limits(config: Config, libraries: bool) -> Iterator[str]:
 
 
 def audit_dict(audit: Audit) -> dict[str, Any]:
-    """For machines."""
+    """The audit for `--json`."""
     return {**asdict(audit), "missing": audit.missing}
 
 
 def audit_sections(audit: Audit) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Tables as `plan` prints them: title, header, rows."""
+    """Title, header and rows of each table that `plan` prints."""
     fused = [("operator", "kernel", "asked for", "found", "dtypes of its inputs", "")]
     fused += [
         (each.operator, each.kernel, str(each.asked), str(each.found), "; ".join(each.dtypes), each.note)

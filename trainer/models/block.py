@@ -1,4 +1,4 @@
-"""The cells of a decoder: attention and feed-forward layer, the block of both, head, merge of an MTP module.
+"""The cells of a decoder: projection, attention and feed-forward layer, block of both, head, merge of an MTP module.
 
 Each is a pure function of its inputs and weights and holds no Parameters, so that one compiled copy serves every layer.
 Every call site within a cell has a kernel of its own: see trainer/ops/__init__.py.
@@ -12,7 +12,8 @@ later, and predicts the token after that:
 The paper leaves open where the norm before the head stands; this, and the order of the two halves of the product, is
 what transformers and vLLM compute with DeepSeek's released weights. Embedding and head are the main model's.
 
-Legend: N tokens, D hidden, C = heads * head size, K = key/value heads * head size, V vocabulary.
+Legend: N tokens, D hidden, C = heads * head size, K = key/value heads * head size, V vocabulary, I/O in and out
+features, R rank of an adapter: A [R, I], B [O, R].
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from typing import TYPE_CHECKING
 from mindspore import nn
 from mindspore.ops import operations as P
 
-from trainer.models.lora import Projection
-from trainer.models.shapes import block_names
+from trainer.models.shapes import adapted_projections, adapter_names, block_names, dropped_projections, mask_name
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -33,6 +33,40 @@ MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 """Weights of `MergeTokens` that a multi-token prediction module has beside those of its block."""
 MTP_NORM = "shared_head.norm.weight"
 """Its norm before the head."""
+
+
+class Projection(nn.Cell):
+    """(x_NI, all weights of the block, in the order of `block_names`) -> y_NO, with an adapter where there is one:
+
+        y = x W^T (+ bias) + lora_alpha / lora_rank * dropout(x) A^T B^T    (Hu et al. 2021, equation 3)
+
+    Automatic differentiation of this is as good as a gradient by hand: `Linear` has one already, the products with A
+    and B are small, and where W is not trained the product that would be its gradient is never computed. `name` is the
+    projection's in the block, for example ``self_attn.q_proj``.
+    """
+
+    def __init__(self, name: str, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        argnums = {entry: argnum for argnum, entry in enumerate(block_names(settings))}
+        self.weight, self.has_bias = argnums[f"{name}.weight"], f"{name}.bias" in argnums
+        self.linear = kernels.linear_bias() if self.has_bias else kernels.linear()
+        self.has_adapter = name in adapted_projections(settings)
+        if self.has_adapter:
+            self.a, self.b = (argnums[part] for part in adapter_names(name))
+            self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
+            self.down, self.up, self.scale = kernels.linear(), kernels.linear(), settings.pet_config.scale
+
+    def construct(self, x_NI, weights):
+        if self.has_bias:
+            y_NO = self.linear(x_NI, weights[self.weight], weights[self.weight + 1])
+        else:
+            y_NO = self.linear(x_NI, weights[self.weight])
+        if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
+            return y_NO
+        mask_NI = None if self.mask is None else weights[self.mask]
+        x_NR = self.down(x_NI if mask_NI is None else x_NI * mask_NI, weights[self.a])
+        # The factor multiplies the smallest of the matrices.
+        return y_NO + self.up(x_NR, weights[self.b] * self.scale)
 
 
 class AttentionLayer(nn.Cell):
@@ -94,12 +128,7 @@ class Block(nn.Cell):
     """One decoder block as a pure function of the residual stream, the position tables, the masks and the weights.
 
     Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each
-    new one.
-
-    Args:
-        settings: The model section.
-        kernels: The kernels of the device.
-        part: "block", or its sublayer "attention" or "mlp", which ignores weights and masks of the other sublayer.
+    new one. `part` is "block", or its sublayer "attention" or "mlp", which ignores weights and masks of the other one.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, part: str = "block") -> None:

@@ -71,15 +71,7 @@ class Layers(nn.Cell):
 
 
 class Classifier(nn.Cell):
-    """The classifier of `model.classifier`.
-
-    Args:
-        settings: The section of that name.
-        kernels: The kernels of the device.
-        seed: Seed of the initial weights: normal with `initializer_range`, biases 0.
-        compiled: Compile the layers (context.mode 0), or run operator by operator (mode 1).
-        frozen: Names of parameters that are not trained.
-    """
+    """The classifier of the section `model.classifier`; the other arguments are those of `Decoder`."""
 
     def __init__(
         self,
@@ -113,11 +105,10 @@ class Classifier(nn.Cell):
         """Sum of the images' losses, not divided; without `statistics`, in evaluation, correct labels are counted."""
         logits_BC = self.run_layers(inputs.pixels_BP, *(each.view(each.shape) for each in self.ordered))
         loss = -(self.log_softmax(logits_BC) * inputs.targets_BC).sum()
-        return LossSums(loss, loss, correct=self._correct(logits_BC, inputs.targets_BC) if statistics is None else None)
-
-    def _correct(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
-        found_B1 = ops.argmax(logits_BC, -1).reshape(-1, 1)
-        return ops.gather_elements(targets_BC, 1, found_B1.astype(mstype.int64)).sum()
+        if statistics is not None:
+            return LossSums(loss, loss)
+        found_B1 = ops.argmax(logits_BC, -1).reshape(-1, 1).astype(mstype.int64)
+        return LossSums(loss, loss, correct=ops.gather_elements(inputs.targets_BC, 1, found_B1).sum())
 
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:
         """A classifier has no routers."""

@@ -9,7 +9,7 @@ Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary, H query heads,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,11 +17,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from trainer.config.recompute import SUBLAYERS
+from trainer.config.schema.adapter import PROJECTIONS
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
-from trainer.models.lora import AdapterMasks
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
 from trainer.models.recompute import Differentiable, LayerPart
 from trainer.models.shapes import (
@@ -30,10 +30,14 @@ from trainer.models.shapes import (
     FINAL_NORM,
     HEAD,
     all_shapes,
+    attention_shapes,
     balanced_layers,
     block_weights,
+    dropped_projections,
     is_buffer,
     layer_prefix,
+    layer_targets,
+    mlp_shapes,
     moe_shapes,
     sublayer_of,
 )
@@ -124,9 +128,6 @@ class Decoder(DecoderWiring):
     """A Llama/Qwen style decoder in explicit mode: compiled blocks, called one after the other.
 
     Args:
-        settings: The model section.
-        kernels: The kernels of the device.
-        seed: Seed of the initial weights.
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
         frozen: Names of parameters that are not trained: no gradient of them is computed. The expert bias of a frozen
             router stays as it is, too.
@@ -158,8 +159,8 @@ class Decoder(DecoderWiring):
         }
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
-        self.layer_weights = [self._weights_of_layer(layer) for layer in range(depth)]
-        self.adapter_masks = AdapterMasks(settings, first_site=depth * _DROPOUT_SITES)
+        self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
+        self.adapter_masks = AdapterMasks(settings)
         self.embedding, self.final_norm = self.parameters_by_name[EMBEDDING], self.parameters_by_name[FINAL_NORM]
         self.head_weight = self.embedding if settings.tie_word_embeddings else self.parameters_by_name[HEAD]
         self.block, self.head = Block(settings, kernels), Head(settings, kernels)
@@ -168,8 +169,8 @@ class Decoder(DecoderWiring):
         again = list(recomputed) or [""] * settings.num_layers
         self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled)
         modules = range(settings.num_layers, depth)
-        self.norms = [self.final_norm, *(self._mtp_weight(layer, MTP_NORM) for layer in modules)]
-        self.merge_weights = [[self._mtp_weight(layer, name) for name in MTP_WEIGHTS] for layer in modules]
+        self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
+        self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
         frozen_argnums = tuple(
             argnum for argnum, weight in enumerate((self.final_norm, self.head_weight)) if not weight.requires_grad
         )
@@ -192,12 +193,14 @@ class Decoder(DecoderWiring):
         # A gradient flows through a layer if a weight in it or in a layer before it is trained.
         reached, layers = self.embedding.requires_grad, []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
-            experts = self._experts_of_layer(layer) if self.settings.is_moe_layer(layer) else None
-            reached = reached or any(one is not None and one.requires_grad for one in (*weights, *(experts or ())))
+            experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
+            reached = reached or any(one is not None and one.requires_grad for one in (*weights, *experts))
             parts: dict[str, LayerPart | MoePart] = {}
             sublayers = ("attention",) if experts else SUBLAYERS if again in SUBLAYERS and reached else ("block",)
             for name in sublayers:
-                own, redone = self._of_part(name, weights), again == name or (experts is not None and again == "block")
+                named = zip(block_weights(self.settings), weights, strict=True)
+                own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
+                redone = again == name or (bool(experts) and again == "block")
                 parts[name] = LayerPart(functions[name], own, reached=reached, recomputed=redone)
             if experts:
                 redone = again in ("block", "mlp")
@@ -206,21 +209,9 @@ class Decoder(DecoderWiring):
             layers.append(parts)
         return layers
 
-    def _experts_of_layer(self, layer: int) -> list[Parameter]:
-        return [self.parameters_by_name[layer_prefix(layer) + name] for name in moe_shapes(self.settings)]
-
-    def _of_part(self, part: str, weights: list[Parameter | None]) -> list[Parameter | None]:
-        """The weights that a part of a block takes; None in the place of the others."""
-        named = zip(block_weights(self.settings), weights, strict=True)
-        return [weight if part in ("block", sublayer_of(name)) else None for name, weight in named]
-
-    def _weights_of_layer(self, layer: int) -> list[Parameter | None]:
-        """The weights of a layer in the order of `block_weights`; None for adapters that only other layers have."""
-        names = [layer_prefix(layer) + name for name in block_weights(self.settings)]
-        return [self.parameters_by_name[name] if name in self.parameters_by_name else None for name in names]
-
-    def _mtp_weight(self, layer: int, name: str) -> Parameter:
-        return self.parameters_by_name[layer_prefix(layer) + name]
+    def _parameters(self, layer: int, names: Iterable[str]) -> list[Parameter | None]:
+        """Parameters of a layer; None for those that only other layers have."""
+        return [self.parameters_by_name.get(layer_prefix(layer) + name) for name in names]
 
     def construct(
         self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
@@ -247,7 +238,10 @@ class Decoder(DecoderWiring):
         for name, part in self.layers[number].items():
             if name == "experts":
                 x_ND, aux_loss, z_loss = part(
-                    x_ND, inputs.sequence_weights, partial(self._mlp_mask, dropout, number, inputs), statistics
+                    x_ND,
+                    inputs.sequence_weights,
+                    lambda: self._dropout_masks(dropout, number, inputs, "mlp").mlp_out,
+                    statistics,
                 )
             else:
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
@@ -277,28 +271,19 @@ class Decoder(DecoderWiring):
         """Moves each router's expert bias against the load of its experts, after an optimizer step.
 
         DeepSeek-V3, section 2.1.2: up by a fixed amount for an expert with less than the mean load, down with more.
-        The bias of a frozen router is frozen too.
-
-        Args:
-            counts: What the routers decided in the whole window, over all ranks.
+        `counts` are those of the whole window, over all ranks. The bias of a frozen router is frozen too.
         """
-        moe = self.settings.experts
-        if counts is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
-            return
-        for layer, requested_E in zip(counts.layers, counts.requested, strict=True):
-            if layer not in self.balanced_layers:
-                continue
-            bias_E = self.parameters_by_name[layer_prefix(layer) + EXPERT_BIAS]
-            step_E = np.sign(requested_E.mean() - requested_E) * moe.topk_bias_update_rate
-            bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))
+        for layer, requested_E in zip(counts.layers, counts.requested, strict=True) if counts is not None else ():
+            if layer in self.balanced_layers:
+                bias_E = self.parameters_by_name[layer_prefix(layer) + EXPERT_BIAS]
+                rate = self.settings.experts.topk_bias_update_rate
+                step_E = np.sign(requested_E.mean() - requested_E) * rate
+                bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Logits of every token, [N, V]; for evaluation and tests, not for training."""
         x_ND = self.head.norm(self.hidden_states(inputs), self.final_norm)
         return self.kernels.logits(x_ND, self.head_weight)
-
-    def _mlp_mask(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> Tensor | None:
-        return self._dropout_masks(key, layer, inputs, "mlp").mlp_out
 
     def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
@@ -316,6 +301,29 @@ class Decoder(DecoderWiring):
             mask("attention", 1, stream, hidden),
             mask("mlp", 2, stream, hidden),
         )
+
+
+class AdapterMasks:
+    """Draws the masks of the adapters' dropout. Their sites follow those of all layers; every projection of every layer
+    has its own, whether it is adapted or not.
+    """
+
+    def __init__(self, settings: ModelConfig) -> None:
+        self.settings, self.names = settings, dropped_projections(settings)
+        self.first_site = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES
+        self.shapes = attention_shapes(settings) | mlp_shapes(settings)
+
+    def __call__(self, key: DropoutKey | None, layer: int, tokens: int) -> list[Tensor | None]:
+        """The masks [N, I] of a layer, as `block_names` ends; None where nothing is dropped."""
+        if key is None or not self.names:
+            return [None] * len(self.names)
+        targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
+        sites = {name: self.first_site + layer * len(PROJECTIONS) + number for number, name in enumerate(PROJECTIONS)}
+        widths = {name: self.shapes[f"{name}.weight"][1] for name in targets}
+        return [
+            Tensor(dropout_mask(key, sites[name], (tokens, widths[name]), rate)) if name in targets else None
+            for name in self.names
+        ]
 
 
 def _view(parameter: Parameter) -> Tensor:

@@ -25,13 +25,9 @@ class DropoutKey:
 
 
 def dropout_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-    """Float32 mask: 0 with probability `rate`, else 1 / (1 - rate).
+    """Float32 mask: 0 with probability `rate`, in [0, 1), else 1 / (1 - rate).
 
-    Args:
-        key: Names the micro-batch.
-        site: Number of the place in the network (layer * sites per layer + place).
-        shape: Shape of what is masked.
-        rate: Probability of dropping, in [0, 1).
+    `site` numbers the places in the network that have dropout.
     """
     stream = [key.seed, _DROPOUT_STREAM + (key.rank << 8)]
     philox = np.random.Philox(key=stream, counter=[0, key.step, key.micro_batch, site])

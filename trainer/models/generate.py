@@ -1,7 +1,7 @@
-"""Text prediction: greedy or sampled continuation of a batch of prompts with a key/value cache.
+"""Text generation: greedy or sampled continuation of a batch of prompts with a key/value cache.
 
-Runs operator by operator: no compilation, one pass over all prompts, then one token a step for all rows together.
-Legend: B rows, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size, K = key/value heads *
+It runs operator by operator, without compilation: one pass over all prompts, then one token a step for all sequences.
+Legend: B sequences, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size, K = key/value heads *
 head size.
 """
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.errors import RunError
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
     from trainer.models.inputs import InputBuilder
 
-_ROUND = 32  # cached positions are attended to in multiples of this, so that few shapes occur
+_ROUND = 32  # the length that attention sees is a multiple of this, so that few shapes occur
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,14 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        do_sample: Draw; False takes the likeliest token.
-        temperature: Divides the logits before drawing.
-        top_k: Draw among this many likeliest tokens; 0: all.
-        top_p: Draw among the likeliest tokens that reach this probability together; 1.0: all.
-        repetition_penalty: Divides positive (multiplies negative) logits of tokens that are in the row already; 1.0:
+        do_sample: Sample a token; False takes the most likely one.
+        temperature: Divides the logits before sampling.
+        top_k: Sample from this many most likely tokens; 0: from all.
+        top_p: Sample from the most likely tokens whose probabilities add up to this; 1.0: from all.
+        repetition_penalty: Divides positive (multiplies negative) logits of tokens that the sequence has already; 1.0:
             off.
-        seed: Of the draws; each row and position has its own stream, so a row does not depend on its neighbours.
+        seed: Seed of the samples. Each sequence and position has its own random stream, so that a sequence does not
+            depend on the others of its batch.
     """
 
     do_sample: bool = False
@@ -48,13 +48,7 @@ class Sampling:
 
 
 def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, row: int, position: int) -> int:
-    """The next token of one row.
-
-    Args:
-        logits_V: Float32 logits.
-        seen: Tokens of the row so far, for the repetition penalty.
-        sampling: The rules.
-        row, position: Name the random stream.
+    """The next token of a sequence with the tokens `seen`; sequence number `row` and `position` name the random stream.
     """
     logits = logits_V.astype(np.float64)
     if sampling.repetition_penalty != 1.0:
@@ -70,7 +64,7 @@ def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, 
     probabilities = np.exp(logits[order] - logits[order[0]])
     probabilities /= probabilities.sum()
     if sampling.top_p < 1.0:
-        # The first token is always kept; further ones as long as those before them have not reached top_p.
+        # A token is kept while the more likely ones add up to less than top_p, so the first always is.
         keep = np.cumsum(probabilities) - probabilities < sampling.top_p
         order, probabilities = order[keep], probabilities[keep] / probabilities[keep].sum()
     stream = np.random.Generator(np.random.Philox(key=[sampling.seed, 0x9E], counter=[0, 0, row, position]))
@@ -78,35 +72,27 @@ def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, 
 
 
 class Generator:
-    """Continues prompts with a decoder.
-
-    Args:
-        model: The decoder.
-        build_inputs: Knows the position tables.
-        eos_ids: Tokens that end a row.
-    """
+    """Continues prompts with a decoder; `build_inputs` has the position tables, and `eos_ids` end a sequence."""
 
     def __init__(self, model: Decoder, build_inputs: InputBuilder, eos_ids: Sequence[int]) -> None:
         self.model, self.tables, self.eos_ids = model, build_inputs.tables, frozenset(eos_ids)
-        self.write = P.ScatterUpdate()
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: Sampling, first_row: int = 0
     ) -> Iterator[list[int | None]]:
-        """Yields, step by step, the new token of every row; None for a row that has ended.
+        """Yields, step by step, the new token of every sequence; None for a sequence that has ended.
 
         Args:
-            prompts: Token ids of each row, none empty.
-            max_tokens: Most new tokens of each row.
-            sampling: How tokens are chosen.
-            first_row: Number of the first row among all prompts, for the random streams.
+            prompts: Token ids of each sequence, none empty.
+            max_tokens: The largest number of new tokens of each sequence.
+            first_row: Number of the first sequence among all prompts, for the random streams.
 
         Raises:
             RunError: The model's output is not finite.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         capacity = int(max(length + extra for length, extra in zip(lengths, max_tokens, strict=True)))
-        cache = _Cache(self.model, len(prompts), _round_up(capacity), self.write)
+        cache = _Cache(self.model, len(prompts), _round_up(capacity))
         rows = [list(prompt) for prompt in prompts]
         ids_BQ = np.zeros((len(prompts), int(lengths.max())), np.int32)
         for row, prompt in enumerate(prompts):
@@ -132,7 +118,7 @@ class Generator:
             logits_BV = self._forward(cache, last_B1, starts, np.zeros_like(starts))
 
     def _forward(self, cache: _Cache, ids_BQ: np.ndarray, starts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Logits [B, V] after each row's token number `last` of this pass, whose first token stands at `starts`."""
+        """Logits [B, V] after token number `last` of each sequence in this pass, whose first position is `starts`."""
         model, settings = self.model, self.model.settings
         rows, width = ids_BQ.shape
         positions_BQ = np.minimum(starts[:, None] + np.arange(width), cache.capacity - 1)
@@ -163,20 +149,23 @@ class Generator:
 
 
 class _Cache:
-    """Keys and values of all layers, [B * S, K] each; rows are written in place."""
+    """Keys and values of all layers, [B * S, K] each, written in place."""
 
-    def __init__(self, model: Decoder, rows: int, capacity: int, write: P.ScatterUpdate) -> None:
+    def __init__(self, model: Decoder, rows: int, capacity: int) -> None:
         settings, dtype = model.settings, model.kernels.compute_dtype
-        width = settings.kv_heads * settings.head_size
-        self.rows, self.capacity, self.write = rows, capacity, write
+        self.rows, self.capacity, self.write = rows, capacity, P.ScatterUpdate()
+        shape = rows * capacity, settings.kv_heads * settings.head_size
+
+        def empty(name: str) -> Parameter:
+            return Parameter(Tensor(np.zeros(shape, np.float32), dtype), name=name, requires_grad=False)
+
         self.layers = [
-            tuple(_zeros(rows * capacity, width, f"cache.{layer}.{kind}", dtype) for kind in ("keys", "values"))
-            for layer in range(settings.num_layers)
+            tuple(empty(f"cache.{layer}.{kind}") for kind in ("keys", "values")) for layer in range(settings.num_layers)
         ]
         self.index, self.seen = Tensor(np.zeros(1, np.int32)), 0
 
     def place(self, positions_BQ: np.ndarray, seen: int) -> None:
-        """Says where the next `update`s write and how many positions they return."""
+        """Sets where the next calls of `update` write and how many positions they return."""
         offsets = np.arange(self.rows)[:, None] * self.capacity
         self.index, self.seen = Tensor((offsets + positions_BQ).reshape(-1).astype(np.int32)), seen
 
@@ -187,10 +176,6 @@ class _Cache:
             self.write(store, self.index, new)
             found.append(store.reshape(self.rows, self.capacity, -1)[:, : self.seen])
         return found[0], found[1]
-
-
-def _zeros(rows: int, width: int, name: str, dtype: mstype.Type) -> Parameter:
-    return Parameter(Tensor(np.zeros((rows, width), np.float32), dtype), name=name, requires_grad=False)
 
 
 def _round_up(number: int) -> int:

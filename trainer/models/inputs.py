@@ -84,9 +84,7 @@ class LossSums(NamedTuple):
 class InputBuilder:
     """Builds `ModelInputs`; keeps tables and mask of the common case, sequences that hold a single document.
 
-    Args:
-        settings: The model section; positions up to its seq_length or max_position_embeddings are tabulated.
-        kernels: The kernels of the device, which define the layout of tables and mask.
+    The kernels define the layout of tables and mask; positions up to seq_length or max_position_embeddings have a row.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:

@@ -140,11 +140,6 @@ class MoeLayer(nn.Cell):
     """The feed-forward sublayer of a layer with experts; one instance serves all layers, like a compiled block.
 
     A graph can hold `train` too (`construct`). A routing is a plain tuple there, so it is indexed by numbers.
-
-    Args:
-        settings: The model section.
-        kernels: The kernels of the device.
-        compiled: Compile its pieces (context.mode 0).
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled) -> None:
@@ -182,18 +177,13 @@ class MoeLayer(nn.Cell):
         return x_ND, aux_loss, z_loss
 
     def train(self, x_ND, weights, sequence_weights, dropped_ND, capacity, routing=None):
-        """A layer of a training.
+        """A layer in training: residual stream, auxiliary and z loss, routing, the router's scores.
 
         Args:
-            x_ND: Residual stream.
             weights: In the order of `moe_shapes`.
-            sequence_weights: `SequenceWeights` of the micro-batch.
             dropped_ND: Mask of the dropout on what is added, or None.
             capacity: Most tokens that an expert computes, or None.
             routing: The routing of an earlier pass, to be repeated; None: the router decides.
-
-        Returns:
-            Residual stream, auxiliary and z loss, routing, the router's scores.
         """
         if self.cpu_router is not None:
             y_ND = self.norm(x_ND, weights[0])
@@ -203,7 +193,8 @@ class MoeLayer(nn.Cell):
         else:
             y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
             if routing is None:
-                routing = self.route(scores_NE, self.expert_bias(weights), capacity, self.drop_policy)
+                bias_E = None if self.bias is None else weights[self.bias]
+                routing = self.route(scores_NE, bias_E, capacity, self.drop_policy)
             gates_Nk = self.gates(scores_NE, routing[0])
             aux_loss, z_loss = self.losses(logits_NE, scores_NE, routing[0], *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
@@ -218,46 +209,29 @@ class MoeLayer(nn.Cell):
         else:
             if self.cpu_router is not None:
                 routing = _tensors(routing)
-            rows_RD, counts_E = self.dispatch(y_ND, routing)
+            row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
+            rows_RD = self.permute(y_ND, token_R, row_Nk)
             inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
-            added_ND = self.combine(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing)
+            added_ND = self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, token_R, row_Nk)
         if self.has_shared:
             added_ND = added_ND + self.shared(y_ND, *weights[self.first + 3 : self.first + 6])
         return added_ND
 
-    # Between the two stands the exchange between ranks, if experts are spread over several.
-
-    def dispatch(self, x_ND, routing):
-        """Rows sorted by expert [R, D], and how many of them each expert has [E]."""
-        return self.permute(x_ND, routing[2], routing[1]), routing[3]
-
-    def combine(self, y_RD, gates_Nk, routing):
-        """The outputs of the experts of each token, weighted and added up: [N, D]."""
-        return self.unpermute(y_RD, gates_Nk, routing[2], routing[1])
-
-    def expert_bias(self, weights):
-        return None if self.bias is None else weights[self.bias]
-
     def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Evaluation and prediction: nothing is dropped, no losses."""
         y_ND, _, scores_NE = self.router(x_ND, weights[0], weights[1])
-        routing = self.route(scores_NE, self.expert_bias(weights), None, self.drop_policy)
+        bias_E = None if self.bias is None else weights[self.bias]
+        routing = self.route(scores_NE, bias_E, None, self.drop_policy)
         return x_ND + self.experts(y_ND, self.gates(scores_NE, routing[0]), routing, weights)
 
-    def routed_on_host(
-        self,
-        y_ND: Tensor,
-        weights: Sequence[Tensor],
-        sequence_weights: SequenceWeights,
-        capacity: int | None,
-        routing: Routing | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Routing, np.ndarray]:
+    def routed_on_host(self, y_ND, weights, sequence_weights, capacity, routing):
         """Gates, auxiliary and z loss, routing and scores, computed by one kernel on the host."""
 
         def decide(scores_NE: np.ndarray) -> Routing:
             if routing is not None:
                 return routing
-            return self.route.of_arrays(scores_NE, self.expert_bias(weights), capacity, self.drop_policy)
+            bias_E = None if self.bias is None else weights[self.bias]
+            return self.route.of_arrays(scores_NE, bias_E, capacity, self.drop_policy)
 
         return self.cpu_router(y_ND, weights[1], sequence_weights.tokens_B1, sequence_weights.valid_N1, decide)
 
@@ -272,7 +246,6 @@ class MoePart:
 
     Args:
         function: The sublayer of all layers.
-        layer: Number of the layer.
         weights: In the order of `moe_shapes`.
         capacity: Tokens of a micro-batch -> most tokens that an expert computes in a training, or None.
         reached: Whether a gradient flows through it.
@@ -305,13 +278,15 @@ class MoePart:
         if statistics is None:
             return self.function.evaluate(x_ND, views), None, None
         capacity = self.capacity(x_ND.shape[0])
+
+        def train(x_ND, views, routing=None):
+            return self.function.train(x_ND, views, sequence_weights, mask(), capacity, routing)
+
         if self.keeps_activations:
-            x_ND, aux_loss, z_loss, routing, scores_NE = self.function.train(
-                x_ND, views, sequence_weights, mask(), capacity
-            )
+            x_ND, aux_loss, z_loss, routing, scores_NE = train(x_ND, views)
         else:
             argnums = [argnum for argnum, weight in enumerate(self.weights) if weight.requires_grad]
-            call = _RecomputedExperts(self.function, views, argnums, sequence_weights, mask, capacity)
+            call = _RecomputedExperts(train, views, argnums)
             x_ND, aux_loss, z_loss = call(x_ND, *(views[argnum] for argnum in argnums))
             routing, scores_NE = call.routing, call.scores_NE
         statistics.routings.append((self.layer, routing, scores_NE))
@@ -319,35 +294,25 @@ class MoePart:
 
 
 class _RecomputedExperts(nn.Cell):
-    """One call that keeps its inputs and the routing, and runs again in the backward pass, with the same routing."""
+    """One call that keeps its inputs and the routing, and runs again in the backward pass, with the same routing.
 
-    def __init__(
-        self,
-        function: MoeLayer,
-        views: Sequence[Tensor],
-        argnums: Sequence[int],
-        sequence_weights: SequenceWeights,
-        mask: Callable[[], Tensor | None],
-        capacity: int | None,
-    ) -> None:
+    `compute` is (x_ND, weights, routing or None) -> the result of `MoeLayer.train`; the weights `argnums` are trained.
+    """
+
+    def __init__(self, compute: Callable, views: Sequence[Tensor], argnums: Sequence[int]) -> None:
         super().__init__(auto_prefix=False)
-        # In a list, so that the cell, which is made anew for each call, does not take it for a cell of its own.
-        self.function, self.views, self.argnums = [function], views, argnums
-        self.sequence_weights, self.mask, self.capacity = sequence_weights, mask, capacity
+        self.compute, self.views, self.argnums = compute, views, argnums
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
 
-    def train(self, x_ND, views, routing):
-        return self.function[0].train(x_ND, views, self.sequence_weights, self.mask(), self.capacity, routing)
-
     def construct(self, x_ND, *trained):
-        x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.train(x_ND, self.views, None)
+        x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.compute(x_ND, self.views)
         return x_ND, aux_loss, z_loss
 
     def again(self, x_ND, *trained):
         views = list(self.views)
         for argnum, weight in zip(self.argnums, trained, strict=True):
             views[argnum] = weight
-        return self.train(x_ND, views, self.routing)[:3]
+        return self.compute(x_ND, views, self.routing)[:3]
 
     def bprop(self, x_ND, *trained_out_grads):
         trained, grads = trained_out_grads[: len(self.argnums)], trained_out_grads[-1]

@@ -38,7 +38,7 @@ class Differentiable:
     def __init__(self, cell: nn.Cell, compiled: Compiled) -> None:
         self.cell, self.compiled = cell, compiled
         self.plain = compile_cell(cell, compiled)
-        self._forms: dict[tuple[str, tuple[int, ...]], Callable] = {}
+        self._forms: dict[tuple[type[nn.Cell], tuple[int, ...]], Callable] = {}
 
     def stopped_at(self, argnums: tuple[int, ...]) -> Callable:
         """The function without gradients of the arguments `argnums`, counted after x_ND.
@@ -48,20 +48,19 @@ class Differentiable:
         """
         if not argnums or not self.compiled:
             return self.plain
-        return self._form("stopped", argnums, _Stopped)
+        return self._form(_Stopped, argnums)
 
     def gradients_at(self, argnums: tuple[int, ...]) -> Callable:
         """(x_ND, *arguments, gradient of the result) -> gradients of x_ND and of the arguments `argnums`.
 
         The arguments `argnums` come first.
         """
-        return self._form("gradients", argnums, _Gradients)
+        return self._form(_Gradients, argnums)
 
-    def _form(self, name: str, argnums: tuple[int, ...], kind: type[nn.Cell]) -> Callable:
-        if (name, argnums) not in self._forms:
-            cell = kind(self.cell, argnums)
-            self._forms[name, argnums] = compile_cell(cell, self.compiled)
-        return self._forms[name, argnums]
+    def _form(self, kind: type[nn.Cell], argnums: tuple[int, ...]) -> Callable:
+        if (kind, argnums) not in self._forms:
+            self._forms[kind, argnums] = compile_cell(kind(self.cell, argnums), self.compiled)
+        return self._forms[kind, argnums]
 
 
 def compile_cell(cell: nn.Cell, compiled: Compiled) -> Callable:
@@ -89,7 +88,7 @@ class LayerPart:
 
     Args:
         function: The block or sublayer.
-        weights: Its weights, None for those that it does not use.
+        weights: None for those that it does not use.
         reached: Whether a gradient flows through it.
         recomputed: Compute its activations again in the backward pass.
     """

@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 
 
 def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines.
+    """Cosines and sines of the first `positions` positions, float32 [positions, head_size].
 
-    Args:
-        settings: The model section.
-        positions: How many positions, from 0.
-
-    Returns:
-        cos, sin: float32 [positions, head_size]. Of the rotated width, the second half repeats the first; the rest of a
-        head has cosine 1 and sine 0.
+    Of the rotated width, the second half repeats the first; the rest of a head has cosine 1 and sine 0.
     """
     size = settings.rotary_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
@@ -49,7 +43,7 @@ def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling)
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling, trained_length: int) -> np.ndarray:
-    """Short wavelengths are kept, long ones divided by the factor, those between blended."""
+    """Keeps short wavelengths, divides long ones by the factor, and blends those between."""
     turns = trained_length * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = np.clip((turns - scaling.low_freq_factor) / span, 0, 1)

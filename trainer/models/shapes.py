@@ -64,18 +64,15 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def multi_token_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameters of a multi-token prediction module beside those of its block."""
-    hidden = settings.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
-    return shapes | {"eh_proj.weight": (hidden, 2 * hidden), "shared_head.norm.weight": (hidden,)}
-
-
 def layer_shapes(settings: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Parameters of one layer, without its adapters."""
-    feed_forward = moe_shapes(settings) if settings.is_moe_layer(layer) else mlp_shapes(settings)
-    own = multi_token_shapes(settings) if layer >= settings.num_layers else {}
-    return own | attention_shapes(settings) | feed_forward
+    """Parameters of one layer by their full names, without its adapters."""
+    shapes, hidden = {}, settings.hidden_size
+    if layer >= settings.num_layers:  # a multi-token prediction module
+        shapes = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
+        shapes["shared_head.norm.weight"] = (hidden,)
+    shapes |= attention_shapes(settings)
+    shapes |= moe_shapes(settings) if settings.is_moe_layer(layer) else mlp_shapes(settings)
+    return {layer_prefix(layer) + name: shape for name, shape in shapes.items()}
 
 
 def is_buffer(name: str) -> bool:
@@ -170,25 +167,19 @@ def classifier_names(settings: ClassifierConfig) -> list[tuple[str, str]]:
     return [(f"{prefix}.weight", f"{prefix}.bias") for prefix in prefixes]
 
 
-def _classifier_shapes(settings: ClassifierConfig) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for (weight, bias), inp, out in zip(classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False):
-        shapes |= {weight: (out, inp), bias: (out,)}
-    return shapes
-
-
 def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model by its full name, in forward order; without those of adapters."""
     if isinstance(settings, ClassifierConfig):
-        return _classifier_shapes(settings)
+        sizes = zip(classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False)
+        return {name: size for names, i, o in sizes for name, size in zip(names, ((o, i), (o,)), strict=True)}
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (settings.vocab_size, settings.hidden_size)}
     for layer in range(settings.num_layers):
-        shapes |= {layer_prefix(layer) + name: shape for name, shape in layer_shapes(settings, layer).items()}
+        shapes |= layer_shapes(settings, layer)
     shapes[FINAL_NORM] = (settings.hidden_size,)
     if not settings.tie_word_embeddings:
         shapes[HEAD] = (settings.vocab_size, settings.hidden_size)
     for layer in range(settings.num_layers, settings.num_layers + settings.mtp_depth):
-        shapes |= {layer_prefix(layer) + name: shape for name, shape in layer_shapes(settings, layer).items()}
+        shapes |= layer_shapes(settings, layer)
     return shapes
 
 

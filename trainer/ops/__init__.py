@@ -1,4 +1,4 @@
-"""Kernels: the only room that knows a fused operator from its reference.
+"""Kernels: the only package that tells a fused operator from its reference.
 
 `select.py` (no MindSpore) decides which implementation each kernel gets and why. `cpu/kernels.py` has the reference
 kernels, which are right on every device and fast on a CPU; `ascend/kernels.py` has the fused operators. Both export the

@@ -50,12 +50,9 @@ FLOAT32 = Precision()
 
 
 def resolve_precision(settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str) -> Precision:
-    """Works out what each part computes in.
+    """The dtype that each part computes in, by `amp_level` and the keys of the parts.
 
-    Args:
-        settings: The model section with the dtypes of its parts.
-        amp_level: The key of that name; None: the parts' own keys alone decide.
-        device: "CPU", "GPU" or "Ascend". A CPU has no bfloat16 kernels: there it becomes float32.
+    A CPU has no bfloat16 kernels: there bfloat16 becomes float32.
     """
     if isinstance(settings, ClassifierConfig):
         return FLOAT32

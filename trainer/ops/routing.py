@@ -75,7 +75,6 @@ def route(
     """Experts, rows and counts of a micro-batch.
 
     Args:
-        rule: How tokens choose.
         scores_NE: The router's scores, float32.
         bias_E: Added to the scores for the choice only (Wang et al. 2024, loss-free balancing).
         capacity: Most tokens that an expert computes; None: no bound.
@@ -101,16 +100,12 @@ def choose_experts(rule: RoutingRule, scores_NE: np.ndarray, bias_E: np.ndarray 
     if rule.is_grouped:
         allowed_NG = np.zeros((len(choice_NE), rule.groups), bool)
         in_groups = choice_NE.reshape(-1, rule.groups, rule.experts // rule.groups)
-        np.put_along_axis(allowed_NG, _best(_group_scores(in_groups, rule.group_score), rule.chosen_groups), True, 1)
+        scores_NG = in_groups.max(-1)
+        if rule.group_score == "two_best" and in_groups.shape[-1] > 1:
+            scores_NG = scores_NG + np.partition(in_groups, -2, axis=-1)[..., -2]
+        np.put_along_axis(allowed_NG, _best(scores_NG, rule.chosen_groups), True, 1)
         in_groups[~allowed_NG] = -np.inf
     return _best(choice_NE, rule.chosen)
-
-
-def _group_scores(scores_NGe: np.ndarray, group_score: GroupScore) -> np.ndarray:
-    best_NG = scores_NGe.max(-1)
-    if group_score == "best" or scores_NGe.shape[-1] == 1:
-        return best_NG
-    return best_NG + np.partition(scores_NGe, -2, axis=-1)[..., -2]
 
 
 def _best(scores: np.ndarray, number: int) -> np.ndarray:
@@ -161,7 +156,7 @@ class RoutingCounts:
     """What the routers of all layers decided for the micro-batches of a step.
 
     Attributes:
-        layers: Their numbers; multi-token prediction modules follow the last layer.
+        layers: Numbers of the layers; multi-token prediction modules follow the last layer.
         kept: Assignments that each expert computed, [L, E] int64.
         requested: Assignments before dropping, [L, E] int64.
         entropy: Entropy of a token's scores, a mean over tokens, [L], nats.

@@ -1,4 +1,4 @@
-"""Which implementation each kernel gets on a device, and why. Pure Python: `plan` prints it without MindSpore."""
+"""Selects the implementation of each kernel for a device and says why. `plan` prints it without MindSpore."""
 
 from __future__ import annotations
 
@@ -46,12 +46,10 @@ _EXPERT_KERNELS = (
 def select_kernels(
     settings: ModelConfig | ClassifierConfig, device: str, precision: Precision | None = None
 ) -> tuple[KernelChoice, ...]:
-    """Choose an implementation for every kernel; a classifier has none to choose.
+    """The implementation of every kernel; a classifier has none to choose.
 
-    Args:
-        settings: The model section; its `use_*` switches say what was asked for.
-        device: "CPU", "GPU" or "Ascend".
-        precision: Dtype of each part; None: what the model section alone says.
+    The `use_*` switches of the model section say what was asked for. Without `precision` the model section alone sets
+    the dtypes.
     """
     if isinstance(settings, ClassifierConfig):
         return ()
@@ -80,42 +78,28 @@ def _choose(
 
 
 def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
-    """Why the fused operator cannot compute this model's part; empty when it can."""
-    if kernel == "attention":
-        return _flash_attention_obstacle(settings, precision.compute.dtype)
+    """Why the fused operator cannot compute this part of the model; empty if it can."""
+    if kernel == "attention" and settings.attention_dropout > 0:
+        return "attention_dropout > 0: its masks are those of every device, which the operator cannot take; 0 lets it"
+    if kernel == "attention" and precision.compute.dtype == "float32":
+        return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
+    if kernel == "attention" and (settings.head_size % 16 or settings.head_size > 512):
+        return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
     if kernel == "rotary_embedding" and settings.rotary_size != settings.head_size:
         part = f"{settings.rotary_size} of it turn (rotary_pct {settings.rotary_pct:g})"
         return f"rotary_position_embedding turns a whole head of {settings.head_size}, here {part}"
     if kernel == "rotary_embedding" and (settings.head_size >= 896 or settings.num_heads >= 1000):
         here = f"here {settings.num_heads} of {settings.head_size}"
         return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"
-    if kernel == "token_permute":
-        return _token_permute_obstacle(settings)
-    return ""
-
-
-def _flash_attention_obstacle(settings: ModelConfig, compute_dtype: str) -> str:
-    """Why flash_attention_score cannot compute this model's attention; empty when it can."""
-    if settings.attention_dropout > 0:
-        return "attention_dropout > 0: its masks are those of every device, which the operator cannot take; 0 lets it"
-    if compute_dtype == "float32":
-        return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
-    if settings.head_size % 16 or settings.head_size > 512:
-        return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
-    return ""
-
-
-def _token_permute_obstacle(settings: ModelConfig) -> str:
-    """Why moe_token_permute cannot sort this model's tokens; empty when it can."""
-    if not settings.experts.use_gmm:
+    if kernel == "token_permute" and not settings.experts.use_gmm:
         return "use_gmm is off: experts compute on the host, and tokens are sorted there"
-    if settings.experts.enable_gmm_safe_tokens:
+    if kernel == "token_permute" and settings.experts.enable_gmm_safe_tokens:
         return "enable_gmm_safe_tokens adds rows that belong to no token; moe_token_permute makes none"
     return ""
 
 
 def kernel_notices(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
-    """What a training should say of kernels of experts that were asked for and are not there."""
+    """Notices about kernels of experts that were asked for and do not exist on the device."""
     asked = {choice.asked for choice in choices}
     for choice in choices if "use_gmm: True" in asked else ():
         if choice.asked == "use_fused_ops_permute: True" and not choice.fused:
@@ -125,7 +109,7 @@ def kernel_notices(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
 def part_dtypes(
     settings: ModelConfig | ClassifierConfig, precision: Precision, choices: tuple[KernelChoice, ...]
 ) -> dict[str, PartDtype]:
-    """Dtype of each part, and why, in the words of `plan`."""
+    """The dtype of each part and its reason, by the names that `plan` shows."""
     always = PartDtype("float32", "always")
     if isinstance(settings, ClassifierConfig):
         return {name: always for name in ("parameters, matrix products, loss", "gradients, optimizer state")}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class SemiAutoBackend:
     """A `TrainingBackend`: one graph, which MindSpore shards over the ranks."""
 
-    execution = "one graph, cut by MindSpore"
+    execution = "one graph, sharded by MindSpore"
     data_ranks = (0, 1)  # every rank reads the batch of all; the graph takes this rank's part
 
     def __init__(self, config: Config, world: World) -> None:

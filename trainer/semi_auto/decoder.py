@@ -26,12 +26,7 @@ class SemiAutoDecoder(DecoderWiring):
     """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module.
-
-    Args:
-        settings: The model section, without experts, adapters and dropout.
-        kernels: The kernels of this mode.
-        parameters: All parameters by name.
+    multi-token prediction module. The model has no experts, adapters and dropout.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, parameters: Mapping[str, Parameter]) -> None:

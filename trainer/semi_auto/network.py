@@ -12,7 +12,7 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -25,26 +25,26 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
+from trainer.config.layer_ranges import layer_text
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
 from trainer.models.shapes import all_shapes
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
-from trainer.ops.select import KernelChoice, select_kernels
+from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
+from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
-from trainer.semi_auto.rules import semi_auto_problems
+from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems
 from trainer.semi_auto.step import GradientCell
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.ops.kernel_set import KernelSet
-    from trainer.ops.precision import Precision
     from trainer.parallel.mesh import Degrees
-    from trainer.parallel.world import World
 
 _KIB = 1024
 
@@ -63,11 +63,6 @@ class SemiAuto(NamedTuple):
 def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> SemiAuto:
     """Builds the network; its weights are zero, or none yet where there are several ranks: see `ShardedParameters`.
 
-    Args:
-        config: The configuration of the run.
-        world: This rank and the number of ranks.
-        device: The device whose kernels are used.
-
     Raises:
         UserError: The configuration asks for what this mode cannot do.
     """
@@ -76,12 +71,27 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     precision = resolve_precision(settings, config.amp_level, device)
     choices = select_kernels(settings, device, precision)
     kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
-    tables, mask = _tables_and_mask(choices, precision, settings.seq_length)
+    fused = {choice.kernel for choice in choices if choice.fused}
+    tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
+    mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
         loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask)
         set_strategies(loss, settings, degrees)
-        step = _differentiated(config, loss, _in_micro_batches(config, loss, degrees), world)
+        inner = loss
+        if degrees.pipeline_stage > 1:
+            stage_of = stages(settings.num_layers, degrees.pipeline_stage)
+            inner = Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stage_of)
+        elif config.runner_config.gradient_accumulation_steps > 1:
+            inner = GradAccumulation(loss, config.runner_config.gradient_accumulation_steps)
+        # A single rank is not sharded, so nothing but the gradients holds the sum over the micro-batches.
+        aside = inner is not loss and world.size > 1
+        step = GradientCell(
+            inner,
+            [loss.by_name[name] for name in trained_shapes(config)],
+            summed_aside=aside,
+            read_aside=aside and not config.parallel.enable_parallel_optimizer,
+        )
     network = AutoParallel(step, parallel_mode="semi_auto")
     network.no_init_parameters_in_compile()
     if world.size > 1:
@@ -97,36 +107,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     return SemiAuto(network, step, loss, kernels.sum_of_squares)
 
 
-def _tables_and_mask(
-    choices: Sequence[KernelChoice], precision: Precision, length: int
-) -> tuple[plain_kernels.RotaryTables, plain_kernels.AttentionMask]:
-    """The cells that make rotary tables and attention mask in the graph, as the chosen kernels take them."""
-    fused = {choice.kernel for choice in choices if choice.fused}
-    tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
-    return tables, plain_kernels.AttentionMask("attention" in fused, length)
-
-
-def _in_micro_batches(config: Config, loss: LossCell, degrees: Degrees) -> nn.Cell:
-    if degrees.pipeline_stage > 1:
-        stage_of = stages(config.decoder.num_layers, degrees.pipeline_stage)
-        return Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stage_of)
-    steps = config.runner_config.gradient_accumulation_steps
-    return GradAccumulation(loss, steps) if steps > 1 else loss
-
-
-def _differentiated(config: Config, loss: LossCell, inner: nn.Cell, world: World) -> GradientCell:
-    # A single rank is not sharded, so nothing but the gradients holds the sum over the micro-batches.
-    aside = inner is not loss and world.size > 1
-    return GradientCell(
-        inner,
-        [loss.by_name[name] for name in trained_shapes(config)],
-        summed_aside=aside,
-        read_aside=aside and not config.parallel.enable_parallel_optimizer,
-    )
-
-
 def stages(layers: int, number: int) -> dict[str, int]:
-    """The stage of each cell of the loss cell: layers in runs of equal length, longer ones first."""
+    """The stage of each cell of the loss cell: consecutive layers in equal numbers, the larger stages first."""
     stage_of = [stage for stage in range(number) for _ in range(layers // number + (stage < layers % number))]
     found = {f"decoder.layers.{layer}": stage for layer, stage in enumerate(stage_of)}
     return {"decoder.embed": 0, **found, "decoder.heads.0": number - 1}
@@ -150,12 +132,8 @@ class LossCell(nn.Cell):
 
     (input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1) -> a scalar to be minimised. `share_B1` is the
     loss scale / the valid tokens of the whole window, on every row. GradAccumulation and Pipeline add the micro-batches
-    up without dividing, so their sum is the loss of the window, whatever number of valid tokens each of them has.
-
-    Args:
-        config: The configuration of the run.
-        kernels: The kernels of this mode.
-        tables, mask: Make rotary tables and attention mask from positions and segments.
+    up without dividing, so their sum is the loss of the window, whatever number of valid tokens each of them has. The
+    cells `tables` and `mask` make rotary tables and attention mask from positions and segments.
     """
 
     def __init__(
@@ -229,3 +207,54 @@ class StagedLossCell(LossCell):
     @lazy_inline
     def __init__(self, config, kernels, tables, mask) -> None:
         super().__init__(config, kernels, tables, mask)
+
+
+def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
+    """What the audit shows of this mode: the cells from outer to inner, their settings, stages and strategies.
+
+    It is built as for a training; a single process stands for as many ranks as the degrees ask for.
+
+    Raises:
+        UserError: The configuration asks for what this mode cannot do.
+    """
+    built = build_semi_auto(config, world if world.size > 1 else world_of(degrees_of(config, world).ranks))
+    network, loss, cells = built.network, built.loss, [built.network]
+    while cells[-1] is not loss:
+        cells.append(cells[-1].network)
+    shared = network._enable_parallel_optimizer
+    threshold = f"shared by data-parallel ranks (hsdp), of parameters from {network._parallel_optimizer_threshold} KB"
+    rows = [
+        ("network", " ( ".join(_name(cell) for cell in cells) + " )" * (len(cells) - 1)),
+        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"),
+        ("data of a rank", "the whole batch" if network._full_batch else "its part of the batch"),
+        ("optimizer", config.optimizer.type),
+        ("optimizer state", threshold if shared else "whole on every rank"),
+        ("weights", f"{len(loss.by_name)}, allocated once MindSpore has sharded them (no_init_parameters)"),
+    ]
+    return [*rows, *_stages(loss), *_strategies(loss), *(("note", notice) for notice in semi_auto_notices(config))]
+
+
+def _name(cell: nn.Cell) -> str:
+    micro_batches = getattr(cell, "micro_size", None)
+    return type(cell).__name__ + (f", {micro_batches} micro-batches" if micro_batches else "")
+
+
+def _stages(loss: LossCell) -> list[tuple[str, str]]:
+    """Layers by the stage of a pipeline; nothing without one."""
+    decoder, found = loss.decoder, {}
+    for number, layer in enumerate(decoder.layers):
+        found.setdefault(getattr(layer, "pipeline_stage", None), set()).add(number)
+    if len(found) < 2:
+        return []
+    return [(f"stage {stage}", layer_text(layers)) for stage, layers in sorted(found.items())]
+
+
+def _strategies(loss: LossCell) -> list[tuple[str, str]]:
+    """The strategy of each matrix product of the first layer, which is the same in all layers."""
+    found = []
+    for name, cell in loss.decoder.layers[0].cells_and_names():
+        strategy = getattr(getattr(cell, "product", None), "in_strategy", None)
+        if strategy:
+            projection = name.removeprefix("block.").partition(".linear")[0]
+            found.append((projection, f"input {strategy[0]}, weight {strategy[1]}"))
+    return found

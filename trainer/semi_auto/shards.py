@@ -83,13 +83,9 @@ def gather_whole(
     parts: Mapping[str, np.ndarray],
     communicator: Communicator,
 ) -> dict[str, np.ndarray]:
-    """Gathers whole arrays from the shards of all ranks, one array after the other; rank 0 alone keeps them.
+    """Gathers whole float32 arrays of these shapes from the shards of all ranks, one by one; rank 0 alone keeps them.
 
-    Args:
-        shapes: Shapes of the wanted arrays, float32; the same on all ranks.
-        holders: For each array the ranks that send a shard, see `first_holders`; the same on all ranks.
-        parts: The shards of this rank.
-        communicator: Connects all ranks.
+    `shapes` and `holders` (for each array the ranks that send a shard, see `first_holders`) are the same on all ranks.
     """
     found = {}
     for name, shape in shapes.items():
@@ -114,9 +110,6 @@ class ShardedParameters:
 
     Args:
         built: The compiled network.
-        config: The configuration of the run.
-        world: This rank and the number of ranks.
-        communicator: Connects all ranks.
         rank_in_group: Name of a group that shares optimizer state -> this rank's number in it, and its size.
 
     Attributes:

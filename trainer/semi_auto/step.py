@@ -41,7 +41,6 @@ class GradientCell(nn.Cell):
 
     Args:
         network: Computes the loss of a whole window.
-        weights: The trained parameters.
         summed_aside: MindSpore adds up the gradients of the micro-batches in parameters of its own, `accu_grads.*`.
         read_aside: Return these sums as the gradients. Where ranks share the optimizer state this is not needed:
             MindSpore returns this rank's shards of the sums as the gradients.
@@ -87,14 +86,10 @@ class GraphStep:
 
     Args:
         network: The `GradientCell` with MindSpore's wrappers around it.
-        cell: The `GradientCell` itself.
         optimizer: Updates this rank's shards.
         schedule: Learning rate of update number `n`, from 0.
-        wrapper: The section `runner_wrapper`.
         window: Shape of the batch of a step, all micro-batches and ranks together.
-        parameters: The sharded parameters.
         sum_of_squares: Gradient -> float.
-        communicator: Connects all ranks.
         gives_loss: Whether this rank has the loss.
         stop_at_bad_loss: As in `TrainStep`.
     """
@@ -152,12 +147,9 @@ class GraphStep:
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """As `TrainStep.load_optimizer`."""
-        parts = {}
-        for key in arrays:
-            name = key.split(".", 1)[1]
-            if name in self.parameters.own:
-                parts[key] = self.parameters.part(name, arrays[key])
-        self.optimizer.load_state(parts, updates)
+        named = ((key, key.split(".", 1)[1]) for key in arrays)
+        own, part = self.parameters.own, self.parameters.part
+        self.optimizer.load_state({key: part(name, arrays[key]) for key, name in named if name in own}, updates)
 
     def to_save(self) -> Saved:
         """As `TrainStep.to_save`; rank 0 gathers the arrays, one after the other."""

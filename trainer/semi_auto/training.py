@@ -39,7 +39,7 @@ def open_semi_auto_training(
         config: Of the run.
         schedule: Learning rate of update number `n`, from 0.
         weights: Of the whole model, checked to fit; None for those of `seed`.
-        world: This rank among how many. One alone is not cut, and runs on a CPU too.
+        world: This rank and the number of ranks. A single rank is not sharded, and runs on a CPU too.
         device: Where to run.
 
     Raises:
@@ -84,7 +84,7 @@ def window_of(config: Config, world: World) -> Window:
     rows = read.batch_size * read.gradient_accumulation_steps
     own = slice(None)
     if not config.parallel.full_batch:
-        place = world.rank % degrees.data_parallel  # in its stage; nothing else cuts there
+        place = world.rank % degrees.data_parallel  # its data-parallel rank within its stage
         part = rows // degrees.data_parallel
         own = slice(place * part, (place + 1) * part)
     return Window(rows, config.decoder.seq_length, own)

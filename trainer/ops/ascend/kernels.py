@@ -1,11 +1,10 @@
-"""Ascend kernels: MindSpore's fused operators behind the signatures of `reference.py`.
+"""Ascend kernels: MindSpore's fused operators behind the signatures of `cpu/kernels.py`.
 
 These operators have no CPU kernel. What can be checked without an Ascend is that MindSpore's front end accepts them,
-forward
-and backward: tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and its
-gradient.
+forward and backward: tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and
+its gradient.
 
-Legend: as in reference.py.
+Legend: as in cpu/kernels.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Support(NamedTuple):
     inputs: tuple[frozenset[str], ...]
     """For each input; nothing is known of those that follow, and of those without any."""
     alike: int
-    """So many of the first must have the same dtype."""
+    """The number of first inputs that must have the same dtype."""
     says: str
     """The function of `mindspore.ops` whose documentation says so."""
 
@@ -66,18 +66,15 @@ KERNEL, CANN, HOST, NONE = "kernel", "CANN", "host", "none"
 
 
 def kernel_sources(operators: Collection[str], libraries: Path | None = None) -> dict[str, str] | None:
-    """Who computes each operator on Ascend, as far as the installed package tells.
-
-    Args:
-        operators: Their names in a graph.
-        libraries: Folder `lib` of MindSpore; None: of the installed one.
+    """Who computes each operator on Ascend, as far as MindSpore's folder `lib` tells; None without Ascend libraries.
 
     Returns:
         For each: "kernel" (a kernel of MindSpore calls CANN's function for it), "CANN" (MindSpore knows the operator
         and hands it to CANN, whose libraries decide whether it runs on the AI cores or on the AI CPUs of the device),
-        "host" (Python) or "none", where the libraries do not mention it. None where this package has no such libraries.
+        "host" (Python) or "none", where the libraries do not mention it.
     """
-    folder = _installed() if libraries is None else libraries
+    installed = importlib.util.find_spec("mindspore")
+    folder = libraries or (Path(installed.origin).with_name("lib") if installed and installed.origin else None)
     if folder is None or not (folder / _KERNELS).is_file():
         return None
     own = (folder / _KERNELS).read_bytes()
@@ -95,9 +92,3 @@ def kernel_sources(operators: Collection[str], libraries: Path | None = None) ->
         return CANN if b"\0" + name + b"\0" in known else NONE
 
     return {operator: source(operator) for operator in operators}
-
-
-def _installed() -> Path | None:
-    found = importlib.util.find_spec("mindspore")
-    places = list(found.submodule_search_locations or ()) if found else []
-    return Path(places[0]) / "lib" if places else None

@@ -2,8 +2,9 @@
 
 On a CPU MindSpore's reductions over the last axis and all broadcasting element-wise operators are 10 to 20 times
 slower than a MatMul or an operator on equal shapes. So row sums are products with a column of ones, a factor per row
-or per column is spread by an outer product, and masks and rotary tables come in the full shape of what they meet.
-Gradients are written by hand where the automatic ones would use the slow forms or save more than is needed.
+or per column is spread by an outer product, and masks and rotary tables have the full shape of the tensors that they
+are added to or multiplied by. Gradients are written by hand where automatic ones would use the slow forms or save more
+than is needed.
 
 Legend: N tokens (B rows x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K key/value
 heads, G = H / K, d head size.
@@ -140,13 +141,13 @@ class SwiGLU(nn.Cell):
 class Attention(nn.Cell):
     """softmax(q k^T / sqrt(d) + mask) v for grouped query heads, causal, without repeating keys and values.
 
-    No query sees a later key. So the first half of the queries meets the first half of the keys only, which spares a
-    quarter of the work; the second half meets all keys.
+    No query sees a later key. So the first half of the queries is multiplied by the first half of the keys only, which
+    saves a quarter of the work; the second half is multiplied by all keys.
 
     Args:
         heads, kv_heads, head_size: H, K, d.
-        dtype: Of q, k, v, the products and the result.
-        softmax_dtype: What goes into the softmax and what comes out is rounded to it; mask and arithmetic are float32.
+        dtype: Dtype of q, k, v, the products and the result.
+        softmax_dtype: Input and output of the softmax are rounded to it; mask and arithmetic are float32.
     """
 
     def __init__(
@@ -253,9 +254,9 @@ class CrossEntropy(nn.Cell):
     Rows are weighted on the small side of each product, never on the [N, V] logits.
 
     Args:
-        dtype: Of the products with the weight. Softmax and loss are float32 always. In half precision the factor of the
-            loss is multiplied into d loss / d logits before these are rounded: a loss scale that came later could not
-            keep them above zero.
+        dtype: Dtype of the products with the weight. Softmax and loss are always float32. In half precision the factor
+            of the loss is multiplied into d loss / d logits before these are rounded: a loss scale that came later
+            could not keep them above zero.
     """
 
     def __init__(self, dtype=mstype.float32) -> None:
@@ -308,7 +309,7 @@ class _CrossEntropyCore(nn.Cell):
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
-    """The tables as `Rotary` wants them: every head's columns side by side, [N, heads * d], rounded to `dtype`."""
+    """The tables that `Rotary` takes: the columns of all heads side by side, [N, heads * d], rounded to `dtype`."""
     tables = [Tensor(table) for table in (cos_Nd, sin_Nd)]
     if dtype != mstype.float32:
         tables = [table.astype(dtype).astype(mstype.float32) for table in tables]
@@ -316,12 +317,10 @@ def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=msty
 
 
 def attention_mask(allowed_BTT: np.ndarray, heads: int, kv_heads: int) -> tuple[Tensor, Tensor | None]:
-    """The causal mask as `Attention` wants it, see `cached_mask`: for the first half of the queries and keys,
-    [B*K, T/2*G, T/2], and for the second half of the queries, [B*K, T/2*G, T]. For an odd T the whole, and None.
+    """The causal masks that `Attention` takes, as `cached_mask` makes them, from the keys that each query sees.
 
-    Args:
-        allowed_BTT: Which key a query sees; none that is later than the query.
-        heads, kv_heads: H, K.
+    One is for the first half of the queries and keys, [B*K, T/2*G, T/2], and one for the second half of the queries,
+    [B*K, T/2*G, T]. For an odd T there is one for all, and None.
     """
     half, odd = divmod(allowed_BTT.shape[1], 2)
     if odd:
@@ -348,16 +347,9 @@ def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:
 def cached_attention(
     q_BQC: Tensor, k_BSK: Tensor, v_BSK: Tensor, mask: Tensor, heads: int, kv_heads: int, softmax_dtype=mstype.float32
 ) -> Tensor:
-    """Attention of Q new tokens over S cached ones (prediction: forward only), in the dtype of the queries.
+    """Attention of Q new tokens over S cached ones (prediction: forward only), [B, Q, H*d] in the dtype of the queries.
 
-    Args:
-        q_BQC: Queries [B, Q, H*d].
-        k_BSK, v_BSK: Cached keys and values [B, S, K*d]; what `mask` excludes may hold anything finite.
-        mask: As `cached_mask` makes it, [B*K, Q*G, S].
-        softmax_dtype: As in `Attention`.
-
-    Returns:
-        [B, Q, H*d].
+    Keys and values that `mask`, made by `cached_mask`, excludes may hold anything finite.
     """
     rows, _, width = q_BQC.shape
     head_size = width // heads

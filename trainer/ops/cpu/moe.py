@@ -83,27 +83,26 @@ class _GroupedMatmulCore(nn.Cell):
     def construct(self, x_RI, weight_EOI, counts_E):
         x, weight, counts = on_host(x_RI), on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
         result, y = empty(len(x), weight.shape[1])
-        y[counts.sum() :] = 0
-
-        def multiply(part: tuple[int, slice], thread: int) -> None:
-            expert, rows = part
-            np.matmul(x[rows], weight[expert].T, out=y[rows])
-
-        host_threads().run(expert_parts(counts, _MOST_ROWS), multiply)
+        _multiply(x, weight.transpose(0, 2, 1), counts, y)
         return cast(result, x_RI.dtype)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
         x, weight, counts = on_host(x_RI), on_host(weight_EOI, x_RI.dtype), counts_E.asnumpy()
         grad, (result, grad_x) = on_host(grad_RO), empty(*x.shape)
-        grad_x[counts.sum() :] = 0
-
-        def multiply(part: tuple[int, slice], thread: int) -> None:
-            expert, rows = part
-            np.matmul(grad[rows], weight[expert], out=grad_x[rows])
-
-        host_threads().run(expert_parts(counts, _MOST_ROWS), multiply)
+        _multiply(grad, weight, counts, grad_x)
         grad_weight_EOI = cast(weight_gradient(x, grad, counts), weight_EOI.dtype) if self.trained else None
         return cast(result, x_RI.dtype), grad_weight_EOI, None
+
+
+def _multiply(x: np.ndarray, weight: np.ndarray, counts_E: np.ndarray, out: np.ndarray) -> None:
+    """out = each expert's rows of x times its weight, and zeros after them."""
+    out[counts_E.sum() :] = 0
+
+    def multiply(part: tuple[int, slice], thread: int) -> None:
+        expert, rows = part
+        np.matmul(x[rows], weight[expert], out=out[rows])
+
+    host_threads().run(expert_parts(counts_E, _MOST_ROWS), multiply)
 
 
 def weight_gradient(x: np.ndarray, grad: np.ndarray, counts_E: np.ndarray) -> Tensor:

@@ -40,9 +40,6 @@ class CpuRouter:
 
     The same as Router without its norm, Gates and RouterLosses of `trainer.models.moe`, where the formulas are, with
     the choice between them.
-
-    Args:
-        moe: The section moe_config.
     """
 
     def __init__(self, moe: MoEConfig) -> None:
