@@ -11,7 +11,7 @@ from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
 from trainer.config.schema.fields import Section, section, setting
 from trainer.config.schema.freeze import FreezeConfig
-from trainer.config.schema.model import ModelConfig, ModelSection
+from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
 from trainer.config.schema.runner import RunnerConfig, RunnerWrapper
 from trainer.config.schema.system import (
