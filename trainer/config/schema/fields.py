@@ -140,12 +140,8 @@ def _flatten(annotation: Any) -> list[Any]:
 def shape_of(field: FieldInfo) -> Shape:
     """Finds the sections in a field's annotation."""
     parts = _flatten(field.annotation)
-    is_list = False
-    for part in parts:
-        if get_origin(part) is list and _sections(_flatten(get_args(part)[0])):
-            parts, is_list = _flatten(get_args(part)[0]) + [p for p in parts if p is not part], True
-            break
-    return Shape(_sections(parts), is_list, type(None) in parts)
+    items = [item for part in parts if get_origin(part) is list for item in _flatten(get_args(part)[0])]
+    return Shape(_sections(items) or _sections(parts), bool(_sections(items)), type(None) in parts)
 
 
 def scalar_kinds(field: FieldInfo) -> set[type]:

@@ -129,12 +129,10 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
         return self.num_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
