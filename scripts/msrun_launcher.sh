@@ -5,10 +5,10 @@
 #   bash scripts/msrun_launcher.sh "..." WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT
 #   bash scripts/msrun_launcher.sh "..." WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT
 #
-# 8 workers on this machine by default; JOIN is False by default: the job goes on in the background. The first argument
-# is split into words as a shell would (quotes work), and nothing in it is ever run by one.
+# By default 8 workers start on this machine, and JOIN is False: the job runs in the background. The first argument is
+# split into words as a shell does (quotes work), but no shell runs anything in it.
 #
-# PYTHON=/path/to/python chooses the interpreter; otherwise that of an active environment, .venv, or PATH. Also read:
+# PYTHON=/path/to/python chooses the interpreter; otherwise that of an active environment, .venv, or PATH. Also used:
 # MF_LOG_SUFFIX (end of the log folder's name), PLOG_REDICT_TO_OUTPUT=True (Ascend's logs into output/plog).
 
 set -euo pipefail

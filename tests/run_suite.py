@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +23,15 @@ from typing import IO, NamedTuple
 TESTS = Path(__file__).resolve().parent
 MOST_PROCESSES = 4
 FILES_PER_PROCESS = {"parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
+# Files that take long on a core of their own, the longest first. A file that is not here counts as a short one.
+LONGEST = (
+    "parallel/test_launched_training.py", "parity/test_recompute.py", "parallel/test_launcher_nodes.py",
+    "semi_auto/test_sharded_numbers.py", "semi_auto/test_sharded_graphs.py", "parallel/test_data_parallel.py",
+    "integration/test_signals.py", "parity/test_ascend_audit.py", "parallel/test_two_hosts.py",
+    "integration/test_training.py", "integration/test_moe_run.py", "parity/test_muon.py", "parity/test_whole_graph.py",
+    "integration/test_moe_checkpoints.py", "integration/test_predict.py", "integration/test_eval.py",
+    "parity/test_moe_models.py", "integration/test_freeze_and_recompute_run.py", "integration/test_mnist_run.py",
+)  # fmt: skip
 WAITING = ("parallel",)
 WORDS = ("passed", "failed", "skipped", "error", "xfailed", "deselected")
 SLOWEST = 15
@@ -45,7 +55,7 @@ class Running(NamedTuple):
 
 
 def batches(tests: Path = TESTS) -> list[Batch]:
-    """Every test file once, the folders in the order of `FILES_PER_PROCESS`: short files come last, to end together."""
+    """Every test file once; batches with long files come first, so that all cores end at about the same time."""
     found = []
     folders = {path.parent.name for path in tests.glob("*/test_*.py")}
     for folder in sorted(folders, key=[*FILES_PER_PROCESS, *sorted(folders)].index):
@@ -54,7 +64,8 @@ def batches(tests: Path = TESTS) -> list[Batch]:
         number = -(-len(files) // size)
         # File n goes to batch n modulo their number: neighbours in the alphabet, often alike, are spread.
         found += [Batch(tuple(files[start::number]), folder in WAITING) for start in range(number)]
-    return found
+    places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
+    return sorted(found, key=lambda batch: min(places.get(file, len(places)) for file in batch.files))
 
 
 def start(batch: Batch, core: int | None, root: Path) -> Running:
@@ -67,14 +78,14 @@ def start(batch: Batch, core: int | None, root: Path) -> Running:
     return Running(batch, process, output, core, time.monotonic())
 
 
-def finished(running: list[Running]) -> tuple[Running, int, float]:
-    """Waits for one of the processes; returns it, its exit code and the largest memory of a process of it in GB."""
+def finished(running: list[Running]) -> tuple[Running, int, resource.struct_rusage]:
+    """Waits for one of the processes; returns it, its exit code and what it used, the processes that it started too."""
     while True:
         for one in running:
             pid, status, usage = os.wait4(one.process.pid, os.WNOHANG)
             if pid:
                 one.process.returncode = os.waitstatus_to_exitcode(status)
-                return one, one.process.returncode, usage.ru_maxrss / 2**20
+                return one, one.process.returncode, usage
         time.sleep(0.05)
 
 
@@ -105,10 +116,12 @@ def next_batch(waiting: list[Batch], core: int | None) -> Batch | None:
 def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -> int:
     """Runs the batches, one at a time on each of the cores and one that waits beside; returns the exit code."""
     began, failed = time.monotonic(), False
+    all_cpu_seconds, most_gb = 0.0, 0.0
     running: list[Running] = []
     total: dict[str, int] = {}
     slowest: list[tuple[float, str]] = []
     free: list[int | None] = [*cores, None]
+    number = len(waiting)
     try:
         while waiting or running:
             for core in list(free):
@@ -117,7 +130,8 @@ def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -
                     waiting.remove(batch)
                     free.remove(core)
                     running.append(start(batch, core, root))
-            one, code, memory_gb = finished(running)
+            one, code, usage = finished(running)
+            cpu_seconds, memory_gb = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
             running.remove(one)
             free.append(one.core)
             one.output.seek(0)
@@ -131,13 +145,18 @@ def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -
                 print(text)
             seconds = time.monotonic() - one.began
             names = " ".join(file.removeprefix("tests/") for file in one.batch.files)
-            print(f"{text.rstrip().rpartition(chr(10))[2]} | {seconds:.0f} s, {memory_gb:.1f} GB | {names}", flush=True)
+            done = f"[{number - len(waiting) - len(running)}/{number}]"
+            closing = text.rstrip().rpartition("\n")[2]
+            used = f"{seconds:.0f} s, {cpu_seconds:.0f} CPU s, {memory_gb:.1f} GB"
+            print(f"{done} {closing} | {used} | {names}", flush=True)
+            all_cpu_seconds, most_gb = all_cpu_seconds + cpu_seconds, max(most_gb, memory_gb)
     finally:
         for one in running:
             one.process.send_signal(signal.SIGINT)
     print(f"\nslowest {SLOWEST}:")
     for seconds, what in sorted(slowest, reverse=True)[:SLOWEST]:
         print(f"{seconds:.2f}s {what}")
+    print(f"{all_cpu_seconds:.0f} CPU s; the largest process used {most_gb:.1f} GB")
     print(closing_line(total, time.monotonic() - began))
     return int(failed)
 

@@ -3,9 +3,9 @@
 #
 #   sbatch --nodes=4 scripts/cluster/slurm.sh "run_trainer.py --config configs/quickstart.yaml"
 #
-# On each node it starts scripts/msrun_launcher.sh once, with nine arguments. WORKERS_PER_NODE says how many ranks a node
-# has (8), MASTER_PORT the scheduler's port (by default from the job's number), CLUSTER_TIME_OUT how many seconds the
-# nodes wait for each other (600), PYTHON which interpreter (by default .venv's). Logs: output/msrun_log/slurm-<job>.
+# It starts scripts/msrun_launcher.sh once on each node, with nine arguments. Environment variables: WORKERS_PER_NODE
+# (ranks on a node, default 8), MASTER_PORT (the scheduler's, default derived from the job id), CLUSTER_TIME_OUT (how
+# many seconds the nodes wait for each other, default 600), PYTHON (default .venv's). Logs: output/msrun_log/slurm-JOB.
 #
 #SBATCH --job-name=run_trainer
 #SBATCH --nodes=2

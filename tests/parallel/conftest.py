@@ -1,5 +1,5 @@
-"""What the tests of jobs share. Tests marked `overlapping` mostly wait for their processes: those of a file run
-in threads at the same time, and each is reported by itself."""
+"""Fixtures of the tests that start jobs. Tests marked `overlapping` mostly wait for their processes: those of one file
+run in threads at the same time, and each is reported separately."""
 
 from __future__ import annotations
 

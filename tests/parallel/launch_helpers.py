@@ -1,4 +1,4 @@
-"""Starts launchers as a user does, with workers and mostly an msrun that stand in for those of MindSpore."""
+"""Starts launchers as a user does, with stand-ins for the workers and mostly for MindSpore's msrun."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Launcher:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def facts(self, rank: int) -> dict:
-        """What a stand-in worker said of itself."""
+        """What a stand-in worker printed about itself."""
         first = self.log(rank).splitlines()[0]
         return json.loads(first.removeprefix("facts "))
 
     def family(self) -> list[psutil.Process]:
-        """Every living process that this launcher has brought into the world, itself included."""
+        """Every living process that descends from this launcher, itself included."""
         found = []
         for process in psutil.process_iter():
             try:

@@ -1,4 +1,4 @@
-"""Does for a launcher what MindSpore's msrun does, without its seconds of import: starts a scheduler and the workers.
+"""Replaces MindSpore's msrun, which takes seconds to import: starts a scheduler and the workers.
 
 Like the real one it starts whatever `python` is first on PATH, and kills every worker when one ends with an error. The
 scheduler, which is MindSpore's and takes a second to load, only runs with STAND_IN_SCHEDULER in the environment.

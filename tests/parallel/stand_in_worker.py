@@ -1,4 +1,4 @@
-"""A worker without MindSpore: does steps, gives signs of life, saves when it is told to end, and misbehaves on demand.
+"""A worker without MindSpore: does steps, sends heartbeats, saves when it is told to end, and misbehaves on demand.
 
 Its arguments: STEPS [RANK@STEP:ACTION ...] [anything else].
 """
@@ -54,6 +54,9 @@ def act(action: str, step: int) -> None:
             signal.signal(number, signal.SIG_IGN)
     elif name == "hang":
         wait_for_ever()
+    elif name == "after":  # goes on once the test has made this file
+        while not Path(value).exists():
+            time.sleep(0.02)
     elif name == "child":
         subprocess.Popen(["sleep", "1000"])
 

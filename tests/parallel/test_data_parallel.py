@@ -1,6 +1,7 @@
 """Data parallelism through the real msrun: the same numbers as one process with the same global batch.
 
-Tolerances are those of the promise: 1e-6 relative for loss and norm of the first step, 1e-4 for the loss after 50.
+Limits: tolerances.py for loss and norm of the first step and for evaluation. Each update of AdamW divides by the root
+of the squares of gradients, so later steps are further apart: 1e-5 after three of them, 1e-4 after 50.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from step_cases import LONG, MODELS, STEPS, TinyTrainer, trained, uneven, window
+from step_cases import LONG, MODELS, ROWS, STEPS, TinyTrainer, trained, uneven, window
+from tiny_trainer import config_of
+from tolerances import decoder_limits
 
 from trainer.parallel.communicator import SingleProcess
 from trainer.step.accumulate import valid_tokens
@@ -19,6 +22,7 @@ from trainer.step.evaluate import evaluate
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 RANKS = 2
+LIMITS = {name: decoder_limits(config_of(model=model).decoder, rows=2 * ROWS) for name, model in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,8 @@ def test_ranks_together_do_what_one_process_does(
         for what in ("loss", "norm", "aux_loss", "mtp_loss"):
             if f"{name} {what}" in right:
                 ours, theirs = found[f"{name} {what}"], right[f"{name} {what}"]
-                assert distance(ours[:1], theirs[:1]) < 1e-6, what
+                limit = LIMITS[name].gradients if what == "norm" else LIMITS[name].loss
+                assert distance(ours[:1], theirs[:1]) < limit, what
                 assert distance(ours, theirs) < 1e-5, what
         assert (found[f"{name} tokens"] == right[f"{name} tokens"]).all()
         for weight in alone[name].initial:
@@ -97,8 +102,8 @@ def test_evaluation_is_over_all_ranks(ranks: list[dict[str, np.ndarray]], alone:
     batches = [batch for number in range(2) for batch in window(number, 0, 1)]
     right = evaluate(dense.model, dense.build_inputs, batches, lambda: False)
     for found in ranks:
-        assert found["eval"][0] == pytest.approx(right.loss, rel=1e-6) and found["eval"][1] == right.tokens
-        assert found["interrupted"]
+        assert found["eval"][0] == pytest.approx(right.loss, rel=LIMITS["dense"].loss)
+        assert found["eval"][1] == right.tokens and found["interrupted"]
 
 
 def test_different_weights_at_the_start_are_an_error(ranks: list[dict[str, np.ndarray]]) -> None:

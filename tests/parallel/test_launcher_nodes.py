@@ -20,19 +20,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_gr
 ALL = range(4)
 
 
-def start_node(folder: Path, node: int, port: int, *words: object, workers: int = 4) -> Launcher:
+def start_node(folder: Path, node: int, port: int, *words: object, workers: int = 4, **more: str) -> Launcher:
     """A launcher with msrun_launcher.sh's nine arguments; the nodes share the folder of logs."""
     order = " ".join([str(WORKER), *map(str, words)])
     numbers = [workers, 2, "127.0.0.1", port, node, folder / "logs", "True", 60]
     script = str(REPOSITORY / "scripts" / "msrun_launcher.sh")
     command = ["bash", script, order, *map(str, numbers)]
-    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": sys.executable}
+    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": sys.executable, **more}
     return Launcher(folder / f"node-{node}", command, environment)
 
 
-def start_both(folder: Path, *words: object) -> tuple[Launcher, Launcher]:
+def start_both(folder: Path, *words: object, **more: str) -> tuple[Launcher, Launcher]:
     port = pick_free()
-    return start_node(folder, 0, port, *words), start_node(folder, 1, port, *words)
+    return start_node(folder, 0, port, *words, **more), start_node(folder, 1, port, *words, **more)
 
 
 def log(folder: Path, rank: int) -> str:
@@ -54,8 +54,9 @@ def test_both_end_well_together(tmp_path: Path) -> None:
 
 
 def test_a_failure_on_one_ends_both(tmp_path: Path) -> None:
-    first, second = start_both(tmp_path, 1000, "3@60:exit=7")
-    wait_for_step(first, tmp_path, 10)
+    first, second = start_both(tmp_path, 1000, f"3@3:after={tmp_path}/all-run", "3@3:exit=7")
+    wait_for_step(first, tmp_path, 2)
+    (tmp_path / "all-run").touch()
     began = time.monotonic()
     assert [first.end(), second.end()] == [7, 7]
     assert time.monotonic() - began < LIMIT_SECONDS
@@ -66,8 +67,9 @@ def test_a_failure_on_one_ends_both(tmp_path: Path) -> None:
 
 
 def test_a_failure_before_the_others_are_there(tmp_path: Path) -> None:
+    """Node 1 keeps trying to deliver its failure for 10 s. Node 0 may take longer to start on a busy machine."""
     port = pick_free()
-    second = start_node(tmp_path, 1, port, 1000, "3@1:exit=7")
+    second = start_node(tmp_path, 1, port, 1000, "3@1:exit=7", RUN_TRAINER_TIME_SCALE="6")
     second.wait_until(lambda: "something bad" in log(tmp_path, 3))
     first = start_node(tmp_path, 0, port, 1000)
     assert [first.end(), second.end()] == [7, 7]
@@ -87,7 +89,7 @@ def test_a_lost_node_ends_the_other(tmp_path: Path, killed: int) -> None:
 
 
 def test_a_silent_node_counts_as_lost(tmp_path: Path) -> None:
-    first, second = start_both(tmp_path, 1000)
+    first, second = start_both(tmp_path, 1000, RUN_TRAINER_TIME_SCALE="0.5")
     wait_for_step(first, tmp_path, 2)
     second.process.send_signal(signal.SIGSTOP)  # as when a cable is cut: no word, and no end either
     began = time.monotonic()
@@ -95,7 +97,7 @@ def test_a_silent_node_counts_as_lost(tmp_path: Path) -> None:
         assert first.end() == 1
     finally:
         second.process.send_signal(signal.SIGCONT)
-    assert LOST_SECONDS - 2 < time.monotonic() - began < LIMIT_SECONDS
+    assert LOST_SECONDS / 2 - 1 < time.monotonic() - began < LIMIT_SECONDS
     assert second.end() == 1
     assert "the connection to node 1 is lost" in first.errors
 
@@ -111,7 +113,7 @@ def test_a_signal_to_one_reaches_all_workers(tmp_path: Path, told: int) -> None:
 
 def test_a_hang_shows_the_stacks_of_both(tmp_path: Path) -> None:
     hangs = [f"{rank}@3:hang" for rank in ALL]
-    first, second = start_both(tmp_path, 1000, *hangs, "--hang_timeout=2")
+    first, second = start_both(tmp_path, 1000, *hangs, "--hang_timeout=2", RUN_TRAINER_TIME_SCALE="0.5")
     assert [first.end(), second.end()] == [EXIT_HANG, EXIT_HANG]
     assert all("in wait_for_ever" in log(tmp_path, rank) for rank in ALL)
 

@@ -48,7 +48,7 @@ def test_one_argument_starts_eight_workers_in_the_background(tmp_path: Path) -> 
     folder.mkdir()
     worker.write_text("import os, time\nprint('rank', os.environ['RANK_ID'], flush=True)\ntime.sleep(60)\n")
     job = script(folder, "python worker.py", MF_LOG_SUFFIX="mine")
-    assert job.process.wait(30) == 0
+    assert job.process.wait(60) == 0
     logs = folder / "output" / "msrun_log_mine"
     assert job.printed.startswith(f"job: {logs}/job\n")
     paths = [logs / f"rank-{rank}.log" for rank in range(8)]
@@ -60,7 +60,7 @@ def test_one_argument_starts_eight_workers_in_the_background(tmp_path: Path) -> 
 
 def test_two_arguments(tmp_path: Path) -> None:
     job = script(tmp_path, f"{WORKER} 2", 3)
-    assert job.process.wait(30) == 0
+    assert job.process.wait(60) == 0
     job.wait_until(lambda: not job.family())
     logs = tmp_path / "output" / "msrun_log"
     assert sorted(path.name for path in logs.glob("rank-*.log")) == [f"rank-{rank}.log" for rank in range(3)]

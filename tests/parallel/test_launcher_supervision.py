@@ -19,6 +19,8 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(8), pytest.mark.xdist_group(__name__)]
 
 TRICKY = ["two words", 'double " quote', "single ' quote", "$HOME", "`id`", "größe 漢字", "a\\b", "*", "", "--flag=x y"]
+SHORT = {"RUN_TRAINER_TIME_SCALE": "0.3"}
+"""Shortens the launcher's grace periods, where a test waits for one of them to run out."""
 
 
 def test_a_job_that_ends_well(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_killed_worker(tmp_path: Path) -> None:
 
 
 def test_who_says_first_that_it_fails_failed_first(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, "1@3:announce=9", "0@20:exit=1")
+    job = launch(tmp_path, 1000, "1@3:announce=9", "0@20:exit=1", **SHORT)
     job.wait_for_step(2)
     began = time.monotonic()
     assert job.end() == 9  # rank 1 lingers on, and rank 0 notices the failure and ends before
@@ -97,7 +99,7 @@ def test_who_says_first_that_it_fails_failed_first(tmp_path: Path) -> None:
 
 
 def test_who_does_not_listen_is_killed(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, "0@1:deaf", "1@3:exit=7")
+    job = launch(tmp_path, 1000, "0@1:deaf", "1@3:exit=7", **SHORT)
     job.wait_for_step(2)
     began = time.monotonic()
     assert job.end() == 7
@@ -133,7 +135,7 @@ def test_a_signal_before_any_worker_runs(tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, "1@1:deaf", "0@1:child")
+    job = launch(tmp_path, 1000, "1@1:deaf", "0@1:child", **SHORT)
     job.wait_for_step(2)
     assert call(tmp_path, "status", "logs")[0] == 0
     job.process.kill()
@@ -169,7 +171,7 @@ def test_a_child_of_a_worker_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, "0@4:hang", "1@4:deaf", "1@5:hang", options=("--hang_timeout", 2))
+    job = launch(tmp_path, 1000, "0@4:hang", "1@4:deaf", "1@5:hang", options=("--hang_timeout", 2), **SHORT)
     job.wait_for_step(3)
     began = time.monotonic()
     assert job.end() == EXIT_HANG
@@ -211,7 +213,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_in_the_background(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, options=("--join", False))
-    assert job.process.wait(30) == 0
+    assert job.process.wait(60) == 0
     assert job.printed.startswith(f"job: {job.logs}/job\n")
     job.wait_for_step(3)
     code, said, _ = call(tmp_path, "status", "logs")

@@ -33,7 +33,7 @@ SHAPES = {
     "lm_head.weight": (13, 8),
 }
 MATRICES = [name for name in SHAPES if "proj.weight" in name]
-STEPS = 25
+STEPS = 12
 LIMIT = rounding_limit(STEPS, 5 * (8 + 8 + 20))
 
 
@@ -149,7 +149,8 @@ def test_orthogonal_makes_the_singular_values_one_and_keeps_their_vectors(shape:
     found = build().orthogonal(Tensor(direction)).asnumpy().astype(np.float64)
     turned = left.T @ found @ right.T
     assert (np.diag(turned) > 0.6).all() and (np.diag(turned) < 1.3).all()
-    assert np.abs(turned - np.diag(np.diag(turned))).max() < 1e-4
+    rows, columns = sorted(shape)  # each of the five iterations: two sums over `rows`, one over `columns`
+    assert np.abs(turned - np.diag(np.diag(turned))).max() < rounding_limit(5 * (rows + rows + columns))
 
 
 def test_a_gradient_of_zero_moves_nothing_but_by_decay() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, padding_batch
-from trainer.data.batches.sampler import BatchLoader, epoch_order
+from trainer.data.batches.loader import BatchLoader, epoch_order
 from trainer.data.source.synthetic import SyntheticDataset
 from trainer.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 from test_data_loader import NumberedSequences
 
 from trainer.checkpoint.state import resumed_batch
-from trainer.data.batches.sampler import BatchLoader
+from trainer.data.batches.loader import BatchLoader
 from trainer.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Bad input of the launcher: a mistake is one message with key, value, rule and fix, before anything starts."""
+"""Bad input of the launcher: one message with key, value, rule and fix, before anything starts."""
 
 from __future__ import annotations
 

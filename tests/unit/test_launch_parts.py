@@ -17,6 +17,7 @@ import pytest
 
 from trainer.errors import EXIT_HANG, RunError, UserError
 from trainer.launch import heartbeat
+from trainer.launch.arguments import LaunchOptions
 from trainer.launch.job import (
     End,
     how,
@@ -252,14 +253,14 @@ def test_state_is_written_and_read(tmp_path: Path) -> None:
     files = job_files(tmp_path, 0, 1)
     assert read_state(files.folder) is None
     prepare(files, range(2), whole_host=True)
-    state = new_state(["run_trainer.py"], range(2), 2, files)
+    state = new_state(LaunchOptions(2, 2), files)
     write_state(files, state)
     assert read_state(files.folder) == state
     heartbeat.beat_file(files.folder, 1).write_text("12   \n")
     assert read_state(files.folder).workers[1].step == 12
     with pytest.raises(UserError, match=f"a job is running with this folder .*{os.getpid()}"):
         prepare(files, range(2), whole_host=True)
-    files.state.write_text("{")
+    (files.folder / "state.json").write_text("{")
     assert read_state(files.folder) is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import run_suite
-from run_suite import Batch, batches, closing_line, counts, next_batch, run
+from run_suite import LONGEST, Batch, batches, closing_line, counts, next_batch, run
 
 PARALLEL, UNIT = Batch(("tests/parallel/test_a.py",), True), Batch(("tests/unit/test_b.py",), False)
 
@@ -15,6 +15,12 @@ def test_every_test_file_runs_once() -> None:
     files = [file for batch in batches() for file in batch.files]
     root = run_suite.TESTS.parent
     assert sorted(files) == sorted(str(path.relative_to(root)) for path in run_suite.TESTS.rglob("test_*.py"))
+
+
+def test_long_files_come_first() -> None:
+    files = [file.removeprefix("tests/") for batch in batches() for file in batch.files]
+    first = [next(place for place, batch in enumerate(batches()) if f"tests/{file}" in batch.files) for file in LONGEST]
+    assert set(LONGEST) <= set(files) and first[0] == 0 and max(first) < len(LONGEST)
 
 
 def test_a_new_folder_is_run_too(tmp_path: Path) -> None:
@@ -68,3 +74,4 @@ def test_a_failure_a_crash_and_a_broken_file_each_fail_the_whole(
     assert "assert 1 == 2" in printed and "nothing_of_this_name" in printed
     assert "1 passed, 0 failed, 0 skipped in" in printed and "0 passed, 1 failed, 0 skipped in" in printed
     assert "0 passed, 0 failed, 0 skipped, 1 error in" in printed
+    assert "[1/1] 1 passed in" in printed and "CPU s; the largest process used" in printed

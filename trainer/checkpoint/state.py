@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.checkpoint.adapters import (
-    CONFIG_FILE,
-    PART,
-    PREFIX,
-    base_weights,
-    check_base,
-    description,
-    fitting_adapters,
-)
+from trainer.checkpoint import adapters
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.store import Checkpoint, find_checkpoint, read_checkpoint, shard_name
 from trainer.checkpoint.weights import first_of, fitting_weights
@@ -135,8 +127,9 @@ def save(
         if base is None:
             tensors["model"] = to_disk(saved.weights, config.model.arch.type)
         else:
-            tensors[PART] = {PREFIX + name: saved.weights[name] for name in adapter_shapes(config.decoder)}
-            documents[CONFIG_FILE] = description(config.decoder, base["load_checkpoint"])
+            names = adapter_shapes(config.decoder)
+            tensors[adapters.PART] = {adapters.PREFIX + name: saved.weights[name] for name in names}
+            documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
     if saved.is_sharded:
         tensors[shard_name(OPTIMIZER, communicator.rank, communicator.size)] = saved.optimizer
     elif communicator.rank == 0:
@@ -243,18 +236,18 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
 
 def _weights_of(found: Checkpoint, config: Config, mismatch: Mismatch) -> dict[str, np.ndarray]:
     """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
-    part = "model" if config.decoder.pet_config is None else PART
+    part = "model" if config.decoder.pet_config is None else adapters.PART
     if part not in found.tensors:
-        others = ("a whole model", "adapters") if part == PART else ("adapters", "a whole model")
+        others = ("a whole model", "adapters") if part == adapters.PART else ("adapters", "a whole model")
         change = "write" if part == "model" else "remove"
         rule = f"the checkpoint holds {others[0]}, and this run trains {others[1]}"
         raise mismatch(rule, f"{change} model.model_config.pet_config, or name another checkpoint")
     where = config.source.where(_KEY)
     if part == "model":
         return fitting_weights(found.tensors[part], config.network, found.path, where, key=_KEY)
-    base = base_weights(config)
-    check_base(found.state, config, base)
-    return base | fitting_adapters(found.tensors[part], config, found.path, where, key=_KEY)
+    base = adapters.base_weights(config)
+    adapters.check_base(found.state, config, base)
+    return base | adapters.fitting_adapters(found.tensors[part], config, found.path, where, key=_KEY)
 
 
 def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:

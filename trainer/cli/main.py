@@ -148,7 +148,11 @@ def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | N
     usage_error = typer.BadParameter.__base__  # of the Click that this Typer uses, which may be a copy of its own
     name = "run_trainer.py" if hasattr(command, "commands") else f"run_trainer.py {command.name}"
     try:
-        code = command(args, prog_name=name, obj=arguments, standalone_mode=False)
+        # Calling the command would turn Ctrl-C into an exit code without a message.
+        with command.make_context(name, args, obj=arguments) as context:
+            code = command.invoke(context)
+    except typer.Exit as end:  # after --help
+        return end.exit_code
     except usage_error as error:
         raise UserError(error.format_message().rstrip("."), fix=f"see {name} --help") from None
     return code if isinstance(code, int) else EXIT_OK
@@ -255,11 +259,8 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    def check(options: LaunchOptions) -> None:
-        """As a run would, so that one message says what each of the workers would say after some seconds."""
-        check_launch(options, build_plan)
-
-    return launch(context.obj, check)
+    check_launch(context.obj, build_plan)
+    return launch(context.obj)
 
 
 @app.command("status")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from trainer.data.batches import split
 from trainer.data.batches.packing import SequenceDataset, TokenDataset
-from trainer.data.batches.split import Spans
 from trainer.data.source.files import Source, find_source
 from trainer.data.source.mnist import build_images
 from trainer.data.source.synthetic import SyntheticDataset
@@ -30,14 +29,9 @@ def build_datasets(
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Builds the data sets of a training run; slow only when the token file is not in the cache.
 
-    Args:
-        config: The whole configuration.
-        progress: Called with (bytes done, bytes of the source) while a token file is built.
-        notice: Called with a sentence where the data differ from what was requested.
-
-    Returns:
-        The training data, and the data for evaluation: ``eval_dataset`` if the run evaluates, otherwise the documents
-        held out of ``train_dataset``; None where there are neither.
+    They are the training data, and the data for evaluation: ``eval_dataset`` if the run evaluates, otherwise the
+    documents held out of ``train_dataset``; None where there are neither. `progress` is called with (bytes done, bytes
+    of the source) while a token file is built, `notice` with a sentence where the data differ from what was requested.
 
     Raises:
         UserError: See `find_source`, `load_tokenizer` and `find_token_file`; or a sequence is longer than the data, a
@@ -48,18 +42,14 @@ def build_datasets(
     _check_sizes(config, TRAIN, train.num_tokens, train.num_sequences)
     if config.eval_dataset is None:
         return train, held_out
-    return train, _build_eval(config, progress, notice) if _evaluates(config) else None
+    evaluates = config.do_eval or config.run_mode == "eval"
+    return train, _build_eval(config, progress, notice) if evaluates else None
 
 
 def build_eval_dataset(
     config: Config, progress: Progress | None = None, notice: Notice | None = None
 ) -> SequenceDataset | None:
-    """Builds only the data of an evaluation; None without ``eval_dataset`` and held-out documents.
-
-    Raises:
-        UserError: As `build_datasets`.
-        RunError: As `build_datasets`.
-    """
+    """Builds only the data of an evaluation; None without ``eval_dataset`` and held-out documents."""
     if config.eval_dataset is not None:
         return _build_eval(config, progress, notice)
     if not config.train_dataset.held_out:
@@ -71,10 +61,6 @@ def batch_size(config: Config, section: str) -> int:
     """Sequences of a micro-batch of a section."""
     own = getattr(config, section).batch_size
     return own if section == EVAL and own is not None else config.runner_config.batch_size
-
-
-def _evaluates(config: Config) -> bool:
-    return config.do_eval or config.run_mode == "eval"
 
 
 def _build_eval(config: Config, progress: Progress | None, notice: Notice | None) -> SequenceDataset:
@@ -96,52 +82,37 @@ def _build_section(
     source, tokenizer, cache = _find(config, section)
     token_file = find_token_file(source, tokenizer, cache, progress=progress, notice=notice)
     _check_vocabulary(config, token_file.meta.max_token_id)
-    documents, held_out = _split(config, section, split.whole(token_file.offsets))
+    documents, held_out = split.whole(token_file.offsets), None
+    if section == TRAIN and wanted.held_out:
+        documents, held_out = split.hold_out(documents, wanted.held_out, config.seed)
     dataset = TokenDataset(token_file, documents, seq_length, keep_tail=not wanted.drop_remainder, limit=limit)
     if held_out is None:
         return dataset, None
-    if notice is not None:
-        _notice_uneven_split(wanted.held_out, documents, held_out, notice)
+    held_out_tokens, fraction = int(held_out.lengths.sum()), wanted.held_out
+    actual = held_out_tokens / (held_out_tokens + int(documents.lengths.sum()))
+    if notice is not None and not fraction / 1.5 <= actual <= fraction * 1.5:
+        notice(f"Whole documents are held out: {actual:.1%} of all tokens instead of held_out = {fraction:.1%}.")
     # Held-out text is short, and an evaluation reads it once: it includes every token.
     return dataset, TokenDataset(token_file, held_out, seq_length, keep_tail=True)
 
 
-def _split(config: Config, section: str, documents: Spans) -> tuple[Spans, Spans | None]:
-    fraction = getattr(config, section).held_out
-    if section != TRAIN or not fraction:
-        return documents, None
-    return split.hold_out(documents, fraction, config.seed)
-
-
-def _notice_uneven_split(fraction: float, documents: Spans, held_out: Spans, notice: Notice) -> None:
-    held_out_tokens = int(held_out.lengths.sum())
-    actual = held_out_tokens / (held_out_tokens + int(documents.lengths.sum()))
-    if not fraction / 1.5 <= actual <= fraction * 1.5:
-        notice(f"Whole documents are held out: {actual:.1%} of all tokens instead of held_out = {fraction:.1%}.")
-
-
 def _synthetic(config: Config, section: str) -> tuple[SyntheticDataset, SyntheticDataset | None]:
     """Numbers the sequences of a seed: training data from 0 on, then held-out data, then ``eval_dataset``."""
-    size, held_out_size = _synthetic_sizes(config, section)
+    wanted = getattr(config, section)
+    size, held_out_size = wanted.data_loader.num_samples, 0
+    if size is None:
+        key, where = f"{section}.data_loader.num_samples", config.source.where(f"{section}.data_loader.type")
+        fix = f"set {key} to the number of sequences of an epoch"
+        raise UserError("SyntheticDataset needs a number of sequences", where=where, key=key, value=None, fix=fix)
+    if section == TRAIN and wanted.held_out and size > 1:
+        held_out_size = min(max(round(wanted.held_out * size), 1), size - 1)
+    size -= held_out_size
     sizes = config.decoder.seq_length, config.decoder.vocab_size, config.seed
     first = 0
     if section == EVAL and config.train_dataset.data_loader.type == "SyntheticDataset":
         first = config.train_dataset.data_loader.num_samples or 0
     dataset = SyntheticDataset(size, *sizes, first=first)
     return dataset, SyntheticDataset(held_out_size, *sizes, first=size) if held_out_size else None
-
-
-def _synthetic_sizes(config: Config, section: str) -> tuple[int, int]:
-    wanted = getattr(config, section)
-    size = wanted.data_loader.num_samples
-    if size is None:
-        key, where = f"{section}.data_loader.num_samples", config.source.where(f"{section}.data_loader.type")
-        fix = f"set {key} to the number of sequences of an epoch"
-        raise UserError("SyntheticDataset needs a number of sequences", where=where, key=key, value=None, fix=fix)
-    held_out_size = 0
-    if section == TRAIN and wanted.held_out and size > 1:
-        held_out_size = min(max(round(wanted.held_out * size), 1), size - 1)
-    return size - held_out_size, held_out_size
 
 
 def _find(config: Config, section: str) -> tuple[Source, Tokenizer, Cache]:

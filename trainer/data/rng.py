@@ -19,13 +19,8 @@ def random_bits(seed: int, stream: Stream, index: int, count: int) -> np.ndarray
     """Draws `count` 64-bit numbers: uint64 [count].
 
     Raw bits of Philox (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"), because numpy guarantees
-    only these to stay the same in every version.
-
-    Args:
-        seed: The run's seed, of which the lowest 64 bits are used.
-        stream: Purpose of the numbers.
-        index: Number of a block of the stream, for example the epoch.
-        count: How many numbers to draw.
+    only these to stay the same in every version. The lowest 64 bits of `seed` are used; `index` is the number of a
+    block of the stream, for example the epoch.
     """
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, stream], np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, index, 0, 0], np.uint64)).random_raw(count)

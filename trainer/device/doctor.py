@@ -5,6 +5,7 @@ Answers without importing MindSpore. The deep check starts it in a process of it
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -30,10 +31,6 @@ SUPPORTED_PYTHONS = ((3, 10), (3, 11), (3, 12))
 TESTED_MINDSPORE = "2.10.0"
 
 _GIB = 1 << 30
-_MIN_MEMORY_BYTES = 1 * _GIB  # importing MindSpore takes 0.4 GiB, a small model as much again
-_COMFORTABLE_MEMORY_BYTES = 4 * _GIB
-_MIN_DISK_BYTES = _GIB // 4
-_COMFORTABLE_DISK_BYTES = 2 * _GIB
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 say "no limit" with a number near 2**63
 _SMI_TIMEOUT_SECONDS = 5
 _DEEP_TIMEOUT_SECONDS = 120
@@ -47,34 +44,28 @@ print("computed on", ms.get_context("device_target"))
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What it is, in a word or two.
-        verdict: ``ok``; ``warn``: runs, with a limit worth knowing; ``fail``: does not run.
-        found: What is there.
-        fix: What to do about it; empty when it is ok.
-    """
+    """The result of one check."""
 
     name: str
-    verdict: Verdict
+    verdict: Verdict  # warn: runs, with a limit worth knowing; fail: does not run
     found: str
-    fix: str = ""
+    fix: str = ""  # empty when it is ok
 
 
 def checks(output_dir: Path = Path("output"), deep: bool = False) -> list[Check]:
-    """Looks at everything.
+    """Checks everything.
 
     Args:
         output_dir: Where a run would write; it need not exist.
         deep: Whether to start MindSpore in a process of its own as well, which takes some seconds.
     """
+    cores = os.cpu_count() or 1
     found = [
         check_python(sys.version_info[:3]),
         check_mindspore(_installed_version("mindspore")),
         check_numpy(_installed_version("numpy")),
         check_device(Path("/"), os.environ),
-        check_cores(_usable_cores(), os.cpu_count() or 1),
+        check_cores(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores, cores),
         check_memory(_available_memory_bytes(), cgroup_memory_left_bytes(Path("/"))),
         check_disk(output_dir),
         check_msrun(Path(sys.executable).parent, os.environ.get("PATH", "")),
@@ -83,7 +74,6 @@ def checks(output_dir: Path = Path("output"), deep: bool = False) -> list[Check]
 
 
 def exit_code(found: Sequence[Check]) -> int:
-    """1 when anything fails, else 0."""
     return EXIT_RUN_FAILED if any(check.verdict == "fail" for check in found) else EXIT_OK
 
 
@@ -112,7 +102,6 @@ def render(found: Sequence[Check], console: Console) -> None:
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
-    """The interpreter must be one that MindSpore has wheels for and that the code is written for."""
     found = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version[:2] in SUPPORTED_PYTHONS:
         return Check("Python", "ok", found)
@@ -120,7 +109,6 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_mindspore(version: str | None) -> Check:
-    """The version must be of the series the trainer is written for; another patch of it is only a warning."""
     if version is None:
         return Check("MindSpore", "fail", "not installed", "pip install -c constraints.txt mindspore")
     if version == TESTED_MINDSPORE:
@@ -140,11 +128,11 @@ def check_numpy(version: str | None) -> Check:
 
 
 class AscendParts(NamedTuple):
-    """What of an Ascend is there: the number of its cards, its driver (npu-smi), CANN's libraries."""
+    """The parts of an Ascend that this machine has."""
 
-    cards: int
-    driver: bool
-    toolkit: bool
+    cards: int  # how many
+    driver: bool  # npu-smi
+    toolkit: bool  # CANN's libraries
 
 
 def find_ascend(root: Path, environment: Mapping[str, str]) -> AscendParts:
@@ -156,12 +144,7 @@ def find_ascend(root: Path, environment: Mapping[str, str]) -> AscendParts:
 
 
 def missing_for_ascend(root: Path, environment: Mapping[str, str], package: Path | None = None) -> list[str]:
-    """What keeps a run from an Ascend, in words; empty where nothing does.
-
-    Args:
-        root, environment: As of `check_device`.
-        package: MindSpore's folder; None: look.
-    """
+    """Why a run cannot use an Ascend; empty when it can. `package`: MindSpore's folder; None: look."""
     found = find_ascend(root, environment)
     missing = [] if found.cards else ["no card (/dev/davinci0)"]
     # A container may have the cards and the driver's libraries without its tool.
@@ -178,11 +161,11 @@ def missing_for_ascend(root: Path, environment: Mapping[str, str], package: Path
 
 
 def check_device(root: Path, environment: Mapping[str, str]) -> Check:
-    """The best device there is: Ascend with its toolkit, else the processor.
+    """The best device there is: Ascend with its toolkit, else the CPU.
 
     Args:
         root: Of the file system, for tests.
-        environment: ``PATH`` leads to npu-smi.
+        environment: Its PATH leads to npu-smi.
     """
     cards, smi, toolkit = find_ascend(root, environment)
     if cards or smi:
@@ -204,7 +187,6 @@ def check_device(root: Path, environment: Mapping[str, str]) -> Check:
 
 
 def check_cores(usable: int, present: int) -> Check:
-    """How many cores this process may use."""
     found = f"{usable} usable" + (f" of {present}" if usable != present else "")
     if usable >= 2:
         return Check("cores", "ok", found)
@@ -216,9 +198,9 @@ def check_memory(available_bytes: int, cgroup_left_bytes: int | None) -> Check:
     limited = cgroup_left_bytes is not None and cgroup_left_bytes < available_bytes
     left_bytes = cgroup_left_bytes if limited else available_bytes
     found = f"{left_bytes / _GIB:.1f} GiB available{' within the limit of the container' if limited else ''}"
-    if left_bytes < _MIN_MEMORY_BYTES:
+    if left_bytes < 1 * _GIB:  # importing MindSpore takes 0.4 GiB, a small model as much again
         return Check("memory", "fail", found, "free 1 GiB at least: MindSpore alone takes almost half of it")
-    if left_bytes < _COMFORTABLE_MEMORY_BYTES:
+    if left_bytes < 4 * _GIB:
         return Check("memory", "warn", found, "enough for configs/quickstart.yaml; larger models want 4 GiB and more")
     return Check("memory", "ok", found)
 
@@ -234,9 +216,9 @@ def check_disk(output_dir: Path) -> Check:
         return Check("disk", "fail", f"{existing} is not writable", "choose another output_dir")
     free_bytes = shutil.disk_usage(existing).free
     found = f"{free_bytes / _GIB:.1f} GiB free for {output_dir}"
-    if free_bytes < _MIN_DISK_BYTES:
+    if free_bytes < _GIB // 4:
         return Check("disk", "fail", found, "free 0.25 GiB at least, or choose another output_dir")
-    if free_bytes < _COMFORTABLE_DISK_BYTES:
+    if free_bytes < 2 * _GIB:
         return Check("disk", "warn", found, "enough for small models: a checkpoint takes 12 bytes a parameter")
     return Check("disk", "ok", found)
 
@@ -255,7 +237,6 @@ def check_msrun(executable_folder: Path, search_path: str) -> Check:
 
 
 def check_deep() -> Check:
-    """Starts MindSpore in a process of its own and multiplies two small matrices."""
     command = [sys.executable, "-c", _DEEP_PROGRAM]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_DEEP_TIMEOUT_SECONDS)
@@ -271,16 +252,12 @@ def check_deep() -> Check:
 
 def memory_left_bytes(root: Path = Path("/")) -> int:
     """Memory that is left, on the machine or within the container's limit, whichever is less."""
-    limited = cgroup_memory_left_bytes(root)
-    available = _available_memory_bytes()
+    limited, available = cgroup_memory_left_bytes(root), _available_memory_bytes()
     return available if limited is None else min(available, limited)
 
 
 def cgroup_memory_left_bytes(root: Path) -> int | None:
     """Memory left within the tightest limit on this process's control groups (version 1 or 2), or None without a limit.
-
-    Args:
-        root: Of the file system, for tests.
     """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
@@ -322,10 +299,6 @@ def _installed_version(package: str) -> str | None:
         return None
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _available_memory_bytes() -> int:
     import psutil
 
@@ -333,20 +306,17 @@ def _available_memory_bytes() -> int:
 
 
 def _processor() -> str:
-    try:
-        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        model = None
-    return model[1] if model else platform.machine()
+    with contextlib.suppress(OSError):
+        if model := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return model[1]
+    return platform.machine()
 
 
-def _gpu_name(environment: Mapping[str, str]) -> str | None:
+def _gpu_name(environment: Mapping[str, str]) -> str:
     smi = shutil.which("nvidia-smi", path=environment.get("PATH", ""))
-    if smi is None:
-        return None
-    command = [smi, "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else None
+    if smi is not None:
+        command = [smi, "--query-gpu=name", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_SECONDS)
+            return result.stdout.strip().partition("\n")[0] if result.returncode == 0 else ""
+    return ""

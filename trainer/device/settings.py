@@ -2,24 +2,6 @@
 
 `mindspore.set_context` takes the same keys and warns of each that it will be removed; the calls here are those that it
 names instead.
-
-===============================================================  ===================================================
-key                                                              call
-===============================================================  ===================================================
-max_device_memory, mempool_block_size, memory_optimize_level     runtime.set_memory(max_size, increase_size,
-                                                                 optimize_level)
-deterministic                                                    set_deterministic
-max_call_depth                                                   set_recursion_limit
-inter_op_parallel_num                                            runtime.dispatch_threads_num
-runtime_num_threads                                              device_context.cpu.op_tuning.threads_num
-pynative_synchronize                                             runtime.launch_blocking
-affinity_cpu_list                                                runtime.set_cpu_affinity
-ascend_config: precision_mode, op_precision_mode,                device_context.ascend.op_precision, the function of
-matmul_allow_hf32, conv_allow_hf32                               the same name
-ascend_config: jit_compile                                       device_context.ascend.op_tuning.op_compile
-ascend_config: op_debug_option                                   device_context.ascend.op_debug.debug_option
-jit_config: jit_level, exec_order; jit_level; exec_order         jit, of each block
-===============================================================  ===================================================
 """
 
 from __future__ import annotations
@@ -55,7 +37,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """A call of MindSpore's: its name below `mindspore`, and its arguments as (name, value), "" for one by place."""
+    """A call of MindSpore: its name below `mindspore`, and its arguments as (name, value), "" for a positional one."""
 
     name: str
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -64,8 +46,8 @@ class Call:
         return hash(str(self))
 
     def __str__(self) -> str:
-        texts = (f"{name}={value!r}" if name else repr(value) for name, value in self.arguments)
-        return f"{self.name}({', '.join(texts)})"
+        strings = (f"{name}={value!r}" if name else repr(value) for name, value in self.arguments)
+        return f"{self.name}({', '.join(strings)})"
 
     def make(self, mindspore: ModuleType) -> None:
         function = functools.reduce(getattr, self.name.split("."), mindspore)
@@ -84,18 +66,22 @@ def device_calls(config: Config, device: str) -> tuple[Call, ...]:
     if device != "Ascend":
         return ()
     context = config.context
-    found = [*_memory(config)]
-    if context.deterministic is not None:
-        found.append(Call("set_deterministic", (("", context.deterministic == "ON"),)))
-    if context.max_call_depth is not None:
-        found.append(Call("set_recursion_limit", (("", context.max_call_depth),)))
-    if context.inter_op_parallel_num:
-        found.append(Call("runtime.dispatch_threads_num", (("", context.inter_op_parallel_num),)))
-    if context.runtime_num_threads:
-        found.append(Call("device_context.cpu.op_tuning.threads_num", (("", context.runtime_num_threads),)))
+    single = {  # calls with one value
+        "set_deterministic": None if context.deterministic is None else context.deterministic == "ON",
+        "set_recursion_limit": context.max_call_depth,
+        "runtime.dispatch_threads_num": context.inter_op_parallel_num or None,
+        "device_context.cpu.op_tuning.threads_num": context.runtime_num_threads or None,
+    }
+    found = [*_memory(config), *(Call(name, (("", value),)) for name, value in single.items() if value is not None)]
     if context.pynative_synchronize:
         found.append(Call("runtime.launch_blocking"))
-    return (*found, *_affinity(context.affinity_cpu_list), *_ascend(config))
+    cores = context.affinity_cpu_list
+    if cores is not None and cores != "":
+        key = "module_to_cpu_dict" if isinstance(cores, dict) else "affinity_cpu_list"
+        listed = [cores] if isinstance(cores, str) else cores
+        arguments = (("", cores),) if isinstance(cores, bool) else (("", True), (key, listed))
+        found.append(Call("runtime.set_cpu_affinity", arguments))
+    return (*found, *_ascend(config))
 
 
 def jit_options(config: Config, device: str) -> dict[str, str]:
@@ -123,17 +109,17 @@ def jit_options(config: Config, device: str) -> dict[str, str]:
 
 
 def unused_keys(config: Config, device: str) -> list[str]:
-    """The keys that are set and do nothing on this device, with their places."""
+    """The keys that are set and do nothing on this device, with their locations."""
     if device == "Ascend":
         return []
     context, fields = config.context, type(config.context).model_fields
     names = [name for name in _KEYS if getattr(context, name) != fields[name].default]
-    places = ((f"context.{name}", config.source.where(f"context.{name}")) for name in names)
-    return [f"{key} ({place})" if place else key for key, place in places]
+    locations = ((f"context.{name}", config.source.where(f"context.{name}")) for name in names)
+    return [f"{key} ({location})" if location else key for key, location in locations]
 
 
 def _memory(config: Config) -> list[Call]:
-    """All of it in one call: MindSpore takes no second."""
+    """One call for all keys: MindSpore refuses a second one."""
     arguments = []
     for key, name in _MEMORY.items():
         size = getattr(config.context, key)
@@ -145,17 +131,6 @@ def _memory(config: Config) -> list[Call]:
     if config.context.memory_optimize_level is not None:
         arguments.append(("optimize_level", config.context.memory_optimize_level))
     return [Call("runtime.set_memory", tuple(arguments))] if arguments else []
-
-
-def _affinity(cores: bool | str | list | dict | None) -> list[Call]:
-    if cores is None or cores == "":
-        return []
-    if isinstance(cores, bool):
-        return [Call("runtime.set_cpu_affinity", (("", cores),))]
-    if isinstance(cores, dict):
-        return [Call("runtime.set_cpu_affinity", (("", True), ("module_to_cpu_dict", cores)))]
-    listed = [cores] if isinstance(cores, str) else cores
-    return [Call("runtime.set_cpu_affinity", (("", True), ("affinity_cpu_list", listed)))]
 
 
 def _ascend(config: Config) -> list[Call]:

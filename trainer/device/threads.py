@@ -56,16 +56,15 @@ def _twice(x: mindspore.Tensor) -> mindspore.Tensor:
 def _silent() -> Iterator[None]:
     """Sends what C++ code writes to stdout and stderr nowhere. An exception inside still reaches the caller."""
     saved = {stream: os.dup(stream) for stream in (1, 2)}
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        for stream in saved:
-            os.dup2(nowhere, stream)
+        with open(os.devnull, "wb") as nowhere:
+            for stream in saved:
+                os.dup2(nowhere.fileno(), stream)
         yield
     finally:
         for stream, original in saved.items():
             os.dup2(original, stream)
             os.close(original)
-        os.close(nowhere)
 
 
 class HostThreads:
@@ -73,9 +72,6 @@ class HostThreads:
 
     NumPy lets other threads run while it computes. Its products then run in one thread each: the BLAS library's own
     threads would poll for work between two products, and take time from those that compute.
-
-    Args:
-        threads: Another number of them.
     """
 
     def __init__(self, threads: int | None = None) -> None:

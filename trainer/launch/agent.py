@@ -12,11 +12,10 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 from trainer.launch.heartbeat import DUMP_SIGNAL
-from trainer.launch.processes import catches, die_with, kill_group
+from trainer.launch.processes import catches, kill_group, start_session
 from trainer.launch.terminal import WorkerTerminal
 from trainer.launch.wire import Channel, Message, scaled, wakeup_pipe
 
@@ -52,9 +51,10 @@ class _Agent:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
+        self.selector = selectors.DefaultSelector()
         self.process: subprocess.Popen | None = None
         self.terminal: WorkerTerminal | None = None
-        self.ended = False
+        self.running = False
         self.released = False
         self.kill_at: float | None = None
 
@@ -62,90 +62,73 @@ class _Agent:
         awake, wake = wakeup_pipe()
         signal.signal(signal.SIGCHLD, _pass)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(awake, selectors.EVENT_READ)
-            selector.register(self.channel, selectors.EVENT_READ)
-            while not self.released:
-                selector.select(timeout=1.0 if self.kill_at is None else 0.1)
-                with contextlib.suppress(BlockingIOError):
-                    os.read(awake, 1 << 12)
-                for message in self.channel.receive():
-                    self.obey(message, selector)
-                if self.terminal is not None and not self.terminal.pump():
-                    self.close_terminal(selector)
-                if self.channel.closed and not self.end_worker(selector):
+        self.selector.register(awake, selectors.EVENT_READ)
+        self.selector.register(self.channel, selectors.EVENT_READ)
+        while not self.released:
+            self.selector.select(timeout=1.0 if self.kill_at is None else 0.1)
+            with contextlib.suppress(BlockingIOError):
+                os.read(awake, 1 << 12)
+            for message in self.channel.receive():
+                self.obey(message)
+            if self.terminal is not None and not self.terminal.pump():
+                self.close_terminal()
+            if self.channel.closed:  # the launcher is gone
+                if not self.running:
                     return _STARTED_TOO_LATE
-                self.check_worker(selector)
+                if self.kill_at is None:
+                    self.selector.unregister(self.channel)
+                    self.process.send_signal(signal.SIGTERM)
+                    self.kill_at = time.monotonic() + scaled(_GRACE_WITHOUT_LAUNCHER_SECONDS)
+            if self.running:
+                self.check_worker()
         return 0
 
-    def end_worker(self, selector: selectors.BaseSelector) -> bool:
-        """Ends the worker, as the launcher is gone; whether there is still one to wait for."""
-        if self.process is None or self.ended:
-            return False
-        if self.kill_at is None:
-            selector.unregister(self.channel)
-            self.process.send_signal(signal.SIGTERM)
-            self.kill_at = time.monotonic() + scaled(_GRACE_WITHOUT_LAUNCHER_SECONDS)
-        return True
-
-    def obey(self, message: Message, selector: selectors.BaseSelector) -> None:
-        running = self.process is not None and not self.ended
+    def obey(self, message: Message) -> None:
         if "start" in message:
-            self.start(message["start"], selector)
+            self.start(message["start"])
         elif "size" in message and self.terminal is not None:
             self.terminal.resize(message["size"])
-        elif "signal" in message and running:
+        elif "signal" in message and self.running:
             self.process.send_signal(message["signal"])
-        elif "dump" in message and running and catches(self.process.pid, DUMP_SIGNAL):
+        elif "dump" in message and self.running and catches(self.process.pid, DUMP_SIGNAL):
             self.process.send_signal(DUMP_SIGNAL)
-        elif "kill" in message and running:
+        elif "kill" in message and self.running:
             kill_group(self.process.pid)
         elif "release" in message:
             self.released = True
 
-    def start(self, spec: Message, selector: selectors.BaseSelector) -> None:
+    def start(self, spec: Message) -> None:
         """Starts the worker as the leader of its own session, on its cores, with its output in its log."""
         if spec["cores"] and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, spec["cores"])
         environment = {**os.environ, **spec["environment"]}
         for name in spec["without"]:
             environment.pop(name, None)
-        me = os.getpid()
         try:
             log = open(spec["log"], "ab", buffering=0)  # noqa: SIM115  the terminal keeps it
             if spec.get("terminal"):
                 self.terminal = WorkerTerminal(log, spec["terminal"]["pipe"], spec["terminal"]["size"])
             output = log if self.terminal is None else self.terminal.slave
-            self.process = subprocess.Popen(
-                spec["command"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=lambda: die_with(me),
-            )
+            self.process = start_session(spec["command"], environment, output)
         except OSError as error:
-            self.ended = True
             self.channel.send({"ended": 127, "at_seconds": time.monotonic(), "why": str(error)})
             return
+        self.running = True
         if self.terminal is None:
             log.close()
         else:
-            self.terminal.started()
-            selector.register(self.terminal, selectors.EVENT_READ)
+            os.close(self.terminal.slave)  # the worker has it now: when the worker ends, so does the terminal
+            self.selector.register(self.terminal.master, selectors.EVENT_READ)
         self.channel.send({"started": self.process.pid})
 
-    def close_terminal(self, selector: selectors.BaseSelector) -> None:
+    def close_terminal(self) -> None:
         if self.terminal is not None:
-            selector.unregister(self.terminal)
+            self.selector.unregister(self.terminal.master)
             self.terminal.close()
             self.terminal = None
 
-    def check_worker(self, selector: selectors.BaseSelector) -> None:
+    def check_worker(self) -> None:
         """Reports the worker's end, once; processes that it started end with it."""
-        if self.process is None or self.ended:
-            return
         if self.kill_at is not None and time.monotonic() > self.kill_at:
             kill_group(self.process.pid)
         # Its number is still its own while it is not reaped, and so is that of its group.
@@ -153,10 +136,6 @@ class _Agent:
             return
         at_seconds = time.monotonic()
         kill_group(self.process.pid)
-        self.ended = True
-        self.close_terminal(selector)
+        self.running = False
+        self.close_terminal()
         self.channel.send({"ended": self.process.wait(), "at_seconds": at_seconds})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

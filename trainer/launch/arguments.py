@@ -13,32 +13,23 @@ from trainer.errors import UserError
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"
 
-DEFAULT_WORKERS = 8
 SHARED_PORT = 8118
 """The scheduler's port where several nodes must agree on one and none is given: msrun's own default."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A job as its user wants it.
+    """A job as its user wants it. `_OPTIONS` below describes most fields.
 
     Attributes:
-        worker_num: Workers on all nodes together.
-        local_worker_num: Workers on this node.
-        master_addr: Where the scheduler runs: a name or an address of node 0.
-        master_port: Its port; None: a free one is picked, or `SHARED_PORT` with several nodes.
-        node_rank: Which node this is, from 0.
-        log_dir: Folder of the logs and of the job's folder.
-        join: Whether to stay until the job ends.
-        cluster_time_out: Seconds that the workers wait for each other when they start.
-        hang_timeout: Seconds without a finished step after which the job counts as hanging; 0: never.
+        master_port: None: a free one is picked, or `SHARED_PORT` with several nodes.
         force: Whether to start even where the estimate says that memory is too small.
         script: What every worker runs: a Python file; None: this trainer.
-        arguments: Its arguments.
+        arguments: Those of the script.
     """
 
-    worker_num: int = DEFAULT_WORKERS
-    local_worker_num: int = DEFAULT_WORKERS
+    worker_num: int = 8
+    local_worker_num: int = 8
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     node_rank: int = 0
@@ -59,6 +50,11 @@ class LaunchOptions:
         """The ranks of this node, as msrun numbers them."""
         first = self.node_rank * self.local_worker_num if self.nodes > 1 else 0
         return range(first, first + self.local_worker_num)
+
+    @property
+    def needs_msrun(self) -> bool:
+        """One worker of this trainer needs no scheduler and no cluster."""
+        return self.worker_num > 1 or self.script is not None
 
     @property
     def script_name(self) -> str:
@@ -105,9 +101,10 @@ def _boolean(where: str, string: str) -> bool:
 
 
 class _Option(NamedTuple):
-    """An option with a value: its placeholder and description in the help, and how its string is read.
+    """An option with a value.
 
     Attributes:
+        metavar: The placeholder of its value in the help.
         read: Takes where the option stands, for an error, and its string.
         field: In `LaunchOptions`; empty: of the same name as the option.
     """
@@ -139,9 +136,7 @@ _OPTIONS: Mapping[str, _Option] = {
     "script": _Option("FILE", "A Python file to run instead of run_trainer.py.", lambda where, name: find_script(name)),
 }
 HELP: Mapping[str, tuple[str, str]] = {name: (option.metavar, option.help) for name, option in _OPTIONS.items()}
-"""Options with a value: what it is, and what it does."""
-
-_SWITCHES = ("force", "help")
+"""By name of the option: the placeholder of its value, and what it does."""
 
 
 def read_options(argv: Sequence[str]) -> LaunchOptions:
@@ -151,7 +146,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         UserError: An option without a value, or with one that cannot be one.
     """
     own, arguments = split_own(argv)
-    return with_values(LaunchOptions(arguments=tuple(arguments)), own, shown="flag --")
+    return _with_values(LaunchOptions(arguments=tuple(arguments)), own, shown="flag --")
 
 
 def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -164,7 +159,7 @@ def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, equals, string = token[2:].partition("=") if token.startswith("--") else ("", "", "")
         name = name.replace("-", "_")
         name = "nproc" if name == "worker_num" else name
-        if name in _SWITCHES and not equals:
+        if name in ("force", "help") and not equals:
             own[name] = "True"
         elif name in _OPTIONS:
             if not equals and not tokens:
@@ -175,7 +170,7 @@ def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return own, others
 
 
-def with_values(options: LaunchOptions, strings: Mapping[str, str], shown: str) -> LaunchOptions:
+def _with_values(options: LaunchOptions, strings: Mapping[str, str], shown: str) -> LaunchOptions:
     """Options with those that are given as strings; `shown` is what stands before a name in a message."""
     values = {
         _OPTIONS[name].field or name: _OPTIONS[name].read(f"{shown}{name}", string)
@@ -200,8 +195,7 @@ def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> Lau
     """The options that msrun_launcher.sh was given as 1, 2, 6 or 9 arguments.
 
     Args:
-        words: EXECUTE_ORDER [WORKER_NUM], or EXECUTE_ORDER WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT, or
-            EXECUTE_ORDER WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT.
+        words: The script or command, then the values of `names` below.
         environment: Its MF_LOG_SUFFIX is appended to the folder of the logs.
 
     Raises:
@@ -231,8 +225,8 @@ def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> Lau
     script, arguments = split_order(order)
     own, others = split_own(arguments)  # options that only this launcher has, such as --hang_timeout
     options = LaunchOptions(join=False, script=script, arguments=tuple(others))
-    options = with_values(options, own, shown="flag --")
-    options = with_values(options, dict(zip(names[len(words)], strings, strict=True)), shown="msrun_launcher.sh: ")
+    options = _with_values(options, own, shown="flag --")
+    options = _with_values(options, dict(zip(names[len(words)], strings, strict=True)), shown="msrun_launcher.sh: ")
     suffix = environment.get("MF_LOG_SUFFIX", "")
     if suffix:
         options = replace(options, log_dir=options.log_dir.with_name(f"{options.log_dir.name}_{suffix}"))

@@ -1,6 +1,6 @@
-"""What is wrong with a job is said before any process of it starts: exit code 2 within a second.
+"""Checks a job before any process of it starts: exit code 2 within a second.
 
-A worker that cannot start, a scheduler that cannot listen, or memory that runs out would otherwise show only minutes
+Without them a worker that cannot start, a scheduler that cannot listen, or memory that runs out would show only minutes
 later, in one of many logs.
 """
 
@@ -33,11 +33,10 @@ _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Z
 def check_launch(
     options: LaunchOptions, plan_of: Callable[[Config, World], Plan], *, left_bytes: int | None = None
 ) -> None:
-    """Checks what `launch` and msrun_launcher.sh are told, on the machine of this node.
+    """Checks the options of `launch` and msrun_launcher.sh on the machine of this node.
 
     Args:
-        options: The job, as it was read.
-        plan_of: Plans what a worker will run; text is tokenized then, so that all workers find it in the cache.
+        plan_of: Plans what a worker will run, and tokenizes its text, which all workers then find in the cache.
         left_bytes: Memory that is left on this host; None: look.
 
     Raises:
@@ -51,7 +50,13 @@ def check_launch(
         raise _error("cluster_time_out", options.cluster_time_out, "must be at least 1 second", fix)
     addresses = _resolved(options.master_addr)
     _check_port(options, addresses)
-    _check_folder(options.log_dir)
+    try:  # permissions, file systems and quotas show only when something is written
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.log_dir):
+            pass
+    except OSError as error:
+        rule = f"cannot be written to ({error.strerror})"
+        raise _error("log_dir", str(options.log_dir), rule, "give another --log_dir, or make room there") from None
     if options.script is None:
         _check_memory(options, plan_of(*_work(options)), left_bytes)
 
@@ -69,15 +74,14 @@ def _check_counts(options: LaunchOptions) -> None:
         raise _error("local_worker_num", local, rule, "leave it out with one node")
     if workers % local:
         rule = f"every node has equally many workers, and {workers} is not a multiple of {local}"
-        near = [each for each in range(1, workers + 1) if workers % each == 0]
-        near = sorted(near, key=lambda each: abs(each - local))[:2]
-        fix = f"set it to {' or '.join(str(each) for each in sorted(near))}, or change worker_num"
+        divisors = [each for each in range(1, workers + 1) if workers % each == 0]
+        near = sorted(divisors, key=lambda each: abs(each - local))[:2]
+        fix = f"set it to {' or '.join(map(str, sorted(near)))}, or change worker_num"
         raise _error("local_worker_num", local, rule, fix)
     if not 0 <= node < options.nodes:
-        one = (
-            "with all workers on one node it is 0" if options.nodes == 1 else f"the nodes are 0 to {options.nodes - 1}"
-        )
-        raise _error("node_rank", node, one, "number the nodes from 0, or lower local_worker_num")
+        several = f"the nodes are 0 to {options.nodes - 1}"
+        rule = several if options.nodes > 1 else "with all workers on one node it is 0"
+        raise _error("node_rank", node, rule, "number the nodes from 0, or lower local_worker_num")
 
 
 def _resolved(host: str) -> list[str]:
@@ -116,23 +120,11 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
     raise _error("master_port", port, rule, fix)
 
 
-def _check_folder(folder: Path) -> None:
-    """Makes it and writes into it: what permissions, file systems and quotas say is only known then."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        rule = f"cannot be written to ({error.strerror})"
-        raise _error("log_dir", str(folder), rule, "give another --log_dir, or make room there") from None
-
-
 def _work(options: LaunchOptions) -> tuple[Config, World]:
-    """What the first worker of this host runs, and its place in the job.
+    """The configuration of the first worker of this host, and its place in the job.
 
     Raises:
-        UserError: The workers would all end at once: mistakes in flags and file, or another number of ranks; or their
-            own logs would be in the way of the launcher's.
+        UserError: A mistake in flags or file, or the run would overwrite the launcher's logs.
     """
     arguments = split_arguments(options.arguments)
     command = [word for word in arguments.rest if word != "train"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from trainer.launch.heartbeat import JOB_VARIABLE
 from trainer.launch.job import (
     JobFiles,
     JobState,
+    WorkerState,
     job_files,
     new_state,
     prepare,
@@ -27,45 +29,26 @@ from trainer.launch.job import (
     refuse_running,
     write_state,
 )
-from trainer.launch.msrun import (
-    SCHEDULER,
-    Scratch,
-    agent_command,
-    msrun_command,
-    pick_free,
-    start_msrun,
-    trainer_command,
-    worker_command,
-)
-from trainer.launch.nodes import CONTROL_PORT_VARIABLE, connect_nodes
-from trainer.launch.pool import WorkerHandle, WorkerPool, listen
+from trainer.launch.msrun import ENCODING_VARIABLE, SCHEDULER, Scratch, pick_free, start_msrun, trainer_command
+from trainer.launch.nodes import connect_nodes
+from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
 from trainer.launch.supervisor import Supervisor
-from trainer.launch.terminal import Follower, Screen, growth_of, make_pipe, out_of_pipe, terminal_size
-from trainer.launch.wire import Message
-
-MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
-"""Environment variable with a Python file to start in the place of MindSpore's msrun, with the same arguments."""
+from trainer.launch.terminal import Follower, Screen, growth_of, output_of_pipe, terminal_size
+from trainer.launch.wire import Listener, Message
 
 _DETACHED_START_SECONDS = 20.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_ENCODING = "PYTHONIOENCODING"
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
-def launch(options: LaunchOptions, check: Callable[[LaunchOptions], object] | None = None) -> int:
+def launch(options: LaunchOptions) -> int:
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
-
-    Args:
-        options: What to run where.
-        check: Raises a UserError for what cannot work, before anything starts.
 
     Raises:
         UserError: Bad input.
         RunError: This host cannot run it.
     """
-    if check is not None:
-        check(options)
     files = job_files(options.log_dir, options.node_rank, options.nodes)
     refuse_running(files)
     if options.master_port is None:
@@ -75,23 +58,27 @@ def launch(options: LaunchOptions, check: Callable[[LaunchOptions], object] | No
 
 
 def _supervise(options: LaunchOptions, files: JobFiles) -> int:
-    nodes = connect_nodes(options, _control_port(options))
+    nodes = connect_nodes(options)
     prepare(files, options.ranks, whole_host=options.nodes == 1)
     adopt_orphans()
-    state = new_state([options.script_name, *options.arguments], options.ranks, options.worker_num, files)
-    state.node_rank, state.master = options.node_rank, f"{options.master_addr}:{options.master_port}"
+    state = new_state(options, files)
     write_state(files, state)
     scratch = Scratch()
-    listener = listen(scratch.socket)
+    socket_of_agents = socket.socket(socket.AF_UNIX)  # only this user's processes reach it: its folder is private
+    socket_of_agents.bind(os.fspath(scratch.socket))
+    listener = Listener(socket_of_agents)
     specs = worker_specs(options, files)
-    workers = {rank: WorkerHandle(rank, files.log(rank)) for rank in options.ranks}
+    workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     try:
-        pool = WorkerPool(workers, WorkerHandle(None, files.scheduler_log), listener, specs)
+        pool = WorkerPool(workers, WorkerHandle(None), listener, specs)
         screen = _screen(specs[options.ranks[0]], scratch)
-        supervisor = Supervisor(
-            pool, lambda: _start(options, files, scratch), files, state, nodes, options.hang_timeout, screen
-        )
-        screen.print([_announcement(options, files)])
+        start = functools.partial(start_msrun, options, files, scratch)
+        supervisor = Supervisor(pool, start, files, state, nodes, options.hang_timeout, screen)
+        count = f"{options.local_worker_num} worker{'s' if options.local_worker_num > 1 else ''}"
+        if options.nodes > 1:
+            count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
+        cores = len(os.sched_getaffinity(0))
+        screen.print([f"launching {count} on {cores} cores; logs: {files.log_dir}/rank-<n>.log"])
         code = supervisor.run().exit_code
         for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit code
             signal.signal(number, signal.SIG_IGN)
@@ -106,58 +93,27 @@ def _screen(followed: Message, scratch: Scratch) -> Screen:
     if not sys.stdout.isatty():
         return Screen(Follower(growth_of(Path(followed["log"])), sys.stdout.buffer))
     pipe = scratch.path / "terminal"
-    followed["terminal"] = {"pipe": str(pipe), "size": terminal_size(sys.stdout.fileno())}
-    return Screen(Follower(out_of_pipe(make_pipe(pipe)), sys.stdout.buffer), drawn=True)
-
-
-def _control_port(options: LaunchOptions) -> int:
-    text = os.environ.get(CONTROL_PORT_VARIABLE, "")
-    if not text:
-        return options.master_port + 1
-    if not text.isdecimal():
-        raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=text, fix="write 8119")
-    return int(text)
-
-
-def _announcement(options: LaunchOptions, files: JobFiles) -> str:
-    count, cores = options.local_worker_num, len(os.sched_getaffinity(0))
-    workers = f"{count} worker{'s' if count > 1 else ''}"
-    if options.nodes > 1:
-        workers += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
-    return f"launching {workers} on {cores} cores; logs: {files.log_dir}/rank-<n>.log"
-
-
-def needs_no_msrun(options: LaunchOptions) -> bool:
-    """One worker of this trainer needs no scheduler and no cluster."""
-    return options.worker_num == 1 and options.script is None
-
-
-def _start(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> subprocess.Popen:
-    if needs_no_msrun(options):
-        return start_msrun(agent_command(), scratch, files.msrun_log, {"RANK_ID": "0"})
-    scratch.write_shim()
-    log_dir = files.folder / "msrun"  # of the agents, which print nothing
-    command = msrun_command(options, log_dir)
-    if os.environ.get(MSRUN_VARIABLE):
-        command[1:3] = [os.environ[MSRUN_VARIABLE]]
-    # msrun prints its command, which may contain any characters.
-    return start_msrun(command, scratch, files.msrun_log, {_ENCODING: "utf-8:backslashreplace"})
+    followed["terminal"] = {"pipe": str(pipe), "size": terminal_size()}
+    return Screen(Follower(output_of_pipe(pipe), sys.stdout.buffer), drawn=True)
 
 
 def worker_specs(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]:
     """What each agent starts: command, environment, cores and log, by rank; that of the scheduler under None."""
     cores = sorted(os.sched_getaffinity(0))
+    program = trainer_command() if options.script is None else [sys.executable, "-u", str(options.script)]
+    # Variables that only msrun and the agents get.
+    without = [SOCKET_VARIABLE, *([ENCODING_VARIABLE] if ENCODING_VARIABLE not in os.environ else [])]
     specs: dict[int | None, Message] = {}
     for place, rank in enumerate(options.ranks):
         own = share_of_cores(cores, place, options.local_worker_num)
         specs[rank] = {
-            "command": worker_command(options),
+            "command": [*program, *options.arguments],
             "environment": {
                 **_own_environment(len(own)),
                 JOB_VARIABLE: str(files.folder),
                 "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
             },
-            "without": [*_launchers_variables(), *(_CLUSTER_VARIABLES if needs_no_msrun(options) else ())],
+            "without": [*without, *(() if options.needs_msrun else _CLUSTER_VARIABLES)],
             "cores": own,
             "log": str(files.log(rank)),
         }
@@ -165,30 +121,22 @@ def worker_specs(options: LaunchOptions, files: JobFiles) -> dict[int | None, Me
         specs[None] = {
             "command": [sys.executable, "-c", SCHEDULER],
             "environment": _own_environment(1),
-            "without": _launchers_variables(),
+            "without": without,
             "cores": cores,
-            "log": str(files.scheduler_log),
+            "log": str(files.log(None)),
         }
     return specs
-
-
-def _launchers_variables() -> list[str]:
-    """Variables that only msrun and the agents get."""
-    return [SOCKET_VARIABLE, *([_ENCODING] if _ENCODING not in os.environ else [])]
 
 
 def _own_environment(threads: int) -> dict[str, str]:
     """PATH and encoding as the user has them, and at most so many threads."""
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
-    if _ENCODING in os.environ:
-        environment[_ENCODING] = os.environ[_ENCODING]
+    if ENCODING_VARIABLE in os.environ:
+        environment[ENCODING_VARIABLE] = os.environ[ENCODING_VARIABLE]
     for name in _THREAD_VARIABLES:
         wanted = os.environ.get(name, "")
         environment[name] = str(min(threads, int(wanted)) if wanted.isdecimal() and int(wanted) else threads)
     return environment
-
-
-# ---- in the background -----------------------------------------------------------------------------------------------
 
 
 def _detach(options: LaunchOptions, files: JobFiles) -> int:
@@ -215,10 +163,7 @@ def _detach(options: LaunchOptions, files: JobFiles) -> int:
             break
         time.sleep(0.05)
     text = output.read_text(encoding="utf-8", errors="replace").strip()
-    raise RunError(f"the job did not start: {text or 'nothing was said about it'}", key="launch")
-
-
-# ---- status and stop -------------------------------------------------------------------------------------------------
+    raise RunError(f"the job did not start: {text or 'its launcher printed nothing'}", key="launch")
 
 
 def find_job(folder: Path) -> tuple[Path, JobState]:
@@ -253,7 +198,7 @@ def status(folder: Path, as_json: bool = False) -> int:
     return EXIT_RUN_FAILED if lost or state.exit_code else EXIT_OK
 
 
-def _worker_line(worker, lost: bool) -> str:
+def _worker_line(worker: WorkerState, lost: bool) -> str:
     words = [f"rank {worker.rank}:", "lost" if lost and worker.state == "running" else worker.state]
     if worker.pid is not None and worker.state == "running":
         words.append(f"(process {worker.pid})")

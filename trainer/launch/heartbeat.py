@@ -1,6 +1,6 @@
-"""What a worker tells the launcher of its job: that it has done another step, and that it fails.
+"""What a worker tells its launcher, through files, which need no thread and no answer: a finished step, a failure.
 
-Outside a job all of it does nothing. Files are used because they need no thread, and no answer, in the worker.
+Outside a job all of it does nothing.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ def failure_file(job: Path, rank: int) -> Path:
 
 def start() -> None:
     """To be called when a worker starts: from now on it answers when the launcher asks for its Python stacks."""
-    if _job() is not None:
+    if os.environ.get(JOB_VARIABLE):
         faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
 
 
 def beat(step: int) -> None:
-    """To be called after each step, and within what takes long between two: a job without any for too long hangs.
-
-    Args:
-        step: The number of the optimizer step that was done last.
-    """
+    """To be called after each optimizer step, and during long work between two: a job without any for long hangs."""
     descriptor = _open_beat_file()
     if descriptor is not None:
         os.pwrite(descriptor, f"{step:<20d}\n".encode("ascii"), 0)
@@ -53,16 +49,11 @@ def failed(exit_code: int) -> None:
 
     Ending may take long, and the other workers may notice and end before: so the launcher knows who failed first.
     """
-    job = _job()
-    if job is not None:
+    job = os.environ.get(JOB_VARIABLE)
+    if job:
         with contextlib.suppress(OSError):
             text = json.dumps({"exit_code": exit_code, "at_seconds": time.monotonic()})
-            failure_file(job, _rank()).write_text(text, encoding="ascii")
-
-
-def _job() -> Path | None:
-    folder = os.environ.get(JOB_VARIABLE)
-    return Path(folder) if folder else None
+            failure_file(Path(job), _rank()).write_text(text, encoding="ascii")
 
 
 def _rank() -> int:
@@ -71,9 +62,7 @@ def _rank() -> int:
 
 @functools.cache
 def _open_beat_file() -> int | None:
-    job = _job()
-    if job is None:
-        return None
+    job = os.environ.get(JOB_VARIABLE)
     with contextlib.suppress(OSError):
-        return os.open(beat_file(job, _rank()), os.O_WRONLY | os.O_CREAT, 0o644)
+        return os.open(beat_file(Path(job), _rank()), os.O_WRONLY | os.O_CREAT, 0o644) if job else None
     return None

@@ -1,4 +1,4 @@
-"""The files and the end of a job: its folder, what is known of each worker, the logs, and who failed first."""
+"""The files and the end of a job: its folder, the state of its workers, the logs, and which worker failed first."""
 
 from __future__ import annotations
 
@@ -14,73 +14,47 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_HANG, EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
+from trainer.launch.arguments import LaunchOptions
 from trainer.launch.heartbeat import beat_file
 from trainer.launch.processes import Identity, identity, is_alive
 from trainer.launch.terminal import last_lines
 
+_STATE = "state.json"
 _NUMBERED = re.compile(r"(?:rank-\d+|scheduler|job(?:-node-\d+)?)\.(\d+)(?:\.log)?")
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The files of a job.
-
-    Attributes:
-        log_dir: Absolute; the logs are directly in it.
-        folder: The job's own; the workers find it in the environment.
-    """
+    """The files of a job: the logs are directly in `log_dir`, all others in the job's own folder in it."""
 
     log_dir: Path
     folder: Path
 
-    def log(self, rank: int) -> Path:
-        return self.log_dir / f"rank-{rank}.log"
-
-    @property
-    def scheduler_log(self) -> Path:
-        return self.folder / "scheduler.log"
+    def log(self, rank: int | None) -> Path:
+        """Of a worker, or of the scheduler, whose rank is None."""
+        return self.folder / "scheduler.log" if rank is None else self.log_dir / f"rank-{rank}.log"
 
     @property
     def msrun_log(self) -> Path:
         return self.folder / "msrun.log"
 
-    @property
-    def launcher_log(self) -> Path:
-        return self.folder / "launcher.log"
-
-    @property
-    def state(self) -> Path:
-        return self.folder / "state.json"
-
 
 @dataclass
 class WorkerState:
-    """The state of a worker.
-
-    Attributes:
-        state: ``waiting`` for its process, ``running`` or ``ended``.
-        exit_code: As a shell gives it: 128 + n for signal n.
-        step: The last finished step; None before the first.
-        role: In a job that failed: ``failed first``, or ``ended because of that``.
-    """
+    """What is known of a worker."""
 
     rank: int
-    state: str = "waiting"
+    state: str = "waiting"  # for its process; then running, then ended
     pid: int | None = None
-    exit_code: int | None = None
-    step: int | None = None
+    exit_code: int | None = None  # as a shell gives it: 128 + n for signal n
+    step: int | None = None  # the last finished one
     log: str = ""
-    role: str = ""
+    role: str = ""  # in a job that failed: failed first, or ended because of that
 
 
 @dataclass
 class JobState:
-    """What `status` reads: only the launcher writes it, whenever it changes.
-
-    Attributes:
-        launcher: The process that supervises the job.
-        outcome: Empty while it runs; then how it ended, in words.
-    """
+    """What `status` reads: only the launcher writes it, whenever it changes; `outcome` once the job has ended."""
 
     launcher: Identity
     command: list[str]
@@ -97,12 +71,14 @@ class JobState:
 
 def job_files(log_dir: Path, node_rank: int, nodes: int) -> JobFiles:
     """The files of a job; each of several nodes, which may share the log folder, has its own job folder."""
-    where = log_dir.expanduser().absolute()
-    return JobFiles(where, where / (f"job-node-{node_rank}" if nodes > 1 else "job"))
+    absolute = log_dir.expanduser().absolute()
+    return JobFiles(absolute, absolute / (f"job-node-{node_rank}" if nodes > 1 else "job"))
 
 
 def prepare(files: JobFiles, ranks: range, whole_host: bool) -> None:
-    """Makes the job's folder; the logs and the folder of an earlier job stay there with a number.
+    """Makes the job's folder. The logs and the folder of an earlier job stay there with a number.
+
+    That number is the same for all files of one job, one more than any other file has.
 
     Args:
         ranks: Those of this node.
@@ -115,7 +91,15 @@ def prepare(files: JobFiles, ranks: range, whole_host: bool) -> None:
     try:
         files.log_dir.mkdir(parents=True, exist_ok=True)
         refuse_running(files)
-        _put_aside(files, ranks, whole_host)
+        present, last = [], 0
+        own = {files.log(rank).name for rank in ranks} | {files.folder.name}
+        for path in files.log_dir.iterdir():
+            if path.name in own or (whole_host and re.fullmatch(r"rank-\d+\.log", path.name)):
+                present.append(path)
+            elif match := _NUMBERED.fullmatch(path.name):
+                last = max(last, int(match[1]))
+        for path in present:
+            path.rename(path.with_name(f"{path.stem}.{last + 1}{path.suffix}"))
         files.folder.mkdir()
     except FileExistsError:
         raise UserError(
@@ -137,77 +121,54 @@ def refuse_running(files: JobFiles) -> None:
         )
 
 
-def _put_aside(files: JobFiles, ranks: range, whole_host: bool) -> None:
-    """Gives the files of the last job one number, one more than any other has."""
-    own = {files.log(rank).name for rank in ranks} | {files.folder.name}
-    present = [path for path in files.log_dir.iterdir() if path.name in own]
-    if whole_host:
-        present += [p for p in files.log_dir.iterdir() if re.fullmatch(r"rank-\d+\.log", p.name) and p not in present]
-    numbers = [int(match[1]) for path in files.log_dir.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
-    number = max(numbers, default=0) + 1
-    for path in present:
-        path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
-
-
 def write_state(files: JobFiles, state: JobState) -> None:
     """Replaces the file in one go. A full disk is no reason to end a job: then the file stays as it was."""
-    for worker in state.workers:
-        worker.step = _step(beat_file(files.folder, worker.rank))
-    unfinished = files.state.with_suffix(".new")
+    _read_steps(files.folder, state)
+    unfinished = files.folder / "state.new"
     with contextlib.suppress(OSError):
         unfinished.write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-        os.replace(unfinished, files.state)
+        os.replace(unfinished, files.folder / _STATE)
 
 
 def read_state(folder: Path) -> JobState | None:
     """The state of the job of a folder, steps included; None where there is no job."""
     try:
-        data: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         workers = [WorkerState(**worker) for worker in data.pop("workers")]
         state = JobState(**{**data, "launcher": Identity(*data["launcher"])}, workers=workers)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if state.exit_code is None:
-        for worker in state.workers:
-            worker.step = _step(beat_file(folder, worker.rank))
+        _read_steps(folder, state)
     return state
 
 
-def new_state(command: list[str], ranks: range, worker_num: int, files: JobFiles) -> JobState:
+def _read_steps(folder: Path, state: JobState) -> None:
+    for worker in state.workers:
+        worker.step = None
+        with contextlib.suppress(OSError, ValueError):
+            worker.step = int(beat_file(folder, worker.rank).read_text(encoding="ascii"))
+
+
+def new_state(options: LaunchOptions, files: JobFiles) -> JobState:
+    """The state of a job that this process starts now."""
     me = identity(os.getpid())
     assert me is not None
-    workers = [WorkerState(rank, log=str(files.log(rank))) for rank in ranks]
-    return JobState(me, command, time.time(), workers, worker_num)
-
-
-def _step(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text(encoding="ascii"))
-    return None
-
-
-# ---- how a job ended ------------------------------------------------------------------------------------------------
+    workers = [WorkerState(rank, log=str(files.log(rank))) for rank in options.ranks]
+    command, master = [options.script_name, *options.arguments], f"{options.master_addr}:{options.master_port}"
+    return JobState(me, command, time.time(), workers, options.worker_num, options.node_rank, master)
 
 
 @dataclass
 class End:
-    """The end of one worker.
-
-    Attributes:
-        rank: None for a process of the job that is no worker.
-        exit_code: As a shell gives it: 128 + n for signal n.
-        at_seconds: When it failed or ended, by the monotonic clock of its host.
-        by_launcher: Whether it ended after the launcher had told it to.
-        why: The system's message when it could not be started.
-        process: Its name when it is no worker.
-    """
+    """The end of a worker, or of another process of the job, whose rank is None."""
 
     rank: int | None
-    exit_code: int
-    at_seconds: float
-    by_launcher: bool = False
-    why: str = ""
-    process: str = "the scheduler"
+    exit_code: int  # as a shell gives it: 128 + n for signal n
+    at_seconds: float  # when it failed or ended, by the monotonic clock of its host
+    by_launcher: bool = False  # whether it ended after the launcher had told it to
+    why: str = ""  # the system's message when it could not be started
+    process: str = "the scheduler"  # its name when it is no worker
 
     @property
     def name(self) -> str:
@@ -216,53 +177,37 @@ class End:
 
 @dataclass
 class Outcome:
-    """The end of a job.
-
-    Attributes:
-        exit_code: That of the launcher.
-        words: One sentence, without its full stop.
-        first: The first failure; None without one.
-        others: Those that ended with an error after it.
-    """
+    """The end of a job, in one sentence without its full stop, and with which exit code."""
 
     exit_code: int
     words: str
-    first: End | None = None
-    others: list[End] = field(default_factory=list)
+    first: End | None = None  # the first failure
+    others: list[End] = field(default_factory=list)  # those that ended with an error after it
 
 
 def shell_code(returncode: int) -> int:
-    """A process' exit code as a shell gives it."""
+    """The exit code that a shell gives for that of `subprocess`."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def how(exit_code: int) -> str:
     """An exit code in words."""
-    if exit_code > 128:
-        try:
-            return f"ended by {signal.Signals(exit_code - 128).name}"
-        except ValueError:
-            pass
+    with contextlib.suppress(ValueError):
+        return f"ended by {signal.Signals(exit_code - 128).name}"
     return f"exit code {exit_code}"
 
 
-def failures(ends: Sequence[End], stopped_by: int | None) -> list[End]:
-    """All failures, the first one first; a worker that ended by the signal that stopped the job did not fail."""
-    fine = {EXIT_OK} | ({128 + stopped_by} if stopped_by else set())
-    return sorted((end for end in ends if end.exit_code not in fine), key=lambda end: end.at_seconds)
-
-
 def judge(ends: Sequence[End], stopped_by: int | None, hung_seconds: float | None) -> Outcome:
-    """The outcome of a job from the ends of its processes.
+    """The outcome of a job from the ends of its processes and the signal that the launcher received.
 
     Args:
-        ends: Those of all processes that ended.
-        stopped_by: The signal that the launcher received; None without one.
         hung_seconds: For how long no step was finished, where the job was ended for that.
     """
     if hung_seconds is not None:
         return Outcome(EXIT_HANG, f"no step was finished for {hung_seconds:.0f} s")
-    failed = failures(ends, stopped_by)
+    # A worker that ended by the signal that stopped the job did not fail.
+    fine = {EXIT_OK} | ({128 + stopped_by} if stopped_by else set())
+    failed = sorted((end for end in ends if end.exit_code not in fine), key=lambda end: end.at_seconds)
     own = [end for end in failed if not end.by_launcher]
     if own:
         first = own[0]
@@ -286,15 +231,10 @@ def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[
         lines.append("  Nobody here sent that signal: often the system does, when memory is exhausted (see dmesg).")
     if log is not None:
         lines.append(f"  Log: {log}")
-        tail = last_lines(log)
-        if tail:
-            lines.append("  Its last lines:")
-            lines += [f"  | {line}" for line in tail]
+        tail = [f"  | {line}" for line in last_lines(log)]
+        lines += ["  Its last lines:", *tail] if tail else []
     if outcome.others:
-        ended = ", ".join(f"{end.name} ({how(end.exit_code)})" for end in sorted(outcome.others, key=_by_rank))
+        others = sorted(outcome.others, key=lambda end: -1 if end.rank is None else end.rank)
+        ended = ", ".join(f"{end.name} ({how(end.exit_code)})" for end in others)
         lines.append(f"  Ended because of that: {ended}.")
     return lines
-
-
-def _by_rank(end: End) -> int:
-    return -1 if end.rank is None else end.rank

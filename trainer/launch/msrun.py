@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -10,20 +11,26 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.errors import RunError
 from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import PROGRAM, REPOSITORY, LaunchOptions
-from trainer.launch.processes import die_with
+from trainer.launch.job import JobFiles
+from trainer.launch.processes import start_session
+
+MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
+"""Environment variable with a Python file to start in the place of MindSpore's msrun, with the same arguments."""
+
+ENCODING_VARIABLE = "PYTHONIOENCODING"
 
 # Isolated from the working directory and from PYTHON* variables: an agent needs the standard library and this package.
-_AGENT = "import sys; sys.path.insert(0, {root!r}); from trainer.launch.agent import main; sys.exit(main())"
-_TRAINER = "import sys; sys.path.insert(0, {root!r}); from trainer.cli.main import main; main()"
+_IN_REPOSITORY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})"
+_AGENT = [sys.executable, "-I", "-c", f"{_IN_REPOSITORY}; from trainer.launch.agent import main; sys.exit(main())"]
+_TRAINER = f"{_IN_REPOSITORY}; from trainer.cli.main import main; main()"
 
-# MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time, in two thirds of the
-# memory: so it listens before the first worker asks, which would otherwise wait some seconds before it asks again.
+# MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time and takes two thirds
+# of the memory. So it listens before the first worker asks, which would otherwise ask again only some seconds later.
 SCHEDULER = """
 import importlib.util, os, sys, types
 try:
@@ -65,7 +72,7 @@ class Scratch:
             RunError: Programs in this folder cannot run.
         """
         shim = self.path / "python"
-        shim.write_text(f"#!/bin/sh\nexec {shlex.join(agent_command())}\n", encoding="utf-8", errors="surrogateescape")
+        shim.write_text(f"#!/bin/sh\nexec {shlex.join(_AGENT)}\n", encoding="utf-8", errors="surrogateescape")
         shim.chmod(0o700)
         if not os.access(shim, os.X_OK):
             raise RunError(
@@ -79,62 +86,44 @@ class Scratch:
 
 def trainer_command() -> list[str]:
     """What runs this trainer in the launching interpreter; installed, it has no run_trainer.py beside it."""
-    if PROGRAM.is_file():
-        return [sys.executable, "-u", str(PROGRAM)]
-    return [sys.executable, "-u", "-c", _TRAINER.format(root=str(REPOSITORY))]
+    return [sys.executable, "-u", *([str(PROGRAM)] if PROGRAM.is_file() else ["-c", _TRAINER])]
 
 
-def worker_command(options: LaunchOptions) -> list[str]:
-    program = trainer_command() if options.script is None else [sys.executable, "-u", str(options.script)]
-    return [*program, *options.arguments]
+def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> subprocess.Popen:
+    """Starts msrun, or its stand-in, in a session of its own, because a terminal's Ctrl-C is for the launcher.
 
-
-def agent_command() -> list[str]:
-    return [sys.executable, "-I", "-c", _AGENT.format(root=str(REPOSITORY))]
-
-
-def msrun_command(options: LaunchOptions, log_dir: Path) -> list[str]:
-    """The command line of msrun. What the workers run, and with which arguments, the launcher tells their agents."""
-    command = [sys.executable, "-m", "mindspore.parallel.cluster.run"]
-    command += [
-        f"--worker_num={options.worker_num}",
-        f"--local_worker_num={options.local_worker_num}",
-        f"--master_addr={options.master_addr}",
-        f"--master_port={options.master_port}",
-        f"--log_dir={log_dir}",
-        "--join=True",
-        f"--cluster_time_out={options.cluster_time_out}",
-        f"--tail_worker_log={options.worker_num}",  # a rank that does not exist: the launcher follows the logs
-    ]
-    if options.nodes > 1:
-        command.append(f"--node_rank={options.node_rank}")
-    return [*command, options.script_name]
-
-
-def start_msrun(command: list[str], scratch: Scratch, log: Path, more: Mapping[str, str]) -> subprocess.Popen:
-    """Starts msrun, or what stands in for it, in a session of its own: a terminal's Ctrl-C is for the launcher."""
-    me = os.getpid()
+    msrun does not learn what the workers run: the launcher tells their agents. A single worker gets an agent alone.
+    """
     search = f"{scratch.path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environment = {**os.environ, **more, "PATH": search, SOCKET_VARIABLE: str(scratch.socket)}
-    with log.open("ab", buffering=0) as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: die_with(me),
-        )
+    environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(scratch.socket)}
+    if options.needs_msrun:
+        scratch.write_shim()
+        stand_in = os.environ.get(MSRUN_VARIABLE)
+        command = [
+            sys.executable,
+            *([stand_in] if stand_in else ["-m", "mindspore.parallel.cluster.run"]),
+            f"--worker_num={options.worker_num}",
+            f"--local_worker_num={options.local_worker_num}",
+            f"--master_addr={options.master_addr}",
+            f"--master_port={options.master_port}",
+            f"--log_dir={files.folder / 'msrun'}",  # of the agents, which print nothing
+            "--join=True",
+            f"--cluster_time_out={options.cluster_time_out}",
+            f"--tail_worker_log={options.worker_num}",  # a rank that does not exist: the launcher follows the logs
+            *([f"--node_rank={options.node_rank}"] if options.nodes > 1 else []),
+            options.script_name,
+        ]
+        # msrun prints its command, which may contain any characters.
+        environment[ENCODING_VARIABLE] = "utf-8:backslashreplace"
+    else:
+        command = _AGENT
+        environment["RANK_ID"] = "0"
+    with files.msrun_log.open("ab", buffering=0) as output:
+        return start_session(command, environment, output)
 
 
 def listen_error(host: str, port: int) -> int:
-    """The number of the error that a server would meet at this port now; 0 for none.
-
-    Args:
-        host: A name or address of this machine; empty for all of them.
-        port: 0 for any.
-    """
+    """The error number that a server would get at this port of this machine now (0 for any port); 0 for none."""
     try:
         addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]
@@ -155,7 +144,11 @@ def pick_free(host: str = "") -> int:
     Raises:
         RunError: There is none.
     """
-    ports = range(_FIRST_PORT, max(_first_outgoing_port(), _FIRST_PORT + 1000))
+    first_outgoing = 32_768
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        setting = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+        first_outgoing = int(setting.split()[0])
+    ports = range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000))
     for _ in range(_ATTEMPTS):
         port = random.choice(ports)
         if not listen_error(host, port):
@@ -165,10 +158,3 @@ def pick_free(host: str = "") -> int:
         key="master_port",
         fix="give one with --master_port",
     )
-
-
-def _first_outgoing_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
-        return 32_768

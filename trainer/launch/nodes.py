@@ -1,21 +1,21 @@
-"""The launchers of several nodes among themselves: a failure anywhere, or a lost connection, ends the job everywhere.
+"""The connections between the launchers of several nodes: a failure or a lost connection ends the job on all nodes.
 
-Node 0 listens; the others connect to it, and it forwards what each of them says. Every second each side sends a
-heartbeat. Workers do not talk to other nodes here: they have MindSpore's cluster for that.
+Node 0 listens, the others connect to it, and it forwards what each of them says. Each side sends a heartbeat every
+second. The workers communicate through MindSpore's cluster, and not here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from trainer.errors import EXIT_RUN_FAILED, UserError
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.wire import Channel, Message, scaled
+from trainer.launch.wire import Channel, Listener, Message, scaled
 
 CONTROL_PORT_VARIABLE = "RUN_TRAINER_CONTROL_PORT"
 """Environment variable with the port of node 0's launcher; by default that after the scheduler's."""
@@ -29,45 +29,11 @@ _DELIVERY_SECONDS = 10.0
 
 
 class Event(NamedTuple):
-    """Something that another node says, or that is found out about it.
+    """What another node says, or what happens to it."""
 
-    Attributes:
-        kind: ``failed``: its part of the job failed, or it is lost; ``stop``: a signal for all workers; ``note``.
-        number: The exit code, or the signal.
-        lines: What the user should know.
-    """
-
-    kind: Literal["failed", "stop", "note"]
-    number: int
-    lines: list[str]
-
-
-class Nodes:
-    """The other nodes of a job as the supervisor of one knows them; as it is, those of a job on one node: none.
-
-    Attributes:
-        sources: The sockets to wait for.
-        finished: Whether all nodes are done.
-    """
-
-    sources: Sequence[Channel | socket.socket] = ()
-    finished = True
-
-    def poll(self, now: float) -> list[Event]:
-        """Sends a heartbeat and receives what the others sent. To be called a few times a second."""
-        return []
-
-    def failed(self, exit_code: int, lines: list[str]) -> None:
-        """Tells the others that this node's part of the job failed."""
-
-    def stop(self, number: int) -> None:
-        """Tells the others of a signal for all workers."""
-
-    def done(self) -> None:
-        """Tells the others that the workers of this node have ended well."""
-
-    def close(self) -> None:
-        """Ends the connections once the others have received everything."""
+    kind: Literal["failed", "stop", "note"]  # failed: its part of the job failed, or it is lost
+    number: int  # the exit code, or the signal for all workers
+    lines: list[str]  # to print
 
 
 @dataclass
@@ -80,21 +46,14 @@ class _Peer:
 
 
 @dataclass
-class Hub(Nodes):
-    """The other nodes as node 0 knows them.
+class Hub:
+    """The other nodes, seen from node 0; in a job on one node there are none, and no listener."""
 
-    Attributes:
-        timeout_seconds: How long it waits for the other nodes to connect.
-    """
-
-    listener: socket.socket
-    nodes: int
-    worker_num: int
-    timeout_seconds: float
+    listener: Listener | None
+    options: LaunchOptions
     began: float = field(default_factory=time.monotonic)
     own_done: bool = False
     _peers: dict[int, _Peer] = field(default_factory=dict)
-    _unidentified: list[Channel] = field(default_factory=list)
     _history: list[Message] = field(default_factory=list)  # for nodes that connect later
     _beat_at: float = 0.0
     _stopping: bool = False
@@ -102,16 +61,27 @@ class Hub(Nodes):
 
     @property
     def sources(self) -> list[Channel | socket.socket]:
+        """The sockets to wait for."""
         connected = [peer.channel for peer in self._peers.values() if not peer.channel.closed]
-        return [self.listener, *connected, *self._unidentified]
+        return [*connected, *(self.listener.sources if self.listener else [])]
 
     @property
     def finished(self) -> bool:
-        all_here = len(self._peers) == self.nodes - 1 or self._stopping
-        return self.own_done and all_here and all(peer.done for peer in self._peers.values())
+        """Whether all nodes are done."""
+        all_done = all(peer.done for peer in self._peers.values())
+        return self.own_done and all_done and (self._complete or self._stopping)
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._peers) == self.options.nodes - 1
 
     def poll(self, now: float) -> list[Event]:
-        events = self._accept(now)
+        """Sends a heartbeat and receives what the others sent. To be called a few times a second."""
+        events = []
+        for channel, message in self.listener.accept() if self.listener else ():
+            if self._register(channel, message, now) and self._complete:
+                note = f"the launchers of all {self.options.nodes} nodes are connected"
+                events.append(Event("note", 0, [note]))
         for node, peer in list(self._peers.items()):
             for message in peer.channel.receive():
                 peer.heard_at = now
@@ -121,8 +91,8 @@ class Hub(Nodes):
                 peer.done = True
             elif gone and not self._over and not peer.done:
                 events.append(self._lost(f"the connection to node {node} is lost"))
-        if now - self.began > self.timeout_seconds and len(self._peers) < self.nodes - 1 and not self._over:
-            missing = [str(node) for node in range(1, self.nodes) if node not in self._peers]
+        if now - self.began > self.options.cluster_time_out and not self._complete and not self._over:
+            missing = [str(node) for node in range(1, self.options.nodes) if node not in self._peers]
             events.append(self._lost(f"no launcher called from node {', '.join(missing)}"))
         if now >= self._beat_at:
             self._beat_at = now + scaled(_BEAT_SECONDS)
@@ -136,34 +106,23 @@ class Hub(Nodes):
             self._over = True
             self._send({"finished": True})
 
-    def _accept(self, now: float) -> list[Event]:
-        before = len(self._peers)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._unidentified.append(Channel(self.listener.accept()[0]))
-        for channel in list(self._unidentified):
-            messages = channel.receive()
-            if messages or channel.closed:
-                self._unidentified.remove(channel)
-            if messages:
-                self._register(channel, messages[0], now)
-        complete = before < len(self._peers) == self.nodes - 1
-        return [Event("note", 0, [f"the launchers of all {self.nodes} nodes are connected"])] if complete else []
-
-    def _register(self, channel: Channel, message: Message, now: float) -> None:
+    def _register(self, channel: Channel, message: Message, now: float) -> bool:
+        """Whether this is a node of the job; otherwise it is told why not."""
         node, workers = message.get("node"), message.get("worker_num")
-        if not isinstance(node, int) or not 0 < node < self.nodes:
-            channel.send({"refused": f"node_rank is {node}, and node 0 expects 1 to {self.nodes - 1}"})
-        elif workers != self.worker_num:
-            channel.send({"refused": f"worker_num is {workers} there and {self.worker_num} on node 0"})
+        nodes, worker_num = self.options.nodes, self.options.worker_num
+        if not isinstance(node, int) or not 0 < node < nodes:
+            channel.send({"refused": f"node_rank is {node}, and node 0 expects 1 to {nodes - 1}"})
+        elif workers != worker_num:
+            channel.send({"refused": f"worker_num is {workers} there and {worker_num} on node 0"})
         elif node in self._peers:
             channel.send({"refused": f"another launcher is node {node} already"})
         else:
             self._peers[node] = _Peer(channel, now)
             for each in ({"welcome": True}, *self._history):
                 channel.send(each)
-            return
+            return True
         channel.close()
+        return False
 
     def _handle(self, node: int, peer: _Peer, message: Message) -> list[Event]:
         peer.done = peer.done or bool(message.get("done"))
@@ -175,7 +134,7 @@ class Hub(Nodes):
         return [event]
 
     def _lost(self, reason: str) -> Event:
-        event = _lost_event(reason)
+        event = Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
         self.failed(event.number, event.lines)
         return event
 
@@ -191,36 +150,33 @@ class Hub(Nodes):
                 peer.channel.send(message)
 
     def failed(self, exit_code: int, lines: list[str]) -> None:
+        """Tells the others that this node's part of the job failed."""
         self._broadcast({"failed": exit_code, "lines": lines})
 
     def stop(self, number: int) -> None:
+        """Tells the others of a signal for all workers."""
         self._stopping = True
         self._broadcast({"stop": number})
 
     def done(self) -> None:
+        """Tells the others that the workers of this node have ended well."""
         self.own_done = True
         self._announce_end()
 
     def close(self) -> None:
-        self.listener.close()
+        """Ends the connections once the others have received everything."""
+        if self.listener is not None:
+            self.listener.close()
         for peer in self._peers.values():
             peer.channel.close_gracefully(_GOODBYE_SECONDS)
 
 
 @dataclass
-class Spoke(Nodes):
-    """The other nodes as any but node 0 knows them: through node 0.
-
-    Attributes:
-        address: Of node 0's launcher.
-        node: The number of this node.
-        timeout_seconds: How long it tries to connect.
-    """
+class Spoke:
+    """The other nodes, seen from any but node 0: through node 0, whose launcher is at `address`. Methods: see `Hub`."""
 
     address: tuple[str, int]
-    node: int
-    worker_num: int
-    timeout_seconds: float
+    options: LaunchOptions
     began: float = field(default_factory=time.monotonic)
     _channel: Channel | None = None
     _welcome: bool = False
@@ -263,14 +219,14 @@ class Spoke(Nodes):
         return events
 
     def _connect(self, now: float) -> list[Event]:
-        if now - self.began > self.timeout_seconds:
+        if now - self.began > self.options.cluster_time_out:
             host, port = self.address
             return [self._lost(f"no launcher of node 0 answers at {host}, port {port}")]
         if now >= self._next_at:
             self._next_at = now + _RETRY_SECONDS
             with contextlib.suppress(OSError):
                 self._channel = Channel(socket.create_connection(self.address, _CONNECT_SECONDS))
-                self._channel.send({"node": self.node, "worker_num": self.worker_num})
+                self._channel.send({"node": self.options.node_rank, "worker_num": self.options.worker_num})
                 self._heard_at = now
         return []
 
@@ -294,7 +250,7 @@ class Spoke(Nodes):
 
     def _lost(self, reason: str) -> Event:
         self._over = True
-        return _lost_event(reason)
+        return Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
 
     def _send(self, message: Message) -> None:
         if self._channel is not None and self._welcome:
@@ -314,17 +270,13 @@ class Spoke(Nodes):
         self._send({"done": True})
 
     def close(self) -> None:
-        """Node 0 still learns of a failure from before it was there."""
-        deadline = time.monotonic() + _DELIVERY_SECONDS
+        """Delivers first, for some seconds, a failure from before node 0 was there."""
+        deadline = time.monotonic() + scaled(_DELIVERY_SECONDS)
         while any("failed" in message for message in self._unsent) and time.monotonic() < deadline:
             self._exchange(time.monotonic())
             time.sleep(0.05)
         if self._channel is not None:
             self._channel.close_gracefully(_GOODBYE_SECONDS)
-
-
-def _lost_event(reason: str) -> Event:
-    return Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
 
 
 def _event(message: Message) -> Event | None:
@@ -336,22 +288,25 @@ def _event(message: Message) -> Event | None:
     return None
 
 
-def connect_nodes(options: LaunchOptions, control_port: int) -> Nodes:
-    """The other nodes of a job, whose node 0 listens at a port.
+def connect_nodes(options: LaunchOptions) -> Hub | Spoke:
+    """The other nodes of a job.
 
     Raises:
-        UserError: This is node 0 and cannot listen there.
+        UserError: The control port is no number, or this is node 0 and cannot listen there.
     """
+    string = os.environ.get(CONTROL_PORT_VARIABLE, "")
+    if string and not string.isdecimal():
+        raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=string, fix="write 8119")
+    control_port = int(string) if string else options.master_port + 1
     if options.nodes == 1:
-        return Nodes()
+        return Hub(None, options)
     if options.node_rank:
-        address = (options.master_addr.strip("[]"), control_port)
-        return Spoke(address, options.node_rank, options.worker_num, options.cluster_time_out)
+        return Spoke((options.master_addr.strip("[]"), control_port), options)
     listener = socket.socket(socket.AF_INET6 if ":" in options.master_addr else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("", control_port))
-        listener.listen()
+        return Hub(Listener(listener), options)
     except (OSError, OverflowError) as error:
         listener.close()
         raise UserError(
@@ -361,5 +316,3 @@ def connect_nodes(options: LaunchOptions, control_port: int) -> Nodes:
             fix="free it, set this variable to another port on all nodes, or give another master_port: "
             "it is the one after that",
         ) from None
-    listener.setblocking(False)
-    return Hub(listener, options.nodes, options.worker_num, options.cluster_time_out)

@@ -1,47 +1,30 @@
-"""The processes of a job on this host as the launcher sees them: each behind the connection of its worker agent."""
+"""The processes of a job on this host as the launcher sees them: each through the connection of its worker agent."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.launch.heartbeat import beat_file, failure_file
 from trainer.launch.job import End, shell_code
 from trainer.launch.processes import Identity, identity, kill_group, send_signal
-from trainer.launch.wire import Channel, Message
+from trainer.launch.wire import Channel, Listener, Message
 
 
 @dataclass
 class WorkerHandle:
-    """A worker or the scheduler.
-
-    Attributes:
-        rank: None for the scheduler.
-        log: Its output.
-        channel: To its agent; None before that has connected.
-        process: The worker proper; None before it runs.
-        end: Once it has ended, or was found to be lost.
-        failed: When it said that it fails, and with which exit code; it may still run.
-        beat: When its heartbeat file changed last, in nanoseconds; None before the first step.
-    """
+    """A worker, or the scheduler, whose rank is None."""
 
     rank: int | None
-    log: Path
-    channel: Channel | None = None
-    process: Identity | None = None
+    channel: Channel | None = None  # to its agent, once that has connected
+    process: Identity | None = None  # the worker itself, not its agent
     end: End | None = None
-    failed: End | None = None
-    beat: int | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.process is not None and self.end is None
+    failed: End | None = None  # when it announced its failure, and the exit code; it may still run
+    beat: int | None = None  # when its heartbeat file changed last, in nanoseconds
 
     @property
     def pending(self) -> bool:
@@ -62,23 +45,14 @@ class WorkerHandle:
 
 @dataclass
 class WorkerPool:
-    """All processes of a job on this host, and the socket to which their agents connect.
-
-    Attributes:
-        workers: By rank.
-        scheduler: msrun starts it on the host of master_addr.
-        specs: What each agent starts, by rank; that of the scheduler under None.
-        ending_since: When the workers were first told to end because of a failure; None before that.
-        closing: Whether agents that connect from now on start nothing.
-    """
+    """All processes of a job on this host."""
 
     workers: dict[int, WorkerHandle]
-    scheduler: WorkerHandle
-    listener: socket.socket
-    specs: dict[int | None, Message]
-    ending_since: float | None = None
-    closing: bool = False
-    _unidentified: list[Channel] = field(default_factory=list)
+    scheduler: WorkerHandle  # msrun starts it on the host of master_addr
+    listener: Listener  # where the agents connect
+    specs: dict[int | None, Message]  # what each agent starts, by rank; that of the scheduler under None
+    ending_since: float | None = None  # when the workers were first told to end because of a failure
+    closing: bool = False  # whether agents that connect from now on start nothing
 
     @property
     def all(self) -> list[WorkerHandle]:
@@ -90,30 +64,25 @@ class WorkerPool:
         return not any(worker.pending or (worker.end is None and not self.closing) for worker in self.workers.values())
 
     @property
-    def sources(self) -> list[Channel]:
-        """The connections to wait for."""
-        own = [worker.channel for worker in self.all if worker.channel is not None and not worker.channel.closed]
-        return [*own, *self._unidentified]
+    def channels(self) -> list[Channel]:
+        return [worker.channel for worker in self.all if worker.channel is not None and not worker.channel.closed]
 
     def poll(self) -> bool:
         """Accepts agents and handles what they report; whether anything changed."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._unidentified.append(Channel(self.listener.accept()[0]))
         changed = False
-        for channel in list(self._unidentified):
-            messages = channel.receive()[:1]  # an agent sends nothing more before it is told what to start
-            if messages:
-                self._register(channel, messages[0])
-                changed = True
-            if messages or channel.closed:
-                self._unidentified.remove(channel)
+        for channel, message in self.listener.accept():  # an agent sends nothing more before it has its answer
+            self._register(channel, message)
+            changed = True
         for worker in self.all:
             if worker.channel is None or worker.channel.closed:
                 continue
             for message in worker.channel.receive():
-                self._handle(worker, message)
                 changed = True
+                if "started" in message:
+                    worker.process = identity(message["started"]) or Identity(message["started"], 0)
+                elif "ended" in message:
+                    code = shell_code(message["ended"])
+                    self._record_end(worker, code, message["at_seconds"], message.get("why", ""))
             if worker.channel.closed and worker.end is None:  # the agent was killed, and with it the worker
                 self._record_end(worker, 128 + signal.SIGKILL, time.monotonic(), "")
                 worker.kill()
@@ -122,18 +91,11 @@ class WorkerPool:
 
     def _register(self, channel: Channel, message: Message) -> None:
         worker = self.scheduler if message.get("hello") == "scheduler" else self.workers.get(message.get("rank", -1))
-        spec = None if worker is None else self.specs.get(worker.rank)
-        if worker is None or worker.channel is not None or self.closing or spec is None:
+        if worker is None or worker.channel is not None or self.closing or worker.rank not in self.specs:
             channel.send({"release": True})
-            return
-        worker.channel = channel
-        worker.send({"start": spec})
-
-    def _handle(self, worker: WorkerHandle, message: Message) -> None:
-        if "started" in message:
-            worker.process = identity(message["started"]) or Identity(message["started"], 0)
-        elif "ended" in message:
-            self._record_end(worker, shell_code(message["ended"]), message["at_seconds"], message.get("why", ""))
+        else:
+            worker.channel = channel
+            worker.send({"start": self.specs[worker.rank]})
 
     def _record_end(self, worker: WorkerHandle, exit_code: int, at_seconds: float, why: str) -> None:
         by_launcher = self.ending_since is not None and at_seconds >= self.ending_since
@@ -147,7 +109,7 @@ class WorkerPool:
         """Looks at heartbeats and announced failures; whether any worker has done another step."""
         moved = False
         for rank, worker in self.workers.items():
-            if not worker.running:
+            if worker.process is None or worker.end is not None:
                 continue
             with contextlib.suppress(OSError):
                 beat = beat_file(folder, rank).stat().st_mtime_ns
@@ -166,18 +128,9 @@ class WorkerPool:
 
     def kill_all(self) -> None:
         for worker in self.all:
-            if worker.pending or worker.running:
+            if worker.end is None:
                 worker.kill()
 
     def release_all(self) -> None:
         for worker in self.all:
             worker.send({"release": True})
-
-
-def listen(path: Path) -> socket.socket:
-    """The launcher's socket; only this user's processes reach it, as its folder is private."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(os.fspath(path))
-    listener.listen(1024)
-    listener.setblocking(False)
-    return listener

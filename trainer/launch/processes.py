@@ -6,18 +6,18 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Identity(NamedTuple):
-    """A process number, and when that process began in seconds since the machine started: a time that stays the same
-    when somebody sets the clock."""
+    """A process number, and when that process began, in seconds since boot: setting the clock does not change it."""
 
     pid: int
     start: float
@@ -64,15 +64,24 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def die_with(parent: int) -> None:
-    """Makes the system kill the calling process when its parent is gone; to be called in the child, before exec.
+def start_session(command: Sequence[str], environment: Mapping[str, str], output: BinaryIO | int) -> subprocess.Popen:
+    """Starts a program without input in a session of its own; the system kills it when this process is gone."""
+    parent = os.getpid()
 
-    Args:
-        parent: The number of the parent, which may have gone already.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    def die_with_parent() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has gone already
+            os._exit(1)
+
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
 
 
 def adopt_orphans() -> None:
@@ -100,12 +109,10 @@ def end_children(timeout_seconds: float = 5.0) -> None:
 def share_of_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
     """The cores of one of several workers on a host: neighbours, and as many as for the others, give or take one.
 
-    With more workers than cores each has one, and every core about as many workers.
+    With more workers than cores each worker has one core, and every core about as many workers.
 
     Args:
-        cores: Numbers of the cores that the job may use.
         place: The worker's place among those of its host, from 0.
-        workers: Number of workers on the host.
     """
     ordered = sorted(cores)
     begin, end = place * len(ordered) // workers, (place + 1) * len(ordered) // workers

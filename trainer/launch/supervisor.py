@@ -1,4 +1,4 @@
-"""A job from the start of msrun to the last process: decides who is stopped when, and tells the user how it ended."""
+"""A job from the start of msrun to the end of its last process: which worker is stopped when, and how the job ended."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
 from trainer.launch.job import End, JobFiles, JobState, Outcome, judge, report, shell_code, write_state
-from trainer.launch.nodes import Event, Nodes
+from trainer.launch.nodes import Event, Hub, Spoke
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children
-from trainer.launch.terminal import Screen
+from trainer.launch.terminal import Screen, terminal_size
 from trainer.launch.wire import scaled, wakeup_pipe
 
 GRACE_SECONDS = 8.0
@@ -32,64 +32,41 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
-class Timers:
-    """Moments of the monotonic clock; None while they do not apply."""
+class Supervisor:
+    """Supervises one job on one host. Names with `_at` are moments of the monotonic clock."""
 
-    began: float
+    pool: WorkerPool
+    start_msrun: Callable[[], subprocess.Popen]
+    files: JobFiles
+    state: JobState  # for other processes to read
+    nodes: Hub | Spoke
+    hang_timeout: float  # seconds without a step that count as a hang; 0: none do
+    screen: Screen
+    msrun: subprocess.Popen = field(init=False)
+    signals: deque[int] = field(default_factory=deque)  # those that have arrived and are not handled yet
+    stopped_by: int | None = None
+    stop_requests: int = 0
+    hung_seconds: float | None = None  # for how long no step was finished, once that counts as a hang
+    msrun_failure: End | None = None
+    failure_elsewhere: Event | None = None  # of another node, which ends this one
+    reported_done: bool = False
+    began: float = field(default_factory=time.monotonic)
     kill_at: float | None = None
     dumped_at: float | None = None
     last_step_at: float | None = None
     files_at: float = 0.0
     state_at: float = 0.0
 
-
-class Supervisor:
-    """Supervises one job on one host.
-
-    Args:
-        pool: The processes to come.
-        start_msrun: Starts msrun, or what stands in for it.
-        state: For other processes to read.
-        nodes: The other nodes.
-        hang_timeout: Seconds without a step that count as a hang; 0: none do.
-        screen: What the user sees.
-    """
-
-    def __init__(
-        self,
-        pool: WorkerPool,
-        start_msrun: Callable[[], subprocess.Popen],
-        files: JobFiles,
-        state: JobState,
-        nodes: Nodes,
-        hang_timeout: float,
-        screen: Screen,
-    ) -> None:
-        self.pool, self.files, self.state, self.nodes, self.screen = pool, files, state, nodes, screen
-        self.hang_timeout = hang_timeout
-        self._start_msrun = start_msrun
-        self.msrun: subprocess.Popen | None = None
-        self.signals: deque[int] = deque()
-        self.stopped_by: int | None = None
-        self.stop_requests = 0
-        self.hung_seconds: float | None = None
-        self.msrun_failure: End | None = None
-        self.failure_elsewhere: Event | None = None  # of another node
-        self.reported_done = False
-        self.resized = False
-        self.timers = Timers(time.monotonic())
-
     def run(self) -> Outcome:
         """Starts the job, waits for its end and leaves no process behind."""
         awake, wake = wakeup_pipe()
         before = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGWINCH)}
-        for number in _STOP_SIGNALS:
+        for number in before:
             if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup stays in force
                 signal.signal(number, lambda number, frame: self.signals.append(number))
-        signal.signal(signal.SIGWINCH, self._resize)
         old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
-            self.msrun = self._start_msrun()
+            self.msrun = self.start_msrun()
             while not self.over():
                 self._wait(awake)
                 self._poll()
@@ -105,15 +82,10 @@ class Supervisor:
             os.close(awake)
             os.close(wake)
 
-    def _resize(self, number: int, frame: object) -> None:
-        self.resized = True
-
     def over(self) -> bool:
         """Whether the workers of this node have ended, and the other nodes need not be waited for."""
-        if not self.pool.ended:
-            return False
-        if self.pool.ending_since is not None:
-            return True
+        if not self.pool.ended or self.pool.ending_since is not None:
+            return self.pool.ended
         if not self.reported_done:
             self.reported_done = True
             self.nodes.done()
@@ -121,7 +93,7 @@ class Supervisor:
 
     def _wait(self, awake: int) -> None:
         with selectors.DefaultSelector() as selector:
-            for source in (awake, self.pool.listener, *self.pool.sources, *self.nodes.sources):
+            for source in (awake, *self.pool.listener.sources, *self.pool.channels, *self.nodes.sources):
                 selector.register(source, selectors.EVENT_READ)
             selector.select(_TICK_SECONDS)
         with contextlib.suppress(BlockingIOError):
@@ -131,26 +103,26 @@ class Supervisor:
         now = time.monotonic()
         while self.signals:
             number = self.signals.popleft()
-            self._stop(signal.SIGTERM if number == signal.SIGHUP else number, now)
-            self.nodes.stop(int(self.stopped_by))
+            if number == signal.SIGWINCH:
+                self.pool.send_to_workers({"size": terminal_size()})
+            else:
+                self._stop(signal.SIGTERM if number == signal.SIGHUP else number, now)
+                self.nodes.stop(int(self.stopped_by))
         for event in self.nodes.poll(now):
             self._handle(event, now)
         changed = self.pool.poll()
-        if now >= self.timers.files_at:
-            self.timers.files_at = now + _FILES_EVERY_SECONDS
+        if now >= self.files_at:
+            self.files_at = now + _FILES_EVERY_SECONDS
             if self.pool.read_files(self.files.folder):
-                self.timers.last_step_at = now
-        self._check_msrun()
+                self.last_step_at = now
         self._check_failures(now)
         self._check_hang(now)
-        if self.timers.kill_at is not None and now > self.timers.kill_at:
+        if self.kill_at is not None and now > self.kill_at:
             self._kill(now)
         self._show()
-        if changed or now >= self.timers.state_at:
-            self.timers.state_at = now + _STATE_EVERY_SECONDS
+        if changed or now >= self.state_at:
+            self.state_at = now + _STATE_EVERY_SECONDS
             self._write_state()
-
-    # ---- reasons to end ----------------------------------------------------------------------------------------------
 
     def _stop(self, number: int, now: float) -> None:
         """Hands a signal to every worker. They save and end; the second time they have little time, then none."""
@@ -163,8 +135,8 @@ class Supervisor:
         self.pool.send_to_workers({"signal": number})
         if self.stop_requests > 2:
             self._kill(now)
-        elif self.stop_requests == 2 or self.timers.last_step_at is None:
-            self.timers.kill_at = self.timers.kill_at or now + scaled(GRACE_SECONDS)
+        elif self.stop_requests == 2 or self.last_step_at is None:
+            self.kill_at = self.kill_at or now + scaled(GRACE_SECONDS)
 
     def _handle(self, event: Event, now: float) -> None:
         if event.kind == "note":
@@ -178,18 +150,15 @@ class Supervisor:
             else:
                 self._end_workers(now, GRACE_SECONDS)
 
-    def _check_msrun(self) -> None:
-        """msrun that ends before all agents have connected will not start the others any more."""
-        if self.msrun is None or self.msrun.poll() is None or self.pool.closing:
-            return
-        if any(worker.channel is None for worker in self.pool.workers.values()) and self.msrun_failure is None:
-            code = shell_code(self.msrun.returncode) or EXIT_RUN_FAILED
-            self.msrun_failure = End(None, code, time.monotonic(), process="msrun")
-
     def _check_failures(self, now: float) -> None:
+        workers = self.pool.workers.values()
+        if self.msrun.poll() is not None and not self.pool.closing and self.msrun_failure is None:
+            if any(worker.channel is None for worker in workers):  # msrun will not start the others any more
+                code = shell_code(self.msrun.returncode) or EXIT_RUN_FAILED
+                self.msrun_failure = End(None, code, time.monotonic(), process="msrun")
         if self.pool.ending_since is not None:
             return
-        announced = [w.failed for w in self.pool.workers.values() if w.failed is not None and not w.end]
+        announced = [worker.failed for worker in workers if worker.failed is not None and not worker.end]
         outcome = judge([*self._ends(), *announced], self.stopped_by, None)
         if outcome.first is not None:
             self._end_workers(now, GRACE_SECONDS)
@@ -198,44 +167,38 @@ class Supervisor:
     def _end_workers(self, now: float, grace_seconds: float) -> None:
         self.pool.closing = True
         self.pool.ending_since = now
-        if self.msrun is not None:
-            self.msrun.kill()  # it would kill the others without grace
+        self.msrun.kill()  # it would kill the others without grace
         self.pool.send_to_workers({"signal": int(signal.SIGTERM)})
-        self.timers.kill_at = now + scaled(grace_seconds)
+        self.kill_at = now + scaled(grace_seconds)
 
     def _check_hang(self, now: float) -> None:
-        timers = self.timers
         if self.pool.ending_since is not None:
             return
-        if timers.dumped_at is not None:
-            if now - timers.dumped_at > scaled(_DUMP_SECONDS):
+        if self.dumped_at is not None:
+            if now - self.dumped_at > scaled(_DUMP_SECONDS):
                 self._end_workers(now, GRACE_SECONDS / 2)
-        elif self.hang_timeout and timers.last_step_at is not None and now - timers.last_step_at > self.hang_timeout:
-            self.hung_seconds = now - timers.last_step_at
+        elif self.hang_timeout and self.last_step_at is not None and now - self.last_step_at > self.hang_timeout:
+            self.hung_seconds = now - self.last_step_at
             self._dump(now)
             self.nodes.failed(EXIT_HANG, [f"error: no step was finished for {self.hung_seconds:.0f} s."])
 
     def _dump(self, now: float) -> None:
-        self.timers.dumped_at = now
+        """Asks the workers for their Python stacks; `_check_hang` ends them soon after."""
+        self.dumped_at = now
         self.pool.send_to_workers({"dump": True})
 
     def _kill(self, now: float) -> None:
         self.pool.ending_since = self.pool.ending_since or now
         self.pool.kill_all()
-        self.timers.kill_at = now + 1.0  # and again those that appear meanwhile
+        self.kill_at = now + 1.0  # and again those that appear meanwhile
 
     def _ends(self) -> list[End]:
         ends = [worker.end for worker in self.pool.all if worker.end is not None]
         return ends if self.msrun_failure is None else [*ends, self.msrun_failure]
 
-    # ---- what others see ---------------------------------------------------------------------------------------------
-
     def _show(self) -> None:
-        if self.resized:
-            self.resized = False
-            self.pool.send_to_workers({"size": self.screen.size})
         started = sum(worker.process is not None for worker in self.pool.workers.values())
-        seconds = time.monotonic() - self.timers.began
+        seconds = time.monotonic() - self.began
         self.screen.update(started, len(self.pool.workers), seconds, quiet=self.pool.closing)
 
     def _write_state(self, outcome: Outcome | None = None) -> None:
@@ -252,8 +215,6 @@ class Supervisor:
             self.state.outcome, self.state.exit_code, self.state.ended = outcome.words, outcome.exit_code, time.time()
         write_state(self.files, self.state)
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
-
     def _finish(self) -> Outcome:
         """All workers have ended: releases everything else, and tells how it went."""
         self.pool.closing = True
@@ -263,31 +224,27 @@ class Supervisor:
         self.pool.scheduler.kill()
         self.pool.release_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self.msrun is not None and not outcome.exit_code:
+            if not outcome.exit_code:
                 self.msrun.wait(_MSRUN_SECONDS)
         end_children()
         self._show()
         self.screen.close()
         self._write_state(outcome)
-        if outcome.exit_code:
-            self._print_failure(outcome)
-        return outcome
-
-    def _print_failure(self, outcome: Outcome) -> None:
+        if not outcome.exit_code:
+            return outcome
         if self.failure_elsewhere is not None:
-            lines = [*self.failure_elsewhere.lines, "  The workers of this node ended because of that."]
+            self.screen.print([*self.failure_elsewhere.lines, "  The workers of this node ended because of that."])
         elif self.stopped_by is not None and outcome.first is None and self.hung_seconds is None:
-            lines = [f"{outcome.words}."]
+            self.screen.print([f"{outcome.words}."])
         else:
-            lines = self._failure_lines(outcome)
-        self.screen.print(lines)
+            self.screen.print(self._failure_lines(outcome))
+        return outcome
 
     def _failure_lines(self, outcome: Outcome) -> list[str]:
         first, log = outcome.first, None
         if first is not None:
-            worker = self.pool.scheduler if first.rank is None else self.pool.workers[first.rank]
-            log = self.files.msrun_log if first is self.msrun_failure else worker.log
-        lines = report(outcome, log, first.at_seconds - self.timers.began if first else 0.0)
+            log = self.files.msrun_log if first is self.msrun_failure else self.files.log(first.rank)
+        lines = report(outcome, log, first.at_seconds - self.began if first else 0.0)
         if self.hung_seconds is not None:
             where = self.files.log_dir
             lines.append(f"  Ranks that still answer have their Python stacks at the end of their logs: {where}")

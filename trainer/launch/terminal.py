@@ -14,13 +14,11 @@ import sys
 import termios
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 # Control sequences (colours, cursor), operating system commands (titles), and two-character escapes.
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _ERASED = re.compile(rb".*(?:\r|\x1b\[[012]?K)", re.DOTALL)
-
-SHOW_CURSOR = b"\x1b[?25h"
 
 
 class PlainText:
@@ -46,12 +44,9 @@ class PlainText:
 
 
 class WorkerTerminal:
-    """The master's side of a worker's terminal.
+    """The master's side of a worker's terminal, of so many columns and lines. The log gets its plain text.
 
-    Args:
-        log: Gets the plain text.
-        pipe: Path of the launcher's named pipe; what does not fit while it is full is dropped; the log has it.
-        size: Columns and lines.
+    What does not fit into the launcher's named pipe while it is full is dropped there.
     """
 
     def __init__(self, log: BinaryIO, pipe: str, size: tuple[int, int]) -> None:
@@ -65,17 +60,10 @@ class WorkerTerminal:
             self._pipe = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         self.resize(size)
 
-    def fileno(self) -> int:
-        return self.master
-
     def resize(self, size: tuple[int, int]) -> None:
         columns, lines = size
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-    def started(self) -> None:
-        """The worker has its side now: with its end the terminal ends."""
-        os.close(self.slave)
 
     def pump(self) -> bool:
         """Passes on what is there; whether more may come."""
@@ -103,22 +91,10 @@ class WorkerTerminal:
             os.close(self._pipe)
 
 
-def make_pipe(path: Path) -> int:
-    """Makes a named pipe and opens it for reading, without waiting for a writer.
-
-    Returns:
-        Its descriptor. A second one, for writing, stays open in this process: no writer is no end of the text.
-    """
-    os.mkfifo(path, 0o600)
-    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    return reading
-
-
-def terminal_size(descriptor: int) -> tuple[int, int]:
-    """Columns and lines of a terminal; 80 and 24 of anything else."""
+def terminal_size() -> tuple[int, int]:
+    """Columns and lines of standard output; 80 and 24 when it is no terminal."""
     try:
-        columns, lines = os.get_terminal_size(descriptor)
+        columns, lines = os.get_terminal_size(1)
     except OSError:
         return 80, 24
     return columns or 80, lines or 24
@@ -136,11 +112,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class Follower:
-    """Copies a worker's output to the terminal, without MindSpore's chatter about the cluster.
-
-    Args:
-        read: Returns what has come since the last call.
-    """
+    """Copies a worker's output, of which `read` returns what is new, to the terminal, without MindSpore's chatter."""
 
     def __init__(self, read: Callable[[], bytes], terminal: BinaryIO) -> None:
         self._read, self._terminal = read, terminal
@@ -191,12 +163,15 @@ def growth_of(path: Path) -> Callable[[], bytes]:
     return read
 
 
-def out_of_pipe(descriptor: int) -> Callable[[], bytes]:
-    """A function that returns what has come through a pipe since the last call."""
+def output_of_pipe(path: Path) -> Callable[[], bytes]:
+    """Makes a named pipe; returns a function that returns what has come through it since the last call."""
+    os.mkfifo(path, 0o600)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # stays open: without a writer, reading would find the end
 
     def read() -> bytes:
         with contextlib.suppress(BlockingIOError):
-            return os.read(descriptor, _READ_BYTES)
+            return os.read(reading, _READ_BYTES)
         return b""
 
     return read
@@ -222,62 +197,54 @@ class Screen:
     """The launcher's standard output and standard error, on a terminal or not.
 
     Args:
-        follower: Copies the output of a worker to standard output.
-        drawn: Whether that worker has a terminal of its own, on which it may draw.
+        drawn: Whether the worker that is followed has a terminal of its own, on which it may draw.
     """
 
-    def __init__(self, follower: Follower, drawn: bool = False, errors: TextIO | None = None) -> None:
+    def __init__(self, follower: Follower, drawn: bool = False) -> None:
         self._follower, self._drawn = follower, drawn
-        self._errors = sys.stderr if errors is None else errors
         self._waiting = ""
         self._spoke = False
 
-    @property
-    def size(self) -> tuple[int, int]:
-        return terminal_size(1)
-
-    def update(self, started: int, workers: int, seconds: float, quiet: bool = False) -> None:
-        """Copies what the worker has said since the last call; before it says anything, shows what is waited for.
+    def update(self, started: int, workers: int, seconds: float, quiet: bool) -> None:
+        """Copies the worker's new output; before the first, shows what is waited for, unless it is to be quiet.
 
         Args:
-            started: Workers that run.
-            workers: All workers of this host.
+            started, workers: Number of workers of this host that run, and of all.
             seconds: Since the job began.
-            quiet: Whether nothing is waited for any more.
         """
         text = self._follower.new_text()
         if text:
             self._spoke = True
             self._show_waiting("")
         self._follower.copy(text)
-        if not self._spoke:
-            self._show_waiting("" if quiet else waiting_for(started, workers, seconds))
+        if self._spoke:
+            return
+        if quiet:
+            self._show_waiting("")
+        elif started < workers:
+            self._show_waiting(f"msrun starts the workers: {started} of {workers} run, {seconds:.0f} s")
+        else:
+            self._show_waiting(f"{workers} workers load MindSpore and find each other, {seconds:.0f} s")
 
     def print(self, lines: list[str]) -> None:
         """Prints lines of the launcher; on a terminal it first clears the line that is drawn there."""
         self._waiting = ""
-        clear = _CLEAR_LINE if self._errors.isatty() else ""
+        clear = _CLEAR_LINE if sys.stderr.isatty() else ""
         for line in lines:
             self._write(f"{clear}{line}\n")
 
     def close(self) -> None:
         self._show_waiting("")
         if self._drawn:  # a worker that was killed while drawing leaves the cursor hidden
-            self._follower.copy(SHOW_CURSOR)
+            self._follower.copy(b"\x1b[?25h")
 
     def _show_waiting(self, text: str) -> None:
-        if text != self._waiting and self._errors.isatty():
+        if text != self._waiting and sys.stderr.isatty():
             self._waiting = text
             self._write(f"{_CLEAR_LINE}{text}")
 
-    def _write(self, text: str) -> None:
+    @staticmethod
+    def _write(text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a terminal that was closed is no reason to leave the workers
-            self._errors.write(text)
-            self._errors.flush()
-
-
-def waiting_for(started: int, workers: int, seconds: float) -> str:
-    """What is waited for before the first worker says anything."""
-    if started < workers:
-        return f"msrun starts the workers: {started} of {workers} run, {seconds:.0f} s"
-    return f"{workers} workers load MindSpore and find each other, {seconds:.0f} s"
+            sys.stderr.write(text)
+            sys.stderr.flush()

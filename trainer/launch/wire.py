@@ -1,4 +1,4 @@
-"""Messages between processes of a job: a JSON object a line, over a stream socket; and how long they are awaited."""
+"""Messages between the processes of a job: one JSON object per line, over a stream socket; and the scale of timers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from typing import Any
 Message = dict[str, Any]
 
 TIME_SCALE_VARIABLE = "RUN_TRAINER_TIME_SCALE"
-"""Environment variable with a factor for the launcher's own grace periods and time-outs, for tests: 0.25 for a quarter.
-"""
+"""Environment variable, for tests: a factor for the launcher's own grace periods and time-outs."""
 
 _MAX_LINE_BYTES = 1 << 20  # no message of this launcher is longer
 
 
 class Channel:
-    """One end of a connection. Never blocks: what cannot be sent at once counts as a lost connection.
-
-    Attributes:
-        closed: Whether the other end is gone.
-    """
+    """One end of a connection; `closed`: the other end is gone. Never blocks: what cannot be sent at once closes it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -59,7 +54,11 @@ class Channel:
         *lines, self._rest = self._rest.split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:
             self.closed = True
-        return [message for message in map(_parsed, lines) if message is not None]
+        messages = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                messages.append(json.loads(line))
+        return [message for message in messages if isinstance(message, dict)]
 
     def close_gracefully(self, seconds: float) -> None:
         """Closes once the other end has read all that was sent: for that, its own last messages must be read too."""
@@ -77,16 +76,34 @@ class Channel:
             self._socket.close()
 
 
-def _parsed(line: bytes) -> Message | None:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
+class Listener:
+    """A listening socket, and the connections on which no message has arrived yet."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        listening.listen(1024)
+        listening.setblocking(False)
+        self._socket = listening
+        self._unidentified: list[Channel] = []
+
+    @property
+    def sources(self) -> list[Channel | socket.socket]:
+        return [self._socket, *self._unidentified]
+
+    def accept(self) -> list[tuple[Channel, Message]]:
+        """Connections whose first message has arrived since the last call, each with that message."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._unidentified.append(Channel(self._socket.accept()[0]))
+        received = [(channel, channel.receive()) for channel in self._unidentified]
+        self._unidentified = [channel for channel, messages in received if not messages and not channel.closed]
+        return [(channel, messages[0]) for channel, messages in received if messages]
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def scaled(seconds: float) -> float:
-    """A grace period or time-out of the launcher, shorter where a test says so."""
+    """A grace period or time-out of the launcher, times the factor that a test sets."""
     return seconds * float(os.environ.get(TIME_SCALE_VARIABLE) or 1)
 
 

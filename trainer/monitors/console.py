@@ -32,19 +32,6 @@ def no_details(metrics: StepMetrics) -> list[str]:
     return []
 
 
-class Interval:
-    """The steps that are printed: every so many, and the first and the last of a run."""
-
-    def __init__(self, every: int) -> None:
-        self._every, self._first_step, self._last_step = every, 1, 0
-
-    def start(self, info: RunInfo) -> None:
-        self._first_step, self._last_step = info.start_step + 1, info.last_step
-
-    def __contains__(self, step: int) -> bool:
-        return step % self._every == 0 or step in (self._first_step, self._last_step)
-
-
 class Eta:
     """Seconds until the last step, from an exponential mean over about twenty steps."""
 
@@ -88,21 +75,24 @@ class LineMonitor(Monitor):
         details: DetailLines = no_details,
     ) -> None:
         self._write, self._step_line, self._details, self._release = write, step_line, details, release
-        self._eta, self._interval = Eta(), Interval(every)
+        self._eta, self._every, self._first_step, self._last_step = Eta(), every, 1, 0
 
     def on_start(self, info: RunInfo) -> None:
         self._eta.start(info)
-        self._interval.start(info)
+        self._first_step, self._last_step = info.start_step + 1, info.last_step
         self._write(wording.start_line(info))
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._eta.add(metrics)
-        if metrics.step in self._interval or metrics.overflow:
+        if self._is_printed(metrics.step) or metrics.overflow:
             self._write(self._step_line(metrics, self._eta.seconds(metrics)))
         self._write_details(metrics)
 
+    def _is_printed(self, step: int) -> bool:
+        return step % self._every == 0 or step in (self._first_step, self._last_step)
+
     def _write_details(self, metrics: StepMetrics) -> None:
-        for line in self._details(metrics) if metrics.step in self._interval else ():
+        for line in self._details(metrics) if self._is_printed(metrics.step) else ():
             self._write(line)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
@@ -134,7 +124,6 @@ class ProgressMonitor(LineMonitor):
         self._console = console
         self._progress: Progress | None = None
         self._bar_task: Task | None = None
-        self._last_step = 0
         self.newest: StepMetrics | None = None
 
     def on_start(self, info: RunInfo) -> None:
@@ -148,7 +137,6 @@ class ProgressMonitor(LineMonitor):
                 return monitor.figures()
 
         super().on_start(info)
-        self._last_step = info.last_step
         bar = [BarColumn(bar_width=20)] if self._console.width >= _WIDTH_WITH_BAR else []
         columns = (Figures(table_column=Column(no_wrap=True)), *bar)
         self._progress = Progress(*columns, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)

@@ -75,27 +75,17 @@ class ProcessGroup:
     def __init__(self, world: World) -> None:
         from trainer.parallel import collectives
 
-        self.rank, self.size, self.collectives = world.rank, world.size, collectives
+        self.rank, self.size, self.gather_float64 = world.rank, world.size, collectives.gather_float64
+        self.sum_gradients, self.all_gather_ranges = collectives.all_reduce_in_buckets, collectives.all_gather_ranges
+        self.gather_bytes, self.barrier = collectives.gather_bytes, collectives.barrier
         collectives.start(world)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        every = zip(*self.collectives.gather_float64(values), strict=True)
+        every = zip(*self.gather_float64(values), strict=True)
         return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in every]
-
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        return self.collectives.all_reduce_in_buckets(gradients)
-
-    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-        self.collectives.all_gather_ranges(parameters, own)
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        return self.collectives.gather_bytes(data)
 
     def any(self, flag: bool) -> bool:
         return self.all_sum([float(flag)])[0] > 0
-
-    def barrier(self) -> None:
-        self.collectives.barrier()
 
 
 def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:

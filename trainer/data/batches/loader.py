@@ -1,14 +1,19 @@
-"""The batches of a run: one rank's part of the training data and of the evaluation data."""
+"""The batches of a run: the order of sequences in an epoch, and one rank's micro-batches, which a thread prepares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from trainer.data.batches.batch import Batch, concatenate
 from trainer.data.batches.packing import SequenceDataset
-from trainer.data.batches.sampler import BatchLoader
 from trainer.data.datasets import batch_size, build_datasets, build_eval_dataset
+from trainer.data.rng import Stream, random_order
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,11 +47,7 @@ def training_batches(
 ) -> TrainingBatches:
     """Opens the training data, and what is held out of it or named for evaluation.
 
-    Args:
-        config: The whole configuration.
-        ranks: Selects the part of every batch.
-        progress: Called with (bytes done, bytes in all) while text is tokenized.
-        notice: Called with a sentence that the user should know.
+    `progress` is called with (bytes done, bytes in all) while text is tokenized.
 
     Raises:
         UserError: The data cannot be read, or fills no batch.
@@ -88,3 +89,101 @@ def _loader(
         rank=ranks[0],
         ranks=ranks[1],
     )
+
+
+def epoch_order(num_sequences: int, *, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
+    """The order of sequences in an epoch: int64 [num_sequences], a function of its arguments alone."""
+    return random_order(seed, Stream.ORDER, epoch, num_sequences) if shuffle else np.arange(num_sequences)
+
+
+@dataclass
+class BatchLoader:
+    """Makes the micro-batches of a data set; keeps no state between epochs.
+
+    An epoch takes `batch_size` x `ranks` sequences at a time in the order of `epoch_order`, and each rank gets its own
+    `batch_size` of them: no sequence is repeated in an epoch, and all ranks get equally many batches. The rest at the
+    end is dropped, or filled up to a whole batch with padding without loss: shapes never change.
+
+    Raises:
+        UserError: The data set does not fill one batch.
+    """
+
+    dataset: SequenceDataset
+    _: KW_ONLY
+    batch_size: int  # sequences of a micro-batch on one rank
+    shuffle: bool  # whether each epoch has its own random order
+    seed: int
+    drop_remainder: bool  # whether to drop the sequences at the end of an epoch that do not fill a batch of all ranks
+    prefetch_size: int  # micro-batches to prepare ahead
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.batch_size >= 1 and self.prefetch_size >= 1 and 0 <= self.rank < self.ranks
+        self.global_batch_size = self.batch_size * self.ranks
+        whole, left = divmod(self.dataset.num_sequences, self.global_batch_size)
+        self.batches_per_epoch = whole + bool(left and not self.drop_remainder)
+        if self.batches_per_epoch == 0:
+            of_ranks = f" for each of {self.ranks} ranks" if self.ranks > 1 else ""
+            rule = f"{self.dataset.num_sequences} sequences do not fill one batch{of_ranks}"
+            fix = "set a smaller batch_size, or drop_remainder to False"
+            raise UserError(rule, key="batch_size", value=self.batch_size, fix=fix)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Iterates over the micro-batches of an epoch.
+
+        A background thread prepares them from the first ``next`` on, until the iteration ends or the iterator is
+        closed. Its errors are raised here. `start` micro-batches are skipped without reading them.
+        """
+        assert 0 <= start <= self.batches_per_epoch
+        return _prefetch(self._batches(epoch, start), self.prefetch_size)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        order = epoch_order(self.dataset.num_sequences, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        for index in range(start, self.batches_per_epoch):
+            first = (index * self.ranks + self.rank) * self.batch_size
+            indices = order[first : first + self.batch_size]
+            missing = self.batch_size - len(indices)
+            if not missing:
+                yield self.dataset.batch(indices)
+            elif not len(indices):
+                yield self.dataset.padding(missing)
+            else:
+                yield concatenate(self.dataset.batch(indices), self.dataset.padding(missing))
+
+
+def _prefetch(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
+    """Runs an iterator in a thread, up to `size` items ahead."""
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(size)
+    stop = threading.Event()
+
+    def produce() -> None:
+        last: BaseException | None = None
+        try:
+            for batch in batches:
+                ready.put(batch)
+                if stop.is_set():
+                    return
+        except BaseException as error:  # the consumer must get every error
+            last = error
+        if not stop.is_set():
+            ready.put(last)
+
+    # A daemon: an iterator that is never closed must not keep the process alive.
+    thread = threading.Thread(target=produce, name="batch-prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        # This makes room for the one item that the thread may be about to put; then it sees the event.
+        while not ready.empty():
+            try:
+                ready.get_nowait()
+            except queue.Empty:
+                break
+        if thread is not threading.current_thread():  # the garbage collector may run in any thread
+            thread.join()

@@ -20,42 +20,27 @@ from trainer.data.tokens.token_file import TokenFile
 
 
 class SequenceDataset(Protocol):
-    """Sequences by number.
+    """Sequences by number."""
 
-    Attributes:
-        num_tokens: Tokens of all documents, including those that fill no sequence.
-        num_sequences: Number of sequences.
-        max_token_id: The largest token id, or an upper bound.
-        num_documents: Number of documents.
-        has_boundaries: Whether a sequence may contain several documents; if not, a causal mask is enough.
-        seq_length: Tokens of a sequence.
-        content: Identifies the tokens of the data set: other tokens have another `content`.
-    """
-
-    num_tokens: int
+    num_tokens: int  # of all documents, including those that fill no sequence
     num_sequences: int
-    max_token_id: int
+    max_token_id: int  # or an upper bound
     num_documents: int
-    has_boundaries: bool
-    seq_length: int
-    content: str
+    has_boundaries: bool  # whether a sequence may contain several documents; if not, a causal mask is enough
+    seq_length: int  # tokens of a sequence
+    content: str  # identifies the tokens of the data set: other tokens have another `content`
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Reads the sequences with these numbers, in this order.
-
-        Raises:
-            IndexError: A number is out of range.
-        """
+        """Reads the sequences with these numbers, in this order; raises IndexError where one is out of range."""
 
     def padding(self, size: int) -> Batch:
         """Makes sequences without loss, to fill up a last batch."""
 
 
 class TokenDataset:
-    """Sequences over the documents of a memory-mapped token file.
+    """Sequences over the documents of a memory-mapped token file; `batch` reads only what it needs.
 
     Args:
-        token_file: The tokens; `batch` reads only what it needs.
         spans: The documents that belong to this data set.
         seq_length: Tokens of a sequence (T).
         keep_tail: Whether the tokens after the last full sequence make another one, filled up with padding.
@@ -107,8 +92,10 @@ class TokenDataset:
         # No label at the last token of a document: the next token is another document's.
         labels_BT.reshape(-1)[np.cumsum(length_P)[~last_P] - 1] = IGNORE_INDEX
         labels_BT[~continues_B, -1] = IGNORE_INDEX
-        if self._token_file.mask is not None:
-            self._apply_loss_mask(labels_BT, file_BT, next_B)
+        mask = self._token_file.mask
+        if mask is not None:  # labels that are tokens of a prompt have no loss
+            labels_BT[:, :-1][mask[file_BT[:, 1:]] == 0] = IGNORE_INDEX
+            labels_BT[mask[next_B] == 0, -1] = IGNORE_INDEX
         if has_tail:
             input_ids_BT[stream_BT >= self.num_tokens] = 0
             labels_BT[stream_BT >= self.num_tokens - 1] = IGNORE_INDEX
@@ -132,20 +119,9 @@ class TokenDataset:
         end_P = np.where(document_P == last_B[sequence_P], ends_B[sequence_P], self._offsets[document_P + 1])
         return sequence_P, number_P.astype(np.int32), document_P, begin_P, end_P - begin_P
 
-    def _apply_loss_mask(self, labels_BT: np.ndarray, file_BT: np.ndarray, next_B: np.ndarray) -> None:
-        """Removes the loss from labels that are tokens of a prompt."""
-        learnt_BT = np.empty(labels_BT.shape, bool)
-        learnt_BT[:, :-1] = self._token_file.mask[file_BT[:, 1:]]
-        learnt_BT[:, -1] = self._token_file.mask[next_B]
-        labels_BT[~learnt_BT] = IGNORE_INDEX
-
 
 def checked_indices(indices: Sequence[int] | np.ndarray, num_sequences: int) -> np.ndarray:
-    """Returns sequence numbers as int64 [B].
-
-    Raises:
-        IndexError: A number is out of range, or there is none.
-    """
+    """Sequence numbers as int64 [B]; raises IndexError where one is out of range, or there is none."""
     indices_B = np.asarray(indices, np.int64)
     if not len(indices_B):
         raise IndexError("no sequence was requested")

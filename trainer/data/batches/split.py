@@ -1,5 +1,4 @@
-"""Splits documents into training and held-out ones, both as spans of the token file.
-"""
+"""Splits documents into training and held-out ones, both as spans of the token file."""
 
 from __future__ import annotations
 
@@ -13,15 +12,10 @@ _MAX_ROUNDS = 64
 
 
 class Spans(NamedTuple):
-    """Documents as ranges of a token file, in its order.
+    """Documents as ranges of a token file, in its order."""
 
-    Attributes:
-        starts: int64 [documents], first token of each.
-        lengths: int64 [documents], how many tokens, each at least 1.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
+    starts: np.ndarray  # int64 [documents], first token of each
+    lengths: np.ndarray  # int64 [documents], how many tokens, each at least 1
 
 
 def whole(offsets: np.ndarray) -> Spans:
@@ -33,31 +27,23 @@ def hold_out(documents: Spans, fraction: float, seed: int) -> tuple[Spans, Spans
     """Splits documents into (training, held out), the same way for the same seed.
 
     Whole documents are drawn at random as long as they fit into the fraction; at least one is held out (then the
-    shortest) and at least one is left. Of a single document the tail is held out.
-
-    Args:
-        documents: At least one, with at least two tokens in all.
-        fraction: Of all tokens; 0 < fraction < 1.
-        seed: The run's seed.
+    shortest) and at least one is left. Of a single document the tail is held out. `documents` have at least two tokens
+    in all, and 0 < `fraction` < 1 is that of all tokens.
     """
     target_tokens = int(round(fraction * int(documents.lengths.sum())))
     if len(documents.lengths) == 1:
-        return _split_tail(documents, target_tokens)
+        length = int(documents.lengths[0])
+        tail_tokens = min(max(target_tokens, 2), length - 1)  # two tokens: one label
+        head_tokens = length - tail_tokens
+        return (
+            Spans(documents.starts, np.array([head_tokens], np.int64)),
+            Spans(documents.starts + head_tokens, np.array([tail_tokens], np.int64)),
+        )
     is_held_out = np.zeros(len(documents.lengths), bool)
     is_held_out[_draw(documents.lengths, target_tokens, seed)] = True
     return (
         Spans(documents.starts[~is_held_out], documents.lengths[~is_held_out]),
         Spans(documents.starts[is_held_out], documents.lengths[is_held_out]),
-    )
-
-
-def _split_tail(document: Spans, target_tokens: int) -> tuple[Spans, Spans]:
-    length = int(document.lengths[0])
-    tail_tokens = min(max(target_tokens, 2), length - 1)  # two tokens: one label
-    head_tokens = length - tail_tokens
-    return (
-        Spans(document.starts, np.array([head_tokens], np.int64)),
-        Spans(document.starts + head_tokens, np.array([tail_tokens], np.int64)),
     )
 
 

@@ -31,21 +31,13 @@ _SHOWN_CHARACTERS = 80
 
 
 class Piece(NamedTuple):
-    """A part of a document.
+    """A part of a document."""
 
-    Attributes:
-        text: UTF-8, cut only between characters.
-        has_loss: Whether its tokens (and the end-of-sequence token after it) carry loss.
-        ends_turn: An end-of-sequence token follows.
-        ends_document: The next piece starts another document.
-        source_bytes: Bytes of the source that this piece consumed, for progress.
-    """
-
-    text: bytes
-    has_loss: bool
-    ends_turn: bool
-    ends_document: bool
-    source_bytes: int
+    text: bytes  # UTF-8, cut only between characters
+    has_loss: bool  # whether its tokens (and the end-of-sequence token after it) carry loss
+    ends_turn: bool  # an end-of-sequence token follows
+    ends_document: bool  # the next piece starts another document
+    source_bytes: int  # bytes of the source that this piece consumed, for progress
 
 
 def read_pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
@@ -60,10 +52,13 @@ def read_pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
     for file in source.files:
         if source.kind == sources.JSONL:
             yield from _jsonl_pieces(source, file)
-        elif source.kind == sources.STDLIB:
-            yield from _stdlib_pieces(source, file, chunk_bytes)
-        else:
-            yield from _text_pieces(source, file, chunk_bytes)
+            continue
+        if source.kind == sources.STDLIB:
+            with sources.open_file(source, file) as stream:
+                content = stream.read()
+            if not is_text(content):
+                continue
+        yield from _text_pieces(source, file, chunk_bytes)
 
 
 def is_text(content: bytes) -> bool:
@@ -73,13 +68,6 @@ def is_text(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in content
-
-
-def _stdlib_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator[Piece]:
-    with sources.open_file(source, file) as stream:
-        content = stream.read()
-    if is_text(content):
-        yield from _text_pieces(source, file, chunk_bytes)
 
 
 def _text_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator[Piece]:
@@ -141,11 +129,7 @@ def _jsonl_pieces(source: Source, file: SourceFile) -> Iterator[Piece]:
 
 
 def parse_line(line: bytes, where: str) -> list[Piece]:
-    """Turns a JSON line into the pieces of its document.
-
-    Args:
-        line: One JSON object.
-        where: ``file:line``, for messages.
+    """Turns a JSON line into the pieces of its document; `where` is ``file:line``, for messages.
 
     Raises:
         UserError: The line is not JSON or not an object, has no known form, or a field has the wrong type.
@@ -155,9 +139,8 @@ def parse_line(line: bytes, where: str) -> list[Piece]:
     except UnicodeDecodeError as error:
         raise UserError(f"JSON lines must be UTF-8 text ({error.reason})", where=where, fix=_JSON_FIX) from None
     except (json.JSONDecodeError, RecursionError) as error:
-        reason = "nested too deep"
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
+        is_syntax = isinstance(error, json.JSONDecodeError)
+        reason = f"{error.msg} at column {error.colno}" if is_syntax else "nested too deep"
         raise UserError(f"this line is not JSON ({reason})", where=where, fix=_JSON_FIX) from None
     if not isinstance(record, dict):
         rule = f"a line must be a JSON object, not {type(record).__name__}"
@@ -177,7 +160,12 @@ def _render(record: dict, where: str) -> list[Piece]:
     if "messages" in record:
         return render_messages(record["messages"], where)
     if "instruction" in record and "output" in record:
-        return _render_alpaca(record, where)
+        prompt = f"### Instruction:\n{_text_field(record, 'instruction', where)}\n\n"
+        if record.get("input"):
+            prompt += f"### Input:\n{_text_field(record, 'input', where)}\n\n"
+        prompt += "### Response:\n"
+        output = _text_field(record, "output", where)
+        return [Piece(prompt.encode(), False, False, False, 0), Piece(output.encode(), True, True, True, 0)]
     if "text" in record:
         text = _text_field(record, "text", where)
         return [Piece(text.encode(), True, True, True, 0)] if text else []
@@ -228,15 +216,6 @@ def _turn(message: object, index: int, where: str) -> tuple[str, str]:
     if role not in _ROLES:
         raise _wrong_field(f"{key}.role", role, f"one of {', '.join(_ROLES)}", where)
     return role, _text_field(message, "content", where, prefix=key + ".")
-
-
-def _render_alpaca(record: dict, where: str) -> list[Piece]:
-    prompt = f"### Instruction:\n{_text_field(record, 'instruction', where)}\n\n"
-    if record.get("input"):
-        prompt += f"### Input:\n{_text_field(record, 'input', where)}\n\n"
-    prompt += "### Response:\n"
-    output = _text_field(record, "output", where)
-    return [Piece(prompt.encode(), False, False, False, 0), Piece(output.encode(), True, True, True, 0)]
 
 
 def _text_field(record: dict, name: str, where: str, prefix: str = "") -> str:

@@ -44,20 +44,15 @@ class SourceFile(NamedTuple):
 class Source:
     """The files of one data set, in the order in which they are read.
 
-    Attributes:
-        kind: ``text`` (a file is a document), ``stdlib`` (the same, without files that are not UTF-8) or
-            ``jsonl`` (a line is a document).
-        name: ``dataset_dir`` as the user wrote it.
-        key: The configuration key, for messages.
-        where: The file and line, or the flag, that set it.
-        files: At least one file.
+    `kind` is ``text`` (a file is a document), ``stdlib`` (the same, without files that are not UTF-8) or ``jsonl`` (a
+    line is a document).
     """
 
     kind: str
-    name: str
-    key: str
+    name: str  # dataset_dir as the user wrote it
+    key: str  # for messages, as is `where`
     where: str
-    files: tuple[SourceFile, ...]
+    files: tuple[SourceFile, ...]  # at least one
 
     @property
     def size_bytes(self) -> int:
@@ -65,11 +60,7 @@ class Source:
 
 
 def find_source(config: Config, section: str) -> Source:
-    """Lists the files of a data set without reading them.
-
-    Args:
-        config: The whole configuration.
-        section: ``train_dataset`` or ``eval_dataset``.
+    """Lists the files of a data set section without reading them.
 
     Raises:
         UserError: The path does not exist or is neither a file nor a folder, a folder has no matching file, or a file
@@ -87,10 +78,7 @@ def find_source(config: Config, section: str) -> Source:
         return Source(STDLIB, name, key, where, _stdlib_files(key, where))
     kind = JSONL if loader.type == "JsonlDataset" else TEXT
     root = Path(os.path.expanduser(name))
-    if os.path.isdir(root):
-        paths = _matching_files(root, loader.patterns, key, where)
-    else:
-        paths = [root]
+    paths = _matching_files(root, loader.patterns, key, where) if os.path.isdir(root) else [root]
     return Source(kind, name, key, where, tuple(_stat(path, key, where) for path in paths))
 
 
@@ -161,11 +149,7 @@ def _unreadable(path: Path, error: Exception, key: str, where: str) -> UserError
 
 
 def open_file(source: Source, file: SourceFile):
-    """Opens a file of the source for reading bytes.
-
-    Raises:
-        UserError: The file cannot be opened.
-    """
+    """Opens a file of the source for reading bytes; raises a UserError where it cannot be opened."""
     try:
         return open(file.path, "rb")
     except OSError as error:
@@ -199,11 +183,7 @@ def first_changed(source: Source) -> Path | None:
 
 
 def content_key(source: Source, settings: str) -> str:
-    """Hashes the content of the files in order: equal for a copy elsewhere, different for any changed byte.
-
-    Raises:
-        UserError: A file cannot be read.
-    """
+    """Hashes the content of the files in order: equal for a copy elsewhere, different for any changed byte."""
     whole = hashlib.sha256(settings.encode())
     for file in source.files:
         digest = hashlib.sha256()
@@ -215,11 +195,7 @@ def content_key(source: Source, settings: str) -> str:
 
 
 def read_chunks(source: Source, file: SourceFile, stream, chunk_bytes: int = _READ_BYTES) -> Iterable[bytes]:
-    """Reads an open file piece by piece.
-
-    Raises:
-        UserError: The file system fails to read it.
-    """
+    """Reads an open file piece by piece; raises a UserError where the file system fails to read it."""
     while True:
         try:
             chunk = stream.read(chunk_bytes)
@@ -251,11 +227,7 @@ def not_text(file: SourceFile, offset_bytes: int, reason: str) -> UserError:
 
 
 def read_lines(source: Source, file: SourceFile, stream) -> Iterable[bytes]:
-    """Reads an open file line by line.
-
-    Raises:
-        UserError: The file system fails to read it.
-    """
+    """Reads an open file line by line; raises a UserError where the file system fails to read it."""
     try:
         yield from stream
     except OSError as error:

@@ -44,15 +44,10 @@ _KINDS = {IMAGES_MAGIC: "images", LABELS_MAGIC: "labels"}
 
 
 class ImageBatch(NamedTuple):
-    """One micro-batch of images.
+    """One micro-batch of images."""
 
-    Attributes:
-        pixels: uint8 [B, P].
-        labels: int32 [B]; `IGNORE_INDEX` in the padding of a last batch.
-    """
-
-    pixels: np.ndarray
-    labels: np.ndarray
+    pixels: np.ndarray  # uint8 [B, P]
+    labels: np.ndarray  # int32 [B]; `IGNORE_INDEX` in the padding of a last batch
 
 
 class ImageDataset:
@@ -95,9 +90,8 @@ def build_images(config: Config, section: str) -> ImageDataset:
         UserError: A file is missing, damaged or of another format, its images do not fit the classifier, or a label is
             not one of the classes.
     """
-    files = [_checked(config, section, *pair) for pair in _found(config, section)]
     images, labels = [], []
-    for image_file, label_file in files:
+    for image_file, label_file in [_checked(config, section, *pair) for pair in _found(config, section)]:
         images.append(_placed(config, section, read_array, image_file))
         labels.append(_placed(config, section, read_array, label_file))
         largest, classes = int(labels[-1].max()), config.classifier.classes
@@ -119,10 +113,7 @@ def _found(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
     if not folder.is_dir():
         raise _error(config, section, f"{folder} is not a folder", f"name the folder of MNIST's files; {_DRAW}")
     for part in _PARTS[usage]:
-        yield (
-            _file(config, section, folder, part, "images", "idx3"),
-            _file(config, section, folder, part, "labels", "idx1"),
-        )
+        yield tuple(_file(config, section, folder, part, *kind) for kind in (("images", "idx3"), ("labels", "idx1")))
 
 
 def _file(config: Config, section: str, folder: Path, part: str, kind: str, form: str) -> Path:
@@ -189,22 +180,22 @@ def read_header(path: Path, magic: int) -> IdxFile:
     try:
         with path.open("rb") as file:
             is_gzipped = file.read(2) == _GZIP_MAGIC
-        with _open(path, is_gzipped) as file:
+        with gzip.open(path) if is_gzipped else path.open("rb") as file:
             header = file.read(header_bytes)
         size_bytes = path.stat().st_size
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, error) from None
     if len(header) < 4:
-        raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {wanted}", _again(path))
+        raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {wanted}")
     found = struct.unpack(">i", header[:4])[0]
     if found != magic:
         what = f"a file of {_KINDS[found]} ({found})" if found in _KINDS else f"{found}, which is not an idx file"
-        raise _wrong(path, f"it starts with the number of {what}, and {wanted} have {magic}", _again(path))
+        raise _wrong(path, f"it starts with the number of {what}, and {wanted} have {magic}")
     if len(header) < header_bytes:
-        raise _wrong(path, f"it ends within its header of {header_bytes} bytes", _again(path))
+        raise _wrong(path, f"it ends within its header of {header_bytes} bytes")
     shape = struct.unpack(f">{axes}i", header[4:])
     if min(shape) < 1:
-        raise _wrong(path, f"its header says {' x '.join(map(str, shape))}: there is nothing in it", _again(path))
+        raise _wrong(path, f"its header says {' x '.join(map(str, shape))}: there is nothing in it")
     if not is_gzipped:
         _check_size(path, size_bytes, shape, header_bytes)
     return IdxFile(path, shape, header_bytes, is_gzipped)
@@ -227,27 +218,19 @@ def read_array(file: IdxFile) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=file.header_bytes).reshape(file.shape)
 
 
-def _open(path: Path, is_gzipped: bool):
-    return gzip.open(path) if is_gzipped else path.open("rb")
-
-
 def _check_size(path: Path, size_bytes: int, shape: tuple[int, ...], header_bytes: int) -> None:
     wanted_bytes = header_bytes + math.prod(shape)
     if size_bytes != wanted_bytes:
         state = "cut short" if size_bytes < wanted_bytes else "too long"
         sizes = f"{' x '.join(map(str, shape))} take {wanted_bytes:,} bytes, and it has {size_bytes:,}"
-        raise _wrong(path, f"it is {state}: {sizes}", _again(path))
+        raise _wrong(path, f"it is {state}: {sizes}")
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
-        return _wrong(path, f"it is cut short or damaged ({str(error).rstrip('.')})", _again(path))
+        return _wrong(path, f"it is cut short or damaged ({str(error).rstrip('.')})")
     return _wrong(path, f"it cannot be read ({getattr(error, 'strerror', None) or error})", "make it readable")
 
 
-def _again(path: Path) -> str:
-    return f"copy {path.name} anew"
-
-
-def _wrong(path: Path, rule: str, fix: str) -> UserError:
-    return UserError(f"{path}: {rule}", fix=fix)
+def _wrong(path: Path, rule: str, fix: str = "") -> UserError:
+    return UserError(f"{path}: {rule}", fix=fix or f"copy {path.name} anew")

@@ -12,28 +12,20 @@ from trainer.data.rng import Stream, random_bits
 
 
 class SyntheticDataset:
-    """Sequences of random tokens: sequence i is a function of (seed, i).
+    """Sequences of tokens drawn uniformly from 0 to vocab_size - 1: sequence i is a function of (seed, i).
 
-    Args:
-        num_sequences: Number of sequences.
-        seq_length: Tokens of a sequence (T).
-        vocab_size: Tokens are drawn uniformly from 0 to vocab_size - 1.
-        seed: The run's seed.
-        first: Number of the first sequence, so that two data sets of one seed can differ.
+    `first` is the number of the first sequence, so that two data sets of one seed can differ.
     """
 
     has_boundaries = False
 
     def __init__(self, num_sequences: int, seq_length: int, vocab_size: int, seed: int, first: int = 0) -> None:
-        self.num_sequences = num_sequences
+        self.num_sequences = self.num_documents = num_sequences
         self.seq_length = seq_length
         self.num_tokens = num_sequences * seq_length
-        self.num_documents = num_sequences
         self.max_token_id = vocab_size - 1
         self.content = f"random tokens from 0 to {vocab_size - 1}"
-        self._vocab_size = vocab_size
-        self._seed = seed
-        self._first = first
+        self._vocab_size, self._seed, self._first = vocab_size, seed, first
 
     def padding(self, size: int) -> Batch:
         return padding_batch(size, self.seq_length)

@@ -44,14 +44,8 @@ def find_token_file(
 ) -> TokenFile:
     """Opens the token file of a source; builds it first if the cache has none, or a damaged one.
 
-    Args:
-        source: The files.
-        tokenizer: Encodes them.
-        cache: Holds the token files.
-        progress: Called during a build with (bytes done, bytes of the source).
-        notice: Called with a sentence when a damaged token file is rebuilt.
-        chunk_bytes: Largest piece of a text file.
-        group_bytes: Amount of text to encode at a time.
+    `progress` is called during a build with (bytes done, bytes of the source), `notice` with a sentence when a damaged
+    file is rebuilt. `chunk_bytes` bounds a piece of a text file, `group_bytes` the text that is encoded at a time.
 
     Raises:
         UserError: The source is not text, is empty or cannot be read, or the cache cannot be written.
@@ -81,6 +75,10 @@ def _settings(source: Source, tokenizer: Tokenizer, chunk_bytes: int) -> str:
     return "\n".join((str(FORMAT_VERSION), source.kind, tokenizer.fingerprint, str(chunk_bytes), ""))
 
 
+def _stamp_file(source: Source, settings: str, cache: Cache) -> Path:
+    return cache.path / f"{sources.stamp(source, settings)[:32]}.stamp"
+
+
 def _pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
     """Reads the source; fails at its end, before the token file gets its name, if a file has changed meanwhile."""
     yield from read_pieces(source, chunk_bytes)
@@ -92,10 +90,6 @@ def _check_unchanged(source: Source) -> None:
     if changed is not None:
         fix = "start again when no process writes to the data set any more"
         raise RunError("the file changed while it was read", where=str(changed), fix=fix)
-
-
-def _stamp_file(source: Source, settings: str, cache: Cache) -> Path:
-    return cache.path / f"{sources.stamp(source, settings)[:32]}.stamp"
 
 
 def _read_stamp(stamp_file: Path) -> str | None:

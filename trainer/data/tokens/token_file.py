@@ -67,21 +67,13 @@ class TokenFileMeta:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A memory-mapped token file.
-
-    Attributes:
-        path: Its folder.
-        meta: Counts and sizes.
-        tokens: uint16 or uint32 [num_tokens].
-        offsets: int64 [num_documents + 1].
-        mask: uint8 [num_tokens], or None when every token carries loss.
-    """
+    """A memory-mapped token file."""
 
     path: Path
     meta: TokenFileMeta
-    tokens: np.ndarray
-    offsets: np.ndarray
-    mask: np.ndarray | None
+    tokens: np.ndarray  # uint16 or uint32 [num_tokens]
+    offsets: np.ndarray  # int64 [num_documents + 1]
+    mask: np.ndarray | None  # uint8 [num_tokens], or None when every token carries loss
 
 
 def open_token_file(path: Path) -> TokenFile | None:
@@ -128,13 +120,10 @@ def build_token_file(
     """Writes a token file from a stream of pieces, in memory bounded by `group_bytes`.
 
     Args:
-        cache: Holds the token files.
         name: The folder to make. An existing one is used if it is complete and replaced if it is damaged.
         pieces: The corpus.
-        tokenizer: Encodes it.
         source: Origin of the pieces, for messages and progress.
         progress: Called after every group.
-        group_bytes: Amount of text to encode at a time.
 
     Raises:
         UserError: The corpus holds no text, or the cache folder cannot be written.

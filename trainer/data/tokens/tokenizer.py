@@ -44,19 +44,10 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer.
-
-    Attributes:
-        vocab_size: The largest id + 1.
-        eos_id: Ends a document, and each answer of a conversation.
-        bos_id: Begins a document; None where the tokenizer has none.
-        fingerprint: Changes whenever the same text could become other ids.
-    """
-
-    vocab_size: int
-    eos_id: int
-    bos_id: int | None
-    fingerprint: str
+    vocab_size: int  # the largest id + 1
+    eos_id: int  # ends a document, and each answer of a conversation
+    bos_id: int | None  # begins a document
+    fingerprint: str  # changes whenever the same text could become other ids
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
@@ -82,10 +73,14 @@ def load_tokenizer(config: Config, section: str = "train_dataset") -> Tokenizer:
             ``model_config.eos_token_id`` is not one of its tokens.
     """
     wanted = getattr(config, section).tokenizer
-    if wanted.type == "bytes":
-        return _bytes_tokenizer(config)
-    key = f"{section}.tokenizer.path"
-    return _load_hugging_face(config, wanted.path, key)
+    if wanted.type != "bytes":
+        return _load_hugging_face(config, wanted.path, f"{section}.tokenizer.path")
+    eos_id = _configured_id(config, "eos")
+    if eos_id not in (None, _BYTES_EOS_ID):
+        key, fix = "model.model_config.eos_token_id", f"leave it out, or set it to {_BYTES_EOS_ID}"
+        rule = f"the tokenizer `bytes` ends a document with id {_BYTES_EOS_ID}"
+        raise UserError(rule, where=config.source.where(key), key=key, value=eos_id, fix=fix)
+    return ByteTokenizer()
 
 
 class ByteTokenizer:
@@ -124,24 +119,8 @@ class _ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-def _bytes_tokenizer(config: Config) -> ByteTokenizer:
-    eos_id = _configured_id(config, "eos")
-    if eos_id not in (None, _BYTES_EOS_ID):
-        key, fix = "model.model_config.eos_token_id", f"leave it out, or set it to {_BYTES_EOS_ID}"
-        rule = f"the tokenizer `bytes` ends a document with id {_BYTES_EOS_ID}"
-        raise UserError(rule, where=config.source.where(key), key=key, value=eos_id, fix=fix)
-    return ByteTokenizer()
-
-
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``.
-
-    Args:
-        tokenizer: A `tokenizers.Tokenizer`.
-        eos_id: The token that ends a document.
-        bos_id: The token that begins one, or None.
-        content: The bytes of the file, for the fingerprint.
-    """
+    """A ``tokenizer.json`` as a `tokenizers.Tokenizer`; `content` are the bytes of the file, for the fingerprint."""
 
     def __init__(self, tokenizer, *, eos_id: int, bos_id: int | None, content: bytes) -> None:
         self._tokenizer = tokenizer
@@ -208,9 +187,8 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     if not name:
         where = where or config.source.where(key.removesuffix("path") + "type")
         fix = "set tokenizer.path to the file or its folder, or tokenizer.type to bytes"
-        raise UserError(
-            "the tokenizer `huggingface` needs a tokenizer.json", where=where, key=key, value=name, fix=fix
-        )
+        rule = "the tokenizer `huggingface` needs a tokenizer.json"
+        raise UserError(rule, where=where, key=key, value=name, fix=fix)
     path = Path(os.path.expanduser(name))
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     fix = "name a tokenizer.json as saved by Hugging Face tokenizers, or its folder, or set tokenizer.type to bytes"
@@ -230,7 +208,11 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     # A file may contain settings for fixed-size batches; a training corpus must be neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    described = _read_description(path.with_name("tokenizer_config.json"))
+    try:
+        described = json.loads(path.with_name("tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        described = {}  # the file is optional
+    described = described if isinstance(described, dict) else {}
     eos_id = _find_special(config, tokenizer, described, "eos", EOS_NAMES)
     if eos_id is None:
         rule = f"the tokenizer has no token that ends a document; looked for {', '.join(EOS_NAMES)}"
@@ -239,15 +221,6 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     if described.get("add_bos_token") is not False:
         bos_id = _find_special(config, tokenizer, described, "bos", BOS_NAMES)
     return HuggingFaceTokenizer(tokenizer, eos_id=eos_id, bos_id=bos_id, content=content)
-
-
-def _read_description(path: Path) -> dict:
-    """Reads ``tokenizer_config.json``, which is optional: empty when it is missing or unreadable."""
-    try:
-        described = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return described if isinstance(described, dict) else {}
 
 
 def _configured_id(config: Config, kind: str) -> int | None:
