@@ -48,12 +48,7 @@ def parse_config(name: str, text: str, overrides: Sequence[Override] = ()) -> Co
 
 
 def config_notices(config: Config, world: World = SINGLE_PROCESS) -> list[str]:
-    """What the user should know before the run: keys that change nothing, guesses, and what works differently here.
-
-    Args:
-        config: Of the run.
-        world: The job it runs in.
-    """
+    """What the user should know before the run: keys that change nothing, guesses, and what works differently here."""
     ignored = [Notice(text, "ignored") for text in ignored_notices(config)]
     parallel = [Notice(text, "parallel") for text in parallel_notices(config, world)]
     return [*config.source.notices, *ignored, *rule_notices(config), *parallel]
