@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         print("stopped by SIGINT", file=sys.stderr)
         code = EXIT_SIGINT
+    except BrokenPipeError:  # whoever read our output went away, as in `| head`: no message
+        code = EXIT_RUN_FAILED
     except OSError as error:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
