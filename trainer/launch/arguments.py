@@ -195,8 +195,7 @@ def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> Lau
     """The options that msrun_launcher.sh was given as 1, 2, 6 or 9 arguments.
 
     Args:
-        words: EXECUTE_ORDER [WORKER_NUM], or EXECUTE_ORDER WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT, or
-            EXECUTE_ORDER WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT.
+        words: The script or command, then the values of `names` below.
         environment: Its MF_LOG_SUFFIX is appended to the folder of the logs.
 
     Raises:

@@ -163,7 +163,7 @@ def _detach(options: LaunchOptions, files: JobFiles) -> int:
             break
         time.sleep(0.05)
     text = output.read_text(encoding="utf-8", errors="replace").strip()
-    raise RunError(f"the job did not start: {text or 'nothing was said about it'}", key="launch")
+    raise RunError(f"the job did not start: {text or 'its launcher printed nothing'}", key="launch")
 
 
 def find_job(folder: Path) -> tuple[Path, JobState]:

@@ -29,17 +29,11 @@ _DELIVERY_SECONDS = 10.0
 
 
 class Event(NamedTuple):
-    """What another node says, or what happens to it.
+    """What another node says, or what happens to it."""
 
-    Attributes:
-        kind: ``failed``: its part of the job failed, or it is lost; ``stop``: a signal for all workers; ``note``.
-        number: The exit code, or the signal.
-        lines: To print.
-    """
-
-    kind: Literal["failed", "stop", "note"]
-    number: int
-    lines: list[str]
+    kind: Literal["failed", "stop", "note"]  # failed: its part of the job failed, or it is lost
+    number: int  # the exit code, or the signal for all workers
+    lines: list[str]  # to print
 
 
 @dataclass

@@ -44,12 +44,9 @@ class PlainText:
 
 
 class WorkerTerminal:
-    """The master's side of a worker's terminal.
+    """The master's side of a worker's terminal, of so many columns and lines. The log gets its plain text.
 
-    Args:
-        log: Gets the plain text.
-        pipe: The launcher's named pipe; what does not fit while it is full is dropped here, and kept in the log.
-        size: Columns and lines.
+    What does not fit into the launcher's named pipe while it is full is dropped there.
     """
 
     def __init__(self, log: BinaryIO, pipe: str, size: tuple[int, int]) -> None:
@@ -200,8 +197,7 @@ class Screen:
     """The launcher's standard output and standard error, on a terminal or not.
 
     Args:
-        follower: Of the worker that the user sees.
-        drawn: Whether that worker has a terminal of its own, on which it may draw.
+        drawn: Whether the worker that is followed has a terminal of its own, on which it may draw.
     """
 
     def __init__(self, follower: Follower, drawn: bool = False) -> None:
@@ -210,12 +206,11 @@ class Screen:
         self._spoke = False
 
     def update(self, started: int, workers: int, seconds: float, quiet: bool) -> None:
-        """Copies what the worker has said since the last call; before it says anything, shows what is waited for.
+        """Copies the worker's new output; before the first, shows what is waited for, unless it is to be quiet.
 
         Args:
             started, workers: Number of workers of this host that run, and of all.
             seconds: Since the job began.
-            quiet: Whether nothing is waited for any more.
         """
         text = self._follower.new_text()
         if text:

@@ -18,11 +18,7 @@ _MAX_LINE_BYTES = 1 << 20  # no message of this launcher is longer
 
 
 class Channel:
-    """One end of a connection. Never blocks: what cannot be sent at once counts as a lost connection.
-
-    Attributes:
-        closed: Whether the other end is gone.
-    """
+    """One end of a connection; `closed`: the other end is gone. Never blocks: what cannot be sent at once closes it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -202,7 +202,7 @@ class LossCell(nn.Cell):
 
 
 class StagedLossCell(LossCell):
-    """`LossCell` for a pipeline, whose micro-batches MindSpore wants to be calls of one graph."""
+    """`LossCell` for a pipeline, whose micro-batches must be calls of one graph."""
 
     @lazy_inline
     def __init__(self, config, kernels, tables, mask) -> None:

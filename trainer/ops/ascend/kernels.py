@@ -68,10 +68,10 @@ class Attention(nn.Cell):
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
-    """The tables as the operator wants them, [1, N, 1, d]: it spreads them over the heads itself."""
+    """The tables that the operator takes, [1, N, 1, d]: it repeats them for the heads itself."""
     return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
 
 
 def attention_mask(allowed_BTT: np.ndarray, heads: int, kv_heads: int) -> tuple[Tensor, None]:
-    """The mask as the operator wants it: [B, 1, T, T], True where a position must not be seen. One mask for all."""
+    """The mask that the operator takes: [B, 1, T, T], True where a position must not be seen."""
     return Tensor(~allowed_BTT[:, None]), None

@@ -26,9 +26,9 @@ from trainer.ops.cpu.arrays import (
 )
 from trainer.ops.routing import Routing
 
-_MOST_ROWS = 1024  # that a thread takes at once: products of fewer than some hundred are slower
-_SCRATCH_NUMBERS = 1 << 21  # of a thread: large models have enough work in fewer rows
-_MOST_SEGMENTS = 4  # of one expert's rows, each with a gradient of the weights of its own
+_MOST_ROWS = 1024  # rows that a thread takes at once: products of fewer than some hundred are slower
+_SCRATCH_NUMBERS = 1 << 21  # size of a thread's scratch: large models have enough work in fewer rows
+_MOST_SEGMENTS = 4  # parts of one expert's rows, each with its own gradient of the weights
 
 
 class CpuExperts:
@@ -203,10 +203,9 @@ def _swiglu_gradient(
 
     Args:
         gate, up: Replaced by their gradients.
-        inner: Becomes what went into the next product.
-        grad: Gradient of that; overwritten.
-        work: Overwritten.
-        weight_r, grad_weight_r: A factor for each row, and where its gradient goes.
+        inner: Receives the input of the next product.
+        grad: Gradient of `inner`; overwritten, as `work` is.
+        weight_r, grad_weight_r: A factor for each row; receives the gradient of the factor.
     """
     sigmoid, silu = work, inner
     with np.errstate(over="ignore"):

@@ -1,9 +1,9 @@
 """Reference kernels of experts: right on every device, and fast on a CPU. They compute on the host, with NumPy.
 
 How many rows an expert has changes from call to call. To MindSpore every number of rows is a new shape, which costs two
-to four times as much the first time, and a slice of the stacked weights is a slow operator. NumPy knows no such costs:
-products of some hundred rows, shared among threads and written where they belong, take the time of one dense product.
-It sees tensors in the host's memory as arrays without copying them, and so does MindSpore with its results.
+to four times as much the first time, and a slice of the stacked weights is a slow operator. NumPy has no such costs:
+products of some hundred rows, shared among threads and written in place, take the time of one dense product. It reads
+tensors in the host's memory as arrays without copying them, and MindSpore takes its results the same way.
 
 So these cells run operator by operator only. MindSpore runs `construct` and `bprop` of a cell with a `bprop` without
 recording them. Arithmetic is float32; what leaves has the dtype of what came in.
