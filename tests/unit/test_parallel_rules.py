@@ -136,8 +136,9 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     [
         ("parallel_config: {pipeline_stage: 2}\nrunner_config: {gradient_accumulation_steps: 4}\n",
          ["micro_batch_num = 1: a pipeline of 2 stages needs as many", "set it to 2 or more"]),
-        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 4}\nrunner_config: {gradient_accumulation_steps: 8}\n",
-         ["gradient_accumulation_steps = 8: in a pipeline it means micro_batch_num, which is 4 (a.yaml:17)"]),
+        ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 4}\n"
+         "runner_config: {gradient_accumulation_steps: 8}\n",
+         ["gradient_accumulation_steps = 8: in a pipeline it means micro_batch_num, which is 4 (a.yaml:18)"]),
         ("parallel_config: {pipeline_stage: 8, micro_batch_num: 8}\n", ["stage = 8: the model has 2 layers"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nfreeze: {layers: 0}\n",
          ["freeze = {'layers': 0}: not yet supported in semi-automatic mode with a pipeline", "pipeline_stage to 1"]),
@@ -183,6 +184,8 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     notices = told(pipeline + more, EIGHT)
     assert "gradient_accumulation_steps 4: no effect in a pipeline" in notices
     assert "micro_batch_num 4 says how many" in notices and "recompute_config: no effect" in notices
+    differs = load(BASE + pipeline + "runner_config: {gradient_accumulation_steps: 8}\n")
+    preflight(differs, EIGHT, choose_backend(differs, EIGHT).problems())  # a problem only beside use_parallel True
     alone = "parallel: {parallel_mode: 1}\nparallel_config: {micro_batch_num: 4}\ncontext: {mode: 1}\n"
     notices = told(alone, EIGHT)
     assert "micro_batch_num 4: no effect without a pipeline" in notices and "context.mode 1: no effect" in notices

@@ -1,11 +1,11 @@
 """Configuration: YAML and flags in, one checked tree of values out. Never imports MindSpore."""
 
-from trainer.config.checks.preflight import preflight
+from trainer.config.checks.rules import preflight
 from trainer.config.read.dump import dump_config
 from trainer.config.read.json_schema import json_schema
 from trainer.config.read.loader import config_notices, load_config, parse_config
-from trainer.config.read.overrides import Override
-from trainer.config.read.relocate import is_boolean, is_top_level
+from trainer.config.read.overrides import Override, is_boolean
+from trainer.config.read.relocate import is_top_level
 from trainer.config.read.resolve import sections_with
 from trainer.config.schema.root import Config
 

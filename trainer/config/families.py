@@ -40,16 +40,12 @@ FAMILIES = {
 
 
 def named_family(settings: dict[str, Any]) -> tuple[str, str]:
-    """The family that a ``model_config`` names, and the key that does; empty where it names none that we know.
-
-    Args:
-        settings: The section as the file has it.
-    """
-    found = settings["architectures"] if "architectures" in settings else None
+    """The family that a ``model_config`` names, and the key that does; empty where it names none that we know."""
+    found = settings.get("architectures")
     for name in found if isinstance(found, list) else [found]:
         if isinstance(name, str) and name in FAMILIES:
             return name, "architectures"
-    kind = settings["model_type"] if "model_type" in settings else None
+    kind = settings.get("model_type")
     for name, family in FAMILIES.items():
         if family.model_type == kind:
             return name, "model_type"

@@ -17,10 +17,7 @@ amp_level. One that is written wins over auto and must not contradict the other 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.model import ModelConfig
 
 HALF_PARTS: dict[str, frozenset[str]] = {
     "O0": frozenset(),

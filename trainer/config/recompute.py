@@ -54,13 +54,9 @@ class _Choice:
 
 
 def recomputed_parts(config: Config) -> tuple[Part, ...]:
-    """For each layer what of it is computed again.
-
-    Args:
-        config: Without problems, see `recompute_problems`.
-    """
+    """For each layer what of it is computed again; the configuration has passed `recompute_problems`."""
     settings, count = config.recompute_config, config.decoder.num_layers
-    whole = _whole(True if config.recompute else settings.recompute, count)
+    whole = _layers(True if config.recompute else settings.recompute, count)
     selected = _sublayers(settings.select_recompute, count)
     excluded = _sublayers(settings.select_recompute_exclude, count, SUBLAYERS)
     parts: list[Part] = []
@@ -74,13 +70,8 @@ def recomputed_parts(config: Config) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _whole(written: Any, num_layers: int) -> set[int]:
-    """The layers whose blocks are computed again as a whole."""
-    return set(_layers(written, num_layers))
-
-
 def _layers(written: Any, num_layers: int) -> list[int]:
-    """True: all layers; an integer: so many from the first; a string or a list: these."""
+    """The layers that a key names. True: all; an integer: so many from the first; a string or a list: these."""
     if isinstance(written, bool) or written == []:
         return list(range(num_layers)) if written else []
     if isinstance(written, (str, list)):
@@ -118,11 +109,8 @@ def _sublayers(written: Any, num_layers: int, meant: tuple[str, ...] = ("mlp",))
 
 def recompute_problems(config: Config) -> Iterator[Problem]:
     """Layers and parts that the model does not have."""
-    for name, read in (
-        ("recompute", _whole),
-        ("select_recompute", _sublayers),
-        ("select_recompute_exclude", _sublayers),
-    ):
+    readers = {"recompute": _layers, "select_recompute": _sublayers, "select_recompute_exclude": _sublayers}
+    for name, read in readers.items():
         written = getattr(config.recompute_config, name)
         try:
             read(written, config.decoder.num_layers)
@@ -137,7 +125,7 @@ def recompute_notices(config: Config) -> Iterator[str]:
     if not config.trains:
         return
     if isinstance(settings.recompute, list) and settings.recompute:
-        layers = layer_text(_whole(settings.recompute, count))
+        layers = layer_text(set(_layers(settings.recompute, count)))
         yield f"{_KEY}.recompute: {layers}; in MindSpore Transformers a list counts layers of pipeline stages"
     if settings.select_recompute is True:
         yield f"{_KEY}.select_recompute True: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
@@ -147,10 +135,8 @@ def recompute_notices(config: Config) -> Iterator[str]:
         for sublayer, patterns in choice.guessed.items():
             if patterns and choice.layers[sublayer]:
                 layers = layer_text(choice.layers[sublayer])
-                yield (
-                    f"{_KEY}.{name}: {_NAMES[sublayer]} of {layers} is {verb}, for"
-                    f" {', '.join(dict.fromkeys(patterns))}: single operators are not told apart"
-                )
+                yield (f"{_KEY}.{name}: {_NAMES[sublayer]} of {layers} is {verb}, for"
+                       f" {', '.join(dict.fromkeys(patterns))}: single operators are not told apart")
         if choice.unknown:
             yield f"{_KEY}.{name}: {', '.join(choice.unknown)}: no part of a block here, changes nothing"
 

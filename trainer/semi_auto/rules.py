@@ -106,7 +106,9 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         key, rule = "parallel_config.micro_batch_num", f"a pipeline of {number} stages needs as many"
         yield problem(config, key, rule, f"set it to {number} or more")
     accumulation = config.runner_config.gradient_accumulation_steps
-    if accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num:
+    # A file that leaves use_parallel to the job may be one for a run without a pipeline: a notice tells it there.
+    disagree = accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num
+    if config.use_parallel and disagree:
         where = config.source.where("parallel_config.micro_batch_num")
         rule = f"in a pipeline it means micro_batch_num, which is {section.micro_batch_num} ({where})"
         yield problem(config, "runner_config.gradient_accumulation_steps", rule, "remove one of the two")

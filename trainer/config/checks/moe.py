@@ -107,8 +107,8 @@ def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
     if types and (types != ["expert"] or factors != [moe.aux_loss_factor]):
         name = "aux_loss_types" if types != ["expert"] else "aux_loss_factors"
         wanted = f"{factors[types.index('expert')]:g}" if "expert" in types[: len(factors)] else "0.05"
-        rule = f"there is one balance loss, of the experts, times aux_loss_factor ({moe.aux_loss_factor:g})"
-        rule = f"not yet supported: {rule}"
+        rule = "not yet supported: there is one balance loss, of the experts, times aux_loss_factor"
+        rule += f" ({moe.aux_loss_factor:g})"
         yield problem(config, f"{_KEY}.{name}", rule, f"write aux_loss_factor: {wanted}, and leave both lists out")
     balancing = moe.moe_router_load_balancing_type
     if balancing not in ("aux_loss", "seq_aux_loss") and not (balancing == "none" and moe.aux_loss_factor == 0):

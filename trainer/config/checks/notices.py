@@ -123,36 +123,26 @@ def _precision(config: Config) -> Iterator[str]:
         names = ", ".join(keys["bfloat16"])
         yield f"{names}: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16"
     if settings.param_init_type != "float32":
-        yield (
-            f"{_MODEL}.param_init_type {settings.param_init_type}: parameters are kept in float32, as master weights"
-            " that no small update is lost on; products cast them to compute_dtype"
-        )
+        yield (f"{_MODEL}.param_init_type {settings.param_init_type}: parameters are kept in float32, as master weights"
+               " that no small update is lost on; products cast them to compute_dtype")
     if level == "auto" and settings.compute_dtype == "float32":
         yield f"amp_level auto: matrix products stay float32, {_MODEL}.compute_dtype says so"
     if keys["float16"] and config.trains and config.runner_wrapper.scale_sense == 1.0:
-        yield (
-            f"{', '.join(keys['float16'])}: gradients below 6e-8 become zero in float16; set"
-            " runner_wrapper.scale_sense, for example to {type: DynamicLossScaleUpdateCell}"
-        )
+        yield (f"{', '.join(keys['float16'])}: gradients below 6e-8 become zero in float16; set"
+               " runner_wrapper.scale_sense, for example to {type: DynamicLossScaleUpdateCell}")
 
 
 def _run(config: Config) -> Iterator[str]:
     decoder, train = config.decoder, config.train_dataset
     if decoder.max_positions < decoder.seq_length:
-        yield (
-            f"{_MODEL}.seq_length {decoder.seq_length} is beyond max_position_embeddings {decoder.max_positions}:"
-            " the model sees positions it was not made for"
-        )
+        yield (f"{_MODEL}.seq_length {decoder.seq_length} is beyond max_position_embeddings {decoder.max_positions}:"
+               " the model sees positions it was not made for")
     if config.eval_dataset is not None and train.held_out:
-        yield (
-            f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
-            " as there is an eval_dataset"
-        )
+        yield (f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
+               " as there is an eval_dataset")
     if config.trains and config.resume_training is not False and config.load_checkpoint and decoder.pet_config is None:
-        yield (
-            f"resume_training: goes on from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
-            " optimizer, step and place in the data; leave it out to start anew from these weights"
-        )
+        yield (f"resume_training: goes on from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
+               " optimizer, step and place in the data; leave it out to start anew from these weights")
     if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
         yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
@@ -173,29 +163,23 @@ def _mixture(config: Config) -> Iterator[str]:
             yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
         return
     if moe.effective_capacity is not None and (config.do_eval or not config.trains):
-        yield (
-            f"moe_config: capacity_factor {moe.effective_capacity:g} drops tokens in training only: evaluation and"
-            " prediction compute every one of them"
-        )
+        yield (f"moe_config: capacity_factor {moe.effective_capacity:g} drops tokens in training only: evaluation and"
+               " prediction compute every one of them")
     if moe.balance_via_topk_bias and not moe.topk_bias_update_rate:
         yield "moe_config.balance_via_topk_bias: the bias stays where it is, topk_bias_update_rate is 0"
     if not config.trains:
         return
     if moe.output_router_logits is False and moe.aux_loss_factor:
-        yield (
-            "output_router_logits False: Hugging Face then leaves the balance loss out; here aux_loss_factor"
-            f" {moe.aux_loss_factor:g} adds it (write aux_loss_factor: 0 to leave it out)"
-        )
+        yield ("output_router_logits False: Hugging Face then leaves the balance loss out; here aux_loss_factor"
+               f" {moe.aux_loss_factor:g} adds it (write aux_loss_factor: 0 to leave it out)")
     if not watches_drop_rate(config):
         return
     where = config.source.where(f"{_MOE}.callback_moe_droprate")
     if not watchers:
         factor = "null" if capacity_factor(moe) is None else f"{capacity_factor(moe):g}"
-        yield (
-            "moe_config.callback_moe_droprate: there is no callback MoEDropRateCallback; assumed the model's"
-            f" expert_num {moe.expert_num}, capacity_factor {factor}, num_layers {config.decoder.num_layers},"
-            f" mtp_depth {config.decoder.mtp_depth}"
-        )
+        yield ("moe_config.callback_moe_droprate: there is no callback MoEDropRateCallback; assumed the model's"
+               f" expert_num {moe.expert_num}, capacity_factor {factor}, num_layers {config.decoder.num_layers},"
+               f" mtp_depth {config.decoder.mtp_depth}")
     elif not moe.callback_moe_droprate and where:
         yield f"callback_moe_droprate ({where}) is False, but MoEDropRateCallback is there: rates are logged"
     elif not moe.callback_moe_droprate:
@@ -227,10 +211,8 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
         if config.use_parallel is None:
             yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
         if parallel.parallel_mode in SEMI_AUTO and parallel.parallel_fallback:
-            yield (
-                f"parallel.parallel_mode {parallel.parallel_mode}: data parallelism in its place, as"
-                f" parallel_fallback {parallel.parallel_fallback} says"
-            )
+            yield (f"parallel.parallel_mode {parallel.parallel_mode}: data parallelism in its place, as"
+                   f" parallel_fallback {parallel.parallel_fallback} says")
         return
     section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")
     used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]

@@ -75,10 +75,9 @@ class SeveralProblems(UserError):
     def __init__(self, errors: Sequence[UserError]) -> None:
         super().__init__(f"{len(errors)} problems")
         self.errors = tuple(errors)
-        lines = [f"{len(errors)} problems in the configuration."] + [str(error) for error in errors[:_SHOWN]]
-        if len(errors) > _SHOWN:
-            lines.append(f"... and {len(errors) - _SHOWN} more.")
-        self.args = ("\n".join(lines),)
+        more = [f"... and {len(errors) - _SHOWN} more."] if len(errors) > _SHOWN else []
+        shown = [str(error) for error in errors[:_SHOWN]]
+        self.args = ("\n".join([f"{len(errors)} problems in the configuration.", *shown, *more]),)
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:

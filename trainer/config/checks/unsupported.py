@@ -56,11 +56,11 @@ def _shown(value: Any) -> Any:
 
 def not_yet_problems(config: Config) -> list[Problem]:
     """An error for every key that only its default can be honoured of."""
-    problems = []
-    for finding in findings(config):
-        if finding.support == "not_yet" and not _unread(config, finding.key):
-            problems.append(problem(config, finding.key, "not yet supported", finding.reason, value=finding.value))
-    return problems
+    return [
+        problem(config, finding.key, "not yet supported", finding.reason, value=finding.value)
+        for finding in findings(config)
+        if finding.support == "not_yet" and not _unread(config, finding.key)
+    ]
 
 
 def _unread(config: Config, key: str) -> str:

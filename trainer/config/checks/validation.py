@@ -30,13 +30,9 @@ _BOUNDS = {
 def validate(
     data: dict[str, Any], positions: dict[str, SourceLocation], written: dict[str, str], *, told: bool = False
 ) -> tuple[Config | None, list[Problem]]:
-    """Validates plain values against the schema.
+    """Validates plain values against the schema. `written` has the keys that the file writes under another name.
 
-    Args:
-        data: The values.
-        positions: Where each key stands.
-        written: Keys that were written under another name.
-        told: Problems have been found before: a section that they left nothing of is not reported again.
+    Where problems have been `told` before, a section that they left nothing of is not reported again.
     """
     try:
         return Config.model_validate(data), []

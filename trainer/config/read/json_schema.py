@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.read.relocate import is_flat_moe_key
 from trainer.config.schema.callbacks import CheckpointMonitor, EarlyStop
-from trainer.config.schema.fields import Section, aliases_of, shape_of
+from trainer.config.schema.fields import Section, shape_of, yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.optimizer import OptimizerConfig
@@ -56,22 +56,19 @@ def _allow_empty_sections(kind: type[Section], described: dict[str, Any]) -> Non
 
 def _add_aliases(kind: type[Section], described: dict[str, Any]) -> None:
     properties = described["properties"]
-    for name, field in kind.model_fields.items():
-        main = field.alias or name
-        for alias in aliases_of(field):
-            if alias not in properties:
-                properties[alias] = _renamed(properties[main], main)
+    for name, main in yaml_names(kind).items():
+        if name not in properties:
+            properties[name] = _renamed(properties[main], main)
 
 
 def _renamed(described: dict[str, Any], main: str) -> dict[str, Any]:
     """The same rule under another name; without a default, which only the main name has."""
     copy = {key: value for key, value in deepcopy(described).items() if key != "default"}
-    text = f" {described['description']}" if "description" in described else ""
-    return {**copy, "description": f"Another name of {main}.{text}"}
+    return {**copy, "description": f"Another name of {main}. {described.get('description', '')}".rstrip()}
 
 
 def _add_places(schema: dict[str, Any]) -> None:
-    """The other places of sections: see layout.py."""
+    """The other places of sections: see relocate.py."""
     definitions, top = schema["$defs"], schema["properties"]
     model, moe = definitions[ModelConfig.__name__]["properties"], definitions[MoEConfig.__name__]["properties"]
     for key in list(moe):
@@ -80,20 +77,17 @@ def _add_places(schema: dict[str, Any]) -> None:
     top["callback"] = _renamed(top["callbacks"], "callbacks")
     top["model_config"] = _renamed(definitions["ModelSection"]["properties"]["model_config"], "model.model_config")
     top["moe_config"] = _renamed(model["moe_config"], "model.model_config.moe_config")
-    cut = definitions["ParallelOptimizerConfig"]["properties"]["parallel_optimizer_threshold"]
-    place = "parallel_optimizer_config.parallel_optimizer_threshold"
-    definitions["ParallelSection"]["properties"]["parallel_optimizer_threshold"] = _renamed(cut, place)
+    name = "parallel_optimizer_threshold"
+    threshold = definitions["ParallelOptimizerConfig"]["properties"][name]
+    definitions["ParallelSection"]["properties"][name] = _renamed(threshold, f"parallel_optimizer_config.{name}")
     dataset = {"anyOf": [{"$ref": "#/$defs/DatasetConfig"}, {"type": "null"}], "description": "The data set itself."}
     definitions["DatasetTask"]["properties"]["dataset_config"] = dataset
 
 
 def _drop_discriminators(described: Any) -> None:
     """A discriminator demands its key, and ours has a default; ``oneOf`` with a constant ``type`` says the same."""
-    if isinstance(described, dict):
-        if "oneOf" in described:
-            described.pop("discriminator", None)
-        for value in described.values():
-            _drop_discriminators(value)
-    elif isinstance(described, list):
-        for value in described:
-            _drop_discriminators(value)
+    if isinstance(described, dict) and "oneOf" in described:
+        described.pop("discriminator", None)
+    below = described.values() if isinstance(described, dict) else described if isinstance(described, list) else ()
+    for value in below:
+        _drop_discriminators(value)

@@ -48,11 +48,6 @@ def parse_config(name: str, text: str, overrides: Sequence[Override] = ()) -> Co
 
 
 def config_notices(config: Config, world: World = SINGLE_PROCESS) -> list[str]:
-    """What the user should know before the run: keys that change nothing, guesses, and what works differently here.
-
-    Args:
-        config: Of the run.
-        world: The job it runs in.
-    """
-    own = [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
-    return [*own, *parallel_notices(config, world)]
+    """What the user should know before the run: keys that change nothing, guesses, and what works differently here."""
+    of_file = [*config.source.notices, *ignored_notices(config), *rule_notices(config)]
+    return [*of_file, *parallel_notices(config, world)]

@@ -97,6 +97,11 @@ def _parsed(override: Override, place: SourceLocation) -> Entry:
     return Entry(Scalar(override.text), place) if str in kinds <= {str, list} and is_text else value
 
 
+def is_boolean(key: str) -> bool:
+    """True when a dotted key is True or False and nothing else."""
+    return {kind for field in fields_at(key) for kind in scalar_kinds(field)} == {bool}
+
+
 def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceLocation) -> tuple[str, Entry, Shape]:
     """The name that the file uses for a key, and its entry, made when absent."""
     names, shape, absent = [key], Shape((), is_list=False, nullable=True), Scalar(None)

@@ -10,14 +10,7 @@ from __future__ import annotations
 from pydantic.fields import FieldInfo
 
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, own_node, plain
-from trainer.config.schema.fields import (
-    Section,
-    aliases_of,
-    fields_by_yaml_name,
-    scalar_kinds,
-    shape_of,
-    yaml_names,
-)
+from trainer.config.schema.fields import Section, aliases_of, fields_by_yaml_name, shape_of, yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.optimizer import OptimizerConfig
@@ -62,11 +55,6 @@ def is_flat_moe_key(key: str) -> bool:
 def is_top_level(key: str) -> bool:
     """True for a key, or another name or place of one, at the top of a file."""
     return key in yaml_names(Config) or canonical_key(key) != key
-
-
-def is_boolean(key: str) -> bool:
-    """True when a dotted key is True or False and nothing else."""
-    return {kind for field in fields_at(key) for kind in scalar_kinds(field)} == {bool}
 
 
 def fields_at(key: str) -> list[FieldInfo]:
@@ -120,11 +108,10 @@ def _parent(root: Table, key: str, like: Entry) -> Table:
             table.own[part] = Entry(Table(), like.place)
         elif part not in table.own:
             table.own[part] = entries[part]
-        node, place = own_node(table.own[part]), table.own[part].place
-        if not isinstance(node, Table):
+        table, place = own_node(table.own[part]), table.own[part].place
+        if not isinstance(table, Table):
             fix = f"write {part}: and its keys below"
             raise UserError("must be a section", where=place.text, key=part, fix=fix)
-        table = node
     return table
 
 

@@ -26,9 +26,7 @@ from trainer.errors import UserError
 _TAG = "tag:yaml.org,2002:"
 _MAX_VALUES = 100_000
 _ELLIPSIS = re.compile(r"^[ \t]*\.\.\.[ \t]*$")
-
-
-_PATTERNS: tuple[tuple[str, str, str], ...] = (
+_PATTERNS = (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|None|", "~nN"),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
@@ -38,35 +36,19 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """PyYAML's table: first letter of a scalar -> tags to try (an empty scalar has the letter "")."""
-    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for name, pattern, letters in _PATTERNS:
-        for letter in [*letters, ""] if name == "null" else letters:
-            table.setdefault(letter, []).append((_TAG + name, re.compile(rf"^(?:{pattern})$")))
-    return table
-
-
 class ScalarResolver(BaseResolver):
     """Scalars of YAML 1.2's core schema: ``1e-4`` is a number, ``on`` and ``yes`` are strings, ``0o17`` is octal."""
 
-    yaml_implicit_resolvers = _implicit_resolvers()
 
-
-def _integer(text: str) -> int:
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text, 10)
-
-
-def _floating(text: str) -> float:
-    return float(
-        text.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf").lower().replace(".nan", "nan")
-    )
-
+for _name, _pattern, _letters in _PATTERNS:
+    # An empty scalar is null: PyYAML looks it up under the letter "".
+    _first = [*_letters, ""] if _name == "null" else [*_letters]
+    ScalarResolver.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
 
 _SCALARS: dict[str, Callable[[str], Any]] = {
     _TAG + "str": str,
-    _TAG + "int": _integer,
-    _TAG + "float": _floating,
+    _TAG + "int": lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10),
+    _TAG + "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     _TAG + "bool": lambda text: text.lower() == "true",
     _TAG + "null": lambda text: None,
 }
@@ -75,17 +57,13 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 class _Composer(Reader, Scanner, Parser, ScalarResolver):
     """Composes the tree from PyYAML's events; an anchor and its aliases are one node.
 
-    Args:
-        name: What to call the text in messages.
-        text: YAML.
-        place: The location of all that the text says, where it is a flag's value.
+    A flag's value has one location for all that it says: ``place``.
     """
 
     def __init__(self, name: str, text: str, place: SourceLocation | None = None) -> None:
         Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        ScalarResolver.__init__(self)
+        for base in (Scanner, Parser, ScalarResolver):
+            base.__init__(self)
         self.file, self.place = name, place
         self.anchors: dict[str, Node | None] = {}
         self.text_lines: set[int] = set()
@@ -134,8 +112,8 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
             raise ComposerError(None, None, f"found undefined alias {event.anchor!r}", event.start_mark)
         node = self.anchors[event.anchor]
         if node is None:
-            fix = "remove the alias inside its own anchor"
-            raise UserError("an anchor refers to itself", where=place.text, fix=fix)
+            rule = "an anchor refers to itself"
+            raise UserError(rule, where=place.text, fix="remove the alias inside its own anchor")
         return node
 
     def _scalar(self, event: events.ScalarEvent, place: SourceLocation) -> Scalar:
@@ -144,14 +122,13 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         tag = event.tag
         if tag in (None, "!"):
             tag = self.resolve(yaml.ScalarNode, event.value, event.implicit)
-        if tag not in _SCALARS:
-            rule = f"the tag {tag.replace(_TAG, '!!')} is not supported"
-            raise UserError(rule, where=place.text, fix="remove the tag")
-        try:
-            return Scalar(_SCALARS[tag](event.value))
-        except ValueError:
-            rule = f"{event.value!r} is not of the type its tag says"
-            raise UserError(rule, where=place.text, fix="remove the tag") from None
+        rule = f"the tag {tag.replace(_TAG, '!!')} is not supported"
+        if tag in _SCALARS:
+            try:
+                return Scalar(_SCALARS[tag](event.value))
+            except ValueError:
+                rule = f"{event.value!r} is not of the type its tag says"
+        raise UserError(rule, where=place.text, fix="remove the tag")
 
     def _table(self) -> Table:
         table = Table()
@@ -223,18 +200,14 @@ def _without_ellipses(name: str, text: str) -> tuple[list[Entry], list[int]]:
     """Composes the text without its lines of only ``...``; returns the roots and the numbers of these lines."""
     lines = text.split("\n")
     gone = {number for number, line in enumerate(lines) if _ELLIPSIS.match(line)}
-    if not gone:
-        return _compose(name, text)[0], []
-    roots, in_strings = _compose(name, _blanked(lines, gone))
-    if in_strings & gone:
+    while True:
+        kept = ("" if number in gone else line for number, line in enumerate(lines))
+        roots, in_strings = _compose(name, "\n".join(kept))
+        if not in_strings & gone:
+            break
         gone -= in_strings
-        roots, _ = _compose(name, _blanked(lines, gone))
     last = max((number for number, line in enumerate(lines) if line.strip()), default=-1)
     return roots, [number + 1 for number in sorted(gone) if number != last or lines[number][0] in " \t"]
-
-
-def _blanked(lines: list[str], gone: set[int]) -> str:
-    return "\n".join("" if number in gone else line for number, line in enumerate(lines))
 
 
 def read_text(path: str) -> str:
@@ -246,21 +219,16 @@ def read_text(path: str) -> str:
     example = "give a YAML file: --config configs/quickstart.yaml"
     try:
         content = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise UserError("the configuration file does not exist", where=path, fix=example) from None
-    except IsADirectoryError:
-        raise UserError("the configuration file is a directory", where=path, fix=example) from None
-    except OSError as error:
-        raise UserError(
-            f"the configuration file cannot be read: {error.strerror or error}", where=path, fix="make it readable"
-        ) from None
-    try:
         text = content.decode("utf-8-sig")
+    except OSError as error:
+        says = {FileNotFoundError: ("does not exist", example), IsADirectoryError: ("is a directory", example)}
+        unreadable = (f"cannot be read: {error.strerror or error}", "make it readable")
+        rule, fix = says.get(type(error), unreadable)
+        raise UserError(f"the configuration file {rule}", where=path, fix=fix) from None
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"byte 0x{content[error.start]:02x} is not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8"
-        ) from None
+        line, byte = content.count(b"\n", 0, error.start) + 1, content[error.start]
+        rule, fix = f"byte 0x{byte:02x} is not UTF-8 text", "save the file as UTF-8"
+        raise UserError(rule, where=f"{path}:{line}", fix=fix) from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UserError("the file is binary, not text", where=f"{path}:{line}", fix=example)
@@ -268,11 +236,7 @@ def read_text(path: str) -> str:
 
 
 def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
-    """Parses the text of a configuration file.
-
-    Args:
-        name: What to call the file in messages.
-        text: Its contents.
+    """Parses the text of a configuration file, which messages call ``name``.
 
     Returns:
         The tree, and the notices about what was left out.

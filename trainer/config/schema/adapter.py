@@ -1,6 +1,5 @@
 """Adapters: YAML ``model_config.pet_config``."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 import re
 from typing import Literal
 

@@ -1,6 +1,5 @@
 """The classifier of images: YAML ``model.classifier``."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Annotated, ClassVar
 
 from pydantic import Field

@@ -1,6 +1,5 @@
 """Data sets (YAML ``train_dataset`` and ``eval_dataset``)."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -97,26 +97,24 @@ def section(kind: type[Section], description: str, **constraints: Any) -> Any:
     return Field(default_factory=kind, description=description, **constraints)
 
 
-def _extra(field: FieldInfo) -> dict[str, Any]:
-    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+def _extra(field: FieldInfo, key: str, default: Any) -> Any:
+    extra = field.json_schema_extra
+    return extra[key] if isinstance(extra, dict) and key in extra else default
 
 
 def aliases_of(field: FieldInfo) -> list[str]:
     """Other names under which a file may write this field."""
-    extra = _extra(field)
-    return extra[_ALIASES] if _ALIASES in extra else []
+    return _extra(field, _ALIASES, [])
 
 
 def meanings_of(field: FieldInfo) -> dict[int, str]:
     """The values it may have with a word for each; empty where they speak for themselves."""
-    extra = _extra(field)
-    return extra[_MEANINGS] if _MEANINGS in extra else {}
+    return _extra(field, _MEANINGS, {})
 
 
 def support_of(field: FieldInfo) -> tuple[Support, str]:
     """Whether this field acts, and the reason when it does not."""
-    extra = _extra(field)
-    return (extra[_SUPPORT], extra[_REASON]) if _SUPPORT in extra else ("honoured", "")
+    return _extra(field, _SUPPORT, "honoured"), _extra(field, _REASON, "")
 
 
 class Shape(NamedTuple):
@@ -142,12 +140,8 @@ def _flatten(annotation: Any) -> list[Any]:
 def shape_of(field: FieldInfo) -> Shape:
     """Finds the sections in a field's annotation."""
     parts = _flatten(field.annotation)
-    is_list = False
-    for part in parts:
-        if get_origin(part) is list and _sections(_flatten(get_args(part)[0])):
-            parts, is_list = _flatten(get_args(part)[0]) + [p for p in parts if p is not part], True
-            break
-    return Shape(_sections(parts), is_list, type(None) in parts)
+    items = [item for part in parts if get_origin(part) is list for item in _flatten(get_args(part)[0])]
+    return Shape(_sections(items) or _sections(parts), bool(_sections(items)), type(None) in parts)
 
 
 def scalar_kinds(field: FieldInfo) -> set[type]:
@@ -163,21 +157,16 @@ def _sections(parts: list[Any]) -> tuple[type[Section], ...]:
 
 
 @cache
-def yaml_names(kind: type[Section]) -> dict[str, str]:
-    """Every name a file may use in a section -> the name that counts (pydantic's alias, else the field's own name)."""
-    names: dict[str, str] = {}
-    for name, field in kind.model_fields.items():
-        main = field.alias or name
-        names[main] = main
-        for alias in aliases_of(field):
-            names[alias] = main
-    return names
+def fields_by_yaml_name(kind: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by the name that counts in the file: pydantic's alias, else the field's own name."""
+    return {field.alias or name: field for name, field in kind.model_fields.items()}
 
 
 @cache
-def fields_by_yaml_name(kind: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of a section by the name that counts in the file."""
-    return {field.alias or name: field for name, field in kind.model_fields.items()}
+def yaml_names(kind: type[Section]) -> dict[str, str]:
+    """Every name a file may use in a section -> the name that counts."""
+    fields = fields_by_yaml_name(kind).items()
+    return {name: main for main, field in fields for name in (main, *aliases_of(field))}
 
 
 def types_of(kind: type[Section]) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Weights that are not trained: YAML ``freeze``."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Any, TypeAlias
 
 from trainer.config.schema.fields import Section, setting

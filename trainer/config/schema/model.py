@@ -1,6 +1,5 @@
 """The decoder: YAML ``model.model_config``."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -130,12 +129,10 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
         return self.num_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property

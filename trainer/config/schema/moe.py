@@ -1,6 +1,5 @@
 """Mixture of experts: YAML ``moe_config``."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 import math
 from typing import Literal
 

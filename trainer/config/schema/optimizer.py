@@ -1,6 +1,5 @@
 """Optimizer and learning rate schedules (YAML ``optimizer`` and ``lr_schedule``)."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -1,6 +1,5 @@
 """The root of the configuration: one attribute for each key at the top of a YAML file."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from dataclasses import dataclass, field
 from typing import Literal
 

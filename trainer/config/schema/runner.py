@@ -1,6 +1,5 @@
 """Sections about the run itself: runner_config, runner_wrapper and what a profile or TensorBoard would need."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,6 +1,5 @@
 """Device, parallel layout, memory and records: context, parallel, parallel_config, recompute_config and relatives."""
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from typing import Any, Literal, TypeAlias
 
 from trainer.config.schema.fields import Section, section, setting

@@ -5,7 +5,6 @@ default: another value would change the results, and is an error. Both are check
 known to the suggestions for misspelled keys. `Section` adds them to the fields of its classes.
 """
 
-# No `from __future__ import annotations`: pydantic would have to compile every annotation's text at start-up.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
