@@ -1,8 +1,8 @@
 """Trainings started with `run_trainer.py launch` and MindSpore's own msrun: the same results as one process, uneven
 data, signals, failures, a hang, prediction.
 
-Promised: loss and norm of the first step within 1e-6 relative of one process with the same global batch, and those of
-every later step within 1e-4.
+Promised: loss and norm of the first step are those of one process with the same global batch but for rounding
+(tolerances.py), and those of every later step within 1e-4.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import LIMIT_SECONDS, PROGRAM, Launcher
+from tolerances import DecoderLimits, decoder_limits
 
 from trainer.checkpoint.store import newest_complete
 from trainer.errors import EXIT_HANG
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 from run_helpers import (  # noqa: E402
     arrays_of,
     column,
+    config_of,
     eval_records,
     step_records,
     steps_done,
@@ -71,12 +73,17 @@ def pid(job: Launcher, rank: int) -> int:
     return state["workers"][rank]["pid"]
 
 
+def limits_of(config: Path) -> DecoderLimits:
+    return decoder_limits(config_of(config).decoder, rows=8)
+
+
 def assert_same_training(ours: Path, right: Path) -> None:
     mine, theirs = step_records(ours), step_records(right)
     for name in ("step", "epoch", "lr", "tokens"):
         assert column(mine, name) == column(theirs, name)
-    for name in ("loss", "global_norm"):
-        assert mine[0][name] == pytest.approx(theirs[0][name], rel=1e-6), name
+    limits = limits_of(right / "config.yaml")
+    for name, limit in (("loss", limits.loss), ("global_norm", limits.gradients)):
+        assert mine[0][name] == pytest.approx(theirs[0][name], rel=limit), name
         assert column(mine, name) == pytest.approx(column(theirs, name), rel=1e-4), name
     assert column(eval_records(ours), "eval_loss") == pytest.approx(column(eval_records(right), "eval_loss"), rel=1e-4)
 
@@ -175,4 +182,4 @@ def test_ranks_share_prompts_and_evaluation(tmp_path: Path) -> None:
     train(config, output_dir=tmp_path / "e1", run_mode="eval", **trained)
     run(tmp_path / "eval", 2, config, *flags, tmp_path / "e2", "--run_mode", "eval")
     one, two = (json.loads((tmp_path / name / "eval.json").read_text()) for name in ("e1", "e2"))
-    assert two["tokens"] == one["tokens"] and two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two["tokens"] == one["tokens"] and two["loss"] == pytest.approx(one["loss"], rel=limits_of(config).loss)
