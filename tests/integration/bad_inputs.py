@@ -178,8 +178,8 @@ EXPERTS = (
     line("gmm and dropping", "seq_length: 16", _MOE + "use_gmm: True, enable_sdrop: True}", "enable_sdrop", "use_gmm"),
     line("gmm and policy", "seq_length: 16", _MOE + "use_gmm: True, drop_policy: position}", "'position'", "use_gmm"),
     line("dense layers", "seq_length: 16", _MOE + "first_k_dense_replace: 3}", "must be at most num_layers (2)"),
-    line("negative further tokens", "seq_length: 16", "seq_length: 16\n    mtp_depth: -1", "mtp_depth = -1", "least 0"),
-    line("far further tokens", "seq_length: 16", "seq_length: 16\n    mtp_depth: 16", "mtp_depth = 16", "seq_length"),
+    line("negative mtp_depth", "seq_length: 16", "seq_length: 16\n    mtp_depth: -1", "mtp_depth = -1", "least 0"),
+    line("large mtp_depth", "seq_length: 16", "seq_length: 16\n    mtp_depth: 16", "mtp_depth = 16", "seq_length"),
     flag("chosen by flag", f"{_EXPERTS} 9", "flag --moe_config.num_experts_chosen", "more experts than there are (4)"),
     line(
         "another model's drop rate",

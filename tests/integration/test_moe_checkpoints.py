@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 HALF = 3
 EXPERTS = 4
-# DeepSeek's and Glm4Moe's parts: a dense first layer, a bias that moves, groups, a shared expert, a further token.
+# DeepSeek's and Glm4Moe's parts: a dense first layer, a bias that moves, groups, a shared expert, an MTP module.
 CHANGES = {
     "model.arch.type": "Glm4MoeForCausalLM",
     "model.model_config.mtp_depth": 1,
@@ -61,7 +61,7 @@ def test_stopped_and_resumed_equals_never_stopped(path: Path, whole: Path, home:
 
 def test_experts_lie_one_by_one_and_the_optimizers_state_stacked(whole: Path) -> None:
     arrays, later = arrays_of(whole, HALF), arrays_of(whole)
-    layers = (1, 2)  # layer 2 is the module for a further token
+    layers = (1, 2)  # layer 2 is the multi-token prediction module
     for layer in layers:
         home = f"model.layers.{layer}.mlp"
         for expert in range(EXPERTS):

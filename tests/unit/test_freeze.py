@@ -142,9 +142,9 @@ def test_mtp_modules_can_be_frozen() -> None:
 @pytest.mark.parametrize(
     ("freeze", "layers", "plan"),
     [
-        ("{}", "", "a bias on the choice, moved by 0.001 a step"),
+        ("{}", "", "an expert bias, moved by 0.001 a step"),
         ("{layers: 1-2}", "layers 1-2", "moved by 0.001 a step in layers 3-4, where the router is trained"),
-        ("{include: '*.gate.weight'}", "layers 1-4", "a bias on the choice, which stays, as the routers are frozen"),
+        ("{include: '*.gate.weight'}", "layers 1-4", "an expert bias, which stays, as the routers are frozen"),
         ("{include: '*.2.*correction_bias'}", "layer 2", "moved by 0.001 a step in layers 1, 3-4"),
     ],
 )

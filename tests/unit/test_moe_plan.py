@@ -63,7 +63,7 @@ def test_it_says_all_of_a_deepseek_like_model() -> None:
         "shared expert": "width 64, for every token",
         "layers": "layers 1-3 of 4; the others are dense, of width 352",
         "tokens": "none is dropped (use_gmm)",
-        "balance": "loss times 0.0001, a bias on the choice, moved by 0.003 a step",
+        "balance": "loss times 0.0001, an expert bias, moved by 0.003 a step",
         "further tokens": "1 module with experts, losses times 0.3, in training only",
     }
 
@@ -82,7 +82,7 @@ def test_it_counts_all_weights_and_those_that_compute_a_token() -> None:
     assert f"{plan.weights:,}; {plan.active_weights:,} compute a token" in plan_text(plan)
     dense = plan_of("quickstart")
     assert dense.active_weights == dense.weights and "compute a token" not in plan_text(dense)
-    # The bias on the choice is no weight: neither trained nor frozen.
+    # The expert bias is no weight: neither trained nor frozen.
     mtp = plan_of("moe_mtp")
     assert mtp.frozen.tensors == 0
     assert mtp.weights == plan_of("moe_mtp", **moe(balance_via_topk_bias=False)).weights

@@ -155,7 +155,7 @@ def test_export_names_expert_biases_that_transformers_does_not_know(mixtral: Pat
     save_file(weights | moved, mixtral / "model.safetensors")
     found = export(config, tmp_path / "moved", merge=False)
     (text,) = found.notices
-    assert f"MixtralForCausalLM has no bias on the choice of experts: it leaves these {len(moved)} tensors" in text
+    assert f"MixtralForCausalLM has no expert bias: it leaves these {len(moved)} tensors" in text
     assert str(found).startswith(f"note: {text}\nwrote ")
 
     own = tmp_path / "glm"

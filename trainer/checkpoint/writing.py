@@ -60,6 +60,7 @@ def write_checkpoint(
         keep_max: Complete checkpoints to keep; 0 keeps all.
         on_stage: Called with the name of each stage that is reached, for tests that stop a save there.
         documents: More JSON files by name, for other programs that read the folder.
+
     Raises:
         RunError: The disk is full or cannot be written, on this or on another rank. Earlier checkpoints are unchanged,
             and nothing incomplete is left.

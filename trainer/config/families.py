@@ -27,7 +27,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", {"use_qk_norm": True}, {}, has_output_bias=True),
     "MixtralForCausalLM": Family("mixtral", {}, {}, is_mixture=True),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", {"use_qk_norm": True}, {}, is_mixture=True, has_output_bias=True),
-    # Balanced by the bias on the choice instead of a loss: "no auxiliary loss" is what noaux means.
+    # Balanced by the expert bias instead of a loss: "no auxiliary loss" is what noaux means.
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
         {"rotary_pct": 0.5},

@@ -71,7 +71,7 @@ def _balance(config: Config, moe: MoEConfig) -> str:
         if len(layers) < len(config.decoder.moe_layers):
             some = f"{moved} in {layer_text(layers)}, where the router is trained"
             moved = some if layers else "which stays, as the routers are frozen"
-        parts.append(f"a bias on the choice, {moved}")
+        parts.append(f"an expert bias, {moved}")
     return ", ".join(parts) or "none"
 
 

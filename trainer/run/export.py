@@ -78,7 +78,7 @@ def _unknown_elsewhere(config: Config, weights: Mapping[str, np.ndarray]) -> Ite
     biases, kind = [array for name, array in weights.items() if name.endswith(EXPERT_BIAS)], config.model.arch.type
     if any(bias.any() for bias in biases) and not FAMILIES[kind].has_expert_bias:
         yield (
-            f"transformers' {kind} has no bias on the choice of experts: it leaves these {len(biases)} tensors"
+            f"transformers' {kind} has no expert bias: it leaves these {len(biases)} tensors"
             f" ({EXPERT_BIAS}) out and sends tokens to other experts than the training did; Glm4MoeForCausalLM has one"
         )
 

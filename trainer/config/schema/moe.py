@@ -54,7 +54,7 @@ class MoEConfig(Section):
     topk_group: int | None = setting(
         None, "Groups a token may go to; 0 or null: any. Default null.", ge=0, aliases="moe_router_group_topk")
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = setting(
-        None, "The router's choice by its Hugging Face name: greedy has no groups, noaux_tc has a bias on the choice."
+        None, "The router's choice by its Hugging Face name: greedy has no groups, noaux_tc has an expert bias."
         " Default null: the other keys say it.")
     balance_via_topk_bias: bool = setting(
         False, "Balance by a bias on the router's choice, which falls for experts with more than their share of a"

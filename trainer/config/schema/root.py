@@ -37,7 +37,7 @@ class ArchConfig(Section):
     ] = setting(
         "LlamaForCausalLM",
         "Model class; Qwen2 implies qkv_has_bias, Qwen3 and Qwen3-MoE use_qk_norm, Glm4Moe rotary_pct 0.5 and a sigmoid"
-        " router with a bias on the choice; MlpClassifier is no decoder: it classifies images. Default:"
+        " router with an expert bias; MlpClassifier is no decoder: it classifies images. Default:"
         " model_config.architectures, else LlamaForCausalLM.",
     )  # fmt: skip
 
