@@ -32,16 +32,17 @@ LONGEST = (
     "integration/test_moe_checkpoints.py", "integration/test_predict.py", "integration/test_eval.py",
     "parity/test_moe_models.py", "integration/test_freeze_and_recompute_run.py", "integration/test_mnist_run.py",
 )  # fmt: skip
-WAITING = ("parallel",)
+# Tests that start jobs of several processes: one core would be too little for these.
+JOBS = ("parallel/", "semi_auto/test_sharded_numbers.py", "integration/test_mnist_run.py")
 WORDS = ("passed", "failed", "skipped", "error", "xfailed", "deselected")
 SLOWEST = 15
 
 
 class Batch(NamedTuple):
-    """Files that one pytest process runs."""
+    """Files that one pytest process runs; `jobs`: they start jobs of several processes."""
 
     files: tuple[str, ...]
-    waits: bool
+    jobs: bool
 
 
 class Running(NamedTuple):
@@ -59,11 +60,12 @@ def batches(tests: Path = TESTS) -> list[Batch]:
     found = []
     folders = {path.parent.name for path in tests.glob("*/test_*.py")}
     for folder in sorted(folders, key=[*FILES_PER_PROCESS, *sorted(folders)].index):
-        files = [f"tests/{folder}/{path.name}" for path in sorted((tests / folder).glob("test_*.py"))]
-        size = FILES_PER_PROCESS.get(folder, 1)
-        number = -(-len(files) // size)
-        # File n goes to batch n modulo their number: neighbours in the alphabet, often alike, are spread.
-        found += [Batch(tuple(files[start::number]), folder in WAITING) for start in range(number)]
+        every = [f"{folder}/{path.name}" for path in sorted((tests / folder).glob("test_*.py"))]
+        for jobs in (False, True):
+            files = [f"tests/{file}" for file in every if file.startswith(JOBS) == jobs]
+            number = -(-len(files) // FILES_PER_PROCESS.get(folder, 1))
+            # File n goes to batch n modulo their number: neighbours in the alphabet, often alike, are spread.
+            found += [Batch(tuple(files[start::number]), jobs) for start in range(number)]
     places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
     return sorted(found, key=lambda batch: min(places.get(file, len(places)) for file in batch.files))
 
@@ -71,7 +73,7 @@ def batches(tests: Path = TESTS) -> list[Batch]:
 def start(batch: Batch, core: int | None, root: Path) -> Running:
     output = tempfile.TemporaryFile("w+", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}", *batch.files]
-    keep = None if core is None or batch.waits else lambda: os.sched_setaffinity(0, {core})
+    keep = None if core is None or batch.jobs else lambda: os.sched_setaffinity(0, {core})
     process = subprocess.Popen(
         command, cwd=root, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, preexec_fn=keep
     )
@@ -109,7 +111,7 @@ def closing_line(total: dict[str, int], seconds: float) -> str:
 
 def next_batch(waiting: list[Batch], core: int | None) -> Batch | None:
     """The first batch of the right kind; a core without one takes what would wait beside it."""
-    own = next((batch for batch in waiting if batch.waits == (core is None)), None)
+    own = next((batch for batch in waiting if batch.jobs == (core is None)), None)
     return own or (waiting[0] if waiting and core is not None else None)
 
 
@@ -121,7 +123,7 @@ def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -
     total: dict[str, int] = {}
     slowest: list[tuple[float, str]] = []
     free: list[int | None] = [*cores, None]
-    number = len(waiting)
+    batches_in_all = len(waiting)
     try:
         while waiting or running:
             for core in list(free):
@@ -145,7 +147,7 @@ def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -
                 print(text)
             seconds = time.monotonic() - one.began
             names = " ".join(file.removeprefix("tests/") for file in one.batch.files)
-            done = f"[{number - len(waiting) - len(running)}/{number}]"
+            done = f"[{batches_in_all - len(waiting) - len(running)}/{batches_in_all}]"
             closing = text.rstrip().rpartition("\n")[2]
             used = f"{seconds:.0f} s, {cpu_seconds:.0f} CPU s, {memory_gb:.1f} GB"
             print(f"{done} {closing} | {used} | {names}", flush=True)

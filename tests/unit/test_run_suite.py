@@ -30,7 +30,7 @@ def test_a_new_folder_is_run_too(tmp_path: Path) -> None:
     assert batches(tmp_path) == [Batch(("tests/unit/test_a.py",), False), Batch(("tests/new/test_b.py",), False)]
 
 
-def test_what_waits_runs_beside_and_in_the_end_everywhere() -> None:
+def test_jobs_run_beside_and_in_the_end_everywhere() -> None:
     assert next_batch([PARALLEL, UNIT], 0) == UNIT and next_batch([UNIT, PARALLEL], None) == PARALLEL
     assert next_batch([PARALLEL], 1) == PARALLEL
     assert next_batch([UNIT], None) is None and next_batch([], 0) is None
@@ -74,4 +74,7 @@ def test_a_failure_a_crash_and_a_broken_file_each_fail_the_whole(
     assert "assert 1 == 2" in printed and "nothing_of_this_name" in printed
     assert "1 passed, 0 failed, 0 skipped in" in printed and "0 passed, 1 failed, 0 skipped in" in printed
     assert "0 passed, 0 failed, 0 skipped, 1 error in" in printed
-    assert "[1/1] 1 passed in" in printed and "CPU s; the largest process used" in printed
+    assert "CPU s; the largest process used" in printed
+    assert run([Batch(("tests/unit/test_good.py",), False)] * 2, [0], tmp_path) == 0
+    printed = capfd.readouterr().out
+    assert "[1/2] 1 passed in" in printed and "[2/2] 1 passed in" in printed
