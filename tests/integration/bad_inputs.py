@@ -199,7 +199,7 @@ FREEZE = (
     line("a layer in words", "seed: 1", _FREEZE + "{include: ['layers: all']}", "'all' is no layer", "0-3"),
     line("everything", "seed: 1", _FREEZE + "{include: '*'}", "leaves nothing to train", "exclude"),
     line("exclude alone", "seed: 1", _FREEZE + "{exclude: embeddings}", "no include", "include: ['*']"),
-    line("a number", "seed: 1", _FREEZE + "{include: 3}", "freeze.include = 3", "a text, a list or a section"),
+    line("a number", "seed: 1", _FREEZE + "{include: 3}", "freeze.include = 3", "a string, a list or a section"),
     line("misspelt", "seed: 1", _FREEZE + "{inculde: '*'}", "freeze.inculde", "freeze.include"),
     flag("by flag", "--freeze.include [layers:7]", "flag --freeze.include", "there is no layer 7"),
 )
