@@ -74,7 +74,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
              "Report the tokens that experts dropped."),
     ),
     "Parallelism": (
-        Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: True if there are several."),
+        Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: True if several exist."),
         Flag("parallel_fallback", "parallel.parallel_fallback", "value",
              "explicit: data parallelism instead of semi-automatic mode.", "NAME"),
     ),
