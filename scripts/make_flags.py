@@ -72,8 +72,8 @@ def page() -> str:
     for name, paths, section in sections(schema):
         title = ", ".join(f"`{path}`" for path in paths if path) or "Top level"
         types = types_of(section)
-        support, reason = supports.get(name, ("honoured", ""))
-        if support != "honoured":
+        support, reason = supports.get(name, ("supported", ""))
+        if support != "supported":
             names = [f"{paths[0]}: {kind}" for kind in types.split(", ")] if types else [paths[0]]
             unsupported += [(key, support, reason) for key in names]
             continue

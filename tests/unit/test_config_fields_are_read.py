@@ -84,7 +84,7 @@ def sections() -> dict[type[Section], str]:
     for kind in (queue := [Config]):
         for name, field in kind.model_fields.items():
             for below in shape_of(field).kinds:
-                if below not in found and support_of(field)[0] == "honoured" and below.support == "honoured":
+                if below not in found and support_of(field)[0] == "supported" and below.support == "supported":
                     found[below] = f"{found[kind]}{name}."
                     queue.append(below)
     return found
@@ -103,7 +103,7 @@ def acting_fields() -> list[str]:
     for kind, path in sections().items():
         for name, field in kind.model_fields.items():
             # "type" chooses a section and a section is read by its keys: neither acts by itself.
-            acts = support_of(field)[0] == "honoured" and name != "type" and not shape_of(field).kinds
+            acts = support_of(field)[0] == "supported" and name != "type" and not shape_of(field).kinds
             if acts and f"{path}{name}" not in ELSEWHERE:
                 fields.append(f"{path}{name}")
     return sorted(set(fields))

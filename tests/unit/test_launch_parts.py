@@ -20,9 +20,9 @@ from trainer.launch import heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.job import (
     End,
+    decide_outcome,
     how,
     job_files,
-    judge,
     new_state,
     prepare,
     read_state,
@@ -196,7 +196,7 @@ def test_exit_codes_in_words() -> None:
 
 def test_the_first_failure_is_the_outcome() -> None:
     ends = [End(0, 1, 3.0), End(1, 7, 2.0), End(2, 143, 2.5, by_launcher=True), End(3, 0, 1.0)]
-    outcome = judge(ends, None, None)
+    outcome = decide_outcome(ends, None, None)
     assert outcome.exit_code == 7 and outcome.first is ends[1] and outcome.others == [ends[2], ends[0]]
     text = "\n".join(report(outcome, None, 12))
     assert "rank 1 failed first: exit code 7, 12 s after" in text
@@ -217,13 +217,13 @@ def test_the_first_failure_is_the_outcome() -> None:
 )
 def test_exit_codes_of_jobs(codes: list[int], stopped_by: int | None, hung: float | None, expected: int) -> None:
     ends = [End(rank, code, float(rank)) for rank, code in enumerate(codes)]
-    assert judge(ends, stopped_by, hung).exit_code == expected
+    assert decide_outcome(ends, stopped_by, hung).exit_code == expected
 
 
 def test_what_the_launcher_ended_did_not_fail_first() -> None:
     ends = [End(0, 137, 1.0, by_launcher=True), End(1, 137, 2.0, by_launcher=True)]
-    assert judge(ends, 2, None).exit_code == 130
-    outcome = judge(ends, None, None)
+    assert decide_outcome(ends, 2, None).exit_code == 130
+    outcome = decide_outcome(ends, None, None)
     assert (outcome.exit_code, outcome.first) == (1, None)
 
 

@@ -79,9 +79,9 @@ def test_it_counts_all_weights_and_those_that_compute_a_token() -> None:
     plan = plan_of("moe_tiny")
     expert = 3 * 128 * 192
     assert plan.weights - plan.active_weights == 4 * (8 - 2) * expert
-    assert f"{plan.weights:,}; {plan.active_weights:,} compute a token" in plan_text(plan)
+    assert f"{plan.weights:,}; {plan.active_weights:,} active per token" in plan_text(plan)
     dense = plan_of("quickstart")
-    assert dense.active_weights == dense.weights and "compute a token" not in plan_text(dense)
+    assert dense.active_weights == dense.weights and "active per token" not in plan_text(dense)
     # The expert bias is no weight: neither trained nor frozen.
     mtp = plan_of("moe_mtp")
     assert mtp.frozen.tensors == 0

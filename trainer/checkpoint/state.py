@@ -331,7 +331,7 @@ def settings_record(config: Config) -> dict[str, Any]:
 def _differing(section: Section, key: str) -> Iterator[tuple[str, Any]]:
     for name, field in type(section).model_fields.items():
         value, dotted = getattr(section, name), f"{key}.{field.alias or name}"
-        if support_of(field)[0] != "honoured" or (key == "model.model_config" and name in _PREDICTION):
+        if support_of(field)[0] != "supported" or (key == "model.model_config" and name in _PREDICTION):
             continue
         if isinstance(value, Section):
             yield from _differing(value, dotted)

@@ -52,7 +52,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("do_eval", "do_eval", "bool", "Evaluate while training."),
         Flag("mode", "context.mode", "value", "0: compiled blocks; 1: no compilation.", "0|1"),
         Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
-        Flag("device_fallback", "context.device_fallback", "bool", "Use the best device if that is missing."),
+        Flag("device_fallback", "context.device_fallback", "bool", "Use the best device if device_target is missing."),
         Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),
     ),
     "Data": (
@@ -60,7 +60,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
              'Data to train on: file, folder or "stdlib".', "PATH"),
         Flag("eval_dataset_dir", "eval_dataset.data_loader.dataset_dir", "value", "Data to evaluate on.", "PATH"),
         Flag("num_samples", f"{_DATA}.num_samples", "value",
-             "At most so many sequences of each data set.", "INT", also="eval_dataset.data_loader.num_samples"),
+             "Maximum number of sequences of each data set.", "INT", also="eval_dataset.data_loader.num_samples"),
         Flag("predict_data", "predict_data", "list", "predict: prompts, or a file of prompts.", "TEXT..."),
         Flag("predict_batch_size", "predict_batch_size", "value", "predict: prompts generated at once.", "INT"),
     ),
@@ -74,7 +74,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
              "Report the tokens that experts dropped."),
     ),
     "Parallelism": (
-        Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: as the job is."),
+        Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: True if several exist."),
         Flag("parallel_fallback", "parallel.parallel_fallback", "value",
              "explicit: data parallelism instead of semi-automatic mode.", "NAME"),
     ),

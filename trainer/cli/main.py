@@ -293,8 +293,9 @@ def _export(
 ) -> int:
     """Writes the weights of --load_checkpoint as one safetensors file with Hugging Face's names.
 
-    With [bold]--adapter DIR --merge[/bold] the adapters of a training with pet_config are merged in. Never loads
-    MindSpore.
+    With [bold]--adapter DIR --merge[/bold] the adapters of a training with pet_config are merged in.
+
+    Never loads MindSpore.
     """
     from trainer.config import Override
     from trainer.run.export import export
@@ -315,7 +316,7 @@ def _doctor(
     deep: Annotated[bool, typer.Option("--deep", help="Also run a MindSpore operator; takes seconds.")] = False,
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Where a run would write.")] = Path("output"),
 ) -> int:
-    """Checks whether this machine can train, and says how to mend what is missing."""
+    """Checks whether this machine can train, and says how to fix what is missing."""
     from rich.console import Console
 
     from trainer.device.doctor import checks, exit_code, render, to_json

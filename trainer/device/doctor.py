@@ -224,15 +224,15 @@ def check_disk(output_dir: Path) -> Check:
 
 
 def check_msrun(executable_folder: Path, search_path: str) -> Check:
-    """msrun starts its workers with the python that is first on PATH, so both must come from this environment."""
+    """msrun itself starts workers with the first python on PATH; `launch` always uses the Python that runs it."""
     own = executable_folder / "msrun"
     if not own.exists():
         return Check("msrun", "warn", f"not beside {executable_folder}/python; only parallel runs need it",
                      "pip install -c constraints.txt mindspore, with this Python")
     python = shutil.which("python", path=search_path)
     if python is None or Path(python).parent.absolute() != executable_folder.absolute():
-        found = f"{own}; but its workers use the first python on PATH, {python or 'and there is none'}"
-        return Check("msrun", "warn", found, f"source {executable_folder}/activate before a parallel run")
+        found = f"{own}; called without `launch`, it uses the first python on PATH, {python or 'and there is none'}"
+        return Check("msrun", "warn", found, f"source {executable_folder}/activate before calling msrun itself")
     return Check("msrun", "ok", str(own))
 
 

@@ -69,7 +69,7 @@ class _Agent:
             with contextlib.suppress(BlockingIOError):
                 os.read(awake, 1 << 12)
             for message in self.channel.receive():
-                self.obey(message)
+                self.handle(message)
             if self.terminal is not None and not self.terminal.pump():
                 self.close_terminal()
             if self.channel.closed:  # the launcher is gone
@@ -83,7 +83,7 @@ class _Agent:
                 self.check_worker()
         return 0
 
-    def obey(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         if "start" in message:
             self.start(message["start"])
         elif "size" in message and self.terminal is not None:

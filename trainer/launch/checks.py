@@ -40,7 +40,7 @@ def check_launch(
         left_bytes: Memory that is left on this host; None: look.
 
     Raises:
-        UserError: The job could not run, or would need more memory than there is (`force` starts it even so).
+        UserError: The job could not run, or would need more memory than there is (`force` starts anyway).
     """
     _check_counts(options)
     if options.script is not None and not options.script.is_file():
@@ -158,5 +158,5 @@ def _check_memory(options: LaunchOptions, plan: Plan, left_bytes: int | None) ->
     )
     fitting = left // worker_bytes
     fewer = f"start {fitting}, or spread them over more nodes; " if fitting else ""
-    fix = f"{fewer}a smaller runner_config.batch_size and recompute_config need less; --force starts it even so"
+    fix = f"{fewer}a smaller runner_config.batch_size and recompute_config need less; --force starts anyway"
     raise _error("nproc", options.worker_num, rule, fix)

@@ -197,7 +197,7 @@ def how(exit_code: int) -> str:
     return f"exit code {exit_code}"
 
 
-def judge(ends: Sequence[End], stopped_by: int | None, hung_seconds: float | None) -> Outcome:
+def decide_outcome(ends: Sequence[End], stopped_by: int | None, hung_seconds: float | None) -> Outcome:
     """The outcome of a job from the ends of its processes and the signal that the launcher received.
 
     Args:

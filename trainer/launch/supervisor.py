@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
-from trainer.launch.job import End, JobFiles, JobState, Outcome, judge, report, shell_code, write_state
+from trainer.launch.job import End, JobFiles, JobState, Outcome, decide_outcome, report, shell_code, write_state
 from trainer.launch.nodes import Event, Hub, Spoke
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children
@@ -131,7 +131,8 @@ class Supervisor:
         self.pool.closing = True
         name = signal.Signals(number).name
         if self.stop_requests == 1:
-            self.screen.print([f"{name}: the workers finish their step and save; once more ends them without that."])
+            again = "send it again to end them without saving"
+            self.screen.print([f"{name}: the workers finish their step and save; {again}."])
         self.pool.send_to_workers({"signal": number})
         if self.stop_requests > 2:
             self._kill(now)
@@ -159,7 +160,7 @@ class Supervisor:
         if self.pool.ending_since is not None:
             return
         announced = [worker.failed for worker in workers if worker.failed is not None and not worker.end]
-        outcome = judge([*self._ends(), *announced], self.stopped_by, None)
+        outcome = decide_outcome([*self._ends(), *announced], self.stopped_by, None)
         if outcome.first is not None:
             self._end_workers(now, GRACE_SECONDS)
             self.nodes.failed(outcome.exit_code, self._failure_lines(outcome))
@@ -218,7 +219,7 @@ class Supervisor:
     def _finish(self) -> Outcome:
         """All workers have ended: releases everything else, and tells how it went."""
         self.pool.closing = True
-        outcome = judge(self._ends(), self.stopped_by, self.hung_seconds)
+        outcome = decide_outcome(self._ends(), self.stopped_by, self.hung_seconds)
         if self.failure_elsewhere is not None:
             outcome = Outcome(self.failure_elsewhere.number, "ended because of another node")
         self.pool.scheduler.kill()

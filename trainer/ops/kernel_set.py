@@ -108,7 +108,7 @@ def load_kernels(
     `plain` and `of_device` are the modules that have the reference kernels and the fused operators of a dense model.
     """
     fused = {choice.kernel: choice.fused for choice in choices}
-    # A classifier has no choices, and makes none of the kernels that there is a choice for.
+    # A classifier has no choices: it uses none of the kernels that have a fused form.
     module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
     # A dense model has no choices for experts either, and makes none of their kernels.
     experts = moe_ascend if fused.get("grouped_matmul") else moe_reference

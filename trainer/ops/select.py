@@ -80,14 +80,14 @@ def _choose(
 def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     """Why the fused operator cannot compute this part of the model; empty if it can."""
     if kernel == "attention" and settings.attention_dropout > 0:
-        return "attention_dropout > 0: its masks are those of every device, which the operator cannot take; 0 lets it"
+        return "flash_attention_score cannot apply this trainer's dropout masks; set attention_dropout: 0"
     if kernel == "attention" and precision.compute.dtype == "float32":
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if kernel == "attention" and (settings.head_size % 16 or settings.head_size > 512):
         return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
     if kernel == "rotary_embedding" and settings.rotary_size != settings.head_size:
-        part = f"{settings.rotary_size} of it turn (rotary_pct {settings.rotary_pct:g})"
-        return f"rotary_position_embedding turns a whole head of {settings.head_size}, here {part}"
+        part = f"rotary_pct {settings.rotary_pct:g} rotates only {settings.rotary_size}"
+        return f"rotary_position_embedding rotates all {settings.head_size} dimensions of a head; {part}"
     if kernel == "rotary_embedding" and (settings.head_size >= 896 or settings.num_heads >= 1000):
         here = f"here {settings.num_heads} of {settings.head_size}"
         return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"

@@ -1,18 +1,19 @@
 """The learning rate of every optimizer step, by the names, keys and formulas of MindSpore Transformers.
 
 Source of every formula: ``mindformers/core/lr/lr_schedule.py`` (MindSpore Transformers, July 2026) and the papers
-that it cites. The arithmetic here is Python's float64; the peer's is float32, so the two agree to about seven digits.
+that it cites. The arithmetic here is Python's float64; MindSpore Transformers' is float32, so the two agree to about
+seven digits.
 
-Convention of steps, as in the peer: step 0 is the first optimizer step, whose learning rate is ``lr(0)``. With
-warm-up that is ``warmup_lr_init``, so with its default of 0 the first update moves no weight. The last step of a run
-of ``total`` steps is ``total - 1``; a decay reaches its end value at ``lr(total)``, one step after the last update.
+Convention of steps, as in MindSpore Transformers: step 0 is the first optimizer step, whose learning rate is ``lr(0)``.
+With warm-up that is ``warmup_lr_init``, so with its default of 0 the first update moves no weight. The last step of a
+run of ``total`` steps is ``total - 1``; a decay reaches its end value at ``lr(total)``, one step after the last update.
 
 Symbols in the docstrings: t the step, w the warm-up steps, T the total steps, lr ``learning_rate``. Every
 ``*_steps``, ``t_max`` and ``t_0`` counts optimizer steps, every ``*_ratio`` is a fraction of T within 0..1 (rounded
 down to whole steps), every learning rate is the factor of the optimizer's update, without a unit.
 
-Where the peer's formula is broken outside the range it was written for, ours holds the value at the range's border;
-the docstrings say where.
+Where MindSpore Transformers' formula is broken outside the range it was written for, ours holds the value at the
+range's border; the docstrings say where.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def schedule_total_steps(section: Any, total_steps: int) -> int:
 def warmup_steps(section: Any, total_steps: int) -> int:
     """w of the formulas: ``int(warmup_ratio * T)`` when a ratio is given (even 0), else ``warmup_steps``, else 0.
 
-    The peer's rule: the ratio wins over the number. It may exceed ``total_steps``; such a run ends within its warm-up.
+    MindSpore Transformers' rule: the ratio wins over the number. It may exceed ``total_steps``; such a run ends within
+    its warm-up.
     """
     if section.warmup_ratio is not None:
         return int(total_steps * section.warmup_ratio)
@@ -107,10 +109,10 @@ def _cosine_with_warm_up(inputs: _Inputs) -> Schedule:
     """CosineWithWarmUpLR. After warm-up: lr_end + (lr - lr_end) * (1 + cos(2 pi num_cycles (t - w) / (T - w))) / 2.
 
     ``num_cycles`` counts whole waves over T - w steps: 0.5 falls once from lr to lr_end, 1.5 ends low after one more
-    peak. From step ``decay_steps`` on (default T, even when warm-up lasts longer) it is lr_end. As in the peer
-    ``decay_steps`` (or ``decay_ratio``, which wins over it; 0 means not given) only cuts the curve, it does not
-    squeeze the cosine; beyond T, where the peer's cosine would rise again, ours is lr_end. A cut that falls within
-    warm-up is an error (the peer drops to lr_end there).
+    peak. From step ``decay_steps`` on (default T, even when warm-up lasts longer) it is lr_end. As in MindSpore
+    Transformers ``decay_steps`` (or ``decay_ratio``, which wins over it; 0 means not given) only cuts the curve, it
+    does not squeeze the cosine; beyond T, where MindSpore Transformers' cosine would rise again, ours is lr_end. A cut
+    that falls within warm-up is an error (MindSpore Transformers drops to lr_end there).
     """
     section = inputs.section
     return _cosine_until_cut(inputs, _steps(inputs, section.decay_steps, section.decay_ratio),
@@ -122,7 +124,7 @@ def _cosine_with_restarts(inputs: _Inputs) -> Schedule:
 
     u is the fractional part of num_cycles (t - w) / (T - w): ``num_cycles`` falls from lr to lr_end, with a jump back
     to lr between two of them. ``decay_steps`` and the end are those of CosineWithWarmUpLR (between T and a later
-    ``decay_steps`` the peer gives 0, ours lr_end).
+    ``decay_steps`` MindSpore Transformers gives 0, ours lr_end).
     """
     section = inputs.section
     return _cosine_until_cut(inputs, _steps(inputs, section.decay_steps, None),
@@ -146,9 +148,9 @@ def _cosine_until_cut(inputs: _Inputs, decay_steps: int | None, half_waves: Call
 def _polynomial_with_warm_up(inputs: _Inputs) -> Schedule:
     """PolynomialWithWarmUpLR. After warm-up: lr_end + (lr - lr_end) * (1 - (t - w) / decay_steps) ** power.
 
-    ``decay_steps`` is counted from the end of warm-up and defaults to max(1, T - w). After it, where the peer's base
-    turns negative (and with power 1 its learning rate too), ours is lr_end; beyond T both are lr_end. ``lr_end`` must
-    be below ``learning_rate``.
+    ``decay_steps`` is counted from the end of warm-up and defaults to max(1, T - w). After it, where MindSpore
+    Transformers' base turns negative (and with power 1 its learning rate too), ours is lr_end; beyond T both are
+    lr_end. ``lr_end`` must be below ``learning_rate``.
     """
     section, total = inputs.section, inputs.total_steps
     _check_end_below_peak(inputs)
@@ -167,8 +169,8 @@ def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
     """WarmUpStableDecayLR (WSD). After warm-up lr, and from step s on lr - (lr - lr_end) * (t - s) / (T - s).
 
     s is ``int(decay_start_ratio * T)`` when the ratio is given, otherwise ``decay_start_steps``; neither has a
-    default, here or in the peer. Beyond T, where the peer's line goes on below zero, ours is lr_end. s before the end
-    of warm-up is an error (the peer jumps).
+    default, here or in MindSpore Transformers. Beyond T, where MindSpore Transformers' line goes on below zero, ours is
+    lr_end. s before the end of warm-up is an error (MindSpore Transformers jumps).
     """
     section, total = inputs.section, inputs.total_steps
     _check_end_below_peak(inputs)
@@ -197,8 +199,8 @@ def _constant_with_cool_down(inputs: _Inputs) -> Schedule:
     After warm-up: lr for ``keep_steps``; then over d = ``decay_steps`` steps lr_end1 + (lr - lr_end1) * (1 + cos(2 pi
     num_cycles u / d)) / 2 with u the steps since then; then lr_end1 for ``final_steps``; then lr_end2 (None:
     lr_end1). d is ``int(decay_ratio * T)`` when that is given and not 0, otherwise ``decay_steps``, by default T as
-    in the peer, so that without it the decay does not end within the run. An ``lr_end2`` of 0 is 0 (the peer takes it
-    for None).
+    in MindSpore Transformers, so that without it the decay does not end within the run. An ``lr_end2`` of 0 is 0
+    (MindSpore Transformers takes it for None).
     """
     section = inputs.section
     given = _steps(inputs, section.decay_steps, section.decay_ratio)
@@ -233,8 +235,8 @@ def _cosine_annealing_warm_restarts(inputs: _Inputs) -> Schedule:
     """CosineAnnealingWarmRestarts: eta_min + (base_lr - eta_min) * (1 + cos(pi u / p)) / 2 (arXiv 1608.03983).
 
     u counts the steps since the last restart; the period p is ``t_0`` first and ``t_mult`` times the one before after
-    each restart. No warm-up, no end, T plays no part. Restarts are found in whole numbers (the peer's float32
-    logarithm may miss one by a step).
+    each restart. No warm-up, no end, T plays no part. Restarts are found in whole numbers (MindSpore Transformers'
+    float32 logarithm may miss one by a step).
     """
     section = inputs.section
     low = section.eta_min or 0.0
@@ -259,8 +261,8 @@ def _half_cosine(half_waves: float) -> float:
 def _steps(inputs: _Inputs, steps: int | None, ratio: float | None) -> int | None:
     """The steps of a decay: ``max(1, int(ratio * T))`` when a ratio is given, otherwise ``steps``.
 
-    A ratio of 0 counts as not given, as the peer's documentation says; its code would give a schedule that is lr_end
-    from step 0 on.
+    A ratio of 0 counts as not given, as MindSpore Transformers' documentation says; its code would give a schedule that
+    is lr_end from step 0 on.
     """
     return max(1, int(inputs.total_steps * ratio)) if ratio else steps
 

@@ -250,21 +250,21 @@ class AllGather(_Pair):
     """[n, ...] of each rank, concatenated to [ranks n, ...]; backward, `ReduceScatter`."""
 
     def __init__(self, group: str | None = None) -> None:
-        super().__init__(_gathered(group), _scattered_sum(group))
+        super().__init__(_all_gather(group), _reduce_scatter(group))
 
 
 class ReduceScatter(_Pair):
     """The sum over all ranks of [ranks n, ...], of which each rank keeps its own n rows; backward, `AllGather`."""
 
     def __init__(self, group: str | None = None) -> None:
-        super().__init__(_scattered_sum(group), _gathered(group))
+        super().__init__(_reduce_scatter(group), _all_gather(group))
 
 
 class AllToAll(_Pair):
     """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
     def __init__(self, group: str | None = None) -> None:
-        super().__init__(_exchanged(group), _exchanged(group))
+        super().__init__(_all_to_all(group), _all_to_all(group))
 
 
 class Broadcast(nn.Cell):
@@ -272,7 +272,7 @@ class Broadcast(nn.Cell):
 
     def __init__(self, root: int, group: str | None = None) -> None:
         super().__init__()
-        self.spread, self.sum = _spread(root, group), _sum(group)
+        self.spread, self.sum = _broadcast(root, group), _sum(group)
         self.is_root, self.depend = communication.get_rank() == root, P.Depend()
 
     def construct(self, x: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ def _sum(group: str | None) -> Callable[[Tensor], Tensor]:
     return all_reduce if _has_all_operators() else _in_float32(all_reduce)
 
 
-def _gathered(group: str | None) -> Callable[[Tensor], Tensor]:
+def _all_gather(group: str | None) -> Callable[[Tensor], Tensor]:
     all_gather = _operator("AllGather", _name(group))
     if _has_all_operators():
         return all_gather
@@ -344,23 +344,23 @@ def _gathered(group: str | None) -> Callable[[Tensor], Tensor]:
     return gathered
 
 
-def _scattered_sum(group: str | None) -> Callable[[Tensor], Tensor]:
+def _reduce_scatter(group: str | None) -> Callable[[Tensor], Tensor]:
     if _has_all_operators():
         return _operator("ReduceScatter", _name(group))
     summed, ranks, rank = _sum(group), group_size(group), communication.get_rank(_name(group))
     return lambda x: _rows(summed(x), rank, ranks)
 
 
-def _exchanged(group: str | None) -> Callable[[Tensor], Tensor]:
+def _all_to_all(group: str | None) -> Callable[[Tensor], Tensor]:
     ranks = group_size(group)
     if _has_all_operators():
         return _operator("AlltoAll", _name(group), split_count=ranks, split_dim=0, concat_dim=0)
-    gathered, rank = _gathered(group), communication.get_rank(_name(group))
+    gathered, rank = _all_gather(group), communication.get_rank(_name(group))
     # This rank's part of what each rank has sent.
     return lambda x: ops.concat([_rows(rows, rank, ranks) for rows in ops.split(gathered(x), x.shape[0])])
 
 
-def _spread(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
+def _broadcast(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
     if _has_all_operators() or group is None:
         broadcast = _operator("Broadcast", _name(group), root_rank=root)
         return lambda x: broadcast((x,))[0]
@@ -372,14 +372,14 @@ def _send(to: int, group: str) -> Callable[[Tensor], object]:
     if _has_all_operators():
         rank = communication.get_group_rank_from_world_rank(to, group)
         return _operator("Send", group, sr_tag=0, dest_rank=rank)
-    return _spread(communication.get_rank(), group)
+    return _broadcast(communication.get_rank(), group)
 
 
 def _receive(source: int, group: str) -> Callable[[tuple[int, ...], mstype.Type], Tensor]:
     if _has_all_operators():
         rank = communication.get_group_rank_from_world_rank(source, group)
         return lambda shape, dtype: ops.Receive(0, rank, list(shape), dtype, group=group)(Tensor(0.0))
-    spread = _spread(source, group)
+    spread = _broadcast(source, group)
     return lambda shape, dtype: spread(ops.zeros(shape, dtype))
 
 

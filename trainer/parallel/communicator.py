@@ -97,10 +97,10 @@ def check_same_values(own: Mapping[str, object], what: str, communicator: Commun
     first, differing, right = {}, set(), set()
     for rank, data in enumerate(communicator.gather_bytes(json.dumps(own).encode())):
         for name, value in json.loads(data).items():
-            teller, told = first.setdefault(name, (rank, value))
-            if told != value:
+            first_rank, first_value = first.setdefault(name, (rank, value))
+            if first_value != value:
                 differing.add(rank)
-                right.add(teller)
+                right.add(first_rank)
     if differing:
         raise RunError(
             f"the {what} of rank {', '.join(map(str, sorted(differing)))} differ from those of rank"

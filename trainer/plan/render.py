@@ -120,7 +120,7 @@ def _step_rows(plan: Plan) -> Rows:
 
 def _weights(plan: Plan) -> str:
     every = plan.weights + plan.frozen.weights
-    active = f"; {plan.active_weights:,} compute a token" if plan.active_weights < every else ""
+    active = f"; {plan.active_weights:,} active per token" if plan.active_weights < every else ""
     if not plan.frozen.tensors:
         return f"{every:,}{active}"
     return f"{every:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen{active}"
@@ -152,7 +152,7 @@ def _details(plan: Plan) -> list[Section]:
 
 
 def _memory(plan: Plan, verbose: bool) -> Section:
-    parts = {part: f"{size / (1 << 20):,.0f}" for part, size in plan.memory_bytes.items()}
+    parts = {part.replace(", ", " and "): f"{size / (1 << 20):,.0f}" for part, size in plan.memory_bytes.items()}
     sums = {"total": parts.pop("total")}
     if plan.ranks > 1:
         sums[f"{plan.host_ranks} ranks of this host"] = f"{plan.host_memory_bytes / (1 << 20):,.0f}"

@@ -72,8 +72,8 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
 class _Training:
     """One training run: run modes train and finetune.
 
-    Several ranks train one model: each does all that is here, with its own part of the data. Rank 0 alone writes what
-    there is one of; what ends a run is agreed on before anyone acts on it.
+    Several ranks train one model: each executes this code with its own part of the data. Only rank 0 writes shared
+    files. All ranks agree that the run ends before any of them acts on it.
     """
 
     def __init__(self, config: Config, world: World, prepared: Prepared) -> None:
@@ -145,7 +145,7 @@ class _Training:
         return notices
 
     def prepare_output(self) -> list[str]:
-        """Makes room for what the run leaves, once it is sure to start; says what was moved out of the way."""
+        """Prepares the output folder once the run is sure to start; returns notes on files moved out of the way."""
         aside = put_aside(self.checkpoints) if self.info.resumed_from is None else None
         prepare_folder(self.checkpoints)
         write_text(self.folder / "config.yaml", dump_config(self.config))
@@ -247,7 +247,7 @@ class _Training:
         )
 
     def details(self, result: StepResult) -> dict[str, object]:
-        """What only metrics.jsonl keeps of a step: norms of parameters, numbers of layers with experts, waiting."""
+        """What only metrics.jsonl keeps of a step: norms of parameters, figures of MoE layers, time spent waiting."""
         kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
         if self.world.size > 1 and result.reduce_seconds is not None:
             kept["reduce_seconds"] = result.reduce_seconds

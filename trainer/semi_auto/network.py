@@ -89,8 +89,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         step = GradientCell(
             inner,
             [loss.by_name[name] for name in trained_shapes(config)],
-            summed_aside=aside,
-            read_aside=aside and not config.parallel.enable_parallel_optimizer,
+            accumulates_in_graph=aside,
+            returns_accumulated=aside and not config.parallel.enable_parallel_optimizer,
         )
     network = AutoParallel(step, parallel_mode="semi_auto")
     network.no_init_parameters_in_compile()

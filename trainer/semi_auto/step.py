@@ -41,27 +41,27 @@ class GradientCell(nn.Cell):
 
     Args:
         network: Computes the loss of a whole window.
-        summed_aside: MindSpore adds up the gradients of the micro-batches in parameters of its own, `accu_grads.*`.
-        read_aside: Return these sums as the gradients. Where ranks share the optimizer state this is not needed:
-            MindSpore returns this rank's shards of the sums as the gradients.
+        accumulates_in_graph: MindSpore sums the gradients of the micro-batches in its own parameters, `accu_grads.*`.
+        returns_accumulated: Return these sums as the gradients. If the optimizer state is sharded this is not
+            needed: MindSpore returns this rank's shards of the sums as the gradients.
     """
 
     def __init__(
-        self, network: nn.Cell, weights: Sequence[Parameter], *, summed_aside: bool, read_aside: bool
+        self, network: nn.Cell, weights: Sequence[Parameter], *, accumulates_in_graph: bool, returns_accumulated: bool
     ) -> None:
         super().__init__(auto_prefix=False)
         self.network, self.weights = network, ParameterTuple(weights)
-        self.summed_aside, self.read_aside = summed_aside, read_aside
+        self.accumulates_in_graph, self.returns_accumulated = accumulates_in_graph, returns_accumulated
         self.differentiated = mindspore.value_and_grad(network, None, self.weights)
-        self.sums = self.weights.clone("accu_grads", init="zeros") if summed_aside else ()
+        self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
 
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
         loss, gradients = self.differentiated(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1)
-        if not self.summed_aside:
+        if not self.accumulates_in_graph:
             return loss, gradients
         # In both cases the graph must hold these parameters: MindSpore finds them by name.
         sums = ops.depend(self.sums, gradients)
-        return loss, sums if self.read_aside else ops.depend(gradients, sums)
+        return loss, sums if self.returns_accumulated else ops.depend(gradients, sums)
 
 
 class Window(NamedTuple):
@@ -138,7 +138,7 @@ class GraphStep:
         with graph_mode():
             loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens))
         names = [weight.name for weight in self.cell.weights]
-        by_name = self.sums if self.cell.read_aside else dict(zip(names, gradients, strict=True))
+        by_name = self.sums if self.cell.returns_accumulated else dict(zip(names, gradients, strict=True))
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
         own_loss = [float(loss.asnumpy()), 1.0] if self.gives_loss else [0.0, 0.0]

@@ -24,7 +24,8 @@ def global_norm(gradients: Iterable[Any], sum_of_squares: Callable[[Any], float]
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """Factor that brings a gradient of this norm down to `max_norm`; exactly 1.0 at or below it.
 
-    The peer divides by max(norm, max_norm) + 1e-6, which shrinks every gradient a little; here not clipping is a no-op.
+    MindSpore Transformers divides by max(norm, max_norm) + 1e-6, which shrinks every gradient a little; here not
+    clipping is a no-op.
     """
     return max_norm / norm if norm > max_norm else 1.0
 

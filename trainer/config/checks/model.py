@@ -92,7 +92,7 @@ def _sizes(config: Config) -> Iterator[Problem]:
         rule = f"contradicts tie_word_embeddings = {tied} ({config.source.where(f'{_KEY}.tie_word_embeddings')})"
         yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _ONE)
     if decoder.mtp_depth >= decoder.seq_length:
-        rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has none so far ahead"
+        rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has no token {decoder.mtp_depth} further ahead"
         yield problem(config, f"{_KEY}.mtp_depth", rule, "use 1")
 
 

@@ -1,4 +1,4 @@
-"""What works, but other than a reader of the file might expect."""
+"""Notices: settings that are valid but have another effect, or none, than a reader of the file may expect."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Notice(str):
 
 
 class _Unused(NamedTuple):
-    """Keys that have no effect beside another setting: told where they differ from their defaults."""
+    """Keys that have no effect beside another setting: reported where they differ from their defaults."""
 
     section: str
     keys: str
     when: Callable[[Config], object]
     because: str | Callable[[Config], str]
     switch: str = ""
-    """A key of the section that turns these on: where it is left out, they are told even with their defaults."""
+    """The key that turns the section on: if it is left out, these keys are reported even with their defaults."""
 
 
 def _moe(config: Config) -> MoEConfig:
@@ -152,13 +152,13 @@ def _run(config: Config) -> Iterator[str]:
     decoder, train = config.decoder, config.train_dataset
     if decoder.max_positions < decoder.seq_length:
         yield (f"{_MODEL}.seq_length {decoder.seq_length} is beyond max_position_embeddings {decoder.max_positions}:"
-               " the model sees positions it was not made for")
+               " the model sees positions beyond those it was trained for")
     if config.eval_dataset is not None and train.held_out:
         yield (f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
                " as there is an eval_dataset")
     if config.trains and config.resume_training is not False and config.load_checkpoint and decoder.pet_config is None:
-        yield (f"resume_training: goes on from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
-               " optimizer, step and place in the data; leave it out to start anew from these weights")
+        yield (f"resume_training: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
+               " optimizer, step and place in the data; leave it out to start over from these weights")
     if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
         yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":

@@ -21,11 +21,11 @@ class Finding(NamedTuple):
 
 
 def findings(section: Section, path: str = "") -> Iterator[Finding]:
-    """All keys below a section whose value is not honoured."""
+    """All keys below a section whose value is not supported."""
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{path}{field.alias or name}"
         support, reason = support_of(field)
-        if support != "honoured" and not _neutral(value, field.get_default(call_default_factory=True)):
+        if support != "supported" and not _neutral(value, field.get_default(call_default_factory=True)):
             yield Finding(key, _shown(value), support, reason)
         elif isinstance(value, Section):
             yield from _of_section(value, key)
@@ -44,7 +44,7 @@ def _of_section(section: Section, key: str) -> Iterator[Finding]:
     # A mixture of experts with one expert is a dense model, and a notice says that nothing of it acts.
     if isinstance(section, MoEConfig) and section.expert_num == 1:
         return
-    if section.support != "honoured":
+    if section.support != "supported":
         yield Finding(key, getattr(section, "type", _shown(section)), section.support, section.support_reason)
     else:
         yield from findings(section, f"{key}.")
@@ -55,7 +55,7 @@ def _shown(value: Any) -> Any:
 
 
 def not_yet_problems(config: Config) -> list[Problem]:
-    """An error for every key that only its default can be honoured of."""
+    """An error for every key of which only the default value is supported."""
     return [
         problem(config, finding.key, "not yet supported", finding.reason, value=finding.value)
         for finding in findings(config)

@@ -16,7 +16,7 @@ _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_deca
 def fill_in(found: Resolved) -> None:
     """Completes resolved values in place; values of a wrong type are left for validation to report."""
     _from_family(found)
-    _from_other_words(found)
+    _from_aliases(found)
     _from_sparse_layers(found)
     _from_optimizer(found)
 
@@ -66,8 +66,8 @@ def _from_family(found: Resolved) -> None:
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, key)
 
 
-def _from_other_words(found: Resolved) -> None:
-    """Keys that say the same as another in other words, or in another place."""
+def _from_aliases(found: Resolved) -> None:
+    """Keys that mean the same as another key, under another name or in another place."""
     if _section(found, _EXPERTS).get("scoring_func") == "sigmoid":
         _set(found, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
     untied = _section(found, _MODEL).get("untie_embeddings_and_output_weights")

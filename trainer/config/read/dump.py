@@ -60,7 +60,7 @@ def values(section: Section) -> dict[str, Any]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         written = _written(value)
-        acts = support_of(field)[0] == "honoured" and value is not None and written != {}
+        acts = support_of(field)[0] == "supported" and value is not None and written != {}
         if acts or value != field.get_default(call_default_factory=True):
             plain[field.alias or name] = written
     return {"type": plain["type"], **plain} if "type" in plain else plain

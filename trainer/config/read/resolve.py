@@ -93,7 +93,7 @@ def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation) -
     elif guess:
         fix = f"you probably mean {path}{guess}"
     else:
-        known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "honoured"]
+        known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "supported"]
         listed = f"the keys here are {', '.join(known)}"
         fix = f"remove it; {listed if len(known) <= _LISTED else '`run_trainer.py schema` lists all'}"
     rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
@@ -104,7 +104,7 @@ def sections_with(name: str) -> list[str]:
     """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first."""
     homes: dict[str, bool] = {}
     for path, info in _keys_named(name, Config, ()):
-        homes[path] = homes.get(path, False) or support_of(info)[0] == "honoured"
+        homes[path] = homes.get(path, False) or support_of(info)[0] == "supported"
     acting = [path for path, acts in homes.items() if acts]
     # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
     acting = ["lr_schedule"] if "lr_schedule" in acting and "optimizer" in acting else acting

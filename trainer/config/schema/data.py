@@ -18,7 +18,7 @@ class _Loader(Section):
         "", 'A file, a folder, or "stdlib" (the standard library of this Python). Default empty: none.',
         aliases="dataset_path")
     shuffle: bool = setting(True, "Another order of sequences each epoch, from the seed. Default True.")
-    num_samples: int | None = setting(None, "At most so many sequences or images. Default null: all.", ge=1)
+    num_samples: int | None = setting(None, "Maximum number of sequences or images. Default null: all.", ge=1)
     patterns: list[str] = setting(["*.txt", "*.md", "*.py"], "Which files of a folder count.", min_length=1)
 
 

@@ -38,11 +38,11 @@ class Section(BaseModel):
         defer_build=True,  # one validator for the root, at first use, instead of one for each class at import
     )
 
-    support: ClassVar[Support] = "honoured"
+    support: ClassVar[Support] = "supported"
     """Whether a section as a whole acts, is ignored with a notice or ends in a "not yet" error."""
     support_reason: ClassVar[str] = ""
     default_type: ClassVar[str] = ""
-    """In a family of sections told apart by ``type``: the type that holds when the file names none."""
+    """In a union discriminated by ``type``: the type if the file names none."""
     type_aliases: ClassVar[dict[str, str]] = {}
     """Other spellings of ``type`` which mean the same, for example a misspelling once shipped."""
 
@@ -114,7 +114,7 @@ def meanings_of(field: FieldInfo) -> dict[int, str]:
 
 def support_of(field: FieldInfo) -> tuple[Support, str]:
     """Whether this field acts, and the reason when it does not."""
-    return _extra(field, _SUPPORT, "honoured"), _extra(field, _REASON, "")
+    return _extra(field, _SUPPORT, "supported"), _extra(field, _REASON, "")
 
 
 class Shape(NamedTuple):

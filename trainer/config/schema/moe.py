@@ -45,7 +45,7 @@ class MoEConfig(Section):
     moe_layer_freq: int | list[int] = setting(
         1, "Every how many layers experts stand, or a list with 1 for each layer that has them, else 0. Default 1.")
     decoder_sparse_step: int = setting(
-        1, "Qwen3-MoE: the last of each so many layers has experts. Default 1: moe_layer_freq says it.", ge=1)
+        1, "Qwen3-MoE: of every N layers the last one has experts. Default 1: moe_layer_freq says it.", ge=1)
     mlp_only_layers: list[int] | None = setting(
         None, "Qwen3-MoE: layers that stay dense, counted from 0. Default null: moe_layer_freq says it.")
     n_group: int | None = setting(
@@ -111,7 +111,7 @@ class MoEConfig(Section):
         return "position" if self.enable_sdrop else "probability"
 
     def capacity(self, tokens: int) -> int | None:
-        """Most tokens of an expert among so many; None for no bound.
+        """Capacity of an expert for `tokens` tokens; None for no bound.
 
         GShard (Lepikhin et al. 2020, section 2.2): an equal share of all assignments, times the factor, rounded up.
         """

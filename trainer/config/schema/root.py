@@ -78,11 +78,11 @@ class TrainerSection(Section):
 
 
 class Config(Section):
-    """Everything a run is told. Made by :func:`trainer.config.load_config`."""
+    """The whole configuration of a run. Made by :func:`trainer.config.load_config`."""
 
     seed: int = setting(1, "Seed of weights, dropout and the order of data. Default 1.", ge=0, le=2**63 - 1)
     output_dir: str = setting(
-        "./output", "Folder for all a run leaves; made when missing. Default ./output.", min_length=1)
+        "./output", "Folder for all files that a run writes; created if missing. Default ./output.", min_length=1)
     run_mode: Literal["train", "finetune", "eval", "predict"] = setting("train", "What to do. Default train.")
     use_parallel: bool | None = setting(
         None, "Whether parallel_config counts. Default null: True in a job of several ranks, False in a run of one.")
@@ -97,7 +97,7 @@ class Config(Section):
     report: bool = setting(True, "Leave report.png: the curves of the run. Default True.")
     log_format: Literal["rich", "plain", "mindformers", "mindspore"] = setting(
         "rich", "Progress line, plain lines, MindSpore Transformers' lines, or those of MindSpore's LossMonitor; rich"
-        " is plain off a terminal. Default rich.")
+        " prints plain lines if the output is no terminal. Default rich.")
     worker_log_dir: str | None = setting(
         None, "Folder where every rank also writes what it prints, as worker_<rank>.log in log_format. Default null:"
         " none.", min_length=1)
@@ -115,8 +115,8 @@ class Config(Section):
     runner_wrapper: RunnerWrapper = section(RunnerWrapper, "What happens around forward and backward.")
     optimizer: OptimizerConfig = section(OptimizerConfig, "The update rule.")
     lr_schedule: LrSchedule = section(CosineWithWarmUpLR, "Learning rate of each step.")
-    parallel: ParallelSection = section(ParallelSection, "How a run is spread.")
-    parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of the rank grid.")
+    parallel: ParallelSection = section(ParallelSection, "Parallel mode and its settings.")
+    parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of parallelism.")
     context: ContextConfig = section(ContextConfig, "Device and execution mode.")
     recompute_config: RecomputeConfig = section(RecomputeConfig, "Trade time for activation memory.")
     freeze: FreezeConfig = section(FreezeConfig, "Weights that are not trained.")

@@ -52,7 +52,7 @@ class ParallelOptimizerConfig(Section):
 
 
 class ParallelSection(Section):
-    """How a run is spread (YAML ``parallel``)."""
+    """Parallel mode and its settings (YAML ``parallel``)."""
 
     parallel_mode: (
         Literal[0, 1, 2, 3]
@@ -72,7 +72,7 @@ class ParallelSection(Section):
 
 
 class ParallelConfig(Section):
-    """Degrees of the rank grid (YAML ``parallel_config``); with use_parallel False they are not used."""
+    """Degrees of parallelism (YAML ``parallel_config``); with use_parallel False they are not used."""
 
     data_parallel: int | None = setting(
         None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.", ge=1)

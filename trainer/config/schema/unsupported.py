@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-Support: TypeAlias = Literal["honoured", "ignored", "not_yet"]
+Support: TypeAlias = Literal["supported", "ignored", "not_yet"]
 
 
 class Unsupported(NamedTuple):
@@ -36,7 +36,7 @@ def _not_yet(reason: str, **keys: Any) -> Unsupported:
 
 def _whole(**keys: Any) -> Unsupported:
     """The keys of a section that changes nothing as a whole: the class has the reason."""
-    return Unsupported("honoured", "", keys)
+    return Unsupported("supported", "", keys)
 
 
 def unsupported_keys(section: str) -> Iterator[tuple[str, Any, Any, Support, str]]:
