@@ -161,8 +161,7 @@ def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | N
         if files and "unexpected extra argument" in says and any("--config" in one.opts for one in command.params):
             raise _no_such_command(files[0], []) from None
         if isinstance(error, typer.BadParameter) and error.param is not None and "valid integer" in says:
-            option = error.param.opts[0]
-            raise UserError("must be an integer", key=option, fix="write for example 8") from None
+            raise UserError("must be an integer", key=error.param.opts[0], fix="write for example 8") from None
         raise UserError(says.rstrip("."), fix=f"see {name} --help") from None
     return code if isinstance(code, int) else EXIT_OK
 

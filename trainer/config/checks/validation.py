@@ -87,17 +87,13 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
     literals = [name for item in items if item["type"] == "literal_error" for name in _expected(item)]
     if literals:
         return f"must be {one_of(literals + kinds)}"
-    bounds = [_BOUNDS[item["type"]].format(**_short(item["ctx"])) for item in items if item["type"] in _BOUNDS]
+    bounded = [item for item in items if item["type"] in _BOUNDS]
+    bounds = [_BOUNDS[item["type"]].format(**item["ctx"]).removesuffix(".0") for item in bounded]
     if bounds:
         return f"must be {' and '.join(bounds)}"
     if kinds:
         return f"must be {one_of(list(dict.fromkeys(kinds)))}"
     return items[0]["msg"][0].lower() + items[0]["msg"][1:]
-
-
-def _short(bounds: dict[str, Any]) -> dict[str, Any]:
-    """Bounds without the `.0` of a whole number."""
-    return {key: int(x) if isinstance(x, float) and x.is_integer() else x for key, x in bounds.items()}
 
 
 def _expected(item: Any) -> list[str]:
