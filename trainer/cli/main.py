@@ -151,12 +151,18 @@ def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | N
     name = "run_trainer.py" if hasattr(command, "commands") else f"run_trainer.py {command.name}"
     try:
         # Calling the command would turn Ctrl-C into an exit code without a message.
-        with command.make_context(name, args, obj=arguments) as context:
+        with command.make_context(name, list(args), obj=arguments) as context:
             code = command.invoke(context)
     except typer.Exit as end:  # after --help
         return end.exit_code
     except usage_error as error:
-        raise UserError(error.format_message().rstrip("."), fix=f"see {name} --help") from None
+        says = error.format_message()
+        files = [word for word in args if word.endswith((".yaml", ".yml"))]
+        if files and "unexpected extra argument" in says and any("--config" in one.opts for one in command.params):
+            raise _no_such_command(files[0], []) from None
+        if isinstance(error, typer.BadParameter) and error.param is not None and "valid integer" in says:
+            raise UserError("must be an integer", key=error.param.opts[0], fix="write for example 8") from None
+        raise UserError(says.rstrip("."), fix=f"see {name} --help") from None
     return code if isinstance(code, int) else EXIT_OK
 
 

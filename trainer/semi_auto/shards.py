@@ -87,22 +87,22 @@ def gather_whole(
 
     `shapes` and `holders` (for each array the ranks that send a shard, see `first_holders`) are the same on all ranks.
     """
-    found = {}
+    whole = {}
     for name, shape in shapes.items():
         where = holders[name]
-        mine = np.ascontiguousarray(parts[name], np.float32).tobytes() if communicator.rank in where else b""
+        own_bytes = np.ascontiguousarray(parts[name], np.float32).tobytes() if communicator.rank in where else b""
         sizes = {rank: 4 * math.prod(own.shape) for rank, own in where.items()}
-        came = {rank: bytearray() for rank in where}
+        received = {rank: bytearray() for rank in where}
         # In pieces, because every rank receives what all ranks send.
         for start in range(0, max(sizes.values()), PIECE_BYTES):
-            every = communicator.gather_bytes(mine[start : start + PIECE_BYTES])
-            for rank, data in came.items() if communicator.rank == 0 else ():
+            every = communicator.gather_bytes(own_bytes[start : start + PIECE_BYTES])
+            for rank, data in received.items() if communicator.rank == 0 else ():
                 data += every[rank]
         if communicator.rank == 0:
-            found[name] = np.empty(shape, np.float32)
+            whole[name] = np.empty(shape, np.float32)
             for rank, own in where.items():
-                found[name][own.slices] = np.frombuffer(came[rank], np.float32).reshape(own.shape)
-    return found
+                whole[name][own.slices] = np.frombuffer(received[rank], np.float32).reshape(own.shape)
+    return whole
 
 
 class ShardedParameters:

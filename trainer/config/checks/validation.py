@@ -87,7 +87,8 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
     literals = [name for item in items if item["type"] == "literal_error" for name in _expected(item)]
     if literals:
         return f"must be {one_of(literals + kinds)}"
-    bounds = [_BOUNDS[item["type"]].format(**item["ctx"]) for item in items if item["type"] in _BOUNDS]
+    bounded = [item for item in items if item["type"] in _BOUNDS]
+    bounds = [_BOUNDS[item["type"]].format(**item["ctx"]).removesuffix(".0") for item in bounded]
     if bounds:
         return f"must be {' and '.join(bounds)}"
     if kinds:
@@ -113,7 +114,13 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
             return f"write {bare} without quotes"
         if "bool_type" in types and bare.lower() in ("yes", "no", "on", "off", "y", "n"):
             return f"write {bare.lower() in ('yes', 'on', 'y')}"
-    return describe(path) or "correct the value"
+    text, field = describe(path) or "correct the value", _declaration(path)
+    kinds = [_KINDS.get(item["type"], "") for item in items]
+    if field is None or meanings_of(field) or not set(kinds) <= {"an integer", "a number", "True or False", "a string"}:
+        return text
+    example = field.default if isinstance(field.default, int | float) and not isinstance(field.default, bool) else None
+    shown = "" if example is None else f", for example {example}"
+    return f"write {one_of(list(dict.fromkeys(kinds)))}{shown}; {text}"
 
 
 def describe(path: tuple[str, ...]) -> str:

@@ -221,7 +221,9 @@ def read_text(path: str) -> str:
         content = Path(path).read_bytes()
         text = content.decode("utf-8-sig")
     except OSError as error:
-        says = {FileNotFoundError: ("does not exist", example), IsADirectoryError: ("is a directory", example)}
+        base = "" if Path(path).is_absolute() else f": it is relative to {Path.cwd()}"
+        missing = ("does not exist", f"correct the path{base}")
+        says = {FileNotFoundError: missing, IsADirectoryError: ("is a directory", example)}
         unreadable = (f"cannot be read: {error.strerror or error}", "make it readable")
         rule, fix = says.get(type(error), unreadable)
         raise UserError(f"the configuration file {rule}", where=path, fix=fix) from None
