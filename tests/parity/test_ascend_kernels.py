@@ -257,7 +257,7 @@ def test_every_fused_kernel_is_chosen_on_ascend_and_none_elsewhere() -> None:
         ({"num_heads": 1, "n_kv_heads": 1, "head_dim": 896}, "rotary_embedding", "of less than 896 numbers"),
         ({"use_fused_swiglu": False}, "swiglu", "use_fused_swiglu is off"),
         ({"use_flash_attention": False}, "attention", "use_flash_attention is off"),
-        ({"attention_dropout": 0.1}, "attention", "attention_dropout > 0"),
+        ({"attention_dropout": 0.1}, "attention", "set attention_dropout: 0"),
         ({"compute_dtype": "float32"}, "attention", "compute_dtype is float32"),
         ({"head_dim": 24}, "attention", "multiple of 16"),
         ({"head_dim": 1024}, "attention", "up to 512"),
