@@ -12,7 +12,7 @@ from data_helpers import make_config, write_tokenizer
 from trainer.data.source.samples import Sample
 from trainer.data.tokens import loss_spans, template_engine
 from trainer.data.tokens.chat_template import chatml, load_chat_template, template_names
-from trainer.data.tokens.encode import encode_sample, loss_mask
+from trainer.data.tokens.encode import Encoded, encode_samples, loss_mask
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.errors import UserError
 
@@ -28,6 +28,14 @@ def write_tokenizer_of(folder: Path, family: str) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(GOLDEN["tokenizers"][described["tokenizer"]]), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(described["special"]), encoding="utf-8")
     return folder
+
+
+def encode_sample(sample: Sample, tokenizer, template, train_on: str) -> Encoded:
+    def refuse(error: UserError) -> None:
+        raise error
+
+    (encoded,) = encode_samples([(sample, 0)], tokenizer, template, train_on, 1, refuse)
+    return encoded
 
 
 def load(folder: Path, path: Path | None = None, *, model=None, **train):

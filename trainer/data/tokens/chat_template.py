@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.tokens import loss_spans
 from trainer.data.tokens.loss_spans import Form, Spans
-from trainer.data.tokens.tokenizer import Tokenizer
+from trainer.data.tokens.tokenizer import Tokenizer, read_json
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -377,11 +377,7 @@ def _find_in(folder: Path) -> _Source | None:
             texts[extra.stem] = _read(extra)
         return _Source(texts, str(path), str(path), True)
     path = folder / _CONFIG_FILE
-    try:
-        described = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    found = described.get("chat_template") if isinstance(described, dict) else None
+    found = read_json(path).get("chat_template")
     if isinstance(found, str) and found:
         texts = {_DEFAULT: found}
     elif isinstance(found, list):

@@ -91,11 +91,6 @@ def encode_samples(
         yield _encode_documents(group, tokenizer)
 
 
-def encode_sample(sample: Sample, tokenizer: Tokenizer, template: ChatTemplate, train_on: str) -> Encoded:
-    """Encodes one sample."""
-    return _encode_documents([_document(sample, template, train_on, 0)], tokenizer)
-
-
 def _groups(items: Iterable, size_of: Callable[..., int], group_size: int) -> Iterator[list]:
     group, held = [], 0
     for item in items:

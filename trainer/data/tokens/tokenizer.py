@@ -31,6 +31,8 @@ import numpy as np
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from trainer.config import Config
 
 EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<eos>")
@@ -208,7 +210,7 @@ class HuggingFaceTokenizer:
         self.folder = folder
         self._token_bytes = _token_bytes(tokenizer)
         # Ids may have gaps, so the number of tokens does not give the largest one.
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = _largest_id(tokenizer) + 1
         self.fingerprint = f"huggingface-1:{hashlib.sha256(content).hexdigest()}:{self.eos_id}:{bos_id}"
 
     def encode(self, text: str) -> list[int]:
@@ -279,7 +281,7 @@ def _token_bytes(tokenizer) -> np.ndarray | None:
         return None
     # In the vocabulary each byte is written as one character.
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    lengths = np.zeros(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1, np.int64)
+    lengths = np.zeros(_largest_id(tokenizer) + 1, np.int64)
     lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         lengths[token_id] = len(token.content.encode())
@@ -343,14 +345,14 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     # A file may contain settings for fixed-size batches; a training corpus must be neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    described = _read_json(path.with_name("tokenizer_config.json"))
+    described = read_json(path.with_name("tokenizer_config.json"))
     eos_ids = _find_eos(config, tokenizer, described, path)
     if not eos_ids:
         rule = f"the tokenizer has no token that ends a document; looked for {', '.join(EOS_NAMES)}"
         raise UserError(rule, where=where, key=key, value=str(path), fix="set model.model_config.eos_token_id")
     bos_id = _find_bos(config, tokenizer, described)
     _check_vocabulary(config, tokenizer, (*eos_ids[:1], *(() if bos_id is None else (bos_id,))))
-    special = _special_tokens(tokenizer, {**_read_json(path.with_name("special_tokens_map.json")), **described})
+    special = _special_tokens(tokenizer, {**read_json(path.with_name("special_tokens_map.json")), **described})
     if not described:
         found = {"eos_token": eos_ids[0], "bos_token": bos_id}
         special = {name: tokenizer.id_to_token(each) for name, each in found.items() if each is not None} | special
@@ -359,7 +361,11 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def read_json(path: Path) -> dict[str, Any]:
     """Reads a file that may be missing; without a JSON object it says nothing."""
     try:
         content = json.loads(path.read_bytes())
@@ -405,13 +411,13 @@ def _find_eos(config: Config, tokenizer, described: Mapping[str, Any], path: Pat
     if ids := _id_list(config.decoder.eos_token_id):
         return _known_ids(tokenizer, ids, config.source.where(key), key)
     beside = path.with_name("generation_config.json")
-    if ids := _id_list(_read_json(beside).get("eos_token_id")):
+    if ids := _id_list(read_json(beside).get("eos_token_id")):
         return _known_ids(tokenizer, ids, str(beside), "eos_token_id")
     found = tokenizer.token_to_id(_text_of(described.get("eos_token")) or "")
     if found is not None:
         return (found,)
     beside = path.with_name("config.json")
-    if ids := _id_list(_read_json(beside).get("eos_token_id")):
+    if ids := _id_list(read_json(beside).get("eos_token_id")):
         return _known_ids(tokenizer, ids, str(beside), "eos_token_id")
     return tuple(found for name in EOS_NAMES if (found := tokenizer.token_to_id(name)) is not None)[:1]
 
@@ -429,10 +435,9 @@ def _find_bos(config: Config, tokenizer, described: Mapping[str, Any]) -> int | 
 def _check_vocabulary(config: Config, tokenizer, ids: Iterable[int]) -> None:
     """Checks that the tokens which every document holds are within the model's vocabulary."""
     vocab_size, key = config.decoder.vocab_size, "model.model_config.vocab_size"
-    tokens = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     for token_id in ids:
         if token_id >= vocab_size:
-            token = tokenizer.id_to_token(token_id)
+            tokens, token = _largest_id(tokenizer) + 1, tokenizer.id_to_token(token_id)
             rule = f"the tokenizer has {tokens} tokens, beyond the model's vocabulary of {vocab_size}"
             rule += f": a document needs {token!r}, whose id is {token_id}"
             fix = f"set it to at least {tokens}, or use the model's own tokenizer"
