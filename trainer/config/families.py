@@ -19,6 +19,8 @@ class Family(NamedTuple):
     """Whether Hugging Face's class has `e_score_correction_bias`."""
     has_output_bias: bool = False
     """Whether attention_bias there means one on o_proj too."""
+    has_default_sizes: bool = False
+    """Whether a YAML may leave out sizes, which are those of the class then: there is one well-known model of it."""
 
 
 FAMILIES = {
@@ -35,17 +37,30 @@ FAMILIES = {
         is_mixture=True,
         has_expert_bias=True,
     ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        {"multi_latent_attention": True, "rope_interleave": True},
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
+        is_mixture=True,
+        has_expert_bias=True,
+        has_output_bias=True,
+        has_default_sizes=True,
+    ),
 }
 """By ``model.arch.type``, which is Hugging Face's class."""
+
+_SAME = {"TeleChat3MoeForCausalLM": "DeepseekV3ForCausalLM", "telechat3_moe": "deepseek_v3"}
+"""Classes and model types that compute what another one does, and have its names of weights."""
 
 
 def named_family(settings: dict[str, Any]) -> tuple[str, str]:
     """The family that a ``model_config`` names, and the key that does; empty where it names none that we know."""
     found = settings.get("architectures")
     for name in found if isinstance(found, list) else [found]:
-        if isinstance(name, str) and name in FAMILIES:
-            return name, "architectures"
+        if isinstance(name, str) and _SAME.get(name, name) in FAMILIES:
+            return _SAME.get(name, name), "architectures"
     kind = settings.get("model_type")
+    kind = _SAME.get(kind, kind) if isinstance(kind, str) else kind
     for name, family in FAMILIES.items():
         if family.model_type == kind:
             return name, "model_type"
