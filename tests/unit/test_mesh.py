@@ -65,7 +65,7 @@ def test_the_mesh_is_the_documented_array(ranks: int) -> None:
         for number, kind in enumerate(("pp", "dp", "cp", "tp")):
             expected = np.moveaxis(grid, number, -1).reshape(-1, mesh.degrees[number])
             assert sorted(map(tuple, mesh.groups(kind))) == sorted(map(tuple, expected.tolist()))
-        runs = grid.reshape(pipeline, data * context // expert, expert, tensor)
+        runs = grid.reshape(pipeline, -1, expert, mesh.degrees.expert_stride)
         expected = np.moveaxis(runs, 2, -1).reshape(-1, expert)
         assert sorted(map(tuple, mesh.groups("ep"))) == sorted(map(tuple, expected.tolist()))
 

@@ -42,7 +42,18 @@ class Degrees(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
+        return self.pipeline_stage * self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.data_parallel * self.context_parallel * self.model_parallel
+
+    @property
+    def expert_stride(self) -> int:
+        """Distance of ranks that share the experts of a layer: 1 where tensor-parallel ranks have experts of their own,
+        else the tensor-parallel ranks together have one part."""
+        return 1 if self.data_parallel * self.context_parallel % self.expert_parallel else self.model_parallel
 
 
 class MeshCoordinate(NamedTuple):
@@ -66,13 +77,12 @@ class Mesh:
         """Number of ranks of a group along this axis, and their distance."""
         degrees = self.degrees
         tensor = degrees.model_parallel
-        stage = degrees.data_parallel * degrees.context_parallel * tensor  # ranks of a pipeline stage
         axes = {
             "tp": (tensor, 1),
             "cp": (degrees.context_parallel, tensor),
-            "ep": (degrees.expert_parallel, tensor),
+            "ep": (degrees.expert_parallel, degrees.expert_stride),
             "dp": (degrees.data_parallel, degrees.context_parallel * tensor),
-            "pp": (degrees.pipeline_stage, stage),
+            "pp": (degrees.pipeline_stage, degrees.stage_ranks),
         }
         return axes[kind]
 
@@ -135,11 +145,11 @@ def degree_mismatch(
         change = f"set {'; or '.join(choices)}" if choices else ""
         key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
         return DegreeMismatch(key, f"{rule}, and this job has {ranks}", change, degrees.ranks)
-    product = degrees.data_parallel * degrees.context_parallel
-    if product % degrees.expert_parallel:
-        divisors = _divisors(product)
+    if degrees.stage_ranks % degrees.expert_parallel:
+        divisors = _divisors(degrees.stage_ranks)
         near = sorted(divisors, key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
-        rule = f"must divide data_parallel x context_parallel = {product}, the ranks that share a layer's experts"
+        product = f"data_parallel x context_parallel x model_parallel = {degrees.stage_ranks}"
+        rule = f"must divide {product}, the ranks that share a layer's experts"
         return DegreeMismatch("expert_parallel", rule, f"set it to {' or '.join(map(str, sorted(near)))}", 0)
     return None
 

@@ -16,6 +16,7 @@ from trainer.config.schema.moe import MoEConfig
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _LATENT = "DeepseekV3ForCausalLM"
+_LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data says otherwise
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
 
@@ -65,6 +66,8 @@ def _from_family(found: Resolved) -> None:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     for name, value in family.model.items() if family else ():
         _set(found, f"{_MODEL}.{name}", value, because)
+    if _section(found, _MODEL).get("multi_latent_attention") is True:  # which has norms on its latent vectors
+        _set(found, f"{_MODEL}.use_qk_norm", True, f"{_MODEL}.multi_latent_attention")
     experts = _section(found, _EXPERTS)
     for name, value in family.experts.items() if family and experts else ():
         other = {"scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef"}.get(name)
@@ -85,10 +88,13 @@ def _from_class(found: Resolved) -> None:
         return
     if not settings.get("multi_latent_attention"):
         return
+    longest = settings.get("max_position_embeddings") or _LENGTH
+    if isinstance(longest, int):
+        _set(found, f"{_MODEL}.seq_length", min(_LENGTH, longest), "model.arch.type")
     for name, value in DEFAULTS[kind].items():
         own = yaml_names(ModelConfig).get(name)
         key = f"{_MODEL}.{own}" if own else f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
-        if value is not None and _fits(name, value, settings):
+        if value is not None and name != "output_router_logits" and _fits(name, value, settings):
             _set(found, key, value, "model.arch.type")
 
 
