@@ -92,6 +92,8 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     if kernel == "rotary_embedding" and settings.rotary_size != turned:
         part = f"rotary_pct {settings.rotary_pct:g} rotates only {settings.rotary_size}"
         return f"rotary_position_embedding rotates all {turned} dimensions of a head; {part}"
+    if kernel == "rotary_embedding" and settings.rope_interleave:
+        return "rotary_position_embedding turns neighbouring numbers with one table for all sequences only"
     if kernel == "rotary_embedding" and (turned >= 896 or settings.num_heads >= 1000):
         here = f"here {settings.num_heads} of {turned}"
         return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"

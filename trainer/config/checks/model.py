@@ -108,6 +108,9 @@ def _latent(config: Config, pairs: str) -> Iterator[Problem]:
     if decoder.rotary_pct != 1:
         rule = "multi_latent_attention has qk_rope_head_dim for the part of a head that is rotated"
         yield problem(config, f"{_KEY}.rotary_pct", rule, "leave it out")
+    if decoder.post_self_attn_layernorm:
+        rule = "not yet supported with multi_latent_attention"
+        yield problem(config, f"{_KEY}.post_self_attn_layernorm", rule, "leave it out")
     if not decoder.use_qk_norm and where(f"{_KEY}.use_qk_norm"):
         rule = "multi_latent_attention always has norms on its latent vectors, as DeepSeek's models have"
         yield problem(config, f"{_KEY}.use_qk_norm", rule, "leave it out")
