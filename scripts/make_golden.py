@@ -149,8 +149,9 @@ CASES = {
 
 def file_name(name: str) -> str:
     """The tests that read a case: of the dense model, of experts, of multi-token prediction."""
-    kind = "experts_" if "_moe" in name or name.startswith(("mixtral", "deepseek")) else "" if name.startswith("mtp_") else "model_"
-    return kind + name
+    if name.startswith("mtp_"):
+        return name
+    return ("experts_" if "_moe" in name or name.startswith(("mixtral", "deepseek")) else "model_") + name
 
 
 def make_model_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

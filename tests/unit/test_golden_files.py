@@ -8,7 +8,8 @@ from golden_files import GOLDEN_FOLDER, golden_gradient, load_model_case, load_o
 
 EXPECTED = ["model_llama", "model_llama_bias", "model_llama_llama3", "model_llama_packed", "model_llama_tied_linear",
             "model_llama_yarn", "model_llama_yarn_mscale", "model_qwen2", "model_qwen3", "model_qwen3_packed"]
-EXPERTS = ["experts_deepseek_v3", "experts_deepseek_v3_packed", "experts_glm4_moe", "experts_mixtral", "experts_qwen3_moe"]
+EXPERTS = ["experts_deepseek_v3", "experts_deepseek_v3_packed", "experts_glm4_moe", "experts_mixtral",
+           "experts_qwen3_moe"]
 FURTHER = ["mtp_1", "mtp_2"]
 ALL = [*EXPECTED, *EXPERTS, *FURTHER]
 NEVER_CHOSEN = ".experts.3."

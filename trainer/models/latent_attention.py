@@ -10,8 +10,8 @@ Without q_lora_rank queries are made from y by one matrix. rotate(r) is one key 
 rotate(r) alone and never makes keys and values of the cached tokens: q_nope W_k,h c = (q_nope W_k,h) c, so the heads'
 queries meet c itself, as one key of all heads, and W_v,h multiplies the sum of the c (same section, "absorbed").
 
-Legend: N tokens, D hidden, H heads, L = kv_lora_rank, d = qk_nope_head_dim, R = qk_rope_head_dim, v = v_head_dim, C = H *
-(d + R), V = H * v, B sequences of a prediction, S cached tokens.
+Legend: N tokens, D hidden, H heads, L = kv_lora_rank, d = qk_nope_head_dim, R = qk_rope_head_dim, v = v_head_dim,
+C = H * (d + R), V = H * v, B sequences of a prediction, S cached tokens.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Pure Python: `plan` counts weights with it.
 
-The names are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE, Glm4Moe and DeepseekV3, and so is the layout [out, in] of every
-matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by; on
-disk each has its own name. Multi-token prediction modules follow the last layer, as in DeepSeek-V3's files.
+The names are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE, Glm4Moe and DeepseekV3, and so is the layout [out, in]
+of every matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply
+by; on disk each has its own name. Multi-token prediction modules follow the last layer, as in DeepSeek-V3's files.
 """
 
 from __future__ import annotations

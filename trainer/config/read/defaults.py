@@ -23,7 +23,6 @@ _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_deca
 def fill_in(found: Resolved) -> None:
     """Completes resolved values in place; values of a wrong type are left for validation to report."""
     _from_family(found)
-    _from_class(found)
     _from_aliases(found)
     _from_flat_yarn(found)
     _from_grouped_schedule(found)
@@ -68,11 +67,15 @@ def _from_family(found: Resolved) -> None:
         _set(found, f"{_MODEL}.{name}", value, because)
     if _section(found, _MODEL).get("multi_latent_attention") is True:  # which has norms on its latent vectors
         _set(found, f"{_MODEL}.use_qk_norm", True, f"{_MODEL}.multi_latent_attention")
+        _from_class(found, kind)
     experts = _section(found, _EXPERTS)
     for name, value in family.experts.items() if family and experts else ():
         other = {"scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef"}.get(name)
         if other not in experts:  # which says the same in other words
             _set(found, f"{_EXPERTS}.{name}", value, because)
+    rate = f"{_EXPERTS}.topk_bias_update_rate"
+    if family and family.has_default_sizes and experts.get("topk_bias_update_rate"):
+        _set(found, f"{_EXPERTS}.balance_via_topk_bias", True, rate)  # as in MindSpore Transformers' class
     # Hugging Face's `attention_bias` is one on o_proj too, but for some families; our `qkv_has_bias` is not.
     key = f"{_MODEL}.qkv_has_bias"
     asked = _section(found, _MODEL).get("qkv_has_bias") is True and found.written.get(key) == f"{_MODEL}.attention_bias"
@@ -81,12 +84,10 @@ def _from_family(found: Resolved) -> None:
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, key)
 
 
-def _from_class(found: Resolved) -> None:
+def _from_class(found: Resolved, kind: Any) -> None:
     """Sizes of the class for those that a file leaves out, as MindSpore Transformers reads it; those that fit."""
-    kind, settings = _section(found, "model.arch").get("type"), _section(found, _MODEL)
+    settings = _section(found, _MODEL)
     if not isinstance(kind, str) or kind not in FAMILIES or not FAMILIES[kind].has_default_sizes:
-        return
-    if not settings.get("multi_latent_attention"):
         return
     longest = settings.get("max_position_embeddings") or _LENGTH
     if isinstance(longest, int):
