@@ -116,8 +116,9 @@ def _is_here(path: str) -> bool:
 
 def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
     """Nothing that depends on the model, whose sizes are in a folder elsewhere, or in none that the file names."""
-    where = "are in pretrained_model_dir" if config.pretrained_model_dir else "are not in the file: a run needs them, or"
-    where += "" if config.pretrained_model_dir else " --model FOLDER with a config.json"
+    where = "are in pretrained_model_dir"
+    if not config.pretrained_model_dir:
+        where = "are not in the file: a run needs them, or --model FOLDER with a config.json"
     text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
     return replace(
         plan, weights=0, active_weights=0, frozen=replace(plan.frozen, weights=0, tensors=0), groups=(), experts={},
