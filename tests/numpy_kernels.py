@@ -19,8 +19,10 @@ def rms_norm(x_ND: np.ndarray, weight_D: np.ndarray, eps: float) -> np.ndarray:
     return x_ND / np.sqrt((x_ND**2).mean(-1, keepdims=True) + eps) * weight_D
 
 
-def rotary(x_NC: np.ndarray, cos_Nd: np.ndarray, sin_Nd: np.ndarray, size: int | None = None) -> np.ndarray:
-    """Turns each pair (x[i], x[i + d/2]) of a head by its angle, which the tables hold at i and again at i + d/2.
+def rotary(
+    x_NC: np.ndarray, cos_Nd: np.ndarray, sin_Nd: np.ndarray, size: int | None = None, interleaved: bool = False
+) -> np.ndarray:
+    """Turns each pair of a head, (x[i], x[i + d/2]) or (x[2i], x[2i + 1]), by its angle, which the tables hold at both.
 
     Heads of another `size` than the tables' d keep what follows their first d numbers.
     """
@@ -28,9 +30,10 @@ def rotary(x_NC: np.ndarray, cos_Nd: np.ndarray, sin_Nd: np.ndarray, size: int |
     out_NC = x_NC.copy()
     for start in range(0, x_NC.shape[1], size or 2 * half):
         for i in range(half):
-            first, second = x_NC[:, start + i], x_NC[:, start + half + i]
-            out_NC[:, start + i] = first * cos_Nd[:, i] - second * sin_Nd[:, i]
-            out_NC[:, start + half + i] = second * cos_Nd[:, half + i] + first * sin_Nd[:, half + i]
+            one, other = (2 * i, 2 * i + 1) if interleaved else (i, half + i)
+            first, second = x_NC[:, start + one], x_NC[:, start + other]
+            out_NC[:, start + one] = first * cos_Nd[:, one] - second * sin_Nd[:, one]
+            out_NC[:, start + other] = second * cos_Nd[:, other] + first * sin_Nd[:, other]
     return out_NC
 
 

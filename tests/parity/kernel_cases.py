@@ -66,24 +66,31 @@ def rms_norm_case() -> Case:
     )
 
 
-def rotary_case(rotated: int = SIZE) -> Case:
+def rotary_case(rotated: int = SIZE, interleaved: bool = False) -> Case:
     half_Nd = RANDOM.uniform(0, 7, (N, rotated // 2))
-    angles_Nd = np.concatenate([half_Nd, half_Nd], -1)
+    angles_Nd = np.repeat(half_Nd, 2, -1) if interleaved else np.concatenate([half_Nd, half_Nd], -1)
     cos_Nd, sin_Nd = np.cos(angles_Nd).astype(np.float32), np.sin(angles_Nd).astype(np.float32)
     rest = ((0, 0), (0, SIZE - rotated))
     tables = reference.rotary_tables(np.pad(cos_Nd, rest, constant_values=1), np.pad(sin_Nd, rest), HEADS)
 
     def plain(x: Tensor) -> Tensor:
         x_NHd = x.reshape(N, HEADS, SIZE)
-        first, second = x_NHd[..., : rotated // 2], x_NHd[..., rotated // 2 : rotated]
-        turned_NHd = ops.concat((-second, first), -1)
+        if interleaved:
+            first, second = x_NHd[..., 0:rotated:2], x_NHd[..., 1:rotated:2]
+            turned_NHd = ops.stack((-second, first), -1).reshape(N, HEADS, rotated)
+        else:
+            first, second = x_NHd[..., : rotated // 2], x_NHd[..., rotated // 2 : rotated]
+            turned_NHd = ops.concat((-second, first), -1)
         out_NHd = x_NHd[..., :rotated] * Tensor(cos_Nd[:, None]) + turned_NHd * Tensor(sin_Nd[:, None])
         parts = (out_NHd, x_NHd[..., rotated:]) if rotated < SIZE else (out_NHd,)
         return ops.concat(parts, -1).reshape(x.shape)
 
     return Case(
-        lambda: reference.Rotary(SIZE, rotated), [normal(N, HEADS * SIZE)], list(tables),
-        lambda x: numpy_kernels.rotary(x, cos_Nd.astype(np.float64), sin_Nd.astype(np.float64), SIZE), plain,
+        lambda: reference.Rotary(SIZE, rotated, interleaved), [normal(N, HEADS * SIZE)], list(tables),
+        lambda x: numpy_kernels.rotary(
+            x, cos_Nd.astype(np.float64), sin_Nd.astype(np.float64), SIZE, interleaved=interleaved
+        ),
+        plain,
     )
 
 
@@ -142,6 +149,7 @@ CASES = {
     "rms_norm": rms_norm_case(),
     "rotary": rotary_case(),
     "rotary_of_half_a_head": rotary_case(SIZE // 2),
+    "rotary_of_neighbours_in_half_a_head": rotary_case(SIZE // 2, interleaved=True),
     "swiglu": swiglu_case(),
     "attention": attention_case(HEADS),
     "attention_grouped": attention_case(2),

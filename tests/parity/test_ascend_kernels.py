@@ -254,6 +254,7 @@ def test_every_fused_kernel_is_chosen_on_ascend_and_none_elsewhere() -> None:
     [
         ({"use_fused_rope": False}, "rotary_embedding", "use_fused_rope is off"),
         ({"rotary_pct": 0.5}, "rotary_embedding", "rotates all 16 dimensions of a head; rotary_pct 0.5 rotates only 8"),
+        ({"rope_interleave": True}, "rotary_embedding", "turns neighbouring numbers with one table for all sequences"),
         ({"num_heads": 1, "n_kv_heads": 1, "head_dim": 896}, "rotary_embedding", "of less than 896 numbers"),
         ({"use_fused_swiglu": False}, "swiglu", "use_fused_swiglu is off"),
         ({"use_flash_attention": False}, "attention", "use_flash_attention is off"),

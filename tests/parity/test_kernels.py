@@ -309,7 +309,8 @@ def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> li
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"qkv_has_bias": True}, {"use_qk_norm": True}, {"attn_proj_has_bias": True, "mlp_has_bias": True}],
+    [{}, {"qkv_has_bias": True}, {"use_qk_norm": True}, {"attn_proj_has_bias": True, "mlp_has_bias": True},
+     {"post_self_attn_layernorm": True, "post_mlp_layernorm": True}],
     ids=lambda options: "+".join(options) or "plain",
 )
 def test_block_and_head_call_every_kernel_once(options: dict, dropout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,9 +332,10 @@ def test_block_and_head_call_every_kernel_once(options: dict, dropout: bool, mon
     head(x_ND, *map(Tensor, (normal(8), normal(7, 8), labels, valid)))
 
     own = {name: cell for whole in (block, head) for name, cell in whole.cells_and_names() if hasattr(cell, "bprop")}
-    if not settings.use_qk_norm:
-        own = {name: cell for name, cell in own.items() if "query_norm" not in name and "key_norm" not in name}
+    unused = () if settings.use_qk_norm else ("query_norm", "key_norm")
+    unused += () if settings.post_mlp_layernorm else ("post_norm",)
+    own = {name: cell for name, cell in own.items() if not any(part in name for part in unused)}
     assert {name: calls[id(cell)] for name, cell in own.items()} == dict.fromkeys(own, 1)
     # The seven projections, two norms of the block and the final one, two rotations, SwiGLU, the two halves of
     # attention, cross entropy.
-    assert len(own) == 16 + 2 * settings.use_qk_norm
+    assert len(own) == 16 + 2 * settings.use_qk_norm + 2 * settings.post_mlp_layernorm

@@ -112,6 +112,15 @@ def test_rotary_tables_by_their_formula() -> None:
             assert sin[position, i] == sin[position, i + 8] == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+def test_neighbours_have_the_angle_of_their_pair() -> None:
+    halves, pairs = (rotary_angles(settings_of(rotary_pct=0.5, rope_interleave=on), 9) for on in (False, True))
+    for in_halves, in_pairs in zip(halves, pairs, strict=True):
+        np.testing.assert_array_equal(in_pairs[:, :8], np.repeat(in_halves[:, :4], 2, axis=1))
+        np.testing.assert_array_equal(in_pairs[:, 8:], in_halves[:, 8:])
+    scaled = rotary_angles(settings_of(rope_theta=50.0, rope_ratio=10.0), 9)
+    np.testing.assert_array_equal(scaled, rotary_angles(settings_of(rope_theta=500.0), 9))
+
+
 def test_the_part_of_a_head_that_is_not_rotated_has_cosine_1_and_sine_0() -> None:
     """As Hugging Face does it: the frequencies are those of a head of the rotated width, its attention factor too."""
     narrow = settings_of(head_dim=12, rope_scaling=yarn(attention_factor=0.7), max_position_embeddings=256)

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from trainer.checkpoint.joined_names import join
+
 Shapes = Mapping[str, tuple[int, ...]]
 Weights = dict[str, np.ndarray]
 
@@ -64,7 +66,7 @@ def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
             found |= dict(zip(_expert_names(name, len(array), form), array, strict=True))
         else:
             found[_single_name(name, form)] = array
-    return found
+    return join(found, family)
 
 
 def from_disk(weights: Mapping[str, np.ndarray], shapes: Shapes) -> Weights:

@@ -10,6 +10,7 @@ import numpy as np
 import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
+from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_checkpoint
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
@@ -48,6 +49,7 @@ def requested_weights(
     if config.classifier is not None:
         return fitting_weights(weights, config.network, path, where)
     settings = config.decoder
+    weights = split_joined(weights, settings)
     unused, *notices = unused_modules(weights, settings)
     modules, about_modules = missing_modules(weights, settings, new_modules and config.trains)
     if config.trains and settings.pet_config is not None:  # frozen ones from the seed would predict nothing
@@ -80,6 +82,7 @@ def fitting_weights(
         UserError: They belong to another model.
     """
     shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
+    weights = split_joined(weights, settings)
     own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings)}
     check_weights(own, disk_shapes(shapes, form_of(own)), path, where, key, settings)
     return from_disk(own, shapes)

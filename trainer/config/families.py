@@ -19,6 +19,10 @@ class Family(NamedTuple):
     """Whether Hugging Face's class has `e_score_correction_bias`."""
     has_output_bias: bool = False
     """Whether attention_bias there means one on o_proj too."""
+    in_transformers: bool = True
+    """Whether transformers has the class."""
+    other_names: tuple[str, ...] = ()
+    """Other classes and model types that mean the same."""
 
 
 FAMILIES = {

@@ -144,8 +144,6 @@ _NUMBERS: dict[str, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     "query_pre_attn_scalar": (lambda value, found: value in (None, _head_size(found)), "a divisor of the queries"),
     "no_rope_layers": (_every_layer, "layers without rotary positions"),
     "no_rope_layer_interval": (_beyond_layers, "layers without rotary positions"),
-    "rope_interleave": (_is(False, None), "rotary positions that turn neighbouring numbers of a head"),
-    "rope_interleaved": (_is(False, None), "rotary positions that turn neighbouring numbers of a head"),
     "hidden_activation": (_is("silu", None), "another activation"),
     "attention_chunk_size": (_is(None), "attention within chunks"),
     "clip_qkv": (_is(None), "bounds on query, key and value"),
@@ -211,6 +209,8 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
         return "harmless"
     if named:
         return "unread"
+    if key in ("rope_interleave", "rope_interleaved"):
+        return "read"
     return "harmless" if value in (None, False, "", [], {}) else "unknown"
 
 
@@ -233,7 +233,7 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     "initializer_range": lambda s: s.initializer_range,
     "rms_norm_eps": lambda s: s.rms_norm_eps,
     "tie_word_embeddings": lambda s: s.tie_word_embeddings,
-    "rope_theta": lambda s: s.rope_theta,
+    "rope_theta": lambda s: s.rope_base,
     "attention_dropout": lambda s: s.attention_dropout,
     "attention_bias": lambda s: s.qkv_has_bias,
     "mlp_bias": lambda s: s.mlp_has_bias,
@@ -286,7 +286,7 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
         if scaling.rope_type != "linear":
             rope.setdefault("original_max_position_embeddings", settings.max_positions)
         found["rope_scaling"] = dict(rope)
-    found["rope_parameters"] = {"rope_theta": settings.rope_theta, **rope}
+    found["rope_parameters"] = {"rope_theta": settings.rope_base, **rope}
     if "partial_rotary_factor" in found:
         found["rope_parameters"]["partial_rotary_factor"] = settings.rotary_pct
     return {**found, "use_cache": True}

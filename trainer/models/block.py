@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING
 from mindspore import nn
 from mindspore.ops import operations as P
 
-from trainer.models.shapes import adapted_projections, adapter_names, block_names, dropped_projections, mask_name
+from trainer.models.shapes import (
+    POST_ATTENTION_NORM,
+    POST_MLP_NORM,
+    adapted_projections,
+    adapter_names,
+    block_names,
+    dropped_projections,
+    mask_name,
+)
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -72,8 +80,8 @@ class Projection(nn.Cell):
 class AttentionLayer(nn.Cell):
     """x_ND -> what attention adds to the residual stream, [N, D].
 
-    Norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection. `weights` are
-    all weights of the block, in the order of `block_names`.
+    Norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection, optional norm.
+    `weights` are all weights of the block, in the order of `block_names`.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
@@ -88,12 +96,21 @@ class AttentionLayer(nn.Cell):
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
         self.query_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
         self.key_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
-        self.query_rotary, self.key_rotary = (kernels.rotary(self.head_size, settings.rotary_size) for _ in range(2))
+        turned = self.head_size, settings.rotary_size, settings.rope_interleave
+        self.query_rotary, self.key_rotary = (kernels.rotary(*turned) for _ in range(2))
         self.attention = kernels.attention(settings.num_heads, settings.kv_heads, self.head_size)
+        self.has_post_norm = settings.post_self_attn_layernorm
+        self.post_norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.post_norm_weight = names.index(POST_ATTENTION_NORM) if self.has_post_norm else None
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, k_NK, v_NK = self.project(x_ND, query_tables, key_tables, weights)
-        return self.out(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
+        return self.added(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
+
+    def added(self, context_NC, weights):
+        """The output projection of what the heads attend to, with a norm after it where the model has one: [N, D]."""
+        out_ND = self.out(context_NC, weights)
+        return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
     def project(self, x_ND, query_tables, key_tables, weights):
         """Rotated queries and keys, and values."""
@@ -109,19 +126,24 @@ class AttentionLayer(nn.Cell):
 class MlpLayer(nn.Cell):
     """x_ND -> what the feed-forward layer adds to the residual stream, [N, D].
 
-    Norm, gate and up projections, SwiGLU, down projection. `weights` as in `AttentionLayer`.
+    Norm, gate and up projections, SwiGLU, down projection, optional norm. `weights` as in `AttentionLayer`.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
-        self.norm_weight = block_names(settings).index("post_attention_layernorm.weight")
+        names = block_names(settings)
+        self.norm_weight = names.index("post_attention_layernorm.weight")
         self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
         self.down, self.swiglu = Projection("mlp.down_proj", settings, kernels), kernels.swiglu()
+        self.has_post_norm = settings.post_mlp_layernorm
+        self.post_norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.post_norm_weight = names.index(POST_MLP_NORM) if self.has_post_norm else None
 
     def construct(self, x_ND, weights):
         y_ND = self.norm(x_ND, weights[self.norm_weight])
-        return self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
+        out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
+        return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
 
 class Block(nn.Cell):

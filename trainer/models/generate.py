@@ -136,7 +136,7 @@ class Generator:
             out = model.kernels.cached_attention(
                 q_NC.reshape(rows, width, -1), keys, values, mask, settings.num_heads, settings.kv_heads
             )
-            x_ND = x_ND + attention.out(out.reshape(rows * width, -1), weights)
+            x_ND = x_ND + attention.added(out.reshape(rows * width, -1), weights)
             experts = model.layers[layer].get("experts")
             x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines of the first `positions` positions, float32 [positions, head_size].
 
-    Of the rotated width, the second half repeats the first; the rest of a head has cosine 1 and sine 0.
+    Of the rotated width, the second half repeats the first, or with rope_interleave each number its neighbour; the rest
+    of a head has cosine 1 and sine 0.
     """
     size = settings.rotary_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
-    frequencies, factor = 1.0 / settings.rope_theta**exponents, 1.0
+    frequencies, factor = 1.0 / settings.rope_base**exponents, 1.0
     if settings.rope_scaling is not None and settings.rope_scaling.rope_type != "default":
         frequencies, factor = _scale(frequencies, settings, settings.rope_scaling)
     angles = np.outer(np.arange(positions), frequencies)
-    angles = np.concatenate([angles, angles], axis=-1)
+    angles = np.repeat(angles, 2, axis=-1) if settings.rope_interleave else np.concatenate([angles, angles], axis=-1)
     kept = ((0, 0), (0, settings.head_size - size))
     cos, sin = np.pad(np.cos(angles) * factor, kept, constant_values=1.0), np.pad(np.sin(angles) * factor, kept)
     return cos.astype(np.float32), sin.astype(np.float32)
@@ -55,7 +56,7 @@ def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, 
     size = settings.rotary_size
 
     def dimension(rotations: float) -> float:
-        return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_theta))
+        return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_base))
 
     low, high = max(math.floor(dimension(scaling.beta_fast)), 0), min(math.ceil(dimension(scaling.beta_slow)), size - 1)
     ramp = np.clip((np.arange(size // 2) - low) / (high - low if high != low else 0.001), 0, 1)

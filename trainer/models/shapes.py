@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+POST_ATTENTION_NORM, POST_MLP_NORM = "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"
+"""Norms after a sublayer, of what it adds to the residual stream."""
 ROUTER = "mlp.gate.weight"
 EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
@@ -36,6 +38,8 @@ def attention_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes |= _linear("self_attn.o_proj", hidden, queries, settings.attn_proj_has_bias)
     if settings.use_qk_norm:
         shapes |= {f"self_attn.{name}.weight": (settings.head_size,) for name in ("q_norm", "k_norm")}
+    if settings.post_self_attn_layernorm:
+        shapes[POST_ATTENTION_NORM] = (hidden,)
     return shapes
 
 
@@ -45,7 +49,10 @@ def mlp_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
     for name in ("gate_proj", "up_proj"):
         shapes |= _linear(f"mlp.{name}", width, hidden, bias)
-    return shapes | _linear("mlp.down_proj", hidden, width, bias)
+    shapes |= _linear("mlp.down_proj", hidden, width, settings.down_has_bias)
+    if settings.post_mlp_layernorm:
+        shapes[POST_MLP_NORM] = (hidden,)
+    return shapes
 
 
 def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -149,7 +156,7 @@ def block_weights(settings: ModelConfig) -> list[str]:
 
 def sublayer_of(name: str) -> str:
     """The sublayer of a block, "attention" or "mlp", that takes a parameter of this name."""
-    return "attention" if name.startswith(("self_attn.", "input_layernorm.")) else "mlp"
+    return "attention" if name.startswith(("self_attn.", "input_layernorm.", POST_ATTENTION_NORM)) else "mlp"
 
 
 def mask_name(projection: str) -> str:

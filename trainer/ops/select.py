@@ -88,6 +88,8 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     if kernel == "rotary_embedding" and settings.rotary_size != settings.head_size:
         part = f"rotary_pct {settings.rotary_pct:g} rotates only {settings.rotary_size}"
         return f"rotary_position_embedding rotates all {settings.head_size} dimensions of a head; {part}"
+    if kernel == "rotary_embedding" and settings.rope_interleave:
+        return "rotary_position_embedding turns neighbouring numbers with one table for all sequences only"
     if kernel == "rotary_embedding" and (settings.head_size >= 896 or settings.num_heads >= 1000):
         here = f"here {settings.num_heads} of {settings.head_size}"
         return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"

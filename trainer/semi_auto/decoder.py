@@ -102,7 +102,7 @@ class LayerCell(nn.Cell):
         outputs, the second along its inputs; all else along the batch, or like the columns of its input.
         """
         attention, mlp, row = self.block.attention, self.block.mlp, (data, 1)
-        for norm in (attention.norm, mlp.norm):
+        for norm in (attention.norm, attention.post_norm, mlp.norm, mlp.post_norm):
             norm.shard_over(data)
         for projection in (attention.query, attention.key, attention.value, mlp.gate, mlp.up):
             projection.linear.shard_over(data, columns=tensor)

@@ -91,10 +91,11 @@ class HeadNorm(nn.Cell):
 class Rotary(nn.Cell):
     """As `reference.Rotary`, with tables [B, T, 1, d]: heads are sharded, never split."""
 
-    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
+    def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
-        self.head_size, self.half = head_size, (rotated_size or head_size) // 2
+        self.head_size, self.half, self.interleaved = head_size, (rotated_size or head_size) // 2, interleaved
         self.reshape, self.slice, self.negate, self.concat = P.Reshape(), P.StridedSlice(), P.Neg(), P.Concat(3)
+        self.split_pairs, self.join_pairs = P.Split(4, 2), P.Concat(4)
         self.with_cos, self.with_sin, self.add = P.Mul(), P.Mul(), P.Add()
 
     def construct(self, x_NC, cos_BT1d, sin_BT1d):
@@ -105,12 +106,21 @@ class Rotary(nn.Cell):
         return self.reshape(out_BTHd, x_NC.shape)
 
     def rotated(self, x_BTHd):
-        """(-second half, first half) of the rotated columns; the others are multiplied by a sine of 0."""
+        """(-second, first) of the rotated pairs; the other columns are multiplied by a sine of 0."""
         half, size = self.half, self.head_size
-        both = self.negate(self.columns(x_BTHd, half, 2 * half)), self.columns(x_BTHd, 0, half)
-        if 2 * half == size:
-            return self.concat(both)
-        return self.concat((*both, self.columns(x_BTHd, 2 * half, size)))
+        if self.interleaved:
+            parts = (self.neighbours(x_BTHd if 2 * half == size else self.columns(x_BTHd, 0, 2 * half)),)
+        else:
+            parts = self.negate(self.columns(x_BTHd, half, 2 * half)), self.columns(x_BTHd, 0, half)
+        if 2 * half < size:
+            parts = (*parts, self.columns(x_BTHd, 2 * half, size))
+        return parts[0] if len(parts) == 1 else self.concat(parts)
+
+    def neighbours(self, x_BTHr):
+        """(-second, first) of each two neighbours."""
+        rows, length, heads, width = x_BTHr.shape
+        first, second = self.split_pairs(self.reshape(x_BTHr, (rows, length, heads, width // 2, 2)))
+        return self.reshape(self.join_pairs((self.negate(second), first)), (rows, length, heads, width))
 
     def columns(self, x_BTHd, first, end):
         rows, length, heads = x_BTHd.shape[0], x_BTHd.shape[1], x_BTHd.shape[2]
@@ -118,9 +128,12 @@ class Rotary(nn.Cell):
 
     def shard_over(self, data: int, tensor: int) -> None:
         whole, table = (data, 1, tensor, 1), (data, 1, 1, 1)
-        parts = 2 if 2 * self.half == self.head_size else 3
+        pairs = (*whole, 1)
+        parts = (1 if self.interleaved else 2) + (2 * self.half < self.head_size)
         self.slice.shard((whole,))
-        self.negate.shard((whole,))
+        self.negate.shard((pairs if self.interleaved else whole,))
+        self.split_pairs.shard((pairs,))
+        self.join_pairs.shard((pairs, pairs))
         self.concat.shard((whole,) * parts)
         for part in (self.with_cos, self.with_sin):
             part.shard((whole, table))

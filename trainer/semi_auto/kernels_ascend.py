@@ -29,7 +29,7 @@ class RmsNorm(nn.Cell):
 class Rotary(nn.Cell):
     """As `ascend.Rotary`, in layout BSND with tables BS1D."""
 
-    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
+    def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
         self.head_size, self.reshape, self.rotate = head_size, P.Reshape(), RotaryPositionEmbedding()
 

@@ -60,13 +60,20 @@ class ModelConfig(Section):
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     rope_theta: float = setting(
         10000.0, "Base of the rotary frequencies.", gt=0, aliases="theta rotary_base rotary_emb_base")
+    rope_ratio: float = setting(1.0, "Factor on rope_theta (ChatGLM).", gt=0)
     rope_scaling: RopeScaling | None = setting(None, "Stretching of the positions. Default null: none.")
     qkv_has_bias: bool = setting(
         False, "Biases on query, key and value (Qwen2). As attention_bias it means what it means to Hugging Face's"
         " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.", aliases="attention_bias add_qkv_bias")
     attn_proj_has_bias: bool = setting(False, "Bias on the attention's output.", aliases="out_proj_has_bias")
     mlp_has_bias: bool = setting(False, "Biases in the feed-forward layer.", aliases="mlp_bias add_bias_linear")
+    mlp_down_has_bias: bool | None = setting(
+        None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
     use_qk_norm: bool = setting(False, "RMSNorm on query and key of each head (Qwen3).", aliases="qk_layernorm qk_norm")
+    post_self_attn_layernorm: bool = setting(
+        False, "RMSNorm on what attention adds to the residual stream (GLM-4).")
+    post_mlp_layernorm: bool = setting(
+        False, "RMSNorm on what the feed-forward layer adds to the residual stream (GLM-4).")
     tie_word_embeddings: bool = setting(False, "One matrix for embedding and head.")
     untie_embeddings_and_output_weights: bool | None = setting(
         None, "The opposite of tie_word_embeddings, Megatron's name. Default null: tie_word_embeddings decides.")
@@ -125,6 +132,9 @@ class ModelConfig(Section):
     repetition_penalty: float = setting(
         1.0, "predict: divides the scores of tokens already there. Default 1: off.", gt=0)
     rotary_pct: float = setting(1.0, "Part of a head that is rotated.", gt=0, le=1, aliases="partial_rotary_factor")
+    rope_interleave: bool = setting(
+        False, "Rotary positions turn neighbouring numbers of a head instead of its two halves.",
+        aliases="rotary_interleaved rope_interleaved")
     pet_config: PetConfig | None = setting(None, "Low-rank adapters, trained alone. Default null: none.")
 
     @property
@@ -139,6 +149,16 @@ class ModelConfig(Section):
     def rotary_size(self) -> int:
         """How many numbers of a head, from its first, are rotated."""
         return int(self.head_size * self.rotary_pct)
+
+    @property
+    def rope_base(self) -> float:
+        """Base of the rotary frequencies."""
+        return self.rope_theta * self.rope_ratio
+
+    @property
+    def down_has_bias(self) -> bool:
+        """Whether the feed-forward layer has a bias on its output."""
+        return self.mlp_has_bias if self.mlp_down_has_bias is None else self.mlp_down_has_bias
 
     @property
     def ffn_size(self) -> int:

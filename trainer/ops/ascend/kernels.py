@@ -28,9 +28,9 @@ class RmsNorm(nn.Cell):
 class Rotary(nn.Cell):
     """rotary_position_embedding, mode 0: the first half of a head is paired with the second. One dtype for all."""
 
-    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
+    def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
-        assert rotated_size in (None, head_size), "select.py chooses the reference where part of a head is rotated"
+        assert rotated_size in (None, head_size) and not interleaved, "select.py chooses the reference for these"
         self.head_size = head_size
 
     def construct(self, x_NC, cos_N1d, sin_N1d):

@@ -99,19 +99,22 @@ class _RmsNormCore(nn.Cell):
 
 
 class Rotary(nn.Cell):
-    """x cos + rotate_half(x) sin for every head (Su et al. 2021, equation 34, in the two-halves layout of Llama).
+    """x cos + turned(x) sin for every head (Su et al. 2021, equation 34): turned is (-second, first) of each pair.
 
-    rotate_half is a product with a signed permutation: one small MatMul instead of a split, a negation and a
+    The pairs are numbers i and i + half (Llama), or with `interleaved` the neighbours 2i and 2i + 1, as in the paper.
+    Turning is a product with a signed permutation: one small MatMul instead of a split, a negation and a
     concatenation. Where only the first `rotated_size` columns of a head turn, it is zero for the others, whose cosine
     is 1 and sine 0: they pass unchanged.
     """
 
-    def __init__(self, head_size: int, rotated_size: int | None = None) -> None:
+    def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
         half = (rotated_size or head_size) // 2
+        first = np.arange(half) * (2 if interleaved else 1)
+        second = first + (1 if interleaved else half)
         rotate = np.zeros((head_size, head_size), np.float32)
-        rotate[np.arange(half) + half, np.arange(half)] = -1
-        rotate[np.arange(half), np.arange(half) + half] = 1
+        rotate[second, first] = -1
+        rotate[first, second] = 1
         self.head_size, self.rotate_dd = head_size, Tensor(rotate)
         self.matmul, self.matmul_bt = P.MatMul(), P.MatMul(transpose_b=True)
 

@@ -1,0 +1,108 @@
+"""Files that name tensors otherwise or join matrices: those of GLM, ChatGLM and TeleChat2. Needs numpy only.
+
+=========  ====================================================  =============================================
+family     on disk                                               in memory
+=========  ====================================================  =============================================
+GLM        mlp.gate_up_proj [2F, D]                              mlp.gate_proj and up_proj [F, D]
+ChatGLM    transformer.encoder.layers.N.self_attention           model.layers.N.self_attn.q_proj, k_proj and
+           .query_key_value [(H + 2K) d, D]                      v_proj [H d, D], [K d, D], [K d, D]
+           transformer.encoder.layers.N.mlp.dense_h_to_4h        model.layers.N.mlp.gate_proj and up_proj
+TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.self_attn.k_proj and v_proj
+           of each head the key's rows, then the value's
+=========  ====================================================  =============================================
+
+ChatGLM's are read under MindSpore Transformers' names too, joined or not. GLM's form is written: transformers has a
+class for it. H query heads, K key/value heads of d numbers, F width of the feed-forward layer, D hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from trainer.config.schema.model import ModelConfig
+
+Weights = dict[str, np.ndarray]
+
+_PAIR, _ALL, _KEYS_AND_VALUES = "mlp.gate_up_proj", "self_attn.qkv_proj", "self_attn.kv_proj"
+_WRITTEN_JOINED = ("GlmForCausalLM", "Glm4ForCausalLM")
+_NAMES = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^transformer\.embedding\.(word_embeddings\.weight|embedding_weight)$", "model.embed_tokens.weight"),
+        (r"^transformer\.word_embeddings\.", "model.embed_tokens."),
+        (r"^transformer\.(encoder\.layers|h)\.", "model.layers."),
+        (r"^transformer\.(encoder\.final_layernorm|ln_f)\.", "model.norm."),
+        (r"^transformer\.output_layer\.", "lm_head."),
+        (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.self_attention\.query_key_value\.", f".{_ALL}."),
+        (r"\.self_attention\.key_value\.", f".{_KEYS_AND_VALUES}."),
+        (r"\.self_attention\.(?:w([qkv])|(q)uery)\.", r".self_attn.\1\2_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", f".{_PAIR}."),
+        (r"\.mlp\.dense_left\.", ".mlp.gate_proj."),
+        (r"\.mlp\.dense_right\.", ".mlp.up_proj."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+        (r"\.mlp\.local_experts\.", ".mlp.experts."),
+        (r"\.mlp\.router\.", ".mlp.gate."),
+    )
+)
+
+
+def split_joined(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
+    """The tensors of a file under our names, each matrix by itself; others are kept as they are."""
+    if not any(name.startswith("transformer.") or f".{_PAIR}." in name for name in weights):
+        return dict(weights)
+    found: Weights = {}
+    for name, array in weights.items():
+        if name != "transformer.rotary_pos_emb.inv_freq":  # computed from the configuration
+            found |= _split(_renamed(name), array, settings)
+    return found
+
+
+def join(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
+    """Tensors as the files of a family have them; `family` is the class that they are saved as."""
+    if family not in _WRITTEN_JOINED:
+        return dict(arrays)
+    found: Weights = {}
+    for name, array in arrays.items():
+        if ".mlp.gate_proj." in name:
+            up = arrays[name.replace(".gate_proj.", ".up_proj.")]
+            found[name.replace(".gate_proj.", ".gate_up_proj.")] = np.concatenate([array, up])
+        elif ".mlp.up_proj." not in name:
+            found[name] = array
+    return found
+
+
+def _renamed(name: str) -> str:
+    if name.startswith("transformer."):
+        for pattern, ours in _NAMES:
+            name = pattern.sub(ours, name)
+    return name
+
+
+def _split(name: str, array: np.ndarray, settings: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """The matrices, or biases, in a tensor by name. Where sizes do not fit, so do those of the parts."""
+    module, _, kind = name.rpartition(".")
+    layer = next((module.removesuffix(joined) for joined in (_PAIR, _ALL, _KEYS_AND_VALUES)
+                  if module.endswith(f".{joined}")), "")  # fmt: skip
+    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
+    if not layer:
+        yield name, array
+    elif module.endswith(_PAIR):
+        yield from zip(_names(layer, "mlp", ("gate", "up"), kind), np.split(array, [settings.ffn_size]), strict=True)
+    elif module.endswith(_ALL):
+        yield from zip(_names(layer, "self_attn", "qkv", kind), np.split(array, [queries, queries + keys]), strict=True)
+    elif array.shape[0] == 2 * keys:
+        heads = array.reshape(settings.kv_heads, 2, settings.head_size, *array.shape[1:])
+        parts = (heads[:, number].reshape(keys, *array.shape[1:]) for number in range(2))
+        yield from zip(_names(layer, "self_attn", "kv", kind), parts, strict=True)
+    else:
+        yield from zip(_names(layer, "self_attn", "kv", kind), np.array_split(array, 2), strict=True)
+
+
+def _names(layer: str, home: str, parts: str | tuple[str, ...], kind: str) -> list[str]:
+    return [f"{layer}{home}.{part}_proj.{kind}" for part in parts]
