@@ -42,19 +42,29 @@ def dump_config(config: Config) -> str:
     Returns:
         YAML text; :func:`trainer.config.load_config` reads an equal configuration from it.
     """
+    return dump_values(values(config), "# The resolved configuration: every key that acts, and what else was set.\n")
+
+
+def dump_values(plain: dict[str, Any], comment: str) -> str:
+    """Writes plain values as YAML text below a comment."""
     stream = io.StringIO()
-    stream.write("# The resolved configuration: every key that acts, and what else was set.\n")
+    stream.write(comment)
     dumper = _Dumper(stream)
     dumper.open()
-    plain = values(config)
-    if config.classifier is not None:
-        del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
     dumper.represent(plain)
     dumper.close()
     return stream.getvalue()
 
 
-def values(section: Section) -> dict[str, Any]:
+def values(config: Config) -> dict[str, Any]:
+    """A configuration as plain values under the names of the file."""
+    plain = _values(config)
+    if config.classifier is not None:
+        del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
+    return plain
+
+
+def _values(section: Section) -> dict[str, Any]:
     """A section as plain values under the names of the file, ``type`` first."""
     plain: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
@@ -68,7 +78,7 @@ def values(section: Section) -> dict[str, Any]:
 
 def _written(value: Any) -> Any:
     if isinstance(value, Section):
-        return values(value)
+        return _values(value)
     if isinstance(value, list):
         return [_written(item) for item in value]
     return value
