@@ -15,7 +15,6 @@ from trainer.models.rotary import rotary_angles
 from trainer.models.shapes import adapter_shapes, attention_shapes, parameter_shapes
 from trainer.ops.precision import PartDtype, Precision
 from trainer.ops.select import select_kernels
-from trainer.parallel.mesh import Degrees, build_mesh, degree_mismatch
 from trainer.parallel.world import world_of
 from trainer.plan.memory import memory_estimate
 from trainer.plan.render import plan_text
@@ -177,14 +176,6 @@ def test_which_kernels_ascend_gets() -> None:
     assert "no wider than the queries, here 24 and 16" in chosen(v_head_dim=24)["attention"]
     assert "a multiple of 16 up to 512, here 18" in chosen(qk_nope_head_dim=10)["attention"]
     assert "neighbouring numbers" in chosen(rope_interleave=True)["rotary_embedding"]
-
-
-def test_experts_may_be_spread_over_tensor_parallel_ranks() -> None:
-    """As MindSpore Transformers' file for DeepSeek-V3 has it: 32 parts on the 4 x 8 ranks of a stage."""
-    mesh = build_mesh(Degrees(8, 4, 1, 8, 32), 256)
-    assert mesh.groups("ep")[0] == range(32) and len(mesh.groups("ep")) == 8
-    assert build_mesh(Degrees(1, 4, 1, 8, 4), 32).groups("ep")[0] == range(0, 32, 8)
-    assert "model_parallel = 32" in degree_mismatch(Degrees(1, 4, 1, 8, 3), 32).rule
 
 
 def test_semi_automatic_mode_does_not_have_it() -> None:

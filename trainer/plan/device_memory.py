@@ -72,10 +72,10 @@ def _stage(
     least = shard_threshold_bytes(config)
 
     def size(name: str, shared: bool) -> int:
-        parts = _parts(held[name], degrees)
+        parts = _parts(name, held[name], degrees)
         whole = math.prod(held[name]) * _FLOAT32_BYTES // parts
         # Ranks that share a sequence have the same weights, as ranks with other data have.
-        copies = min(degrees.data_parallel * degrees.context_parallel, degrees.stage_ranks // parts)
+        copies = min(degrees.data_parallel * degrees.context_parallel, degrees.ranks // degrees.pipeline_stage // parts)
         shared = shared and config.parallel.enable_parallel_optimizer and whole >= least
         return -(-whole // copies) if shared else whole
 
@@ -98,11 +98,13 @@ def _is_of_stage(name: str, layers: set[int], first: bool, last: bool) -> bool:
     return first if name == EMBEDDING else last
 
 
-def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
-    """Into how many parts a parameter of this shape is cut, but for the sharing by enable_parallel_optimizer."""
-    if len(shape) == 3:
-        return degrees.expert_parallel * degrees.expert_stride
-    return 1 if len(shape) == 1 else degrees.model_parallel
+def _parts(name: str, shape: tuple[int, ...], degrees: Degrees) -> int:
+    """Into how many parts a parameter is cut by the other degrees than data_parallel."""
+    if len(shape) == 1:
+        return 1
+    if len(shape) == 3 and degrees.has_whole_experts:
+        return degrees.expert_parallel
+    return degrees.model_parallel * (degrees.expert_parallel if len(shape) == 3 else 1)
 
 
 def _activations(
