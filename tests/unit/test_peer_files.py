@@ -221,7 +221,7 @@ def test_ids_outside_the_vocabulary_matter_where_they_act():
     assert "eos_token_id = 900" in failure(lambda: load(sizes))
 
 
-@pytest.mark.parametrize("kind", ["TelechatForCausalLM", "ChatGLM2ForConditionalGeneration"])
+@pytest.mark.parametrize("kind", ["DeepseekV3ForCausalLM"])
 def test_a_model_that_is_not_built_is_one_problem(kind):
     keys = "model_config: {sigma: 0.1, rope_ratio: 1, auto_register: a.B}"
     message = failure(lambda: load(f"model: {{{keys}, arch: {{type: {kind}}}}}\n"))
