@@ -14,16 +14,19 @@ Needs MindSpore.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trainer.cli.flags import split_arguments  # noqa: E402
 from trainer.config import load_config  # noqa: E402
-from trainer.data import build_train_dataset  # noqa: E402
+from trainer.data import SequenceDataset, build_train_dataset  # noqa: E402
 from trainer.errors import TrainerError, UserError  # noqa: E402
+from trainer.run.mindrecord import write_mindrecord  # noqa: E402
 
-ROWS_OF_A_WRITE = 256
-SCHEMA = {name: {"type": "int32", "shape": [-1]} for name in ("input_ids", "labels")}
+_ROWS_OF_A_BATCH = 256
 
 
 def main(argv: list[str]) -> str:
@@ -43,17 +46,15 @@ def main(argv: list[str]) -> str:
     config = load_config(arguments.config, arguments.overrides)
     dataset, _ = build_train_dataset(config, notice=lambda sentence: print(f"note: {sentence}", file=sys.stderr))
     path.parent.mkdir(parents=True, exist_ok=True)
-
-    from mindspore.mindrecord import FileWriter
-
-    writer = FileWriter(str(path), overwrite=True)
-    writer.add_schema(SCHEMA)
-    for first in range(0, dataset.num_sequences, ROWS_OF_A_WRITE):
-        batch = dataset.batch(range(first, min(first + ROWS_OF_A_WRITE, dataset.num_sequences)))
-        rows = zip(batch.input_ids, batch.labels, strict=True)
-        writer.write_raw_data([{"input_ids": tokens, "labels": labels} for tokens, labels in rows])
-    writer.commit()
+    write_mindrecord(path, _rows(dataset))
     return f"{path}: {dataset.num_sequences:,} rows of {dataset.seq_length:,} tokens"
+
+
+def _rows(dataset: SequenceDataset) -> Iterator[dict[str, np.ndarray]]:
+    for first in range(0, dataset.num_sequences, _ROWS_OF_A_BATCH):
+        batch = dataset.batch(range(first, min(first + _ROWS_OF_A_BATCH, dataset.num_sequences)))
+        for tokens, labels in zip(batch.input_ids, batch.labels, strict=True):
+            yield {"input_ids": tokens, "labels": labels}
 
 
 if __name__ == "__main__":

@@ -49,8 +49,12 @@ def weighted(gates_Nk: Tensor, aux_loss: Tensor, z: Tensor, weights: np.ndarray)
 @pytest.mark.parametrize("z_loss_factor", [0.0, 0.001])
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_prob: bool, z_loss_factor: float):
+@pytest.mark.parametrize("balancing", ["seq_aux_loss", "gbs_aux_loss"])
+def test_numbers_and_gradients_are_those_of_the_cells(
+    balancing: str, sigmoid: bool, norm_topk_prob: bool, z_loss_factor: float
+):
     settings = settings_of(
+        moe_router_load_balancing_type=balancing,
         use_gating_sigmoid=sigmoid,
         norm_topk_prob=norm_topk_prob,
         z_loss_factor=z_loss_factor,
@@ -67,11 +71,14 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
     ones, norm = Tensor(np.ones(HIDDEN, np.float32)), kernels.rms_norm(HIDDEN, settings.rms_norm_eps)
     cells = Router(settings, kernels), Gates(settings), RouterLosses(settings)
     said: dict[str, list[np.ndarray]] = {}
+    of_step = random.random(EXPERTS)
+    shares = (lambda requested_E: of_step / of_step.sum()) if balancing == "gbs_aux_loss" else None
 
     def of_cells(x: Tensor, router: Tensor) -> Tensor:
         _, logits, scores = cells[0](x, ones, router)
         routing = route(scores, None, None, "position")
-        found = cells[1](scores, routing.experts_Nk), *cells[2](logits, scores, routing.experts_Nk, *sequence_weights)
+        load = routing.experts_Nk if shares is None else Tensor(shares(None).astype(np.float32)[None])
+        found = cells[1](scores, routing.experts_Nk), *cells[2](logits, scores, load, *sequence_weights)
         said["cells"] = [one.asnumpy() for one in (*found, routing.experts_Nk, scores)]
         return weighted(*found, weights)
 
@@ -79,7 +86,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(sigmoid: bool, norm_topk_p
         def decide(scores_NE: np.ndarray) -> Routing:
             return route.of_arrays(scores_NE, None, None, "position")
 
-        found = host(norm(x, ones), router, sequence_weights.tokens_B1, sequence_weights.valid_N1, decide)
+        found = host(norm(x, ones), router, sequence_weights.tokens_B1, sequence_weights.valid_N1, decide, shares)
         said["host"] = [*(one.asnumpy() for one in found[:3]), found.routing.experts_Nk, found.scores_NE]
         return weighted(*found[:3], weights)
 

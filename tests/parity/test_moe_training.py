@@ -7,8 +7,11 @@ numbers are added in the same order, bits are compared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from mindspore import Tensor
 from numpy_kernels import distance
 from tiny_trainer import (
     TOKENS,
@@ -20,6 +23,7 @@ from tiny_trainer import (
     join,
     make_batch,
     same_bits,
+    shared_trainer,
     state_of,
 )
 from tolerances import decoder_limits, rounding_limit
@@ -27,7 +31,9 @@ from tolerances import decoder_limits, rounding_limit
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.moe import RouterStatistics
 from trainer.models.shapes import EXPERT_BIAS, HEAD
-from trainer.step.accumulate import accumulate
+from trainer.ops.routing import WindowLoad
+from trainer.parallel.communicator import SingleProcess
+from trainer.step.accumulate import MicroBatch, accumulate
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import StepResult
 
@@ -173,6 +179,94 @@ def test_the_auxiliary_loss_is_the_formula_of_the_paper(
         slope = (values[0] - values[1]) / (2 * small)
         # The load is a constant of the loss; where no token changed its experts the difference sees that too.
         assert (with_loss - without)[index] == pytest.approx(slope, rel=0.02, abs=2e-3)
+
+
+GLOBAL = EXPERTS | {"aux_loss_factor": 1.0, "moe_router_load_balancing_type": "gbs_aux_loss"}
+
+
+class OfTwoRanks(SingleProcess):
+    """One of two ranks which have the same data."""
+
+    size = 2
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        return [2 * value for value in values]
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return [gradient * 2 for gradient in gradients]
+
+
+def test_the_loss_of_a_whole_step_is_the_published_formula() -> None:
+    """gbs_aux_loss against NumPy: of micro-batch m, E sum_e F_e P_e with F the experts' parts of the assignments of
+    micro-batches 1 to m, and P the mean of the scores of micro-batch m; the gradient by the scores' formula."""
+    trainer = TinyTrainer(compiled=False, moe_config=GLOBAL, num_layers=1)
+    batches, seen, step = [make_batch(seed, 12, rows=2) for seed in (1, 2)], [], trainer.step()
+
+    def backward(batch: Batch, number: int, factor: float) -> MicroBatch:
+        found = step.backward(batch, number, factor)
+        seen.append((found, len(seen)))
+        return found
+
+    statistics = [RouterStatistics() for _ in batches]  # without a load of the step: what each decides alone
+    for batch, each in zip(batches, statistics, strict=True):
+        trainer.model(trainer.build_inputs(batch), None, each)
+    scores = [each.routings[0][2] for each in statistics]
+    counts = [np.bincount(each.routings[0][1].experts_Nk.reshape(-1), minlength=4) for each in statistics]
+    accumulate(batches, backward)
+    for number, (found, _) in enumerate(seen):
+        share_E = sum(counts[: number + 1]) / sum(map(sum, counts[: number + 1]))
+        expected = 12 * 4 * (share_E * scores[number].mean(0)).sum()
+        assert found.other_sums["aux_loss"][0] == pytest.approx(expected, rel=LIMITS.loss)
+    assert not np.allclose(counts[0] / counts[0].sum(), counts[1] / counts[1].sum())  # or the order shows nothing
+
+
+def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = TinyTrainer(compiled=False, moe_config=GLOBAL, num_layers=1)
+    name, batch, share_E = "model.layers.0.mlp.gate.weight", make_batch(3, 20, rows=2), np.array([0.4, 0.3, 0.2, 0.1])
+    monkeypatch.setattr(WindowLoad, "of_layer", lambda self, layer: lambda requested_E: share_E)
+    step = trainer.step()
+    place = list(step.optimizer.parameters).index(name)
+
+    def at(factor: float) -> np.ndarray:
+        monkeypatch.setattr(trainer.model, "aux_factor", factor)
+        return step.backward(batch, 0, 1.0).gradients[place].asnumpy().copy()
+
+    gradient, weight, small = at(1.0) - at(0.0), trainer.initial[name].copy(), 3e-3
+
+    def aux_loss(moved: np.ndarray) -> float:
+        trainer.set_weight(name, moved)
+        statistics = RouterStatistics()
+        trainer.model(trainer.build_inputs(batch), None, statistics)
+        return 20 * 4 * float((share_E * statistics.routings[0][2].mean(0, dtype=np.float64)).sum())
+
+    for index in [(0, 0), (2, 5), (3, 15)]:
+        step_by = np.zeros_like(weight)
+        step_by[index] = small
+        slope = (aux_loss(weight + step_by) - aux_loss(weight - step_by)) / (2 * small)
+        assert gradient[index] == pytest.approx(slope, rel=0.01, abs=1e-4)
+
+
+def test_the_load_of_a_step_is_that_of_all_ranks_and_counts_a_recomputed_layer_once(window: list[Batch]) -> None:
+    found = []
+    for recompute in (False, True):
+        sections = {"recompute_config": {"recompute": recompute}}
+        trainer = TinyTrainer(compiled=False, sections=sections, moe_config=GLOBAL)
+        results = [trainer.step(communicator=one)(window) for one in (None, OfTwoRanks())]
+        assert results[0].losses == pytest.approx(results[1].losses, rel=LIMITS.loss)
+        step = trainer.step()
+        results += [step(window), step(window)]
+        assert step.load.requested[0].sum() == 2 * 4 * TOKENS  # of one step: 2 experts for each token of 4 batches
+        found.append((results[0].losses, results[3].losses))
+    assert found[0] == found[1]
+
+
+def test_a_micro_batch_without_labels_takes_part_in_the_load_of_the_step(window: list[Batch]) -> None:
+    """All ranks sum the load of every micro-batch, so that none waits for another."""
+    trainer = shared_trainer(compiled=False, moe_config=GLOBAL)
+    empty = window[0]._replace(labels=np.full_like(window[0].labels, IGNORE_INDEX))
+    step = trainer.step()
+    step([window[1], empty])
+    assert step.load.requested[0].sum() == 2 * 2 * TOKENS
 
 
 CAPACITY = {"moe_config": ALL_LOSSES | {"capacity_factor": 0.7}, "mtp_depth": 1, "hidden_dropout": 0.1}

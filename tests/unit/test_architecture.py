@@ -53,11 +53,13 @@ ROOMS = (
     ("trainer.run.prepare",),
     ("trainer.audit",),
     ("trainer.run",),
+    ("trainer.smoke",),
     ("trainer.cli",),
 )
 LAST_ROOM_BEFORE_MINDSPORE = "trainer.launch.checks"
 ALSO_WITHOUT_MINDSPORE = (
     "trainer.monitors", "trainer.cli", "trainer.semi_auto.rules", "trainer.semi_auto.backend", "trainer.run.prepare",
+    "trainer.smoke",
 )
 
 MAX_FILE_LINES = 600

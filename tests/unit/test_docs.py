@@ -40,11 +40,11 @@ OF_A_JOB = ("status", "stop")
 # Switches and options with a value of the commands themselves; every other flag is the configuration's.
 SWITCHES = {
     "export": ("--help", "--merge", "--force"), "doctor": ("--help", "--json", "--deep"),
-    "plan": ("--help", "--json", "--verbose"), "data": ("--help", "--json"),
+    "plan": ("--help", "--json", "--verbose"), "data": ("--help", "--json"), "smoke": ("--help", "--json"),
 }  # fmt: skip
 OPTIONS = {
     "export": ("--output", "--dtype", "--shard_size", "--adapter"), "plan": ("--ranks", "--local_ranks", "--audit"),
-    "data": ("--rows",),
+    "data": ("--rows",), "smoke": ("--ranks", "--steps"),
 }  # fmt: skip
 
 # `kind` of a fenced block -> its text.
@@ -124,7 +124,7 @@ def check_command(words: list[str]) -> None:
         assert len(arguments.rest) == 1, words
         load_config(str(REPOSITORY / (arguments.config or "configs/quickstart.yaml")), arguments.overrides)
         return
-    assert name in ("train", "plan", "data", "export", *WITHOUT_CONFIG), words
+    assert name in ("train", "plan", "data", "smoke", "export", *WITHOUT_CONFIG), words
     own, own_values = SWITCHES.get(name, ("--help",)), OPTIONS.get(name, ())
     arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
     assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words

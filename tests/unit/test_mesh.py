@@ -28,7 +28,7 @@ def degrees_of(ranks: int) -> Iterator[tuple[int, int, int, int]]:
 
 def meshes(ranks: int) -> Iterator[Mesh]:
     for pipeline, data, context, tensor in degrees_of(ranks):
-        for expert in divisors(data * context):
+        for expert in divisors(data * context * tensor):
             yield build_mesh(Degrees(pipeline, data, context, tensor, expert), ranks)
 
 
@@ -58,15 +58,19 @@ def test_groups_are_orthogonal_and_follow_the_coordinates(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 8, 24, 48, 64])
 def test_the_mesh_is_the_documented_array(ranks: int) -> None:
-    """Against numpy: pipeline outermost, then data, context, tensor; experts in runs along data x context."""
+    """Against numpy: pipeline outermost, then data, context, tensor; experts in runs along data x context, or where
+    that is too few along data x context x tensor."""
     for mesh in meshes(ranks):
         pipeline, data, context, tensor, expert = mesh.degrees
         grid = np.arange(ranks).reshape(pipeline, data, context, tensor)
         for number, kind in enumerate(("pp", "dp", "cp", "tp")):
             expected = np.moveaxis(grid, number, -1).reshape(-1, mesh.degrees[number])
             assert sorted(map(tuple, mesh.groups(kind))) == sorted(map(tuple, expected.tolist()))
-        runs = grid.reshape(pipeline, data * context // expert, expert, tensor)
-        expected = np.moveaxis(runs, 2, -1).reshape(-1, expert)
+        if data * context % expert:
+            expected = grid.reshape(-1, expert)
+        else:
+            runs = grid.reshape(pipeline, data * context // expert, expert, tensor)
+            expected = np.moveaxis(runs, 2, -1).reshape(-1, expert)
         assert sorted(map(tuple, mesh.groups("ep"))) == sorted(map(tuple, expected.tolist()))
 
 
@@ -108,6 +112,7 @@ def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
             ["data_parallel 2 x model_parallel 2 are for 4 ranks", "start 4, or set data_parallel 4; or model_"],
         ),
         (Degrees(data_parallel=6, expert_parallel=4), 6, ["expert_parallel = 4", "= 6, the ranks", "set it to 3 or 6"]),
+        (Degrees(1, 2, 1, 4, 16), 8, ["expert_parallel = 16", "x model_parallel = 8, the ranks", "set it to 4 or 8"]),
     ],
 )
 def test_degrees_that_do_not_fit_name_the_nearest_that_fit(degrees: Degrees, ranks: int, parts: list[str]) -> None:

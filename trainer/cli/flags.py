@@ -179,7 +179,7 @@ def split_arguments(
     return Arguments(reader.config, reader.options + reader.named + reader.dotted, reader.rest)
 
 
-_SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend"}
+_SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend", "steps": "3"}
 """Examples of values of a command's own options that are no paths."""
 
 

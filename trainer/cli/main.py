@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import copy
+import functools
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.config.checks.problem import Problem
     from trainer.launch.arguments import LaunchOptions
     from trainer.parallel.world import World
+    from trainer.smoke.changes import Change
 
 # A paragraph is one line: the terminal's width breaks it.
 _HELP = "\n\n".join(
@@ -274,6 +276,43 @@ def _plan(
     else:
         print_sections(plan_sections(plan, verbose))
     return EXIT_OK
+
+
+@app.command("smoke")
+def _smoke(
+    context: typer.Context,
+    config: _ConfigFile = None,
+    options: _Options = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="Processes to train on.", metavar="INT")] = 1,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.", metavar="INT")] = 3,
+    json_: _Json = False,
+) -> int:
+    """Tries a training file on any machine: a small copy trains, saves, resumes and evaluates.
+
+    It shrinks the model, replaces data and weights that are not here, and says what it changed. It ends with pass or
+    fail: exit code 0, 1, or 2 where the file itself is wrong.
+    """
+    from trainer.plan.render import print_sections
+    from trainer.smoke.report import changes_section, outcome_lines, verdict_dict
+    from trainer.smoke.run import FEWEST_STEPS, smoke
+
+    for key, value, least in (("--ranks", ranks, 1), ("--steps", steps, FEWEST_STEPS)):
+        if value < least:
+            fix = f"write {key} {least} or more"
+            raise UserError(f"must be at least {least}", where=f"flag {key}", key=key, value=value, fix=fix)
+    told: list[Problem] = []
+    loaded = _load(context.obj, told)
+    _receive_signals_in_a_thread()
+    tell = functools.partial(print, file=sys.stderr if json_ else sys.stdout, flush=True)
+
+    def show(changes: list[Change]) -> None:
+        if not json_:
+            print_sections([changes_section(changes)])
+
+    verdict = smoke(loaded, told, steps, ranks, tell, show)
+    lines = [json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)
+    print(*lines, sep="\n")
+    return verdict.exit_code
 
 
 @app.command("data")

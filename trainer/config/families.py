@@ -19,6 +19,8 @@ class Family(NamedTuple):
     """Whether Hugging Face's class has `e_score_correction_bias`."""
     has_output_bias: bool = False
     """Whether attention_bias there means one on o_proj too."""
+    has_default_sizes: bool = False
+    """Whether a YAML may leave out sizes, which are those of the class then: there is one well-known model of it."""
     in_transformers: bool = True
     """Whether transformers has the class."""
     other_names: tuple[str, ...] = ()
@@ -57,6 +59,16 @@ FAMILIES = {
     ),
     "TeleChat3ForCausalLM": Family(
         "telechat3", {}, {}, in_transformers=False, other_names=("Telechat3ForCausalLM",)
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        {"multi_latent_attention": True, "rope_interleave": True},
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
+        is_mixture=True,
+        has_expert_bias=True,
+        has_output_bias=True,
+        has_default_sizes=True,
+        other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
     ),
 }  # fmt: skip
 """By ``model.arch.type``, which is Hugging Face's class, or MindSpore Transformers' where transformers has none."""

@@ -73,6 +73,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "TeleChat3ForCausalLM": _ALL | {
         "vocab_size": 131072, "head_dim": 128, "attention_bias": False, "num_nextn_predict_layers": 0,
     },
+    "DeepseekV3ForCausalLM": _ALL | {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096,
+        "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1, "output_router_logits": False,
+    },
 }  # fmt: skip
 """By class, what transformers takes for a key that a config.json leaves out: all keys that its class reads. Of a class
 that it does not have, what the code that is published with the weights takes."""
@@ -86,15 +95,13 @@ _HARMLESS = frozenset(
     " label2id pretraining_tp return_dict output_attentions output_hidden_states is_encoder_decoder problem_type"
     " chunk_size_feed_forward max_window_layers tokenizer_class attn_implementation _attn_implementation"
     " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
-    " no_rope_layers no_rope_layer_interval".split()
+    " no_rope_layers no_rope_layer_interval qk_head_dim".split()
 )
 """Keys that change nothing of what a model computes, or that are judged elsewhere."""
 
-_LATENT = "attention is multi-head latent attention"
 OTHERS = {
     "cohere": "attention and feed-forward layer stand side by side, norms are LayerNorm, and logits are scaled",
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
+    "deepseek_v2": "attention is multi-head latent attention, and the router is another",
     "ernie4_5": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, and the router is another",
     "gemma": "norms multiply by 1 + weight, embeddings are multiplied by sqrt(hidden_size), and the activation is GELU",
@@ -116,12 +123,6 @@ OTHERS = {
     "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",
 }  # fmt: skip
 """What is unlike a Llama in families that are not known here, by model_type: sentences."""
-
-
-CLASSES = {
-    "DeepseekV3ForCausalLM": OTHERS["deepseek_v3"],
-}  # fmt: skip
-"""The same by the class that MindSpore Transformers' files name."""
 
 
 def _head_size(found: Mapping[str, Any]) -> Any:
@@ -211,8 +212,6 @@ def differences(found: Mapping[str, Any]) -> Iterator[str]:
     others = sorted(set(map(str, kinds)) - {"full_attention"}) if isinstance(kinds, list) else []
     if others:
         yield f"layer_types has layers of {', '.join(others)}"
-    if found.get("multi_latent_attention") is True and OTHERS.get(kind, "") != _LATENT:
-        yield _LATENT
     if found.get("hidden_act") not in (None, "silu", "swiglu", "fusedswiglu"):
         yield f"hidden_act {found['hidden_act']} means another activation"
 
@@ -291,7 +290,13 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     * (s.num_layers - len(_dense_layers(s))) / s.experts.num_experts_chosen,
     "output_router_logits": lambda s: bool(s.experts.output_router_logits),
     "router_jitter_noise": lambda s: 0.0,
-    "head_dim": lambda s: s.head_size,
+    "head_dim": lambda s: s.rotary_head_size,
+    "q_lora_rank": lambda s: s.q_lora_rank,
+    "kv_lora_rank": lambda s: s.kv_lora_rank,
+    "qk_nope_head_dim": lambda s: s.qk_nope_head_dim,
+    "qk_rope_head_dim": lambda s: s.qk_rope_head_dim,
+    "v_head_dim": lambda s: s.v_head_dim,
+    "rope_interleave": lambda s: s.rope_interleave,
     "hidden_dropout": lambda s: s.hidden_dropout,
     "out_proj_has_bias": lambda s: s.attn_proj_has_bias,
     "mlp_down_has_bias": lambda s: s.down_has_bias,
@@ -309,7 +314,7 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
     Rotary positions are written as transformers 5 has them (rope_parameters) and as older versions do.
     """
     found: dict[str, Any] = {"architectures": [kind], "model_type": FAMILIES[kind].model_type}
-    found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.head_size}
+    found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
     found |= {key: _VALUES[key](settings) for key in DEFAULTS[kind]}
     if DEFAULTS[kind] is _ALL_OF_GLM:
         found["pad_token_id"] = None  # the class has one that small vocabularies lack
@@ -342,6 +347,9 @@ def saved_class(settings: ModelConfig, kind: str) -> str:
     return next((name for name in (kind, *FAMILIES) if not class_differences(settings, name)), kind)
 
 
+_NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
+
+
 def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     """What a model has that the class `kind` of transformers has not, or the reverse, in words."""
     moe, family, keys = settings.experts, FAMILIES[kind], DEFAULTS[kind]
@@ -349,45 +357,47 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
         return ["a class that transformers lacks"]
     if (moe is not None) != family.is_mixture:
         return ["experts" if moe is not None else "no experts"]
+    if settings.multi_latent_attention != family.model.get("multi_latent_attention", False):
+        return [f"{'' if settings.multi_latent_attention else 'no '}multi-head latent attention"]
     has_norm, biases = family.model.get("use_qk_norm", False), (settings.qkv_has_bias, settings.attn_proj_has_bias)
     fitting = {
         "Qwen2ForCausalLM": [(True, False)], "MixtralForCausalLM": [(False, False)],
         **dict.fromkeys(("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM"),
                         [(False, False), (True, False)]),
     }.get(kind, [(False, False), (True, True)])  # fmt: skip
+    norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":
-            settings.use_qk_norm != has_norm and "use_qk_norm" not in keys,
+            settings.use_qk_norm != has_norm and "use_qk_norm" not in keys and not settings.multi_latent_attention,
         "other biases in the attention": biases not in fitting,
         "biases in the feed-forward layer": settings.mlp_has_bias and "mlp_bias" not in keys,
         "a bias on one side of the feed-forward layer": settings.down_has_bias != settings.mlp_has_bias,
         "rotary positions on a part of a head":
-            settings.rotary_size != settings.head_size and "partial_rotary_factor" not in keys,
-        "other pairs of rotary positions": settings.rope_interleave != family.model.get("rope_interleave", False),
-        "other norms after the sublayers": any(
-            getattr(settings, name) != family.model.get(name, False)
-            for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
-        ),
+            settings.rotary_size != settings.rotary_head_size and "partial_rotary_factor" not in keys,
+        "other pairs of rotary positions":
+            settings.rope_interleave != family.model.get("rope_interleave", False) and "rope_interleave" not in keys,
+        "other norms after the sublayers": norms_after != [family.model.get(name, False) for name in _NORMS_AFTER],
     }  # fmt: skip
     return [what for what, differs in (found | _expert_differences(settings, kind)).items() if differs]
 
 
 def _expert_differences(settings: ModelConfig, kind: str) -> dict[str, bool]:
-    moe, is_glm, is_gated = settings.experts, kind == "Glm4MoeForCausalLM", kind == "Qwen2MoeForCausalLM"
+    moe, is_deepseek, is_gated = settings.experts, kind == "DeepseekV3ForCausalLM", kind == "Qwen2MoeForCausalLM"
+    balanced = is_deepseek or kind == "Glm4MoeForCausalLM"
     if moe is None:
         return {}
     dense = _dense_layers(settings)
     prefix = dense == list(range(len(dense)))
     return {
-        f"a {moe.score_function} router": (moe.score_function == "sigmoid") != is_glm,
-        "no expert bias": is_glm and not moe.has_expert_bias,
+        f"a {moe.score_function} router": (moe.score_function == "sigmoid") != balanced,
+        "no expert bias": balanced and not moe.has_expert_bias,
         "weights of experts that do not sum to 1": kind == "MixtralForCausalLM" and not moe.norm_topk_prob,
-        "a factor on the routed experts": moe.routed_scaling_factor != 1 and not is_glm,
-        "shared experts": bool(settings.shared_expert_size) and not (is_glm or is_gated),
-        "no shared experts": not settings.shared_expert_size and is_gated,
+        "a factor on the routed experts": moe.routed_scaling_factor != 1 and not balanced,
+        "shared experts": bool(settings.shared_expert_size) and not (balanced or is_gated),
+        "no shared experts": not settings.shared_expert_size and (is_gated or is_deepseek),
         "a gate on the shared experts" if not is_gated else "no gate on the shared experts":
             settings.has_shared_gate != is_gated,
-        "shared experts of another width": is_glm and bool(settings.shared_expert_size % settings.expert_size),
-        "groups of experts": (moe.n_group or 1) > 1 and not is_glm,
-        "dense layers": bool(dense) and (kind == "MixtralForCausalLM" or (is_glm and not prefix)),
+        "shared experts of another width": balanced and bool(settings.shared_expert_size % settings.expert_size),
+        "groups of experts": (moe.n_group or 1) > 1 and not balanced,
+        "dense layers": bool(dense) and (kind == "MixtralForCausalLM" or (balanced and not prefix)),
     }  # fmt: skip

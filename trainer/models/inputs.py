@@ -23,7 +23,7 @@ class SequenceWeights(NamedTuple):
     mean_BR: Tensor
     """The same for each of the k experts of a token, R = N * k."""
     tokens_B1: Tensor
-    """float32, valid labels of the sequence."""
+    """float32, valid labels of the sequence; with gbs_aux_loss their mean over the sequences."""
     valid_N1: Tensor
     """As in `ModelInputs`."""
 
@@ -116,15 +116,16 @@ class InputBuilder:
             mean_BR = np.repeat(mean_BN, self.settings.experts.num_experts_chosen, axis=1)
             self._means = (rows, length), Tensor(mean_BN), Tensor(mean_BR)
         tokens_B1 = (batch.labels != IGNORE_INDEX).sum(axis=1, keepdims=True).astype(np.float32)
+        if self.settings.experts.balances_step:  # a loss of the micro-batch as a whole
+            tokens_B1[:] = tokens_B1.mean()
         return SequenceWeights(*self._means[1:], Tensor(tokens_B1), valid_N1)
 
     def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
         """Position tables of tokens at these positions."""
         cos, sin = self.cos[positions_N], self.sin[positions_N]
-        queries = self.kernels.rotary_tables(cos, sin, self.settings.num_heads)
-        if self.settings.kv_heads == self.settings.num_heads:
-            return (*queries, *queries)
-        return (*queries, *self.kernels.rotary_tables(cos, sin, self.settings.kv_heads))
+        heads, key_heads = self.settings.rotary_heads
+        queries = self.kernels.rotary_tables(cos, sin, heads)
+        return (*queries, *(queries if key_heads == heads else self.kernels.rotary_tables(cos, sin, key_heads)))
 
     def _tables_and_mask(self, batch: Batch) -> tuple[tuple, tuple]:
         length = batch.input_ids.shape[1]

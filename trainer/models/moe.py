@@ -18,7 +18,7 @@ from mindspore.ops import operations as P
 
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
-from trainer.ops.routing import Routing, RoutingCounts
+from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -33,9 +33,11 @@ class RouterStatistics:
     Attributes:
         routings: (layer, its routing, the router's scores), one for each layer with experts, in forward order; arrays
             or tensors, as the routing was decided on the host or in a graph.
+        load: The load of the step, for gbs_aux_loss alone.
     """
 
     routings: list[tuple[int, Any, Any]] = field(default_factory=list)
+    load: WindowLoad | None = None
 
     def counts(self) -> RoutingCounts | None:
         """The counts of all layers, on the host; None without experts."""
@@ -93,9 +95,12 @@ class Gates(nn.Cell):
 class RouterLosses(nn.Cell):
     """(logits_NE, scores_NE, experts_Nk, fields of `SequenceWeights`) -> auxiliary and z loss, sums over valid tokens.
 
+    With gbs_aux_loss the third is shares_1E, the experts' parts of all assignments of the step: see `WindowLoad`.
+
     Auxiliary loss: DeepSeek-V3's loss of one sequence (equations 17 to 20), sum_e f_e P_e with f_e = E / (k T) x
     assignments to e and P_e the mean of the normalised scores, 1 for an even load, times the sequence's valid tokens. A
-    loss over the whole batch would change with the number of micro-batches and ranks; this one does not.
+    loss over the whole batch would change with the number of micro-batches and ranks; this one does not. gbs_aux_loss
+    is that other one: f_e is E times the expert's share of the step, P_e the mean over the micro-batch.
     z loss: sum over valid tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
     """
 
@@ -104,14 +109,18 @@ class RouterLosses(nn.Cell):
         moe = settings.experts
         self.experts, self.even = moe.expert_num, moe.expert_num / moe.num_experts_chosen
         self.normalise, self.with_z = moe.score_function == "sigmoid", moe.z_loss_factor > 0
+        self.of_step = moe.balances_step
         self.one_hot, self.matmul, self.matmul_at = P.OneHot(), P.MatMul(), P.MatMul(transpose_a=True)
         self.ones_EE = Tensor(np.ones((self.experts, self.experts), np.float32))
         self.ones_E1 = Tensor(np.ones((self.experts, 1), np.float32))
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
 
     def construct(self, logits_NE, scores_NE, experts_Nk, mean_BN, mean_BR, tokens_B1, valid_N1):
-        assigned_RE = self.one_hot(experts_Nk.reshape(-1), self.experts, self.on, self.off)
-        load_BE = ops.stop_gradient(self.matmul(mean_BR, assigned_RE) * self.even)
+        if self.of_step:
+            load_BE = ops.stop_gradient(experts_Nk * self.experts)
+        else:
+            assigned_RE = self.one_hot(experts_Nk.reshape(-1), self.experts, self.on, self.off)
+            load_BE = ops.stop_gradient(self.matmul(mean_BR, assigned_RE) * self.even)
         if self.normalise:
             scores_NE = scores_NE / (self.matmul(scores_NE, self.ones_EE) + 1e-20)
         uneven_BE = load_BE * self.matmul(mean_BN, scores_NE)
@@ -175,6 +184,7 @@ class MoeLayer(nn.Cell):
         super().__init__(auto_prefix=False)
         moe, names = settings.experts, list(moe_shapes(settings))
         self.drop_policy, self.has_shared = moe.drop_policy, settings.shared_expert_size > 0
+        self.losses_of_step = moe.balances_step
         self.first = names.index("mlp.experts.gate_proj.weight")
         self.bias = names.index(EXPERT_BIAS) if EXPERT_BIAS in names else None
         self.down_bias = names.index(EXPERT_DOWN_BIAS) if EXPERT_DOWN_BIAS in names else None
@@ -208,7 +218,7 @@ class MoeLayer(nn.Cell):
         x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, dropped_ND, capacity)
         return x_ND, aux_loss, z_loss
 
-    def train(self, x_ND, weights, sequence_weights, dropped_ND, capacity, routing=None):
+    def train(self, x_ND, weights, sequence_weights, dropped_ND, capacity, routing=None, shares=None):
         """A layer in training: residual stream, auxiliary and z loss, routing, the router's scores.
 
         Args:
@@ -216,11 +226,12 @@ class MoeLayer(nn.Cell):
             dropped_ND: Mask of the dropout on what is added, or None.
             capacity: Most tokens that an expert computes, or None.
             routing: The routing of an earlier pass, to be repeated; None: the router decides.
+            shares: For gbs_aux_loss: `WindowLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
         """
         if self.cpu_router is not None:
             y_ND = self.norm(x_ND, weights[0])
             gates_Nk, aux_loss, z_loss, routing, scores_NE = self.routed_on_host(
-                y_ND, weights, sequence_weights, capacity, routing
+                y_ND, weights, sequence_weights, capacity, routing, shares
             )
         else:
             y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
@@ -228,10 +239,18 @@ class MoeLayer(nn.Cell):
                 bias_E = None if self.bias is None else weights[self.bias]
                 routing = self.route(scores_NE, bias_E, capacity, self.drop_policy)
             gates_Nk = self.gates(scores_NE, routing[0])
-            aux_loss, z_loss = self.losses(logits_NE, scores_NE, routing[0], *sequence_weights)
+            load = self.shares_of(routing[4], shares) if self.losses_of_step else routing[0]
+            aux_loss, z_loss = self.losses(logits_NE, scores_NE, load, *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
         added_ND = added_ND if dropped_ND is None else added_ND * dropped_ND
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
+
+    def shares_of(self, requested_E, shares):
+        """The experts' parts of the assignments, [1, E]."""
+        if shares is not None:
+            return Tensor(shares(requested_E.asnumpy())[None], mstype.float32)
+        requested_E = ops.cast(requested_E, mstype.float32)
+        return (requested_E / ops.reduce_sum(requested_E)).reshape(1, -1)
 
     def experts(self, y_ND, gates_Nk, routing, weights):
         """What routed and shared experts add to the residual stream, [N, D]."""
@@ -261,7 +280,7 @@ class MoeLayer(nn.Cell):
         routing = self.route(scores_NE, bias_E, None, self.drop_policy)
         return x_ND + self.experts(y_ND, self.gates(scores_NE, routing[0]), routing, weights)
 
-    def routed_on_host(self, y_ND, weights, sequence_weights, capacity, routing):
+    def routed_on_host(self, y_ND, weights, sequence_weights, capacity, routing, shares):
         """Gates, auxiliary and z loss, routing and scores, computed by one kernel on the host."""
 
         def decide(scores_NE: np.ndarray) -> Routing:
@@ -270,7 +289,7 @@ class MoeLayer(nn.Cell):
             bias_E = None if self.bias is None else weights[self.bias]
             return self.route.of_arrays(scores_NE, bias_E, capacity, self.drop_policy)
 
-        return self.cpu_router(y_ND, weights[1], sequence_weights.tokens_B1, sequence_weights.valid_N1, decide)
+        return self.cpu_router(y_ND, weights[1], sequence_weights.tokens_B1, sequence_weights.valid_N1, decide, shares)
 
 
 def _tensors(routing: Routing) -> Routing:
@@ -315,9 +334,10 @@ class MoePart:
         if statistics is None:
             return self.function.evaluate(x_ND, views), None, None
         capacity = self.capacity(x_ND.shape[0])
+        shares = statistics.load.of_layer(self.layer) if statistics.load is not None else None
 
         def train(x_ND, views, routing=None):
-            return self.function.train(x_ND, views, sequence_weights, mask(), capacity, routing)
+            return self.function.train(x_ND, views, sequence_weights, mask(), capacity, routing, shares)
 
         if self.keeps_activations:
             x_ND, aux_loss, z_loss, routing, scores_NE = train(x_ND, views)

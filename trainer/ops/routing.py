@@ -7,6 +7,7 @@ in the order of choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -185,3 +186,35 @@ class RoutingCounts:
         total_L = self.requested.sum(1)
         busiest_L = self.requested.max(1) * self.requested.shape[1]
         return np.where(total_L > 0, busiest_L / np.maximum(total_L, 1), 1.0)
+
+
+class WindowLoad:
+    """What experts got of a step's assignments so far: in its micro-batches up to this one, on all ranks.
+
+    The load of gbs_aux_loss (Qiu et al. 2025, "Demons in the Detail", section 3), which Megatron-LM calls
+    global_aux_loss: a later micro-batch is weighed with the load of all before it, and none is read twice.
+
+    Args:
+        all_sum: Sums numbers over the ranks; every rank calls it equally often.
+    """
+
+    def __init__(self, all_sum: Callable[[Sequence[float]], list[float]]) -> None:
+        self.all_sum, self.requested = all_sum, dict[int, np.ndarray]()
+
+    def start(self) -> None:
+        """Begins a step."""
+        self.requested = {}
+
+    def of_layer(self, layer: int) -> Callable[[np.ndarray], np.ndarray]:
+        """A function of a micro-batch: assignments of the layer to each expert, [E] -> the shares of the step, [E]
+        float64, which sum to 1. A second call, of a recomputation, counts nothing and returns the same."""
+        known: list[np.ndarray] = []
+
+        def shares(requested_E: np.ndarray) -> np.ndarray:
+            if not known:
+                total_E = np.array(self.all_sum(np.asarray(requested_E, float).tolist()))
+                self.requested[layer] = total_E = total_E + self.requested.get(layer, 0.0)
+                known.append(total_E / total_E.sum())
+            return known[0]
+
+        return shares

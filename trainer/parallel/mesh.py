@@ -8,7 +8,8 @@ This is the order of Megatron-LM (`megatron/core/parallel_state.py`, ``order="tp
 
 Expert parallelism has no axis of its own: MoE layers see the data and context axes as one axis of DP * CP ranks and
 divide it into groups of EP neighbours, each of which holds all experts once. Megatron-LM does the same where experts
-keep the tensor degree of the other layers. So EP must divide DP * CP.
+keep the tensor degree of the other layers. Where EP does not divide DP * CP it must divide DP * CP * TP: experts are
+then whole, and the tensor axis is one of theirs too (Megatron-LM's expert tensor degree of 1).
 
 With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 
@@ -44,6 +45,11 @@ class Degrees(NamedTuple):
     def ranks(self) -> int:
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether ranks of a tensor group have different experts instead of parts of the same."""
+        return self.data_parallel * self.context_parallel % self.expert_parallel > 0
+
 
 class MeshCoordinate(NamedTuple):
     pipeline: int
@@ -70,7 +76,7 @@ class Mesh:
         axes = {
             "tp": (tensor, 1),
             "cp": (degrees.context_parallel, tensor),
-            "ep": (degrees.expert_parallel, tensor),
+            "ep": (degrees.expert_parallel, 1 if degrees.has_whole_experts else tensor),
             "dp": (degrees.data_parallel, degrees.context_parallel * tensor),
             "pp": (degrees.pipeline_stage, stage),
         }
@@ -135,11 +141,13 @@ def degree_mismatch(
         change = f"set {'; or '.join(choices)}" if choices else ""
         key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
         return DegreeMismatch(key, f"{rule}, and this job has {ranks}", change, degrees.ranks)
-    product = degrees.data_parallel * degrees.context_parallel
+    product = degrees.data_parallel * degrees.context_parallel * degrees.model_parallel
     if product % degrees.expert_parallel:
         divisors = _divisors(product)
         near = sorted(divisors, key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
-        rule = f"must divide data_parallel x context_parallel = {product}, the ranks that share a layer's experts"
+        tensor = " x model_parallel" if degrees.model_parallel > 1 else ""
+        rule = f"must divide data_parallel x context_parallel{tensor} = {product}, the ranks that share"
+        rule += " a layer's experts"
         return DegreeMismatch("expert_parallel", rule, f"set it to {' or '.join(map(str, sorted(near)))}", 0)
     return None
 

@@ -63,7 +63,8 @@ def _tokens(config: Config, moe: MoEConfig) -> str:
 
 def _balance(config: Config, moe: MoEConfig) -> str:
     factor = config.decoder.balance_factor
-    parts = [f"loss times {factor:g}"] if factor else []
+    which = "loss of the whole step" if moe.balances_step else "loss"
+    parts = [f"{which} times {factor:g}"] if factor else []
     if moe.z_loss_factor:
         parts.append(f"z loss times {moe.z_loss_factor:g}")
     if moe.balance_via_topk_bias and moe.topk_bias_update_rate:

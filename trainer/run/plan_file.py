@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems
 from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems
 from trainer.config.checks.rules import run_problems
+from trainer.data.datasets import EVAL, TRAIN
+from trainer.data.source.mnist import PATH_VARIABLE
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
@@ -33,15 +36,19 @@ def described_world(config: Config, world: World) -> World:
     return world_of(degrees_of(config, world).ranks)
 
 
-def plan_file(config: Config, world: World, told: list[Problem]) -> Plan:
+def plan_file(config: Config, world: World, told: list[Problem], opens_data: bool = True) -> Plan:
     """Plans a configuration whose own problems are `told`.
 
     A file for Ascend is planned on any machine: its data, weights and model folder are looked at where they are here.
 
+    Args:
+        opens_data: False for a plan that does not look at them, and so takes no time: of steps it knows nothing.
+
     Raises:
         UserError: The run could not start on its machine; with all problems.
     """
-    elsewhere, backend = plans_elsewhere(config), choose_backend(config, world)
+    backend = choose_backend(config, world)
+    elsewhere = plans_elsewhere(config) or not opens_data
     problems, of_backend = [*told, *run_problems(config, world)], backend.problems()
     misfits = fit_problems(config, world)
     rules = {one.error.rule for one in misfits}
@@ -61,13 +68,16 @@ def plan_file(config: Config, world: World, told: list[Problem]) -> Plan:
     raise_problems([one for one in problems if one not in unbuilt and one not in absent])
     if not elsewhere:
         return prepare(config, world).plan
-    plan = plan_run(config, world, backend, "Ascend", show_build, opens_data=not (missing := _missing_data(config)))
+    missing = [f"{name}.data_loader {path or '(no path is written)'}"
+               for name, path in missing_data(config, _sections_read(config)).items()]
+    device = planned_device(config)
+    plan = plan_run(config, world, backend, device, show_build, opens_data=opens_data and not missing)
     notices = [_unbuilt_notice(unbuilt)] if unbuilt else []
     names = [f"{one.error.key} {one.error.value}" for one in absent if one.error.key != _MODEL] + missing
     if names:
         notices.append(Notice(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
     if any(one.error.key == _MODEL for one in absent):
-        return _without_sizes(plan, notices)
+        return _without_sizes(config, plan, notices)
     notices += _memory_notices(config, plan)
     return replace(plan, notices=(*plan.notices, *notices))
 
@@ -83,20 +93,24 @@ def _unbuilt_notice(problems: list[Problem]) -> Notice:
     return Notice(f"a run on Ascend does not start yet: {'; '.join(parts)}", "parallel")
 
 
-def _missing_data(config: Config) -> list[str]:
-    """The paths of data sets that the run reads and that are not here; empty where one is."""
-    trains, found = config.trains, []
-    sections = {"train_dataset": trains, "eval_dataset": config.run_mode == "eval" or (trains and config.do_eval)}
-    for name in (name for name, reads in sections.items() if reads and getattr(config, name) is not None):
+def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
+    """The data sets of these sections that are not here, by section, with the path that is written; empty for none."""
+    found = {}
+    for name in sections:
         loader = getattr(config, name).data_loader
         keys = {"dataset_dir", "dataset_files", "path", "data_files", "config"}
         paths = _paths(loader.model_dump(include=keys))
         paths += [item.path for item in getattr(loader, "sources", ())]
-        if loader.type == "SyntheticDataset" or any(_is_here(path) for path in paths):
-            continue
-        shown = next((path for path in paths if path), "")
-        found.append(f"{name}.data_loader {shown or '(no path is written)'}")
+        paths += [os.environ.get(PATH_VARIABLE, "")] if loader.type == "MnistDataset" else []
+        if loader.type != "SyntheticDataset" and not any(_is_here(path) for path in paths if path):
+            found[name] = next((path for path in paths if path), "")
     return found
+
+
+def _sections_read(config: Config) -> list[str]:
+    trains = config.trains
+    sections = {TRAIN: trains, EVAL: config.run_mode == "eval" or (trains and config.do_eval)}
+    return [name for name, reads in sections.items() if reads and getattr(config, name) is not None]
 
 
 def _paths(value: Any) -> list[str]:
@@ -114,9 +128,12 @@ def _is_here(path: str) -> bool:
     return path == "stdlib" or given.exists() or given.with_name(f"{given.name}.idx").exists()
 
 
-def _without_sizes(plan: Plan, notices: list[str]) -> Plan:
-    """Nothing that depends on the model, whose sizes are in a folder elsewhere."""
-    text = f"{_MODEL}: the sizes of the model are in pretrained_model_dir: weights and memory are not planned"
+def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
+    """Nothing that depends on the model, whose sizes are in a folder elsewhere, or in none that the file names."""
+    where = "are in pretrained_model_dir"
+    if not config.pretrained_model_dir:
+        where = "are not in the file: a run needs them, or --model FOLDER with a config.json"
+    text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
     return replace(
         plan, weights=0, active_weights=0, frozen=replace(plan.frozen, weights=0, tensors=0), groups=(), experts={},
         recompute="", adapters="", tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,

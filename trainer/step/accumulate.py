@@ -63,6 +63,7 @@ def accumulate(
     backward: Callable[[Batch, int, float], MicroBatch],
     loss_scale: float = 1.0,
     communicator: Communicator | None = None,
+    skips_empty: bool = True,
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
@@ -74,6 +75,7 @@ def accumulate(
         backward: (batch, its number in the window, loss scale / tokens of the window) -> losses as sums over tokens,
             and their gradients times the factor. It is not called for a micro-batch without a valid token, whose
             gradient is zero, unless this rank has no other one: every rank must take part in the sums.
+        skips_empty: False: it is called for those too, as every rank takes part in sums of each micro-batch.
     """
     communicator = SingleProcess() if communicator is None else communicator
     counts = [valid_tokens(batch) for batch in micro_batches]
@@ -82,7 +84,7 @@ def accumulate(
         return WindowGradients(0.0, 0, empty, None, reduce_seconds=0.0)
     loss_sum, others, routing, total = 0.0, {}, None, None
     for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
-        if count == 0 and (any(counts) or number > 0):
+        if skips_empty and count == 0 and (any(counts) or number > 0):
             continue
         part = backward(batch, number, loss_scale / tokens)
         loss_sum += part.loss_sum

@@ -19,7 +19,7 @@ from trainer.data.batches.batch import Batch
 from trainer.models.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder, LossSums
 from trainer.models.moe import RouterStatistics
-from trainer.ops.routing import RoutingCounts
+from trainer.ops.routing import RoutingCounts, WindowLoad
 from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate, valid_tokens
 from trainer.step.clip import clip, global_norm
@@ -99,6 +99,8 @@ class TrainStep:
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
         self.communicator = SingleProcess() if communicator is None else communicator
         self.sum_of_squares = model.kernels.sum_of_squares
+        experts = model.settings.experts
+        self.load = WindowLoad(self.communicator.all_sum) if experts and experts.balances_step else None
 
         def scaled_loss(inputs, dropout, statistics, factor):
             sums = model(inputs, dropout, statistics)
@@ -114,7 +116,11 @@ class TrainStep:
             RunError: See `Guards.skipped`. Nothing has been updated.
         """
         lr = self.schedule(self.optimizer.updates)
-        window = accumulate(micro_batches, self.backward, self.guards.scale, self.communicator)
+        if self.load is not None:
+            self.load.start()
+        window = accumulate(
+            micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.load is None
+        )
         gradients = zip(self.optimizer.parameters, window.gradients or (), strict=window.gradients is not None)
         squares = {name: self.sum_of_squares(gradient) for name, gradient in gradients}
         result = apply_window(window, squares, lr, self.optimizer, self.wrapper, self.guards)
@@ -126,7 +132,7 @@ class TrainStep:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
         dropout = DropoutKey(self.seed, self.communicator.rank, self.optimizer.updates, number)
         inputs = self.build_inputs(batch)
-        statistics = RouterStatistics()
+        statistics = RouterStatistics(load=self.load)
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator gets.
         outputs, gradients = self.gradients_of(inputs, dropout, statistics, Tensor(np.float32(factor)))
         sums = LossSums(*outputs)

@@ -110,12 +110,12 @@ def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         rule += f" ({factor:g})"
         yield problem(config, f"{_KEY}.{name}", rule, f"write aux_loss_factor: {wanted}, and leave both lists out")
     balancing = moe.moe_router_load_balancing_type
-    if balancing == "sinkhorn" or (balancing not in ("aux_loss", "seq_aux_loss") and factor):
-        off = balancing == "none"
+    key = f"{_KEY}.moe_router_load_balancing_type"
+    if balancing == "sinkhorn":
         fix = "use seq_aux_loss, the balance loss of each sequence, which gives other results"
-        fix = "write aux_loss_factor: 0" if off else fix
-        rule = "contradicts aux_loss_factor" if off else "not yet supported"
-        yield problem(config, f"{_KEY}.moe_router_load_balancing_type", rule, fix)
+        yield problem(config, key, "not yet supported", fix)
+    elif balancing == "none" and factor:
+        yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
     if config.decoder.mlp_has_bias:
         rule = "not yet supported beside experts, which have a bias on their output at most"
         yield problem(config, f"{_MODEL}.mlp_has_bias", rule, "leave it out, or write mlp_down_has_bias")

@@ -10,7 +10,7 @@ from trainer.parallel.mesh import Degrees, degree_mismatch
 from trainer.parallel.world import World
 
 # What to do where a degree is asked for that nothing cuts yet.
-_MEANWHILE = {
+UNBUILT_DEGREES = {
     "pipeline_stage": "set it to 1: with data_parallel alone every rank has all layers, and"
     " parallel.enable_parallel_optimizer, recompute_config.recompute and freeze save memory",
     "model_parallel": "set it to 1: with data_parallel alone every rank has whole matrices, and"
@@ -74,7 +74,7 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
         return [problem(config, "use_parallel", f"this job has {world.size} ranks", fix)]
     if not _in_force(config, world) or is_semi_auto(config):  # that mode has rules of its own
         return []
-    degrees = ((name, fix) for name, fix in _MEANWHILE.items() if getattr(config.parallel_config, name) > 1)
+    degrees = ((name, fix) for name, fix in UNBUILT_DEGREES.items() if getattr(config.parallel_config, name) > 1)
     found = [problem(config, f"parallel_config.{name}", "not yet supported", fix) for name, fix in degrees]
     found = found or fit_problems(config, world)
     return [*found, *_several_ranks(config, world)] if world.size > 1 else found

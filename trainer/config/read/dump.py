@@ -10,6 +10,7 @@ from yaml.nodes import SequenceNode
 from yaml.representer import SafeRepresenter
 from yaml.serializer import Serializer
 
+from trainer.config.families import FAMILIES
 from trainer.config.read.yaml_reader import ScalarResolver
 from trainer.config.schema.fields import Section, support_of
 from trainer.config.schema.root import Config
@@ -42,19 +43,34 @@ def dump_config(config: Config) -> str:
     Returns:
         YAML text; :func:`trainer.config.load_config` reads an equal configuration from it.
     """
+    return dump_values(values(config), "# The resolved configuration: every key that acts, and what else was set.\n")
+
+
+def dump_values(plain: dict[str, Any], comment: str) -> str:
+    """Writes plain values as YAML text below a comment."""
     stream = io.StringIO()
-    stream.write("# The resolved configuration: every key that acts, and what else was set.\n")
+    stream.write(comment)
     dumper = _Dumper(stream)
     dumper.open()
-    plain = values(config)
-    if config.classifier is not None:
-        del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
     dumper.represent(plain)
     dumper.close()
     return stream.getvalue()
 
 
-def values(section: Section) -> dict[str, Any]:
+def values(config: Config) -> dict[str, Any]:
+    """A configuration as plain values under the names of the file."""
+    plain = _values(config)
+    if config.classifier is not None:
+        del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
+    elif FAMILIES[config.model.arch.type].has_default_sizes:  # absent, they would have the sizes of the class
+        settings = plain["model"]["model_config"]
+        settings.setdefault("q_lora_rank", None)
+        for name in ("n_group", "topk_group", "first_k_dense_replace"):
+            settings["moe_config"].setdefault(name, None)
+    return plain
+
+
+def _values(section: Section) -> dict[str, Any]:
     """A section as plain values under the names of the file, ``type`` first."""
     plain: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
@@ -68,7 +84,7 @@ def values(section: Section) -> dict[str, Any]:
 
 def _written(value: Any) -> Any:
     if isinstance(value, Section):
-        return values(value)
+        return _values(value)
     if isinstance(value, list):
         return [_written(item) for item in value]
     return value

@@ -72,9 +72,12 @@ class MoEConfig(Section):
         False, "Give every expert at least one token, so that a grouped product never meets an empty group.")
     use_fused_ops_permute: bool = setting(
         False, "Fused sorting of tokens by expert where the device has it.", aliases="moe_permute_fusion")
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "gbs_aux_loss", "sinkhorn", "none"] = setting(
+    moe_router_load_balancing_type: Literal[
+        "aux_loss", "seq_aux_loss", "gbs_aux_loss", "global_aux_loss", "sinkhorn", "none"
+    ] = setting(
         "aux_loss", "How the load is balanced: aux_loss and seq_aux_loss both mean the loss of each sequence"
-        " (DeepSeek-V3, section 2.1.2), which accumulation and ranks do not change.")
+        " (DeepSeek-V3, section 2.1.2), which accumulation and ranks do not change; gbs_aux_loss (Megatron-LM's name:"
+        " global_aux_loss) the loss over the micro-batches of a step on all ranks.")
     moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
         None, "Which tokens over capacity go: the last of a micro-batch (position), or those with the lowest score"
         " (probability, or probs). Default null: probability; with enable_sdrop position.", aliases="drop_policy")
@@ -82,6 +85,11 @@ class MoEConfig(Section):
         None, "Hugging Face: False leaves the balance loss out there; here aux_loss_factor alone decides.")
     callback_moe_droprate: bool = setting(
         False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback).")
+
+    @property
+    def balances_step(self) -> bool:
+        """Whether the balance loss is one of all assignments of a step instead of those of each sequence."""
+        return self.moe_router_load_balancing_type in ("gbs_aux_loss", "global_aux_loss")
 
     @property
     def score_function(self) -> str:

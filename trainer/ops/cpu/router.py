@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Decide = Callable[[np.ndarray], Routing]
 """scores_NE -> the routing, of arrays."""
+Shares = Callable[[np.ndarray], np.ndarray]
+"""Assignments to each expert, [E] -> the experts' parts of those of the step: `trainer.ops.routing.WindowLoad`."""
 _TINY = np.float32(1e-20)
 
 
@@ -45,8 +47,16 @@ class CpuRouter:
     def __init__(self, moe: MoEConfig) -> None:
         self.moe = moe
 
-    def __call__(self, y_ND: Tensor, router_ED: Tensor, tokens_B1: Tensor, valid_N1: Tensor, decide: Decide) -> Routed:
-        call = _RouterCall(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide)
+    def __call__(
+        self,
+        y_ND: Tensor,
+        router_ED: Tensor,
+        tokens_B1: Tensor,
+        valid_N1: Tensor,
+        decide: Decide,
+        shares: Shares | None = None,
+    ) -> Routed:
+        call = _RouterCall(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide, shares)
         gates_Nk, aux_loss, z_loss = call(y_ND, router_ED)
         return Routed(gates_Nk, aux_loss, z_loss, call.routing, call.scores_NE)
 
@@ -54,9 +64,11 @@ class CpuRouter:
 class _RouterCall(nn.Cell):
     """One call. It keeps arrays of [N, E] for its backward pass."""
 
-    def __init__(self, moe: MoEConfig, tokens_B1: np.ndarray, valid_N1: np.ndarray, decide: Decide) -> None:
+    def __init__(
+        self, moe: MoEConfig, tokens_B1: np.ndarray, valid_N1: np.ndarray, decide: Decide, shares: Shares | None
+    ) -> None:
         super().__init__(auto_prefix=False)
-        self.moe, self.tokens_B1, self.valid_N1, self.decide = moe, tokens_B1, valid_N1, decide
+        self.moe, self.tokens_B1, self.valid_N1, self.decide, self.shares = moe, tokens_B1, valid_N1, decide, shares
         self.is_sigmoid, self.with_z = moe.score_function == "sigmoid", moe.z_loss_factor > 0
         self.routing: Routing | None = None
 
@@ -85,9 +97,12 @@ class _RouterCall(nn.Cell):
     def aux_loss(self) -> float:
         """Keeps its gradient by the normalised scores, which is the same for all tokens of a sequence."""
         rows, experts = len(self.tokens_B1), self.moe.expert_num
-        assigned_BA = self.routing.experts_Nk.reshape(rows, -1)
-        load_BE = np.stack([np.bincount(assigned_A, minlength=experts) for assigned_A in assigned_BA])
-        load_BE = load_BE * (experts / assigned_BA.shape[1])
+        if self.shares is None:
+            assigned_BA = self.routing.experts_Nk.reshape(rows, -1)
+            load_BE = np.stack([np.bincount(assigned_A, minlength=experts) for assigned_A in assigned_BA])
+            load_BE = load_BE * (experts / assigned_BA.shape[1])
+        else:
+            load_BE = np.tile(self.shares(self.routing.requested_E) * experts, (rows, 1))
         self.score_sums_N1 = self.scores_NE.sum(1, keepdims=True) + _TINY if self.is_sigmoid else None
         self.normalised_NE = self.scores_NE if self.score_sums_N1 is None else self.scores_NE / self.score_sums_N1
         normalised_BTE = self.normalised_NE.reshape(rows, -1, experts)

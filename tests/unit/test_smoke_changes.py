@@ -1,0 +1,277 @@
+"""What `smoke` changes of a file: smaller, but of the same kind. The files are like MindSpore Transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Config, Override, parse_config
+from trainer.config.recompute import recomputed_parts
+from trainer.optim.freeze import frozen_names
+from trainer.smoke.changes import Setup, smoke_text
+from trainer.smoke.data import sections_read
+from trainer.smoke.run import smoke_changes
+
+DENSE = """\
+run_mode: finetune
+load_checkpoint: ''
+output_dir: ./output
+use_parallel: True
+parallel: {parallel_mode: 1, full_batch: True, enable_parallel_optimizer: True}
+parallel_config: {data_parallel: 2, model_parallel: 4, pipeline_stage: 2, micro_batch_num: 16}
+context: {mode: 0, device_target: Ascend, max_device_memory: 58GB}
+runner_config: {batch_size: 4, epochs: 2, gradient_accumulation_steps: 8}
+runner_wrapper:
+  type: MFTrainOneStepCell
+  use_clip_grad: True
+  max_grad_norm: 0.5
+  scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_value: 4096, scale_factor: 2, scale_window: 1000}
+optimizer: {type: AdamW, betas: [0.9, 0.95], eps: 1.e-6, weight_decay: 0.01}
+lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 2.e-5, lr_end: 1.e-6, warmup_ratio: 0.03, total_steps: -1}
+recompute_config: {recompute: [5, 3], select_recompute: False}
+callbacks: [{type: MFLossMonitor}, {type: CheckpointMonitor, save_checkpoint_steps: 10000, keep_checkpoint_max: 1}]
+model:
+  arch: {type: LlamaForCausalLM}
+  model_config:
+    type: LlamaConfig
+    num_layers: 28
+    hidden_size: 3584
+    num_heads: 28
+    n_kv_heads: 4
+    intermediate_size: 18944
+    vocab_size: 152064
+    seq_length: 32768
+    qkv_has_bias: True
+    eos_token_id: [151643, 151645]
+    pad_token_id: 151643
+    compute_dtype: bfloat16
+    softmax_compute_type: float16
+    offset: [1, -1]
+    theta: 1000000.0
+train_dataset: &train
+  data_loader: {type: MindDataset, dataset_dir: '', shuffle: True}
+  input_columns: [input_ids, target_ids, attention_mask]
+train_dataset_task: {type: CausalLanguageModelDataset, dataset_config: *train}
+eval_dataset:
+  data_loader: {type: MindDataset, dataset_dir: '/nowhere/eval'}
+  input_columns: [input_ids, labels]
+"""
+EXPERTS = """\
+use_parallel: True
+parallel: {parallel_mode: 1}
+parallel_config: {data_parallel: 4, model_parallel: 2, pipeline_stage: 4, expert_parallel: 4, micro_batch_num: 2}
+context: {device_target: Ascend}
+lr_schedule: {type: ConstantWarmUpLR, learning_rate: 2.e-4, warmup_steps: 2000, total_steps: 2400000}
+callbacks:
+- {type: TopkBiasBalanceCallback, expert_num: 256, balance_via_topk_bias: True, topk_bias_update_rate: 0.001}
+- {type: MoEDropRateCallback, expert_num: 256, capacity_factor: 1.5, num_layers: 60, mtp_depth: 1}
+model:
+  model_config:
+    architectures: [Qwen3MoeForCausalLM]
+    num_hidden_layers: 60
+    hidden_size: 4096
+    num_attention_heads: 64
+    num_key_value_heads: 8
+    head_dim: 128
+    intermediate_size: 12288
+    moe_intermediate_size: 1536
+    moe_shared_expert_intermediate_size: 3072
+    vocab_size: 129280
+    seq_length: 4096
+    num_nextn_predict_layers: 1
+    n_routed_experts: 256
+    num_experts_per_tok: 8
+    n_group: 8
+    topk_group: 4
+    scoring_func: sigmoid
+    first_k_dense_replace: 3
+    moe_router_enable_expert_bias: True
+    moe_router_bias_update_rate: 0.001
+    capacity_factor: 1.5
+train_dataset:
+  data_loader:
+    type: BlendedMegatronDatasetDataLoader
+    sizes: [128000, 0, 0]
+    config: {seed: 7, split: '1, 0, 0', seq_length: 4096, eod: 129000, pad: -1, eod_mask_loss: True,
+             data_path: ['0.3', /nowhere/a, '0.7', /nowhere/b]}
+"""
+ALPACA = """\
+run_mode: finetune
+load_checkpoint: ''
+context: {device_target: Ascend}
+pretrained_model_dir: /nowhere/Qwen3-32B
+train_dataset:
+  data_loader:
+    type: HFDataLoader
+    load_func: load_dataset
+    path: json
+    data_files: /nowhere/alpaca.json
+    split: train
+    handler:
+    - {type: take, n: 2000}
+    - {type: AlpacaInstructDataHandler, seq_length: 4096, tokenizer: {pretrained_model_dir: /nowhere/Qwen3-32B}}
+    - {type: PackingHandler, seq_length: 4096, pack_strategy: pack}
+"""
+
+
+def small(text: str, *pairs: str, ranks: int = 1, missing: bool = True) -> tuple[Config, dict[str, tuple]]:
+    """The configuration that is run, and what was changed: key -> (from, to, why)."""
+    overrides = [Override(*pair.split("=", 1)) for pair in pairs]
+    config = parse_config("peer.yaml", text, overrides, [])
+    absent = dict.fromkeys(sections_read(config), "") if missing else {}
+    changes = smoke_changes(config, Setup(3, ranks, Path("/tmp/smoke"), "CPU", absent))
+    told = {change.key: change[1:] for change in changes}
+    return parse_config("smoke.yaml", smoke_text(config, changes)), told
+
+
+def test_a_dense_model_keeps_its_ratios_and_everything_about_the_step():
+    config, told = small(DENSE)
+    sizes = config.decoder
+    assert (sizes.num_heads // sizes.kv_heads, sizes.kv_heads, sizes.qkv_has_bias) == (7, 2, True)
+    assert sizes.hidden_size % sizes.num_heads == 0 and sizes.hidden_size <= 128 and sizes.seq_length == 128
+    assert sizes.intermediate_size / sizes.hidden_size == pytest.approx(18944 / 3584, rel=0.05)
+    assert (sizes.compute_dtype, sizes.softmax_compute_type, sizes.rope_theta) == ("float32", "float16", 1e6)
+    assert told["model.model_config.compute_dtype"] == ("bfloat16", "float32", "a CPU has no bfloat16 kernels")
+    wrapper, optimizer = config.runner_wrapper, config.optimizer
+    assert (wrapper.max_grad_norm, wrapper.scale_sense.loss_scale_value) == (0.5, 4096)
+    assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == ([0.9, 0.95], 1e-6, 0.01)
+    runner = config.runner_config
+    assert (runner.batch_size, runner.gradient_accumulation_steps, runner.stop_step) == (2, 2, 3)
+    assert (config.lr_schedule.lr_end, config.lr_schedule.total_steps) == (1e-6, 3)
+    assert int(config.lr_schedule.warmup_ratio * 3) == 1
+    monitor = config.checkpoint_monitor
+    assert (monitor.save_checkpoint_steps, monitor.keep_checkpoint_max) == (2, 2)
+
+
+def test_special_tokens_stay_distinct_and_equal_ones_equal():
+    config, _ = small(DENSE)
+    assert config.decoder.eos_token_id == [510, 511] and config.decoder.pad_token_id == 510
+    assert config.decoder.vocab_size == 512
+
+
+def test_layers_of_each_kind_remain():
+    # Of 28 layers in two stages the first 5 and 3 are computed again: 0-4 and 15-17, as stage 0 has 15 of them.
+    config, told = small(DENSE)
+    assert recomputed_parts(config) == ("block", "", "")
+    assert told["recompute_config.recompute"][:2] == ([5, 3], [0])
+    assert config.decoder.offset == 0
+    text = DENSE.replace("recompute: [5, 3], select_recompute: False",
+                         "recompute: False, select_recompute: {feed_forward.mul: [0, 1], attention: 3}")
+    parts = recomputed_parts(small(text.replace("pipeline_stage: 2", "pipeline_stage: 1"))[0])
+    assert set(parts) == {"block", "attention", ""}
+
+
+def test_degrees_are_replaced_and_the_table_says_by_what():
+    config, told = small(DENSE)
+    assert (config.use_parallel, config.parallel.parallel_mode) == (False, 0)
+    before, after, why = told["parallel_config.pipeline_stage"]
+    assert (before, after) == (2, 1) and "data_parallel in its place" in why
+    config, told = small(DENSE, ranks=2)
+    assert (config.use_parallel, config.parallel_config.data_parallel, config.parallel_config.model_parallel) == (
+        True, 2, 1)
+    assert "--ranks 2: data_parallel in its place" in told["parallel_config.model_parallel"][2]
+    assert config.parallel.enable_parallel_optimizer
+    assert config.parallel.parallel_optimizer_config.parallel_optimizer_threshold == 1
+
+
+def test_micro_batches_of_a_pipeline_are_accumulated():
+    config, told = small(EXPERTS)
+    assert config.runner_config.gradient_accumulation_steps == 2
+    assert "in place of micro_batch_num 2" in told["runner_config.gradient_accumulation_steps"][2]
+
+
+def test_data_that_is_not_here_has_the_same_form():
+    config, told = small(DENSE)
+    assert config.train_dataset.data_loader.type == "MindDataset" and config.do_eval
+    assert config.train_dataset.input_columns == ["input_ids", "target_ids", "attention_mask"]
+    assert config.train_dataset.data_loader.num_samples == 3 * 2 * 2
+    assert told["do_eval"][2] == "the file has an eval_dataset"
+    assert config.eval_dataset.data_loader.dataset_dir == "/tmp/smoke/data/eval_dataset/rows.mindrecord"
+    loader = small(EXPERTS)[0].train_dataset.data_loader
+    assert loader.config.data_path[::2] == ["0.3", "0.7"] and loader.config.eod_mask_loss
+    assert loader.config.seq_length == 128 and loader.config.eod == 511 and loader.sizes == [6, 0, 0]
+    loader = small(ALPACA)[0].train_dataset.data_loader
+    assert (loader.path, loader.data_files) == ("json", "/tmp/smoke/data/train_dataset/train.json")
+    assert [step["type"] for step in loader.handler] == ["take", "AlpacaInstructDataHandler", "PackingHandler"]
+    assert "tokenizer" not in loader.handler[1]
+
+
+def test_real_tokens_need_the_whole_vocabulary():
+    config, told = small(DENSE, missing=False)
+    assert config.decoder.vocab_size == 152064 and config.decoder.eos_token_id == [151643, 151645]
+    assert told["train_dataset.data_loader.dataset_dir"][2] == "its first rows, of 128 tokens each"
+
+
+def test_experts_keep_their_groups_and_the_layers_their_pattern():
+    config, told = small(EXPERTS)
+    decoder, moe = config.decoder, config.decoder.experts
+    assert (decoder.num_layers, decoder.mtp_depth, decoder.moe_layers) == (3, 1, (1, 2, 3))
+    assert (moe.n_group, moe.topk_group, moe.num_experts_chosen, moe.first_k_dense_replace) == (8, 4, 8, 1)
+    assert moe.expert_num % 8 == 0 and moe.num_experts_chosen < 4 * moe.expert_num // 8
+    assert decoder.shared_expert_size == 2 * decoder.expert_size
+    assert (decoder.num_heads, decoder.kv_heads, decoder.head_size) == (16, 2, 8)
+    assert decoder.hidden_size / 128 == pytest.approx(4096 / (64 * 128), rel=0.1)
+    balance, rate = config.callbacks[0], config.callbacks[1]
+    assert balance.expert_num == rate.expert_num == moe.expert_num and (rate.num_layers, rate.mtp_depth) == (3, 1)
+    assert (config.lr_schedule.warmup_steps, config.lr_schedule.total_steps) == (1, 3)
+    assert config.checkpoint_monitor.save_checkpoint_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "pattern"),
+    [
+        ("moe_layer_freq: 2", [1, 0, 1]),
+        ("moe_layer_freq: [0, 0, 1, 1, 1, 1]", [0, 1, 1]),
+        ("decoder_sparse_step: 2", [0, 1, 0]),
+        ("mlp_only_layers: [0, 5]", [0, 1, 1]),
+        ("first_k_dense_replace: 2", [0, 1, 1]),
+        ("moe_layer_freq: 1", [1, 1]),
+    ],
+)
+def test_patterns_of_layers_with_experts(keys, pattern):
+    sizes = "num_layers: 6, hidden_size: 512, num_heads: 8, vocab_size: 300, seq_length: 64"
+    text = f"model: {{model_config: {{{sizes}, moe_config: {{expert_num: 16, num_experts_chosen: 2, {keys}}}}}}}\n"
+    decoder = small(text)[0].decoder
+    assert [int(decoder.is_moe_layer(layer)) for layer in range(decoder.num_layers)] == pattern
+    assert decoder.experts.expert_num == 8
+
+
+def test_frozen_weights_and_adapters_of_layers_go_with_them():
+    sizes = "num_layers: 8, hidden_size: 512, num_heads: 8, vocab_size: 300, seq_length: 64"
+    frozen = "freeze: {include: ['model.layers.6.mlp.*', {layers: 0-3}, embeddings], exclude: ['*.3.*norm*']}\n"
+    config, told = small(f"model: {{model_config: {{{sizes}}}}}\n{frozen}")
+    # The kinds: frozen (0-2), all but its norms (3), nothing (4, 5, 7), the feed-forward layer (6).
+    assert config.decoder.num_layers == 5
+    names = frozen_names(config)
+    assert "model.embed_tokens.weight" in names
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1", "2", "4"}
+    assert "model.layers.4.mlp.up_proj.weight" in names and "model.layers.0.input_layernorm.weight" in names
+    assert "model.layers.2.mlp.up_proj.weight" in names and "model.layers.2.input_layernorm.weight" not in names
+    assert all(".mlp." in name for name in names if name.startswith("model.layers.4."))
+    adapters = "pet_config: {lora_rank: 16, lora_alpha: 32, target_modules: 'model.layers.[4-7].*q_proj'}"
+    config, told = small(f"model: {{model_config: {{{sizes}, {adapters}}}}}\n")
+    pet = config.decoder.pet_config
+    assert [pet.targets(layer) for layer in range(3)] == [(), (), ("self_attn.q_proj",)]
+    assert (pet.lora_rank, pet.scale) == (4, 2.0)
+    plain = small(f"model: {{model_config: {{{sizes}, pet_config: {{target_modules: '.*wq|.*wv'}}}}}}\n")[1]
+    assert "model.model_config.pet_config.target_modules" not in plain
+
+
+def test_a_folder_that_is_not_here_is_a_small_model_with_bytes():
+    config, told = small(ALPACA)
+    assert config.pretrained_model_dir is None and config.train_dataset.tokenizer.type == "bytes"
+    assert told["pretrained_model_dir"][2] == "it is not here: a small model in its place"
+    assert config.decoder.num_layers == 2 and config.decoder.vocab_size >= 257
+
+
+def test_a_small_model_stays_as_it_is():
+    sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32"
+    text = f"model: {{model_config: {{{sizes}}}}}\nrunner_config: {{batch_size: 2}}\n"
+    assert not [key for key in small(text)[1] if key.startswith("model.")]
+
+
+def test_an_evaluation_of_another_kind_is_left_out():
+    text = DENSE.replace("{type: MindDataset, dataset_dir: '/nowhere/eval'}", "{type: ADGenDataLoader}")
+    config, _ = small(text)
+    assert config.eval_dataset is None and not config.do_eval

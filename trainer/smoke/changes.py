@@ -1,0 +1,60 @@
+"""What `smoke` changes of a file, as plain values; applying them gives the file that it runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config import Config
+from trainer.config.checks.problem import value_of
+from trainer.config.read.dump import dump_values, values
+
+
+class Setup(NamedTuple):
+    """What a smoke run is made for."""
+
+    steps: int  # optimizer steps
+    ranks: int  # processes
+    folder: Path  # of all its files
+    device: str  # that it runs on
+    missing: dict[str, str]  # data set sections whose data is not here -> the path that is written, or empty
+
+
+class Change(NamedTuple):
+    """A key that the smoke run has another value of."""
+
+    key: str  # dotted, under its main name
+    before: Any
+    after: Any
+    why: str  # empty: nothing that the user needs to know of, such as where the run writes
+
+
+def changed(config: Config, key: str, after: Any, why: str = "") -> Iterator[Change]:
+    """The change of a key to a value; nothing where it has the value already."""
+    before = value_of(config, key)
+    if before != after or type(before) is not type(after):
+        yield Change(key, before, after, why)
+
+
+def smoke_text(config: Config, changes: Iterable[Change]) -> str:
+    """The YAML text of the configuration with the changes."""
+    plain = copy.deepcopy(values(config))
+    for change in changes:
+        _set(plain, change.key.split("."), change.after)
+    return dump_values(plain, "# Made by `run_trainer.py smoke`: a small copy of the file, with other data.\n")
+
+
+def _set(tree: Any, path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        if isinstance(tree, list):
+            tree = tree[int(part)]
+            continue
+        if not isinstance(tree.get(part), dict | list):
+            tree[part] = {}
+        tree = tree[part]
+    if isinstance(tree, list):
+        tree[int(path[-1]) :] = [value, *tree[int(path[-1]) + 1 :]]
+    else:
+        tree[path[-1]] = value

@@ -1,0 +1,135 @@
+"""Which layers a smoke run keeps, and what of the file is about single layers: experts, recomputation, freezing, LoRA.
+
+Two layers are of one kind where they compute the same and are trained in the same way. A layer of each kind stays, and
+a second one of the most frequent kind, in their order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainer.config import Config
+from trainer.config.recompute import SUBLAYERS, recomputed_parts
+from trainer.config.schema.freeze import FreezeConfig
+from trainer.models.shapes import all_shapes, layer_prefix
+from trainer.optim.freeze import frozen_names
+from trainer.smoke.changes import Change, changed
+
+_MODEL = "model.model_config"
+_EXPERTS = f"{_MODEL}.moe_config"
+_REMAIN = "the layers that remain"
+_NUMBERED = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def kept_layers(config: Config) -> list[int]:
+    """The layers that stay, in order; multi-token prediction modules are not among them."""
+    kinds = _kinds(config)
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    frequent = Counter(kinds).most_common(1)[0][0]
+    again = [layer for layer, kind in enumerate(kinds) if kind == frequent][1:2]
+    return sorted({*first, *again})
+
+
+def _kinds(config: Config) -> list[Any]:
+    decoder, parts = config.decoder, recomputed_parts(config)
+    frozen, adapters = frozen_names(config), decoder.pet_config
+    attention = getattr(decoder, "layer_types", None) or ()
+    below: dict[int, list[str]] = {}
+    for name in frozen:
+        if found := _NUMBERED.search(name):
+            below.setdefault(int(found[1]), []).append(name[found.end() :])
+    return [
+        (
+            decoder.is_moe_layer(layer),
+            attention[layer] if layer < len(attention) else "",
+            parts[layer],
+            tuple(sorted(below.get(layer, ()))),
+            adapters.targets(layer) if adapters else (),
+        )
+        for layer in range(decoder.num_layers)
+    ]
+
+
+def layer_changes(config: Config, kept: Sequence[int]) -> Iterator[Change]:
+    """What the keys about layers are for those that remain."""
+    decoder = config.decoder
+    why = "a layer of each kind, and a second one of the most frequent kind"
+    yield from changed(config, f"{_MODEL}.num_layers", len(kept), why)
+    if len(kept) == decoder.num_layers:
+        return
+    attention = getattr(decoder, "layer_types", None)
+    if attention:
+        yield from changed(config, f"{_MODEL}.layer_types", [attention[layer] for layer in kept], _REMAIN)
+    yield from _expert_layers(config, kept)
+    yield from _recompute(config, kept)
+    yield from _freeze(config, kept)
+    yield from _adapters(config, kept)
+
+
+def _expert_layers(config: Config, kept: Sequence[int]) -> Iterator[Change]:
+    moe = config.decoder.experts
+    if moe is None:
+        return
+    dense = sum(layer < (moe.first_k_dense_replace or 0) for layer in kept)
+    if moe.first_k_dense_replace is not None:
+        yield from changed(config, f"{_EXPERTS}.first_k_dense_replace", dense, _REMAIN)
+    if moe.moe_layer_freq != 1:
+        every = [int(config.decoder.is_moe_layer(layer)) for layer in kept]
+        yield from changed(config, f"{_EXPERTS}.moe_layer_freq", every, _REMAIN)
+        yield from changed(config, f"{_EXPERTS}.decoder_sparse_step", 1, "moe_layer_freq says it")
+        yield from changed(config, f"{_EXPERTS}.mlp_only_layers", None, "moe_layer_freq says it")
+
+
+def _recompute(config: Config, kept: Sequence[int]) -> Iterator[Change]:
+    """Choices by layer are written anew; True, False and patterns stay."""
+    settings = config.recompute_config
+    names = ("recompute", "select_recompute", "select_recompute_exclude")
+    if not any(_numbers_layers(getattr(settings, name)) for name in names):
+        return
+    parts = recomputed_parts(config)
+    of = {part: [new for new, old in enumerate(kept) if parts[old] == part] for part in ("block", *SUBLAYERS)}
+    selected = {part: of[part] for part in SUBLAYERS if of[part]}
+    for name, value in zip(names, (of["block"] or False, selected or False, False), strict=True):
+        yield from changed(config, f"recompute_config.{name}", value, _REMAIN)
+
+
+def _numbers_layers(written: Any) -> bool:
+    if isinstance(written, dict):
+        return any(_numbers_layers(layers) for layers in written.values())
+    if isinstance(written, list):
+        return any(_numbers_layers(item) for item in written)
+    if isinstance(written, str):
+        return written[:1].isdigit()
+    return not isinstance(written, bool)
+
+
+def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
+    """Patterns that name single layers become those of the same weights in the layers that remain."""
+    settings = config.freeze
+    if settings == FreezeConfig.model_construct() or not re.search(r"\d", str(settings.model_dump())):
+        return
+    frozen, include = frozen_names(config), []
+    number, modules = config.decoder.num_layers, config.decoder.mtp_depth
+    places = [*kept, *range(number, number + modules)]
+    shapes = all_shapes(config.network)
+    include += sorted(name for name in frozen if not _NUMBERED.search(name))
+    for new, old in enumerate(places):
+        prefix = layer_prefix(old)
+        own = [name for name in shapes if name.startswith(prefix)]
+        chosen = [name for name in own if name in frozen]
+        names = ["*"] if len(chosen) == len(own) else [name.removeprefix(prefix) for name in chosen]
+        include += [f"{layer_prefix(new)}{name}" for name in names]
+    for name, value in {"include": include, "exclude": [], "embeddings": False, "layers": None}.items():
+        yield from changed(config, f"freeze.{name}", value, f"the same weights of {_REMAIN}")
+
+
+def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
+    adapters = config.decoder.pet_config
+    if adapters is None or all(adapters.targets(old) == adapters.targets(new) for new, old in enumerate(kept)):
+        return
+    names = [rf"model\.layers\.{new}\.{re.escape(name)}"
+             for new, old in enumerate(kept) for name in adapters.targets(old)]
+    yield from changed(config, f"{_MODEL}.pet_config.target_modules", "|".join(names), f"the same of {_REMAIN}")

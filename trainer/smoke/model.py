@@ -1,0 +1,161 @@
+"""The model of a smoke run: the file's kinds of attention and experts with its ratios, and far smaller sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config
+from trainer.config.checks.moe import capacity_factor
+from trainer.config.precision import PART_KEYS, asked_dtype
+from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
+from trainer.config.schema.model import ModelConfig
+from trainer.smoke.changes import Change, Setup, changed
+from trainer.smoke.layers import kept_layers, layer_changes
+
+_MODEL = "model.model_config"
+_EXPERTS = f"{_MODEL}.moe_config"
+LARGEST_KEPT_WIDTH = 256
+"""A model of this hidden_size or less keeps its widths."""
+_SEQ_LENGTH, _VOCABULARY = 128, 512
+_HEAD_SIZE, _MANY_HEADS = 16, 8
+_MULTIPLE = 8
+_EXPERT_NUM, _LORA_RANK = 8, 4
+_SMALLER = "small enough for this machine"
+
+
+def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
+    """The sizes, the layers, the experts, the adapters and the dtypes."""
+    decoder = config.decoder
+    kept = kept_layers(config)
+    yield from layer_changes(config, kept)
+    if decoder.hidden_size > LARGEST_KEPT_WIDTH:
+        yield from _widths(config)
+    yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
+    yield from changed(config, f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
+    window = getattr(decoder, "sliding_window", None)
+    if isinstance(window, int) and window >= seq_length(config):
+        why = "a window that is smaller than the sequence"
+        yield from changed(config, f"{_MODEL}.sliding_window", seq_length(config) // 2, why)
+    experts = list(_expert_number(config))
+    yield from experts
+    yield from _callbacks(config, len(kept), experts[0].after if experts else None)
+    yield from _adapters(config)
+    if setup.device == "CPU":
+        yield from _dtypes(config)
+
+
+def seq_length(config: Config) -> int:
+    """Tokens of a sequence of the smoke run."""
+    return min(config.decoder.seq_length, _SEQ_LENGTH)
+
+
+def small_vocabulary(config: Config) -> int:
+    """Tokens of its vocabulary, where no real token is read."""
+    return min(config.decoder.vocab_size, _VOCABULARY)
+
+
+def _rounded(value: float) -> int:
+    """A width, at least 8, and a multiple of it."""
+    return max(_MULTIPLE, round(value / _MULTIPLE) * _MULTIPLE)
+
+
+def _widths(config: Config) -> Iterator[Change]:
+    """As many query heads for each key head as before, and all other widths in their ratio to hidden_size."""
+    decoder = config.decoder
+    group = decoder.num_heads // decoder.kv_heads
+    kv_heads = min(decoder.kv_heads, 2 if group > 1 else 4)
+    kv_heads = 1 if kv_heads * group > 4 * _MANY_HEADS else kv_heads
+    heads = kv_heads * group
+    head = _HEAD_SIZE // 2 if heads > _MANY_HEADS else _HEAD_SIZE
+    ratio = f"{_SMALLER}; {group} query heads to a key head, as before" if group > 1 else _SMALLER
+    yield from changed(config, f"{_MODEL}.num_heads", heads, ratio)
+    if decoder.n_kv_heads is not None:
+        yield from changed(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
+    hidden = heads * head
+    latent = bool(getattr(decoder, "multi_latent_attention", False))
+    if decoder.head_dim is not None and not latent:
+        hidden = _rounded(heads * head * decoder.hidden_size / (decoder.num_heads * decoder.head_dim))
+        yield from changed(config, f"{_MODEL}.head_dim", head, _SMALLER)
+    yield from changed(config, f"{_MODEL}.hidden_size", hidden, _SMALLER)
+    for name, value in _by_ratio(decoder, hidden / decoder.hidden_size, latent).items():
+        yield from changed(config, name, value, f"{_SMALLER}, in its ratio")
+
+
+def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int]:
+    """The widths beside hidden_size: of feed-forward layers and experts, and of latent attention."""
+    moe, sizes = decoder.moe_config, {f"{_MODEL}.intermediate_size": _rounded(decoder.ffn_size * scale)}
+    if moe is not None and moe.moe_intermediate_size is not None:
+        expert = sizes[f"{_EXPERTS}.moe_intermediate_size"] = _rounded(moe.moe_intermediate_size * scale)
+    else:
+        expert = sizes[f"{_MODEL}.intermediate_size"]
+    if moe is not None and moe.moe_shared_expert_intermediate_size is not None:
+        shared = moe.moe_shared_expert_intermediate_size / decoder.expert_size
+        sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _rounded(expert * shared)
+    if not latent:
+        return sizes
+    head = _HEAD_SIZE / max(_of(decoder, "v_head_dim"), _of(decoder, "qk_nope_head_dim"), 1)
+    scales = {"q_lora_rank": scale, "kv_lora_rank": scale, "qk_nope_head_dim": head, "qk_rope_head_dim": head,
+              "v_head_dim": head}
+    return sizes | {f"{_MODEL}.{name}": _rounded(_of(decoder, name) * factor)
+                    for name, factor in scales.items() if _of(decoder, name)}
+
+
+def _of(decoder: ModelConfig, name: str) -> int:
+    return getattr(decoder, name, None) or 0
+
+
+def _expert_number(config: Config) -> Iterator[Change]:
+    """As few experts as leave the router a choice, in as many groups as before."""
+    moe = config.decoder.experts
+    if moe is None:
+        return
+    groups = max(moe.n_group or 1, 1)
+    reached = max(moe.topk_group or groups, 1)
+    of_group = moe.expert_num // groups
+    size = max(2, moe.num_experts_chosen // reached + 1)  # more than a token goes to, in the groups it may go to
+    number = groups * min(of_group, size)
+    if groups == 1:
+        number = max(number, min(_EXPERT_NUM, moe.expert_num))
+    why = f"{_SMALLER}; a token goes to {moe.num_experts_chosen}, as before"
+    why += f", in {reached} of {groups} groups" if groups > 1 else ""
+    yield from changed(config, f"{_EXPERTS}.expert_num", number, why)
+
+
+def _callbacks(config: Config, layers: int, experts: int | None) -> Iterator[Change]:
+    """Callbacks that describe the model describe the small one."""
+    moe = config.decoder.experts
+    model: dict[str, Any] = {"num_layers": layers, "expert_num": experts or (moe.expert_num if moe else 1)}
+    if moe is not None:
+        model["capacity_factor"] = capacity_factor(moe)
+    for number, callback in enumerate(config.callbacks):
+        if not isinstance(callback, MoEDropRate | TopkBiasBalance):
+            continue
+        for name in sorted(model.keys() & type(callback).model_fields.keys()):
+            if getattr(callback, name) is not None:
+                yield from changed(config, f"callbacks.{number}.{name}", model[name], "that of the model")
+
+
+def _adapters(config: Config) -> Iterator[Change]:
+    adapters = config.decoder.pet_config
+    if adapters is None or adapters.lora_rank <= _LORA_RANK:
+        return
+    yield from changed(config, f"{_MODEL}.pet_config.lora_rank", _LORA_RANK, _SMALLER)
+    why = "the same lora_alpha / lora_rank"
+    yield from changed(config, f"{_MODEL}.pet_config.lora_alpha", adapters.scale * _LORA_RANK, why)
+
+
+def _dtypes(config: Config) -> Iterator[Change]:
+    for key in PART_KEYS:
+        if asked_dtype(config.decoder, config.amp_level, key) != "bfloat16":
+            continue
+        if getattr(config.decoder, key) is not None and config.amp_level in (None, "auto"):
+            yield from changed(config, f"{_MODEL}.{key}", "float32", "a CPU has no bfloat16 kernels")
+    kept = "the dtype that parameters are kept in"
+    yield from changed(config, f"{_MODEL}.param_init_type", "float32", kept)
+
+
+def file_name(config: Config) -> str:
+    """The name of the file without its ending, for the folder of its smoke run."""
+    return Path(config.source.path).stem or "smoke"

@@ -1,0 +1,62 @@
+"""What a full run of the file would still need: what is not on this machine, and the devices with their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config import Config
+from trainer.config.checks.parallel import degrees_of
+from trainer.parallel.world import World
+
+if TYPE_CHECKING:
+    from trainer.plan.plan import Plan
+
+_GIB = 1 << 30
+
+
+def needs(config: Config, plan: Plan, missing: Mapping[str, str]) -> list[str]:
+    """A sentence each.
+
+    Args:
+        plan: Of the file as it is.
+        missing: Data sets that are not here, with their paths.
+    """
+    return [*_data(config, missing), *_weights(config), *_devices(config, plan), *_not_built(plan)]
+
+
+def _data(config: Config, missing: Mapping[str, str]) -> list[str]:
+    found = []
+    for section, path in missing.items():
+        kind = getattr(config, section).data_loader.type
+        found.append(f"data: {section}.data_loader ({kind}): {path or 'its path is not written'}")
+        tokenizer = getattr(config, section).tokenizer
+        if tokenizer.path and not Path(tokenizer.path).expanduser().exists():
+            found.append(f"tokenizer: {section}.tokenizer.path {tokenizer.path}")
+    return found
+
+
+def _weights(config: Config) -> list[str]:
+    keys = ("pretrained_model_dir", "load_checkpoint", "adapter_id")
+    return [f"weights: {key} {path}" for key in keys
+            if (path := getattr(config, key)) and not Path(path).expanduser().exists()]
+
+
+def _devices(config: Config, plan: Plan) -> list[str]:
+    world = World(0, plan.ranks, 0, plan.host_ranks)
+    degrees = ", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1)
+    device = plan.device if plan.device != "CPU" else "process on a CPU"
+    found = [f"devices: {plan.ranks} {device}{f' ({degrees})' if degrees else ''}"]
+    if plan.memory_bytes:
+        limit = config.context.max_device_memory
+        total = f"memory: about {plan.memory_bytes['total'] / _GIB:,.1f} GiB a rank, activations (estimated) included"
+        found.append(total + (f", of {limit}" if limit else ""))
+    else:
+        found.append("memory: not known, pretrained_model_dir has the sizes of the model")
+    return found
+
+
+def _not_built(plan: Plan) -> list[str]:
+    starts = "a run on Ascend does not start yet: "
+    return [f"support here: {notice.removeprefix(starts)}" for notice in plan.notices if notice.startswith(starts)]

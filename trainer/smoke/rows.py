@@ -1,0 +1,192 @@
+"""Writes the data that a smoke run reads where the file's own is not here: small files for the file's own loader.
+
+Tokens are drawn from a fixed seed, texts from a few words; a document ends with the token that the file says ends one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config import Config
+from trainer.config.schema.data import MegatronLoader
+from trainer.data.source.indexed import write_indexed
+from trainer.smoke.data import HUGGING_FACE
+
+_SEED = 1
+_DOCUMENTS = 256
+_WORDS = "the cat sat on a mat and saw dogs run over hills while rain fell down for an hour".split()
+_FORMS = ("messages", "conversations", "instruction", "prompt", "text")
+
+
+def write_rows(config: Config, section: str) -> None:
+    """Writes the files that a section of the smoke configuration names.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    loader, draw = getattr(config, section).data_loader, random.Random(_SEED)
+    if loader.type == "MindDataset":
+        drawn = _drawn_rows(config, loader.num_samples or 1)
+        write_tokens(config, section, drawn, drawn[:, 1:])
+    elif isinstance(loader, MegatronLoader):
+        for prefix in _prefixes(loader):
+            _folder(Path(prefix))
+            write_indexed(Path(prefix), _documents(config, loader), config.decoder.vocab_size)
+    elif loader.type == "MnistDataset":
+        _write_images(config, section)
+    else:
+        rows = loader.num_samples or 1
+        for path in _text_files(loader):
+            _folder(path)
+            texts = _texts if path.suffix == ".txt" else _records
+            path.write_text("".join(texts(config, section, rows, draw)), encoding="utf-8")
+
+
+def write_tokens(config: Config, section: str, tokens_RS: np.ndarray, labels_RT: np.ndarray) -> None:
+    """Writes rows as a MindRecord file with the columns that the section reads.
+
+    Args:
+        tokens_RS: R rows of T + 1 tokens, T tokens of a sequence: the last is a label.
+        labels_RT: The next tokens, or -100 for no loss.
+    """
+    from trainer.run.mindrecord import write_mindrecord
+
+    wanted = getattr(config, section)
+    names, keys = wanted.input_columns or ["input_ids"], wanted.construct_args_key or []
+    roles = [keys[number] if number < len(keys) else name for number, name in enumerate(names)]
+    has_labels = any(role in ("labels", "target_ids") for role in roles)
+    length = labels_RT.shape[1]
+    half = -(-length // 2)
+    mask_T = np.arange(length) // half * half if config.decoder.eod_reset else np.ones(length)  # two documents, or all
+
+    def columns(tokens_S: np.ndarray, labels_T: np.ndarray) -> dict[str, np.ndarray]:
+        of = {"input_ids": tokens_S[:-1] if has_labels else tokens_S, "labels": labels_T, "target_ids": labels_T,
+              "attention_mask": mask_T}
+        return {name: of[role].astype(np.int32) for name, role in zip(names, roles, strict=True) if role in of}
+
+    path = Path(wanted.data_loader.dataset_dir)
+    _folder(path)
+    write_mindrecord(path, map(columns, tokens_RS, labels_RT))
+
+
+def _folder(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _drawn_rows(config: Config, rows: int) -> np.ndarray:
+    """Random tokens: int [rows, T + 1], with some ends of documents. Some rows more than are read."""
+    size = config.decoder.seq_length + 1
+    drawn = np.random.RandomState(_SEED).randint(0, config.decoder.vocab_size, (2 * rows + 2, size))
+    eos = config.decoder.eos_token_id
+    end = eos[0] if isinstance(eos, list) else eos
+    drawn[:, size // 2] = drawn[:, size // 2] if end is None or end >= config.decoder.vocab_size else end
+    return drawn
+
+
+def _prefixes(loader: MegatronLoader) -> Iterator[str]:
+    """The common paths of the two files of each data set."""
+    settings = loader.config
+    values = [loader.dataset_dir, settings.data_path, settings.train_data_path, settings.valid_data_path,
+              settings.test_data_path]
+    items = [item for value in values if value for item in ([value] if isinstance(value, str) else value)]
+    yield from (str(item) for item in items if "/" in str(item))
+
+
+def _documents(config: Config, loader: MegatronLoader) -> Iterator[np.ndarray]:
+    state, vocab_size = np.random.RandomState(_SEED), config.decoder.vocab_size
+    for length in state.randint(4, config.decoder.seq_length + 1, _DOCUMENTS):
+        tokens = state.randint(0, vocab_size, length)
+        if 0 <= loader.config.eod < vocab_size:
+            tokens[-1] = loader.config.eod
+        yield tokens
+
+
+def _text_files(loader: Any) -> list[Path]:
+    if loader.type in HUGGING_FACE:
+        return [Path(loader.data_files)]
+    return [Path(source.path) for source in loader.sources] or [Path(loader.dataset_dir)]
+
+
+def _sentence(draw: random.Random, words: int) -> str:
+    return " ".join(draw.choices(_WORDS, k=words))
+
+
+def _texts(config: Config, section: str, rows: int, draw: random.Random) -> Iterator[str]:
+    """Text of twice as many bytes as the sequences have tokens."""
+    size = 0
+    while size < 2 * (rows + 2) * config.decoder.seq_length:
+        line = _sentence(draw, 12) + "\n"
+        size += len(line)
+        yield line
+
+
+def _records(config: Config, section: str, rows: int, draw: random.Random) -> Iterator[str]:
+    """JSON lines in the form that the section's keys speak of."""
+    wanted = getattr(config, section)
+    form, columns = _form(config, section), _column_names(wanted.data_loader)
+    for _ in range(4 * rows + 16):
+        asked, answer = _sentence(draw, 6), _sentence(draw, draw.randint(4, 12))
+        fields: dict[str, Any] = {
+            "messages": {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]},
+            "conversations": {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]},
+            "instruction": {"instruction": asked, "input": "", "output": answer},
+            "prompt": {"prompt": asked, "completion": answer},
+            "text": {"text": f"{asked} {answer}"},
+        }[form]
+        named = {columns.get(name, name): value for name, value in fields.items()}
+        yield json.dumps(named) + "\n"
+
+
+def _steps(handler: Any) -> list[tuple[str, dict[str, Any]]]:
+    if isinstance(handler, list):
+        return [(str(step.get("type", "")), step) for step in handler]
+    return [(name, step or {}) for name, step in handler.items()]
+
+
+def _column_names(loader: Any) -> dict[str, str]:
+    """Our name of a field -> the column of the file that has it."""
+    columns = dict(loader.columns)
+    for kind, step in _steps(getattr(loader, "handler", [])):
+        if kind == "rename_column":
+            columns[step.get("new_column_name", "")] = step.get("original_column_name", "")
+    return columns
+
+
+def _form(config: Config, section: str) -> str:
+    """The form of a record: that of a handler or of the named columns, a conversation for a finetuning, else text."""
+    loader = getattr(config, section).data_loader
+    if any(kind == "AlpacaInstructDataHandler" for kind, _ in _steps(getattr(loader, "handler", []))):
+        return "instruction"
+    named = _column_names(loader)
+    for form in _FORMS:
+        if form in named or (form == "instruction" and "output" in named):
+            return form
+    wanted = getattr(config, section)
+    chats = config.run_mode == "finetune" or wanted.chat_template or wanted.train_on
+    return "messages" if chats else "text"
+
+
+def _write_images(config: Config, section: str) -> None:
+    """Random images of the classifier's size in the files of MNIST."""
+    import struct
+
+    from trainer.data.source.mnist import IMAGES_MAGIC, LABELS_MAGIC
+
+    assert config.classifier is not None, "images are for a classifier"
+    pixels, state = config.classifier.pixels, np.random.RandomState(_SEED)
+    height = next(side for side in range(int(pixels**0.5), 0, -1) if pixels % side == 0)
+    loader = getattr(config, section).data_loader
+    count, folder = loader.num_samples or 1, Path(loader.dataset_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    images = state.randint(0, 256, (count, height, pixels // height)).astype(np.uint8)
+    labels = state.randint(0, config.classifier.classes, count).astype(np.uint8)
+    for part in ("train", "t10k"):
+        for kind, magic, array in (("images-idx3", IMAGES_MAGIC, images), ("labels-idx1", LABELS_MAGIC, labels)):
+            header = struct.pack(f">I{array.ndim}I", magic, *array.shape)
+            (folder / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())

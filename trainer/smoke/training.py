@@ -1,0 +1,149 @@
+"""How a smoke run trains: the file's optimizer, wrapper and schedule for a few steps, on the processes there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.config import Config
+from trainer.config.checks.parallel import UNBUILT_DEGREES
+from trainer.config.schema.callbacks import CheckpointMonitor
+from trainer.parallel.mesh import Degrees
+from trainer.smoke.changes import Change, Setup, changed
+
+_BATCH_SIZE, _MICRO_BATCHES = 2, 2
+_SHARDED_KIB = 1
+_SMALLER = "small enough for this machine"
+
+# What remains of a phase of a schedule, in steps, so that the run goes through each.
+_PHASES = {
+    "warmup_steps": 1, "decay_steps": 1, "decay_start_steps": 2, "keep_steps": 1, "final_steps": 1, "t_max": 2,
+    "t_0": 2,
+}  # fmt: skip
+
+
+def training_changes(config: Config, setup: Setup) -> Iterator[Change]:
+    """The steps, the schedule, the checkpoints, the degrees of parallelism, the device, and weights that are not here.
+
+    The run saves before its last step and after it, so that the last one can be done again from a checkpoint.
+    """
+    yield from _steps(config, setup)
+    yield from _schedule(config, setup.steps)
+    yield from _checkpoints(config, setup.steps)
+    yield from _parallel(config, setup.ranks)
+    yield from _device(config, setup)
+    yield from _weights(config)
+    yield from changed(config, "output_dir", str(setup.folder))
+    yield from changed(config, "log_format", "plain")
+    yield from changed(config, "worker_log_dir", None)
+    yield from changed(config, "report", after=False)
+
+
+def rows_of_a_step(config: Config, setup: Setup) -> int:
+    """Sequences of an optimizer step of the smoke run, over all ranks."""
+    return batch_size(config) * micro_batches(config) * setup.ranks
+
+
+def batch_size(config: Config) -> int:
+    return min(config.runner_config.batch_size, _BATCH_SIZE)
+
+
+def micro_batches(config: Config) -> int:
+    """Micro-batches of a step: those that are accumulated, or those of a pipeline, which it accumulates too."""
+    parallel = config.parallel_config
+    of_pipeline = parallel.micro_batch_num if config.use_parallel and parallel.pipeline_stage > 1 else 1
+    return min(max(config.runner_config.gradient_accumulation_steps, of_pipeline), _MICRO_BATCHES)
+
+
+def _steps(config: Config, setup: Setup) -> Iterator[Change]:
+    runner = "runner_config"
+    # Data that is here may have fewer rows than the steps need.
+    yield from changed(config, f"{runner}.epochs", 1 if "train_dataset" in setup.missing else setup.steps,
+                       f"{setup.steps} steps")
+    yield from changed(config, f"{runner}.stop_step", setup.steps, f"{setup.steps} steps")
+    yield from changed(config, f"{runner}.batch_size", batch_size(config), _SMALLER)
+    accumulated = config.runner_config.gradient_accumulation_steps
+    pipelined = micro_batches(config) > accumulated
+    why = f"in place of micro_batch_num {config.parallel_config.micro_batch_num} of the pipeline"
+    yield from changed(config, f"{runner}.gradient_accumulation_steps", micro_batches(config),
+                       why if pipelined else _SMALLER)
+    yield from changed(config, "resume_training", after=False, why="it trains first, and resumes that training")
+
+
+def _schedule(config: Config, steps: int) -> Iterator[Change]:
+    schedule = config.lr_schedule
+    for name, most in _PHASES.items():
+        if (getattr(schedule, name, None) or 0) > most:
+            yield from changed(config, f"lr_schedule.{name}", most, f"the run has {steps} steps")
+    for name in ("warmup_ratio", "decay_ratio"):
+        if 0 < (getattr(schedule, name, None) or 0) < 1 / steps:
+            yield from changed(config, f"lr_schedule.{name}", round(1 / steps + 0.005, 2), "one of the steps")
+    yield from changed(config, "lr_schedule.total_steps", steps, f"the run has {steps} steps")
+
+
+def _checkpoints(config: Config, steps: int) -> Iterator[Change]:
+    every, kept = steps - 1, 2
+    for number, callback in enumerate(config.callbacks):
+        if isinstance(callback, CheckpointMonitor):
+            why = "it resumes from the step before the last"
+            yield from changed(config, f"callbacks.{number}.save_checkpoint_steps", every, why)
+            yield from changed(config, f"callbacks.{number}.keep_checkpoint_max",
+                               max(callback.keep_checkpoint_max, kept), why)
+            return
+    monitor = {"type": "CheckpointMonitor", "save_checkpoint_steps": every, "keep_checkpoint_max": kept}
+    yield Change(f"callbacks.{len(config.callbacks)}", None, monitor, "it saves, and resumes")
+
+
+def _parallel(config: Config, ranks: int) -> Iterator[Change]:
+    """Degrees above 1 stay so where the ranks allow it and explicit mode trains them; the others are data_parallel."""
+    section, left = config.parallel_config, ranks
+    in_force = config.use_parallel is not False
+    others = {}
+    for name in (name for name in Degrees._fields if name != "data_parallel"):
+        kept = getattr(section, name) > 1 and name not in UNBUILT_DEGREES and left % 2 == 0
+        others[name] = 2 if kept else 1
+        left //= others[name]
+    job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
+    yield from changed(config, "use_parallel", ranks > 1, job if in_force else "")
+    yield from changed(config, "parallel_config.data_parallel", left, job if in_force else "")
+    for name, degree in others.items():
+        instead = f"{job}: data_parallel in its place, as explicit mode does not train it today"
+        why = instead if name in UNBUILT_DEGREES else job
+        yield from changed(config, f"parallel_config.{name}", degree, why if in_force else "")
+    yield from changed(config, "parallel_config.micro_batch_num", 1, "there is no pipeline" if in_force else "")
+    decoder = config.decoder
+    if section.pipeline_stage > 1:
+        yield from changed(config, "model.model_config.offset", 0, "one stage has all layers")
+        yield from changed(config, "model.model_config.pp_interleave_num", 1, "one stage has all layers")
+    elif isinstance(decoder.offset, list):
+        yield from changed(config, "model.model_config.offset", 0)
+    mode = config.parallel.parallel_mode
+    if mode not in (0, "data_parallel", "stand_alone"):
+        yield from changed(config, "parallel.parallel_mode", 0, "explicit mode: the others run on an Ascend only")
+    yield from changed(config, "parallel.parallel_fallback", None)
+    threshold = config.parallel.parallel_optimizer_config.parallel_optimizer_threshold
+    if ranks > 1 and config.parallel.enable_parallel_optimizer and threshold > _SHARDED_KIB:
+        yield from changed(config, "parallel.parallel_optimizer_config.parallel_optimizer_threshold", _SHARDED_KIB,
+                           "the ranks share the state of small matrices too")
+
+
+def _device(config: Config, setup: Setup) -> Iterator[Change]:
+    wanted = config.context.device_target
+    if wanted is not None:
+        yield from changed(config, "context.device_target", setup.device, f"this machine has no {wanted}")
+
+
+def _weights(config: Config) -> Iterator[Change]:
+    """A small model starts from new weights: those of the file have another size, or are not here."""
+    for key in ("load_checkpoint", "adapter_id", "pretrained_model_dir"):
+        path = getattr(config, key)
+        if not path:
+            continue
+        here = Path(path).expanduser().exists()
+        why = "new weights: those have the full size" if here else "new weights: it is not here"
+        if key == "pretrained_model_dir":
+            why = "the folder gave sizes and tokenizer" if here else "it is not here: a small model in its place"
+        yield from changed(config, key, "" if key == "load_checkpoint" else None, why)
+    name = "model.model_config.checkpoint_name_or_path"
+    if config.decoder.checkpoint_name_or_path:
+        yield from changed(config, name, None)
