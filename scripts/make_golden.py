@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 import golden_files  # noqa: E402  (beside the tests, which must run without torch)
 
-LARGEST_TOTAL_BYTES = 3_500_000
+LARGEST_TOTAL_BYTES = 4_500_000
 
 # A base of 500 puts the wavelengths of an 8-wide head at 6, 30, 141 and 664 positions: with 64 original positions
 # llama3 and yarn then keep, blend and stretch at least one frequency each.
@@ -88,6 +89,24 @@ GLM4_MOE_REMOVALS = {
     "attention bias": Removal(neutral={"_proj.bias": 0.0}),
     "query and key norms": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
 }
+DEEPSEEK_V3 = {
+    **GLM4_MOE, **SCALING_BASE, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "num_key_value_heads": 4,
+    "rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.5, "mscale_all_dim": 0.8},
+}
+for key in ("head_dim", "use_qk_norm", "partial_rotary_factor"):
+    del DEEPSEEK_V3[key]
+DEEPSEEK_V3_REMOVALS = {
+    **{name: removal for name, removal in GLM4_MOE_REMOVALS.items() if name in (
+        "groups", "correction bias", "shared experts", "scaling factor", "normalised weights", "dense first layer")},
+    "norms of latent vectors": Removal(neutral={"_a_layernorm.weight": 1.0}),
+    "attention bias": Removal(neutral={"_proj.bias": 0.0, "_with_mqa.bias": 0.0}),
+    "interleaved rotary": Removal({"rope_interleave": False}),
+    "yarn": Removal({"rope_scaling": None}),
+    "factor on the scores": Removal({"rope_scaling": {
+        **DEEPSEEK_V3["rope_scaling"], "mscale": None, "mscale_all_dim": None, "attention_factor":
+            (0.15 * math.log(4.0) + 1) / (0.08 * math.log(4.0) + 1)}}),
+}
 CASES = {
     "llama": Case("grouped-query attention, untied head", neutral={"norm.weight": 1.0}),
     "llama_packed": Case("several documents in a row", packed=True),
@@ -116,6 +135,12 @@ CASES = {
                           "norms": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0})}, salt="47"),
     "glm4_moe": Case("sigmoid router with groups and correction bias, shared experts, a dense first layer, half of a"
                      " head rotated", GLM4_MOE, "glm4_moe", removals=GLM4_MOE_REMOVALS, salt="1"),
+    "deepseek_v3": Case("multi-head latent attention with latent queries, yarn with mscale; experts as in glm4_moe",
+                        DEEPSEEK_V3, "deepseek_v3", removals=DEEPSEEK_V3_REMOVALS, salt="2"),
+    "deepseek_v3_packed": Case("multi-head latent attention without latent queries; several documents in a row",
+                               {**DEEPSEEK_V3, "q_lora_rank": None, "rope_scaling": None, "attention_bias": False,
+                                "v_head_dim": 14, "num_hidden_layers": 1, "first_k_dense_replace": 0},
+                               "deepseek_v3", packed=True),
     "mtp_1": Case("one module for a further token, dense", mtp_depth=1),
     "mtp_2": Case("two multi-token prediction modules, with experts; several documents in a row",
                   {**GLM4_MOE, "num_hidden_layers": 1}, "glm4_moe", packed=True, mtp_depth=2, salt="10"),
@@ -124,8 +149,9 @@ CASES = {
 
 def file_name(name: str) -> str:
     """The tests that read a case: of the dense model, of experts, of multi-token prediction."""
-    kind = "experts_" if "_moe" in name or name == "mixtral" else "" if name.startswith("mtp_") else "model_"
-    return kind + name
+    if name.startswith("mtp_"):
+        return name
+    return ("experts_" if "_moe" in name or name.startswith(("mixtral", "deepseek")) else "model_") + name
 
 
 def make_model_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -158,6 +158,19 @@ def test_a_model_folder_that_is_elsewhere_leaves_the_sizes_open():
     assert "there is no such folder" in here
 
 
+def test_a_template_without_a_model_is_planned_as_far_as_it_goes():
+    template = TEMPLATE.replace('pretrained_model_dir: "/path/to/model"\n', "")
+    template = template.replace('{data_loader: {type: JsonlDataset, dataset_dir: ""}}', "{data_loader: }")
+    plan = plan_of(template)
+    told = "\n".join(plan.notices)
+    assert "the sizes of the model are not in the file: a run needs them, or --model FOLDER" in told
+    assert "not looked at: train_dataset.data_loader (no path is written)" in told and not plan.memory_bytes
+    some = failure(lambda: plan_of(template.replace("offset: 0", "num_layers: 2")))
+    assert "missing: hidden_size, num_heads, vocab_size" in some
+    here = failure(lambda: plan_of(template.replace('{device_target: "Ascend"}', '{device_target: "CPU"}')))
+    assert "a run needs the sizes of its model" in here
+
+
 def test_lists_count_layers_of_stages():
     config = load(FINETUNE)
     assert stage_layers(config) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]

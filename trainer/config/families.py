@@ -19,6 +19,8 @@ class Family(NamedTuple):
     """Whether Hugging Face's class has `e_score_correction_bias`."""
     has_output_bias: bool = False
     """Whether attention_bias there means one on o_proj too."""
+    has_default_sizes: bool = False
+    """Whether a YAML may leave out sizes, which are those of the class then: there is one well-known model of it."""
     in_transformers: bool = True
     """Whether transformers has the class."""
     other_names: tuple[str, ...] = ()
@@ -39,19 +41,35 @@ FAMILIES = {
         is_mixture=True,
         has_expert_bias=True,
     ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        {"multi_latent_attention": True, "rope_interleave": True},
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
+        is_mixture=True,
+        has_expert_bias=True,
+        has_output_bias=True,
+        has_default_sizes=True,
+        other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
+    ),
 }
 """By ``model.arch.type``, which is Hugging Face's class."""
+
+
+def known_class(name: Any) -> str:
+    """The class of `FAMILIES` of this name or another name; empty where there is none."""
+    others = (kind for kind, family in FAMILIES.items() if name in family.other_names)
+    return name if isinstance(name, str) and name in FAMILIES else next(others, "")
 
 
 def named_family(settings: dict[str, Any]) -> tuple[str, str]:
     """The family that a ``model_config`` names, and the key that does; empty where it names none that we know."""
     found = settings.get("architectures")
     for name in found if isinstance(found, list) else [found]:
-        if isinstance(name, str) and name in FAMILIES:
-            return name, "architectures"
+        if kind := known_class(name):
+            return kind, "architectures"
     kind = settings.get("model_type")
     for name, family in FAMILIES.items():
-        if family.model_type == kind:
+        if kind is not None and kind in (family.model_type, *family.other_names):
             return name, "model_type"
     return "", ""
 

@@ -47,6 +47,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
         "output_router_logits": False,
     },
+    "DeepseekV3ForCausalLM": _ALL | {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096,
+        "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1, "output_router_logits": False,
+    },
 }  # fmt: skip
 """By class, what transformers takes for a key that a config.json leaves out: all keys that its class reads."""
 
@@ -59,15 +68,13 @@ _HARMLESS = frozenset(
     " label2id pretraining_tp return_dict output_attentions output_hidden_states is_encoder_decoder problem_type"
     " chunk_size_feed_forward max_window_layers tokenizer_class attn_implementation _attn_implementation"
     " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
-    " no_rope_layers no_rope_layer_interval".split()
+    " no_rope_layers no_rope_layer_interval qk_head_dim".split()
 )
 """Keys that change nothing of what a model computes, or that are judged elsewhere."""
 
-_LATENT = "attention is multi-head latent attention"
 OTHERS = {
     "cohere": "attention and feed-forward layer stand side by side, norms are LayerNorm, and logits are scaled",
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
+    "deepseek_v2": "attention is multi-head latent attention, and the router is another",
     "ernie4_5": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, and the router is another",
     "gemma": "norms multiply by 1 + weight, embeddings are multiplied by sqrt(hidden_size), and the activation is GELU",
@@ -97,7 +104,6 @@ OTHERS = {
 CLASSES = {
     "ChatGLM2ForConditionalGeneration": "rotary positions turn neighbouring numbers of a part of a head, gate and up"
                                         " are one matrix, and so are query, key and value",
-    "DeepseekV3ForCausalLM": OTHERS["deepseek_v3"],
     "TelechatForCausalLM": "outputs of attention and feed-forward layer have biases, and key and value are one matrix",
     "ParallelTelechatForCausalLM": "outputs of attention and feed-forward layer have biases, and key and value are"
                                    " one matrix",
@@ -183,8 +189,6 @@ def differences(found: Mapping[str, Any]) -> Iterator[str]:
     others = sorted(set(map(str, kinds)) - {"full_attention"}) if isinstance(kinds, list) else []
     if others:
         yield f"layer_types has layers of {', '.join(others)}"
-    if found.get("multi_latent_attention") is True and OTHERS.get(kind, "") != _LATENT:
-        yield _LATENT
     if found.get("hidden_act") not in (None, "silu", "swiglu", "fusedswiglu"):
         yield f"hidden_act {found['hidden_act']} means another activation"
 
@@ -259,7 +263,13 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     * (s.num_layers - len(_dense_layers(s))) / s.experts.num_experts_chosen,
     "output_router_logits": lambda s: bool(s.experts.output_router_logits),
     "router_jitter_noise": lambda s: 0.0,
-    "head_dim": lambda s: s.head_size,
+    "head_dim": lambda s: s.rotary_head_size,
+    "q_lora_rank": lambda s: s.q_lora_rank,
+    "kv_lora_rank": lambda s: s.kv_lora_rank,
+    "qk_nope_head_dim": lambda s: s.qk_nope_head_dim,
+    "qk_rope_head_dim": lambda s: s.qk_rope_head_dim,
+    "v_head_dim": lambda s: s.v_head_dim,
+    "rope_interleave": lambda s: s.rope_interleave,
 }  # fmt: skip
 """The value of each key of `DEFAULTS`."""
 
@@ -274,7 +284,7 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
     Rotary positions are written as transformers 5 has them (rope_parameters) and as older versions do.
     """
     found: dict[str, Any] = {"architectures": [kind], "model_type": FAMILIES[kind].model_type}
-    found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.head_size}
+    found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
     found |= {key: _VALUES[key](settings) for key in DEFAULTS[kind]}
     if kind == "MixtralForCausalLM":
         found["intermediate_size"] = settings.expert_size
@@ -307,9 +317,12 @@ def saved_class(settings: ModelConfig, kind: str) -> str:
 
 def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     """What a model has that the class `kind` of transformers has not, or the reverse, in words."""
-    moe, is_glm = settings.experts, kind == "Glm4MoeForCausalLM"
+    moe, is_deepseek = settings.experts, kind == "DeepseekV3ForCausalLM"
+    is_glm = kind == "Glm4MoeForCausalLM"
     if (moe is not None) != FAMILIES[kind].is_mixture:
         return ["experts" if moe is not None else "no experts"]
+    if settings.multi_latent_attention != is_deepseek:
+        return [f"{'' if settings.multi_latent_attention else 'no '}multi-head latent attention"]
     has_norm, on_output = FAMILIES[kind].model.get("use_qk_norm", False), settings.attn_proj_has_bias
     biases = settings.qkv_has_bias, on_output
     fitting = {
@@ -318,23 +331,24 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     }.get(kind, [(False, False), (True, True)])  # fmt: skip
     found = {
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":
-            settings.use_qk_norm != has_norm and not is_glm,
+            settings.use_qk_norm != has_norm and not (is_glm or is_deepseek),
         "other biases in the attention": biases not in fitting,
         "biases in the feed-forward layer": settings.mlp_has_bias and kind != "LlamaForCausalLM",
-        "rotary positions on a part of a head": settings.rotary_size != settings.head_size and not is_glm,
+        "rotary positions on a part of a head": settings.rotary_size != settings.rotary_head_size and not is_glm,
     }  # fmt: skip
     if moe is not None:
         dense = _dense_layers(settings)
         prefix = dense == list(range(len(dense)))
-        sigmoid = moe.score_function == "sigmoid"
+        sigmoid, balanced = moe.score_function == "sigmoid", is_glm or is_deepseek
         found |= {
-            f"a {moe.score_function} router": sigmoid != is_glm,
-            "no expert bias": is_glm and not moe.has_expert_bias,
+            f"a {moe.score_function} router": sigmoid != balanced,
+            "no expert bias": balanced and not moe.has_expert_bias,
             "weights of experts that do not sum to 1": kind == "MixtralForCausalLM" and not moe.norm_topk_prob,
-            "a factor on the routed experts": moe.routed_scaling_factor != 1 and not is_glm,
-            "shared experts": bool(settings.shared_expert_size) and not is_glm,
-            "shared experts of another width": is_glm and bool(settings.shared_expert_size % settings.expert_size),
-            "groups of experts": (moe.n_group or 1) > 1 and not is_glm,
-            "dense layers": bool(dense) and (kind == "MixtralForCausalLM" or (is_glm and not prefix)),
+            "a factor on the routed experts": moe.routed_scaling_factor != 1 and not balanced,
+            "shared experts": bool(settings.shared_expert_size) and not balanced,
+            "no shared experts": is_deepseek and not settings.shared_expert_size,
+            "shared experts of another width": balanced and bool(settings.shared_expert_size % settings.expert_size),
+            "groups of experts": (moe.n_group or 1) > 1 and not balanced,
+            "dense layers": bool(dense) and (kind == "MixtralForCausalLM" or (balanced and not prefix)),
         }
     return [what for what, differs in found.items() if differs]

@@ -77,7 +77,7 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
     if names:
         notices.append(Notice(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
     if any(one.error.key == _MODEL for one in absent):
-        return _without_sizes(plan, notices)
+        return _without_sizes(config, plan, notices)
     notices += _memory_notices(config, plan)
     return replace(plan, notices=(*plan.notices, *notices))
 
@@ -128,9 +128,12 @@ def _is_here(path: str) -> bool:
     return path == "stdlib" or given.exists() or given.with_name(f"{given.name}.idx").exists()
 
 
-def _without_sizes(plan: Plan, notices: list[str]) -> Plan:
-    """Nothing that depends on the model, whose sizes are in a folder elsewhere."""
-    text = f"{_MODEL}: the sizes of the model are in pretrained_model_dir: weights and memory are not planned"
+def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
+    """Nothing that depends on the model, whose sizes are in a folder elsewhere, or in none that the file names."""
+    where = "are in pretrained_model_dir"
+    if not config.pretrained_model_dir:
+        where = "are not in the file: a run needs them, or --model FOLDER with a config.json"
+    text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
     return replace(
         plan, weights=0, active_weights=0, frozen=replace(plan.frozen, weights=0, tensors=0), groups=(), experts={},
         recompute="", adapters="", tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,

@@ -90,7 +90,9 @@ def _run(config: Config) -> Iterator[Problem]:
     if config.source.path and missing and config.classifier is None:  # a classifier's defaults are a model to run
         rule = f"a run needs the sizes of its model; missing: {', '.join(missing)}"
         fix = f"write them in {_MODEL}, as configs/quickstart.yaml does, or name a model folder: --model FOLDER"
-        elsewhere = bool(config.pretrained_model_dir) and not _exists(config.pretrained_model_dir)
+        # The template of a file has none of them and names no folder: flags do.
+        folder = config.pretrained_model_dir
+        elsewhere = not _exists(folder) if folder else len(missing) == len(_SIZES)
         yield problem(config, _MODEL, rule, fix, value=NO_VALUE)._replace(is_absent=elsewhere)
     # A checkpoint of adapters holds no base model: a run that resumes needs one too.
     resumes = mode == "finetune" and config.resume_training is not False and decoder.pet_config is None

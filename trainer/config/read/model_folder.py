@@ -24,7 +24,7 @@ _ARCH, _MODEL = "model.arch.type", "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _SIZES = (
     *(f"{_MODEL}.{name}" for name in "num_layers hidden_size num_heads n_kv_heads head_dim intermediate_size vocab_size"
-      " tie_word_embeddings".split()),
+      " tie_word_embeddings q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()),
     *(f"{_EXPERTS}.{name}" for name in "expert_num moe_intermediate_size shared_expert_num first_k_dense_replace"
       " moe_shared_expert_intermediate_size decoder_sparse_step mlp_only_layers".split()),
 )  # fmt: skip
@@ -165,7 +165,11 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
             problems.append(problem_at(entry.place, key, rule, "use a model of a known family", values[key]))
     facts = _resolved(own)
     place = SourceLocation(0, f"{file} (without the key: {family}'s default)")
-    defaults = {key: Entry(Items() if value == [] else Scalar(value), place) for key, value in DEFAULTS[family].items()}
+    defaults = {
+        key: Entry(Items() if value == [] else Scalar(value), place)
+        for key, value in DEFAULTS[family].items()
+        if key != "q_lora_rank" or key not in entries  # where null is a value of its own
+    }
     _add(facts, _resolved(defaults))
     _derive_heads(facts)
     facts.problems += problems
@@ -204,6 +208,8 @@ def _unsupported(key: str, entry: Entry) -> list[Problem]:
 def _derive_heads(facts: Resolved) -> None:
     """Key heads and the width of a head where config.json leaves them to transformers, as it derives them."""
     settings = _value(facts.data, _MODEL)
+    if "kv_lora_rank" in settings:  # multi-head latent attention has widths of its own
+        return
     width, heads, place = settings.get("hidden_size"), settings.get("num_heads"), f"{_MODEL}.num_heads"
     if isinstance(heads, int) and heads > 0 and isinstance(width, int):
         for name, value in (("n_kv_heads", heads), ("head_dim", width // heads)):
