@@ -152,7 +152,7 @@ def test_frozen_weights_and_adapters_of_layers_go_with_them():
     adapters = "pet_config: {lora_rank: 16, lora_alpha: 32, target_modules: 'model.layers.[4-7].*q_proj'}"
     config, told = small(f"model: {{model_config: {{{sizes}, {adapters}}}}}\n")
     pet = config.decoder.pet_config
-    assert [pet.targets(layer) for layer in range(3)] == [(), (), ("self_attn.q_proj",)]
+    assert [pet.targets(layer, config.decoder.projections) for layer in range(3)] == [(), (), ("self_attn.q_proj",)]
     assert (pet.lora_rank, pet.scale) == (4, 2.0)
     plain = small(f"model: {{model_config: {{{sizes}, pet_config: {{target_modules: '.*wq|.*wv'}}}}}}\n")[1]
     assert "model.model_config.pet_config.target_modules" not in plain
