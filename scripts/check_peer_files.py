@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Plans every training file of MindSpore Transformers, unedited, and prints what came of each.
+"""Plans every training file of MindSpore Transformers, unedited, runs `smoke` on it, and prints what came of each.
 
     git clone https://github.com/mindspore-lab/mindformers /tmp/mindformers
-    python scripts/check_peer_files.py /tmp/mindformers [/tmp/another_checkout ...]
+    python scripts/check_peer_files.py /tmp/mindformers [/tmp/another_checkout ...] [-- flags of run_trainer.py]
 
 A training file is a YAML file below `configs` or `research` with run_mode train or finetune. Exit code 1 where one of
-them is not accepted, or ends in a traceback.
+them is not accepted, does not pass, or ends in a traceback.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROGRAM = Path(__file__).resolve().parent.parent / "run_trainer.py"
 TRAINS = re.compile(r"^run_mode: *['\"]?(train|finetune)\b", re.MULTILINE)
 _MOST_NOTES = 12
+_SMOKE_LIMIT_SECONDS = 300
 
 
 class Result(NamedTuple):
-    """What `plan` said of a file."""
+    """What `plan` said of a file, and `smoke`."""
 
     file: Path
-    problem: str  # the first one; empty where the file is accepted
+    problem: str  # the first one of the plan; empty where the file is accepted
     problems: int
     notes: int
     seconds: float
+    smoke: str = ""  # pass, fail, or empty where it was not run
+    smoke_problem: str = ""
+    smoke_seconds: float = 0.0
+    peak_gib: float = 0.0
+    changes: int = 0
+    replaced: str = ""  # degrees of parallelism that something else stands for
 
 
 def training_files(folder: Path) -> Iterator[Path]:
@@ -60,27 +69,79 @@ def plan(file: Path, flags: list[str]) -> Result:
     return Result(file, first, int(number[1]) if number else 1, 0, seconds)
 
 
+def smoke(planned: Result, flags: list[str]) -> Result:
+    """Runs `smoke` on a file that its plan accepts."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(PROGRAM), "smoke", "--json", "--config", str(planned.file)]
+        command += ["--output_dir", folder, *flags]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SMOKE_LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            seconds = time.monotonic() - start
+            return planned._replace(smoke="fail", smoke_problem="it did not end", smoke_seconds=seconds)
+    seconds = time.monotonic() - start
+    try:
+        verdict: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return planned._replace(smoke="fail", smoke_problem=f"exit {done.returncode}: {last}", smoke_seconds=seconds)
+    changes = [change for change in verdict["changes"] if change["why"]]
+    replaced = [f"{change['key'].removeprefix('parallel_config.')} {change['before']}" for change in changes
+                if "in its place" in change["why"] and change["key"].startswith("parallel_config.")]
+    return planned._replace(
+        smoke=verdict["result"], smoke_problem=verdict["problem"].partition("\n")[0], smoke_seconds=seconds,
+        peak_gib=verdict["peak_rss_bytes"] / (1 << 30), changes=len(changes), replaced=", ".join(replaced),
+    )  # fmt: skip
+
+
+def shown(result: Result) -> str:
+    """A line about a file."""
+    if result.problem:
+        return f"{result.file}  {result.seconds:.1f} s  {result.problems}: {result.problem}"
+    line = f"{result.file}  {result.seconds:.1f} s  accepted, {result.notes} notes"
+    if not result.smoke:
+        return line
+    line += f"  smoke: {result.smoke}, {result.smoke_seconds:.0f} s, {result.peak_gib:.1f} GiB"
+    line += f", {result.changes} changes" + (f", replaced: {result.replaced}" if result.replaced else "")
+    return f"{line}  {result.smoke_problem}".rstrip()
+
+
+def summary(results: list[Result], runs: bool) -> str:
+    """How many files are accepted and pass, and what that takes."""
+    accepted = [result for result in results if not result.problem]
+    most = max((result.notes for result in accepted), default=0)
+    seconds = max((result.seconds for result in results), default=0.0)
+    says = f"{len(accepted)} of {len(results)} accepted; at most {most} notes and {seconds:.1f} s a file"
+    if runs and accepted:
+        passed = sum(result.smoke == "pass" for result in results)
+        times = [result.smoke_seconds for result in accepted]
+        peak = max(result.peak_gib for result in accepted)
+        says += f"\n{passed} of {len(results)} pass; median {statistics.median(times):.0f} s, at most "
+        says += f"{max(times):.0f} s and {peak:.1f} GiB a file"
+    return says
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a checkout of MindSpore Transformers")
+    parser.add_argument("--plan", action="store_true", help="plan alone")
     parser.add_argument("--json", action="store_true", help="for machines")
     own, flags = sys.argv[1:], []
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    results = [plan(file, flags) for folder in options.folders for file in training_files(folder)]
+    results = []
+    for file in (file for folder in options.folders for file in training_files(folder)):
+        result = plan(file, flags)
+        results.append(result if result.problem or options.plan else smoke(result, flags))
+        if not options.json:
+            print(shown(results[-1]), flush=True)
     if options.json:
         print(json.dumps([{**result._asdict(), "file": str(result.file)} for result in results], indent=1))
-    else:
-        for result in results:
-            print(f"{result.file}  {result.seconds:.1f} s  ", end="")
-            print(f"accepted, {result.notes} notes" if not result.problem else f"{result.problems}: {result.problem}")
-    accepted = [result for result in results if not result.problem]
-    most = max((result.notes for result in accepted), default=0)
-    seconds = max((result.seconds for result in results), default=0.0)
-    says = f"{len(accepted)} of {len(results)} accepted; at most {most} notes and {seconds:.1f} s a file"
-    print(says, file=sys.stderr)
-    return 0 if len(accepted) == len(results) and most <= _MOST_NOTES else 1
+    print(summary(results, not options.plan), file=sys.stderr)
+    fine = all(not result.problem and (options.plan or result.smoke == "pass") for result in results)
+    return 0 if fine and all(result.notes <= _MOST_NOTES for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ It is generated: `python scripts/make_flags.py > docs/flags.md`.
 ```text
 run_trainer.py [train]  --config FILE [flags]
 run_trainer.py plan     --config FILE [flags] [--ranks N] [--local_ranks N] [--audit ascend] [--verbose] [--json]
+run_trainer.py smoke    --config FILE [flags] [--ranks N] [--steps N] [--json]
 run_trainer.py chat     CHECKPOINT [--config FILE] [flags]
 run_trainer.py data     --config FILE [flags] [--rows N] [--json]
 run_trainer.py launch   [options] --config FILE [flags]

@@ -204,7 +204,8 @@ def test_a_file_with_sections_of_both_is_of_the_older_one():
 
 def test_keys_of_both_schemas_are_flags():
     flags = "training.steps=9 train_dataset.dataloader.shuffle=True optimizer.weight_decay=0.5"
-    config = load(SMALL, *flags.split(), "runner_config.batch_size=1", "model.num_hidden_layers=3", "lr_scheduler.learning_rate=1e-3")
+    more = "runner_config.batch_size=1 model.num_hidden_layers=3 lr_scheduler.learning_rate=1e-3"
+    config = load(SMALL, *flags.split(), *more.split())
     assert (config.runner_config.max_steps, config.runner_config.batch_size) == (9, 1)
     assert config.train_dataset.data_loader.shuffle and config.decoder.num_layers == 3
     assert (config.optimizer.weight_decay, config.lr_schedule.learning_rate) == (0.5, 1e-3)

@@ -115,7 +115,7 @@ def dispatch(argv: list[str]) -> int:
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
     command = group.commands.get(name)
     if command is None:
-        raise _no_such_command(name, list(group.commands))
+        raise _no_such_command(name, [one for one, known in group.commands.items() if not known.hidden])
     if name == "launch":
         return _dispatch_launch(command, rest)
     if not any(option.name == "config" for option in command.params):
@@ -313,6 +313,15 @@ def _smoke(
     lines = [json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)
     print(*lines, sep="\n")
     return verdict.exit_code
+
+
+@app.command("smoke-worker", hidden=True)
+def _smoke_worker(folder: Path, steps: int) -> int:
+    """What each process of `smoke --ranks` runs."""
+    _receive_signals_in_a_thread()
+    from trainer.smoke.execute import train_and_resume
+
+    return train_and_resume(folder, steps, functools.partial(print, file=sys.stdout, flush=True))
 
 
 @app.command("data")

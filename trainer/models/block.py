@@ -1,4 +1,4 @@
-"""The cells of a decoder: projection, attention and feed-forward layer, block of both, head, merge of an MTP module.
+"""The cells of a decoder: attention and feed-forward layer, block of both, head, merge of an MTP module.
 
 Each is a pure function of its inputs and weights and holds no Parameters, so that one compiled copy serves every layer.
 Every call site within a cell has a kernel of its own: see trainer/ops/__init__.py.
@@ -12,8 +12,8 @@ later, and predicts the token after that:
 The paper leaves open where the norm before the head stands; this, and the order of the two halves of the product, is
 what transformers and vLLM compute with DeepSeek's released weights. Embedding and head are the main model's.
 
-Legend: N tokens, D hidden, C = heads * head size, K = key/value heads * head size, V vocabulary, I/O in and out
-features, R rank of an adapter: A [R, I], B [O, R].
+Legend: N tokens, D hidden, C = heads * head size, K = key/value heads * head size, V vocabulary, B sequences, Q new
+tokens of each in prediction.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from typing import TYPE_CHECKING
 from mindspore import nn
 from mindspore.ops import operations as P
 
-from trainer.models.shapes import (
-    POST_ATTENTION_NORM,
-    POST_MLP_NORM,
-    adapted_projections,
-    adapter_names,
-    block_names,
-    dropped_projections,
-    mask_name,
-)
+from trainer.models.latent_attention import LatentAttentionLayer
+from trainer.models.projection import Projection
+from trainer.models.shapes import POST_ATTENTION_NORM, POST_MLP_NORM, block_names
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -41,40 +35,6 @@ MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 """Weights of `MergeTokens` that a multi-token prediction module has beside those of its block."""
 MTP_NORM = "shared_head.norm.weight"
 """Its norm before the head."""
-
-
-class Projection(nn.Cell):
-    """(x_NI, all weights of the block, in the order of `block_names`) -> y_NO, with an adapter where there is one:
-
-        y = x W^T (+ bias) + lora_alpha / lora_rank * dropout(x) A^T B^T    (Hu et al. 2021, equation 3)
-
-    Automatic differentiation of this is as good as a gradient by hand: `Linear` has one already, the products with A
-    and B are small, and where W is not trained the product that would be its gradient is never computed. `name` is the
-    projection's in the block, for example ``self_attn.q_proj``.
-    """
-
-    def __init__(self, name: str, settings: ModelConfig, kernels: KernelSet) -> None:
-        super().__init__()
-        argnums = {entry: argnum for argnum, entry in enumerate(block_names(settings))}
-        self.weight, self.has_bias = argnums[f"{name}.weight"], f"{name}.bias" in argnums
-        self.linear = kernels.linear_bias() if self.has_bias else kernels.linear()
-        self.has_adapter = name in adapted_projections(settings)
-        if self.has_adapter:
-            self.a, self.b = (argnums[part] for part in adapter_names(name))
-            self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
-            self.down, self.up, self.scale = kernels.linear(), kernels.linear(), settings.pet_config.scale
-
-    def construct(self, x_NI, weights):
-        if self.has_bias:
-            y_NO = self.linear(x_NI, weights[self.weight], weights[self.weight + 1])
-        else:
-            y_NO = self.linear(x_NI, weights[self.weight])
-        if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
-            return y_NO
-        mask_NI = None if self.mask is None else weights[self.mask]
-        x_NR = self.down(x_NI if mask_NI is None else x_NI * mask_NI, weights[self.a])
-        # The factor multiplies the smallest of the matrices.
-        return y_NO + self.up(x_NR, weights[self.b] * self.scale)
 
 
 class AttentionLayer(nn.Cell):
@@ -98,7 +58,8 @@ class AttentionLayer(nn.Cell):
         self.key_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
         turned = self.head_size, settings.rotary_size, settings.rope_interleave
         self.query_rotary, self.key_rotary = (kernels.rotary(*turned) for _ in range(2))
-        self.attention = kernels.attention(settings.num_heads, settings.kv_heads, self.head_size)
+        self.heads, self.cache_heads = settings.num_heads, settings.kv_heads
+        self.attention = kernels.attention(self.heads, settings.kv_heads, self.head_size)
         self.has_post_norm = settings.post_self_attn_layernorm
         self.post_norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
         self.post_norm_weight = names.index(POST_ATTENTION_NORM) if self.has_post_norm else None
@@ -121,6 +82,12 @@ class AttentionLayer(nn.Cell):
             k_NK = self.key_norm(k_NK, weights[self.k_norm])
         q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
         return q_NC, self.key_rotary(k_NK, key_tables[0], key_tables[1]), v_NK
+
+    def over_cache(self, attend, q_NC, cached, mask, weights):
+        """The same over cached keys and values [B, S, K], for prediction; `attend` is `cached_attention`."""
+        rows, heads, kv_heads = cached[0].shape[0], self.heads, self.cache_heads
+        out_BQC = attend(q_NC.reshape(rows, -1, q_NC.shape[1]), cached[0], cached[1], mask, heads, kv_heads)
+        return self.added(out_BQC.reshape(q_NC.shape), weights)
 
 
 class MlpLayer(nn.Cell):
@@ -157,7 +124,8 @@ class Block(nn.Cell):
         super().__init__()
         self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
         if self.has_attention:
-            self.attention, self.add_attention = AttentionLayer(settings, kernels), P.Add()
+            layer = LatentAttentionLayer if settings.multi_latent_attention else AttentionLayer
+            self.attention, self.add_attention = layer(settings, kernels), P.Add()
         if self.has_mlp:
             self.mlp, self.add_mlp = MlpLayer(settings, kernels), P.Add()
 

@@ -17,7 +17,6 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from trainer.config.recompute import SUBLAYERS
-from trainer.config.schema.adapter import PROJECTIONS
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
@@ -318,7 +317,8 @@ class AdapterMasks:
         if key is None or not self.names:
             return [None] * len(self.names)
         targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
-        sites = {name: self.first_site + layer * len(PROJECTIONS) + number for number, name in enumerate(PROJECTIONS)}
+        names = self.settings.projections
+        sites = {name: self.first_site + layer * len(names) + number for number, name in enumerate(names)}
         widths = {name: self.shapes[f"{name}.weight"][1] for name in targets}
         return [
             Tensor(dropout_mask(key, sites[name], (tokens, widths[name]), rate)) if name in targets else None

@@ -1,8 +1,7 @@
 """Text generation: greedy or sampled continuation of a batch of prompts with a key/value cache.
 
 It runs operator by operator, without compilation: one pass over all prompts, then one token a step for all sequences.
-Legend: B sequences, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size, K = key/value heads *
-head size.
+Legend: B sequences, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size.
 """
 
 from __future__ import annotations
@@ -124,19 +123,15 @@ class Generator:
         positions_BQ = np.minimum(starts[:, None] + np.arange(width), cache.capacity - 1)
         seen = _round_up(int(positions_BQ.max()) + 1)
         allowed_BQS = np.arange(seen) <= positions_BQ[:, :, None]
-        mask = model.kernels.cached_mask(allowed_BQS, settings.num_heads, settings.kv_heads)
+        attention, attend = model.block.attention, model.kernels.cached_attention
+        mask = model.kernels.cached_mask(allowed_BQS, settings.num_heads, attention.cache_heads)
         tables = self.tables(positions_BQ.reshape(-1))
         cache.place(positions_BQ, seen)
         x_ND = ops.gather(model.embedding, Tensor(ids_BQ.reshape(-1)), 0)
-        attention = model.block.attention
         for layer, parameters in enumerate(model.layer_weights[: settings.num_layers]):
             weights = [*parameters, *model.adapter_masks(None, layer, rows * width)]
-            q_NC, k_NK, v_NK = attention.project(x_ND, tables[0:2], tables[2:4], weights)
-            keys, values = cache.update(layer, k_NK, v_NK)
-            out = model.kernels.cached_attention(
-                q_NC.reshape(rows, width, -1), keys, values, mask, settings.num_heads, settings.kv_heads
-            )
-            x_ND = x_ND + attention.added(out.reshape(rows * width, -1), weights)
+            q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
+            x_ND = x_ND + attention.over_cache(attend, q_NC, cache.update(layer, new), mask, weights)
             experts = model.layers[layer].get("experts")
             x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
@@ -149,18 +144,22 @@ class Generator:
 
 
 class _Cache:
-    """Keys and values of all layers, [B * S, K] each, written in place."""
+    """What each layer keeps of every token, keys and values or what they are made from, written in place.
+
+    Two arrays of a layer, [B * S, width] with the widths of `ModelConfig.cache_widths`.
+    """
 
     def __init__(self, model: Decoder, rows: int, capacity: int) -> None:
         settings, dtype = model.settings, model.kernels.compute_dtype
         self.rows, self.capacity, self.write = rows, capacity, P.ScatterUpdate()
-        shape = rows * capacity, settings.kv_heads * settings.head_size
 
-        def empty(name: str) -> Parameter:
-            return Parameter(Tensor(np.zeros(shape, np.float32), dtype), name=name, requires_grad=False)
+        def empty(name: str, width: int) -> Parameter:
+            zeros = Tensor(np.zeros((rows * capacity, width), np.float32), dtype)
+            return Parameter(zeros, name=name, requires_grad=False)
 
         self.layers = [
-            tuple(empty(f"cache.{layer}.{kind}") for kind in ("keys", "values")) for layer in range(settings.num_layers)
+            tuple(empty(f"cache.{layer}.{number}", width) for number, width in enumerate(settings.cache_widths))
+            for layer in range(settings.num_layers)
         ]
         self.index, self.seen = Tensor(np.zeros(1, np.int32)), 0
 
@@ -169,11 +168,11 @@ class _Cache:
         offsets = np.arange(self.rows)[:, None] * self.capacity
         self.index, self.seen = Tensor((offsets + positions_BQ).reshape(-1).astype(np.int32)), seen
 
-    def update(self, layer: int, k_NK: Tensor, v_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values; returns the cached ones, [B, seen, K]."""
+    def update(self, layer: int, new: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Writes what a layer keeps of new tokens; returns the cached arrays, [B, seen, width]."""
         found = []
-        for store, new in zip(self.layers[layer], (k_NK, v_NK), strict=True):
-            self.write(store, self.index, new)
+        for store, rows in zip(self.layers[layer], new, strict=True):
+            self.write(store, self.index, rows)
             found.append(store.reshape(self.rows, self.capacity, -1)[:, : self.seen])
         return found[0], found[1]
 

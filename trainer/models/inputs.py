@@ -123,10 +123,9 @@ class InputBuilder:
     def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
         """Position tables of tokens at these positions."""
         cos, sin = self.cos[positions_N], self.sin[positions_N]
-        queries = self.kernels.rotary_tables(cos, sin, self.settings.num_heads)
-        if self.settings.kv_heads == self.settings.num_heads:
-            return (*queries, *queries)
-        return (*queries, *self.kernels.rotary_tables(cos, sin, self.settings.kv_heads))
+        heads, key_heads = self.settings.rotary_heads
+        queries = self.kernels.rotary_tables(cos, sin, heads)
+        return (*queries, *(queries if key_heads == heads else self.kernels.rotary_tables(cos, sin, key_heads)))
 
     def _tables_and_mask(self, batch: Batch) -> tuple[tuple, tuple]:
         length = batch.input_ids.shape[1]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of the first `positions` positions, float32 [positions, head_size].
+    """Cosines and sines of the first `positions` positions, float32 [positions, rotary_head_size].
 
     Of the rotated width, the second half repeats the first, or with rope_interleave each number its neighbour; the rest
     of a head has cosine 1 and sine 0.
@@ -28,7 +28,7 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
         frequencies, factor = _scale(frequencies, settings, settings.rope_scaling)
     angles = np.outer(np.arange(positions), frequencies)
     angles = np.repeat(angles, 2, axis=-1) if settings.rope_interleave else np.concatenate([angles, angles], axis=-1)
-    kept = ((0, 0), (0, settings.head_size - size))
+    kept = ((0, 0), (0, settings.rotary_head_size - size))
     cos, sin = np.pad(np.cos(angles) * factor, kept, constant_values=1.0), np.pad(np.sin(angles) * factor, kept)
     return cos.astype(np.float32), sin.astype(np.float32)
 
@@ -66,10 +66,6 @@ def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def mscale(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
-    return mscale(1.0)
+        return scaling.mscale_of(scaling.mscale) / scaling.mscale_of(scaling.mscale_all_dim)
+    return scaling.mscale_of(1.0)

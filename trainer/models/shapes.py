@@ -2,9 +2,9 @@
 
 Pure Python: `plan` counts weights with it.
 
-The names are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE and Glm4Moe, and so is the layout [out, in] of every
-matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by; on
-disk each has its own name. Multi-token prediction modules follow the last layer, as in DeepSeek-V3's files.
+The names are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE, Glm4Moe and DeepseekV3, and so is the layout [out, in]
+of every matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply
+by; on disk each has its own name. Multi-token prediction modules follow the last layer, as in DeepSeek-V3's files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from trainer.config.schema.adapter import PROJECTIONS
 from trainer.config.schema.classifier import ClassifierConfig
 
 if TYPE_CHECKING:
@@ -26,10 +25,14 @@ POST_ATTENTION_NORM, POST_MLP_NORM = "post_self_attn_layernorm.weight", "post_ml
 ROUTER = "mlp.gate.weight"
 EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
+EXPERT_DOWN_BIAS = "mlp.experts.down_proj.bias"
+SHARED_GATE = "mlp.shared_expert_gate.weight"
 
 
 def attention_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Parameters of one block's attention, norm first, in the order in which the block takes them."""
+    if settings.multi_latent_attention:
+        return _latent_attention_shapes(settings)
     hidden, queries = settings.hidden_size, settings.num_heads * settings.head_size
     keys = settings.kv_heads * settings.head_size
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
@@ -41,6 +44,27 @@ def attention_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     if settings.post_self_attn_layernorm:
         shapes[POST_ATTENTION_NORM] = (hidden,)
     return shapes
+
+
+def _latent_attention_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Multi-head latent attention's (DeepSeek-V2, section 2.1), with DeepSeek's names.
+
+    A head's rows of q_b_proj (or q_proj) make the part of its query without positions, then the rotated part; those of
+    kv_b_proj its key, then its value. kv_a_proj_with_mqa makes the latent vector, then the key that all heads share.
+    """
+    hidden, heads, latent = settings.hidden_size, settings.num_heads, settings.kv_lora_rank
+    queries, bias = heads * settings.head_size, settings.qkv_has_bias
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    if settings.q_lora_rank is None:
+        shapes["self_attn.q_proj.weight"] = (queries, hidden)
+    else:
+        shapes |= _linear("self_attn.q_a_proj", settings.q_lora_rank, hidden, bias)
+        shapes["self_attn.q_a_layernorm.weight"] = (settings.q_lora_rank,)
+        shapes["self_attn.q_b_proj.weight"] = (queries, settings.q_lora_rank)
+    shapes |= _linear("self_attn.kv_a_proj_with_mqa", latent + settings.qk_rope_head_dim, hidden, bias)
+    shapes["self_attn.kv_a_layernorm.weight"] = (latent,)
+    shapes["self_attn.kv_b_proj.weight"] = (heads * (settings.qk_nope_head_dim + settings.v_head_dim), latent)
+    return shapes | _linear("self_attn.o_proj", hidden, heads * settings.v_head_dim, settings.attn_proj_has_bias)
 
 
 def mlp_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -56,7 +80,8 @@ def mlp_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameters of one layer's mixture of experts, norm first: router, stacked experts, shared experts."""
+    """Parameters of one layer's mixture of experts, norm first: router, stacked experts, shared experts with their
+    gate."""
     moe, hidden = settings.experts, settings.hidden_size
     width, shared = settings.expert_size, settings.shared_expert_size
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
@@ -65,9 +90,13 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[EXPERT_BIAS] = (moe.expert_num,)
     sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
     shapes |= {f"mlp.experts.{name}.weight": (moe.expert_num, *size) for name, size in sizes.items()}
+    if settings.down_has_bias:
+        shapes[EXPERT_DOWN_BIAS] = (moe.expert_num, hidden)
     if shared:
         sizes = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
         shapes |= {f"mlp.shared_experts.{name}.weight": size for name, size in sizes.items()}
+    if settings.has_shared_gate:
+        shapes[SHARED_GATE] = (1, hidden)
     return shapes
 
 
@@ -120,7 +149,7 @@ def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tuple[
 
 def layer_targets(settings: ModelConfig, layer: int) -> list[str]:
     """The projections of a layer that have an adapter: experts have none."""
-    targets = settings.pet_config.targets(layer)
+    targets = settings.pet_config.targets(layer, settings.projections)
     return [name for name in targets if sublayer_of(name) == "attention" or not settings.is_moe_layer(layer)]
 
 
@@ -134,7 +163,7 @@ def adapted_projections(settings: ModelConfig) -> tuple[str, ...]:
     if settings.pet_config is None:
         return ()
     found = {name for layer in range(settings.num_layers) for name in layer_targets(settings, layer)}
-    return tuple(name for name in PROJECTIONS if name in found)
+    return tuple(name for name in settings.projections if name in found)
 
 
 def dropped_projections(settings: ModelConfig) -> tuple[str, ...]:

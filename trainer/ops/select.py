@@ -85,13 +85,17 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if kernel == "attention" and (settings.head_size % 16 or settings.head_size > 512):
         return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
-    if kernel == "rotary_embedding" and settings.rotary_size != settings.head_size:
+    if kernel == "attention" and settings.value_size > settings.head_size:
+        here = f"here {settings.value_size} and {settings.head_size}"
+        return f"flash_attention_score takes values that are no wider than the queries, {here}"
+    turned = settings.rotary_head_size
+    if kernel == "rotary_embedding" and settings.rotary_size != turned:
         part = f"rotary_pct {settings.rotary_pct:g} rotates only {settings.rotary_size}"
-        return f"rotary_position_embedding rotates all {settings.head_size} dimensions of a head; {part}"
+        return f"rotary_position_embedding rotates all {turned} dimensions of a head; {part}"
     if kernel == "rotary_embedding" and settings.rope_interleave:
         return "rotary_position_embedding turns neighbouring numbers with one table for all sequences only"
-    if kernel == "rotary_embedding" and (settings.head_size >= 896 or settings.num_heads >= 1000):
-        here = f"here {settings.num_heads} of {settings.head_size}"
+    if kernel == "rotary_embedding" and (turned >= 896 or settings.num_heads >= 1000):
+        here = f"here {settings.num_heads} of {turned}"
         return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"
     if kernel == "token_permute" and not settings.experts.use_gmm:
         return "use_gmm is off: experts compute on the host, and tokens are sorted there"

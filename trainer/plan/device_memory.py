@@ -69,14 +69,15 @@ def _stage(
         layers = [*layers, *range(settings.num_layers, settings.num_layers + settings.mtp_depth)]
     held, own = all_shapes(settings), set(layers)
     names = [name for name in held if _is_of_stage(name, own, stage == 0, stage == stages - 1)]
-    # Ranks that share a sequence have the same weights, as ranks with other data have.
-    copies = degrees.data_parallel * degrees.context_parallel
-    share = copies if config.parallel.enable_parallel_optimizer else 1
     least = shard_threshold_bytes(config)
 
     def size(name: str, shared: bool) -> int:
-        whole = math.prod(held[name]) * _FLOAT32_BYTES // _parts(name, held[name], degrees)
-        return -(-whole // share) if shared and whole >= least else whole
+        parts = _parts(name, held[name], degrees)
+        whole = math.prod(held[name]) * _FLOAT32_BYTES // parts
+        # Ranks that share a sequence have the same weights, as ranks with other data have.
+        copies = min(degrees.data_parallel * degrees.context_parallel, degrees.ranks // degrees.pipeline_stage // parts)
+        shared = shared and config.parallel.enable_parallel_optimizer and whole >= least
+        return -(-whole // copies) if shared else whole
 
     parts = {"weights": sum(size(name, shared=trains) for name in names)}
     if trains:

@@ -40,6 +40,8 @@ def memory_estimate(config: Config, trains: bool, device: str, world: World = SI
         return stage_memory(config, world, trains, _OPTIMIZER_STATES, _activations_of_sublayers)
     weights = _bytes(all_shapes(network))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
+    if config.run_mode in ("predict", "chat"):
+        parts["cache of a full context"] = _cache_bytes(config, device)
     if trains:
         labels = config.runner_config.batch_size * network.labels_per_sequence
         copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
@@ -92,12 +94,9 @@ def _activations_of_label(config: Config, device: str) -> int:
 
 def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, int]:
     """Float32 values that each sublayer of a layer, and the whole block, keep for a token."""
-    hidden, size = settings.hidden_size, settings.head_size
-    heads, keys = settings.num_heads * size, settings.kv_heads * size
-    scores = _scores(settings)
-    # Residuals and norms; q, output, k and v, each before and after its change of layout; the probabilities.
-    # Dropout keeps its masks.
-    attention = 4 * hidden + 6 * heads + 4 * keys + scores
+    hidden, scores = settings.hidden_size, _scores(settings)
+    # Residuals and norms; queries, keys, values and the result; the probabilities. Dropout keeps its masks.
+    attention = 4 * hidden + _heads(settings) + scores
     masks = settings.num_heads * settings.seq_length + scores  # the whole mask, and its part in each half
     attention += hidden * bool(settings.hidden_dropout) + masks * bool(settings.attention_dropout)
     # Residuals and norms again; gate, up and their product.
@@ -110,6 +109,25 @@ def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, in
         dropped = 2 * width * bool(settings.pet_config.lora_dropout)
         found[sublayer_of(name)] += settings.pet_config.lora_rank + dropped
     return found | {"block": sum(found.values())}
+
+
+def _heads(settings: ModelConfig) -> int:
+    """Queries, keys, values and the attention's result, each before and after its change of layout."""
+    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
+    if not settings.multi_latent_attention:
+        return 6 * queries + 4 * keys
+    # Queries and keys in their two parts and joined as well; the latent vectors before and after their norms.
+    latent = 2 * ((settings.q_lora_rank or 0) + settings.kv_lora_rank + settings.qk_rope_head_dim)
+    return latent + 5 * queries + 4 * keys + 5 * settings.num_heads * settings.value_size
+
+
+def _cache_bytes(config: Config, device: str) -> int:
+    """What prediction keeps of the tokens of a batch, in the dtype of the matrix products."""
+    settings = config.decoder
+    rows = settings.batch_size if config.run_mode == "predict" else 1
+    tokens = rows * (settings.max_decode_length or settings.seq_length)
+    dtype = resolve_precision(settings, config.amp_level, device).compute.dtype
+    return tokens * settings.num_layers * sum(settings.cache_widths) * (_FLOAT32_BYTES if dtype == "float32" else 2)
 
 
 def _activations_of_experts(settings: ModelConfig) -> int:

@@ -102,6 +102,7 @@ class Plan:
     notices: tuple[str, ...]
     labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
+    attention: str = ""  # where it is not the usual one
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
 
@@ -183,6 +184,7 @@ def plan_run(
         eval_rows=_eval_rows(data.evaluation if reads else data),
         notices=tuple(notices),
         labels=settings.labels_text,
+        attention=_attention(config.decoder),
         backend=backend,
         data=data,
     )
@@ -197,6 +199,14 @@ def _optimizer_sharing(config: Config, world: World) -> str:
         return ""
     parts, least = degrees_of(config, world).data_parallel, shard_threshold_bytes(config)
     return f"1/{parts} on each rank" + (f"; parameters below {least >> 10} KiB whole on all" if least else "")
+
+
+def _attention(settings: ModelConfig) -> str:
+    if not settings.multi_latent_attention:
+        return ""
+    queries = f"queries from {settings.q_lora_rank:,} numbers, " if settings.q_lora_rank else ""
+    cached = f"prediction caches {sum(settings.cache_widths):,} numbers a token and layer"
+    return f"multi-head latent: {queries}keys and values from {settings.kv_lora_rank:,}; {cached}"
 
 
 def _adapters(settings: ModelConfig) -> str:

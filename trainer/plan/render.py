@@ -85,6 +85,7 @@ def _run_rows(plan: Plan) -> Rows:
 
 def _model_rows(plan: Plan, verbose: bool) -> Rows:
     rows: Rows = [("", ""), ("weights", _weights(plan))]
+    rows += [("attention", plan.attention)] if plan.attention else []
     rows += [("adapters", plan.adapters)] if plan.adapters else []
     rows += [("recompute", plan.recompute)] if plan.recompute else []
     if verbose:

@@ -135,6 +135,9 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{model}.{name}", rule, "set it to 0")
     if settings.pet_config is not None:
         yield problem(config, f"{model}.pet_config", _NOT_YET, f"remove it, {_INSTEAD}", value="lora")
+    if settings.multi_latent_attention:
+        fix = f"use a model with n_kv_heads, {_INSTEAD}"
+        yield problem(config, f"{model}.multi_latent_attention", _NOT_YET, fix)
     if settings.experts is not None:
         key = f"{model}.moe_config.expert_num"
         yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")

@@ -51,7 +51,7 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
     """Where the data comes from, how many rows of it are read, and ids of special tokens within the vocabulary."""
     evaluates = _evaluates(config)
     if evaluates:
-        yield from changed(config, "do_eval", after=True, why=f"the file has an {EVAL}")
+        yield from changed(config, "do_eval", after=True, why="the file has an eval_dataset")
         if config.eval_step_interval > 0:
             yield from changed(config, "eval_step_interval", setup.steps, "after the last step")
         source = EVAL if config.eval_dataset is not None else TRAIN
@@ -71,7 +71,7 @@ def _section(config: Config, setup: Setup, section: str, rows: int) -> Iterator[
     loader = wanted.data_loader
     if section == TRAIN and wanted.held_out and loader.type == "SyntheticDataset":
         rows += 1 + round(wanted.held_out * rows)
-    limit = f"{rows} rows are enough"
+    limit = f"enough for {setup.steps} steps" if section == TRAIN else "enough for a batch"
     yield from changed(config, f"{key}.num_samples", min(loader.num_samples or rows, rows), limit)
     if isinstance(loader, MegatronLoader):
         sizes = [rows if size is None or size else 0 for size in loader.sizes]

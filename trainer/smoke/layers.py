@@ -47,7 +47,7 @@ def _kinds(config: Config) -> list[Any]:
             attention[layer] if layer < len(attention) else "",
             parts[layer],
             tuple(sorted(below.get(layer, ()))),
-            adapters.targets(layer) if adapters else (),
+            adapters.targets(layer, decoder.projections) if adapters else (),
         )
         for layer in range(decoder.num_layers)
     ]
@@ -127,9 +127,10 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
 
 
 def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
-    adapters = config.decoder.pet_config
-    if adapters is None or all(adapters.targets(old) == adapters.targets(new) for new, old in enumerate(kept)):
+    adapters, matrices = config.decoder.pet_config, config.decoder.projections
+    if adapters is None or all(adapters.targets(old, matrices) == adapters.targets(new, matrices)
+                               for new, old in enumerate(kept)):
         return
     names = [rf"model\.layers\.{new}\.{re.escape(name)}"
-             for new, old in enumerate(kept) for name in adapters.targets(old)]
+             for new, old in enumerate(kept) for name in adapters.targets(old, matrices)]
     yield from changed(config, f"{_MODEL}.pet_config.target_modules", "|".join(names), f"the same of {_REMAIN}")

@@ -39,9 +39,9 @@ def outcome_lines(verdict: Verdict) -> list[str]:
     cost = f"{verdict.seconds:.0f} s, {verdict.peak_rss_bytes / (1 << 30):.1f} GiB"
     cost += f" in each of {verdict.ranks} processes" if verdict.ranks > 1 else ""
     lines = []
-    if verdict.resumed_loss is not None:
-        lines.append(f"resumed after step {verdict.resumed_at}: step {verdict.resumed_at + 1} has the loss "
-                     f"{verdict.resumed_loss:.4f} again")
+    if not verdict.problem and verdict.resumed_loss is not None:
+        last = max(verdict.losses)
+        lines.append(f"resumed after step {last - 1}: step {last} has the loss {verdict.resumed_loss:.4f} again")
     if verdict.problem:
         lines += [f"FAIL ({cost}): {verdict.problem}"]
     else:

@@ -58,7 +58,7 @@ def write_tokens(config: Config, section: str, tokens_RS: np.ndarray, labels_RT:
     from trainer.run.mindrecord import write_mindrecord
 
     wanted = getattr(config, section)
-    names, keys = wanted.input_columns or ["input_ids"], wanted.construct_args_key or []
+    names, keys = wanted.input_columns or ["input_ids", "labels"], wanted.construct_args_key or []
     roles = [keys[number] if number < len(keys) else name for number, name in enumerate(names)]
     has_labels = any(role in ("labels", "target_ids") for role in roles)
     length = labels_RT.shape[1]

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
 import shutil
-import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.checkpoint.store import folder_name
-from trainer.config import Config, Override, load_config
+from trainer.config import Config, load_config
 from trainer.config.checks.parallel import in_job
 from trainer.config.checks.problem import SeveralProblems
 from trainer.device.resolve import plans_elsewhere, resolve_device
-from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, RunError, UserError
-from trainer.monitors.metrics import Monitor
+from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
+from trainer.smoke.execute import CONFIG, LOG, execute
 from trainer.smoke.model import file_name, model_changes
 from trainer.smoke.needs import needs
 from trainer.smoke.rows import write_rows, write_tokens
@@ -34,14 +29,12 @@ from trainer.smoke.training import training_changes
 
 if TYPE_CHECKING:
     from trainer.config.checks.problem import Problem
-    from trainer.monitors.metrics import EvalMetrics, StepMetrics
     from trainer.plan.plan import Plan
 
 FEWEST_STEPS = 2
 """A run that saves before its last step has two."""
 _TOLERANCE = 1e-5
 """Of a resumed step's loss, relative to that of the training; on a CPU both are the same bits."""
-_CONFIG, _LOG = "smoke.yaml", "smoke.log"
 
 
 @dataclass
@@ -54,8 +47,7 @@ class Verdict:
     changes: list[Change]
     needs: list[str]
     losses: dict[int, float | None] = field(default_factory=dict)  # by step, from 1; None: not finite
-    resumed_at: int | None = None  # the step whose checkpoint the second run continued from
-    resumed_loss: float | None = None  # of the step after it
+    resumed_loss: float | None = None  # of the last step, done again from the checkpoint before it
     eval_loss: float | None = None
     problem: str = ""  # why it failed; empty where it passed
     exit_code: int = EXIT_OK
@@ -93,14 +85,16 @@ def smoke(
     show(changes)
     try:
         small = _prepare(config, setup, changes)
-        (_train_here if ranks == 1 else _train_job)(setup, verdict, tell)
+        found = execute(setup, tell)
+        verdict.losses, verdict.eval_loss, verdict.peak_rss_bytes = found.losses, found.evaluation, found.peak_rss_bytes
+        verdict.resumed_loss = found.resumed.get(steps)
         _judge(verdict, steps, small.do_eval)
     except RunError as error:
         verdict.problem = str(error)
     except (UserError, KeyboardInterrupt):  # wrong data, which is the file's; or it was stopped
         raise
     except Exception as error:  # a verdict, whatever the engine raises
-        log = setup.folder / _LOG
+        log = setup.folder / LOG
         with log.open("a", encoding="utf-8") as file:
             file.write(traceback.format_exc())
         first = next(iter(str(error).strip().splitlines()), "")
@@ -153,18 +147,18 @@ def _prepare(config: Config, setup: Setup, changes: list[Change]) -> Config:
     """
     folder = setup.folder
     if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / _CONFIG).is_file():
+        if not (folder / CONFIG).is_file():
             rule = "the folder of the smoke run has other files"
             raise UserError(rule, key="output_dir", value=str(folder), fix="give another --output_dir")
         shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _CONFIG).write_text(smoke_text(config, changes), encoding="utf-8")
+        (folder / CONFIG).write_text(smoke_text(config, changes), encoding="utf-8")
     except OSError as error:
         rule = f"the folder cannot be written: {error.strerror or error}"
         raise UserError(rule, key="output_dir", value=str(folder), fix="give another --output_dir") from None
     try:
-        small = load_config(str(folder / _CONFIG))
+        small = load_config(str(folder / CONFIG))
     except UserError as error:
         raise RunError(f"the small copy of the file is not valid: {error}") from None
     for section in sections_read(config):
@@ -190,103 +184,6 @@ def _first_rows(config: Config, small: Config, section: str) -> tuple[np.ndarray
     starts = np.clip(first - length // 2, 0, batch.labels.shape[1] - length)[:, None]
     tokens = np.take_along_axis(rows, starts + np.arange(length + 1), axis=1)
     return tokens, np.take_along_axis(batch.labels, starts + np.arange(length), axis=1)
-
-
-class _Progress(Monitor):
-    """A line about each step."""
-
-    def __init__(self, tell: Callable[[str], None], resumed: bool) -> None:
-        self.tell, self.begins = tell, "resumed: " if resumed else ""
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        why = metrics.skipped or ("overflow" if metrics.overflow else "")
-        loss = f"loss {metrics.loss:.4f}, lr {metrics.lr:.3e}, {metrics.step_seconds:.1f} s"
-        loss += f" ({why}: nothing was updated)" if why else ""
-        self.tell(f"{self.begins}step {metrics.step} of {metrics.last_step}: {loss}")
-
-    def on_eval(self, metrics: EvalMetrics) -> None:
-        self.tell(f"{self.begins}evaluation: loss {metrics.loss:.4f}, {metrics.seconds:.1f} s")
-
-
-def _train_here(setup: Setup, verdict: Verdict, tell: Callable[[str], None]) -> None:
-    """Trains and resumes in this process."""
-    from trainer.run.loop import run
-
-    tell(f"training {setup.steps} steps on the {setup.device}; the first one loads MindSpore and compiles")
-    for resumed in (False, True):
-        config = load_config(str(setup.folder / _CONFIG), _overrides(setup, resumed))
-        with (setup.folder / _LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            code = run(config, [_Progress(tell, resumed)])
-        _check_code(code)
-        _read_metrics(setup, verdict, resumed)
-
-
-def _train_job(setup: Setup, verdict: Verdict, tell: Callable[[str], None]) -> None:
-    """Trains and resumes in processes of a job."""
-    from trainer.launch.arguments import LaunchOptions
-    from trainer.launch.checks import check_launch
-    from trainer.launch.command import launch
-    from trainer.run.prepare import build_plan
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for resumed in (False, True):
-        flags = [f"--{override.key}={override.text}" for override in _overrides(setup, resumed)]
-        options = LaunchOptions(
-            worker_num=setup.ranks,
-            local_worker_num=setup.ranks,
-            log_dir=setup.folder / "job",
-            arguments=("--config", str(setup.folder / _CONFIG), *flags),
-        )
-        tell(f"{'resuming' if resumed else 'training'} on {setup.ranks} processes")
-        check_launch(options, build_plan)
-        with _stdout_as_log(setup.folder / _LOG):
-            code = launch(options)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        _check_code(code)
-        _read_metrics(setup, verdict, resumed)
-        for step, loss in verdict.losses.items() if not resumed else ():
-            tell(f"step {step} of {setup.steps}: loss {loss}")
-
-
-@contextlib.contextmanager
-def _stdout_as_log(path: Path) -> Iterator[None]:
-    """Appends what this process and those it starts print to a file."""
-    kept = os.dup(1)
-    with path.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-
-
-def _overrides(setup: Setup, resumed: bool) -> list[Override]:
-    return [Override("resume_training", folder_name(setup.steps - 1), "smoke")] if resumed else []
-
-
-def _check_code(code: int) -> None:
-    if code == EXIT_SIGINT:
-        raise KeyboardInterrupt
-    if code == EXIT_SIGTERM:
-        raise SystemExit(code)
-    if code:
-        raise RunError(f"the training ended with exit code {code}")
-
-
-def _read_metrics(setup: Setup, verdict: Verdict, resumed: bool) -> None:
-    """Reads the losses that the run wrote down."""
-    lines = (setup.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    steps = {record["step"]: record["loss"] for record in records if "loss" in record}
-    if resumed:
-        verdict.resumed_at, verdict.resumed_loss = setup.steps - 1, steps.get(setup.steps)
-    else:
-        verdict.losses = steps
-        verdict.eval_loss = next((record["eval_loss"] for record in records if "eval_loss" in record), None)
-    peaks = [record["peak_rss_bytes"] for record in records if "peak_rss_bytes" in record]
-    verdict.peak_rss_bytes = max([verdict.peak_rss_bytes, *peaks])
 
 
 def _judge(verdict: Verdict, steps: int, evaluates: bool) -> None:

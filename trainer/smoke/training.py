@@ -106,11 +106,11 @@ def _parallel(config: Config, ranks: int) -> Iterator[Change]:
     job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
     yield from changed(config, "use_parallel", ranks > 1, job if in_force else "")
     yield from changed(config, "parallel_config.data_parallel", left, job if in_force else "")
+    instead = "data_parallel in its place: explicit mode does not train it today"
     for name, degree in others.items():
-        instead = f"{job}: data_parallel in its place, as explicit mode does not train it today"
         why = instead if name in UNBUILT_DEGREES else job
         yield from changed(config, f"parallel_config.{name}", degree, why if in_force else "")
-    yield from changed(config, "parallel_config.micro_batch_num", 1, "there is no pipeline" if in_force else "")
+    yield from changed(config, "parallel_config.micro_batch_num", 1)  # its accumulation is among the steps
     decoder = config.decoder
     if section.pipeline_stage > 1:
         yield from changed(config, "model.model_config.offset", 0, "one stage has all layers")

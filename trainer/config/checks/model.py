@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from trainer.config.checks.problem import Problem, nearest, problem
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
 from trainer.config.hugging_face import NOT_BUILT
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
-from trainer.config.schema.adapter import PROJECTIONS
+from trainer.config.schema.adapter import projections
 from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.root import CLASSIFIER, Config
@@ -73,7 +73,9 @@ def _sizes(config: Config) -> Iterator[Problem]:
     decoder = config.decoder
     heads, width, head, turned = decoder.num_heads, decoder.hidden_size, decoder.head_size, decoder.rotary_size
     pairs = "and rotary positions turn pairs of them"
-    if decoder.head_dim is None and width % heads:
+    if decoder.multi_latent_attention:
+        yield from _latent(config, pairs)
+    elif decoder.head_dim is None and width % heads:
         fix = f"use {_divisor(width, heads)} heads, or set head_dim"
         yield problem(config, f"{_KEY}.num_heads", f"must divide hidden_size ({width})", fix)
     elif head % 2:
@@ -95,6 +97,26 @@ def _sizes(config: Config) -> Iterator[Problem]:
     if decoder.mtp_depth >= decoder.seq_length:
         rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has no token {decoder.mtp_depth} further ahead"
         yield problem(config, f"{_KEY}.mtp_depth", rule, "use 1")
+
+
+def _latent(config: Config, pairs: str) -> Iterator[Problem]:
+    """Sizes of multi-head latent attention, and what it lacks."""
+    decoder, where = config.decoder, config.source.where
+    if decoder.qk_rope_head_dim % 2:
+        rule = f"this part of a head has {decoder.qk_rope_head_dim} numbers, {pairs}: the width must be even"
+        yield problem(config, f"{_KEY}.qk_rope_head_dim", rule, "use 64, as DeepSeek-V3 does")
+    if decoder.rotary_pct != 1:
+        rule = "multi_latent_attention has qk_rope_head_dim for the part of a head that is rotated"
+        yield problem(config, f"{_KEY}.rotary_pct", rule, "leave it out")
+    if decoder.post_self_attn_layernorm:
+        rule = "not yet supported with multi_latent_attention"
+        yield problem(config, f"{_KEY}.post_self_attn_layernorm", rule, "leave it out")
+    if not decoder.use_qk_norm and where(f"{_KEY}.use_qk_norm"):
+        rule = "multi_latent_attention always has norms on its latent vectors, as DeepSeek's models have"
+        yield problem(config, f"{_KEY}.use_qk_norm", rule, "leave it out")
+    if config.optimizer.type == "Muon" and where("optimizer.qk_clip_threshold"):
+        fix = "remove it: the queries and keys are not clipped then, which is another training"
+        yield problem(config, "optimizer.qk_clip_threshold", "not yet supported: there is no QK-clip", fix)
 
 
 def _divisor(number: int, near: int) -> int:
@@ -213,13 +235,17 @@ def _adapters(config: Config) -> Iterator[Problem]:
             yield problem(config, "adapter_id", f"adapters need {_KEY}.pet_config, which is absent", fix)
         return
     try:
-        matches = [name for layer in range(config.decoder.num_layers) for name in adapters.targets(layer)]
+        matches = _targets(config.decoder, range(config.decoder.num_layers), config.decoder.projections)
     except re.error as error:
         fix = "write one such as '.*q_proj|.*v_proj', in quotes"
         yield problem(config, key, f"is not a regular expression: {error}", fix)
         return
     if not matches and not targets_experts(config):
-        yield problem(config, key, "matches none of the model's matrices", _nearest_targets(adapters.target_modules))
+        fix = _nearest_targets(adapters.target_modules, config.decoder.projections)
+        yield problem(config, key, "matches none of the model's matrices", fix)
+    elif config.decoder.multi_latent_attention and (lost := _targets_elsewhere(config.decoder)):
+        rule = f"multi_latent_attention has no matrix for {', '.join(lost)}"
+        yield problem(config, key, rule, f"name others: {_names_text(config.decoder.projections)}")
     elif len(targets_in_experts(config)) == len(matches):
         fix = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
         yield problem(config, key, "matches only matrices of experts, which take no adapters", fix)
@@ -237,16 +263,40 @@ def targets_in_experts(config: Config) -> list[str]:
     """Projections of experts that are targets, one for each layer that has them."""
     decoder = config.decoder
     layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
-    return [name for layer in layers for name in decoder.pet_config.targets(layer) if name.startswith("mlp.")]
+    return [name for name in _targets(decoder, layers, decoder.projections) if name.startswith("mlp.")]
 
 
-def _nearest_targets(targets: str) -> str:
+def _targets_elsewhere(decoder: ModelConfig) -> list[str]:
+    """Alternatives of the targets that name matrices of other attention alone, such as .*k_proj."""
+    targets, layers, found = decoder.pet_config.target_modules, range(decoder.num_layers), []
+    for part in targets.split("|") if "(" not in targets else ():
+        section = decoder.pet_config.model_copy(update={"target_modules": part})
+        alone = decoder.model_copy(update={"pet_config": section})
+        if _targets(alone, layers, projections()) and not _targets(alone, layers, decoder.projections):
+            found.append(part)
+    return found
+
+
+def _targets(decoder: ModelConfig, layers: Iterable[int], names: Mapping[str, str]) -> list[str]:
+    """Those of the matrices `names` that have an adapter, one for each layer."""
+    return [name for layer in layers for name in decoder.pet_config.targets(layer, names)]
+
+
+def _names_text(own: Mapping[str, str]) -> str:
+    names = _last_words(own)
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _last_words(own: Mapping[str, str]) -> list[str]:
+    return [*(name.split(".")[-1] for name in own), *(name.split(".")[-1] for name in own.values())]
+
+
+def _nearest_targets(targets: str, own: Mapping[str, str]) -> str:
     """Names that were probably meant, one for each alternative of the expression."""
-    ours = [name.split(".")[-1] for name in PROJECTIONS]
-    names = [*ours, *(name.split(".")[-1] for name in PROJECTIONS.values())]
+    ours, names = [name.split(".")[-1] for name in own], _last_words(own)
     parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in targets.split("|")]
     # `query` is nearest to nothing by its letters alone; its first letter says q_proj.
     guesses = [nearest(part, names) or next((name for name in ours if part[:1] == name[0]), "") for part in parts]
     found = list(dict.fromkeys(guess for guess in guesses if guess))
     written = "|".join(f".*{name}" for name in found)
-    return f"{f'write {written}; ' if found else ''}their names end in {', '.join(names[:-1])} or {names[-1]}"
+    return f"{f'write {written}; ' if found else ''}their names end in {_names_text(own)}"

@@ -6,11 +6,17 @@ import math
 from typing import Any
 
 from trainer.config.checks.problem import SourceLocation
-from trainer.config.families import FAMILIES, layers_with_experts, named_family
+from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
+from trainer.config.hugging_face import DEFAULTS
 from trainer.config.read.resolve import Resolved
+from trainer.config.schema.fields import yaml_names
+from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.moe import MoEConfig
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
+_LATENT = "DeepseekV3ForCausalLM"
+_LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data says otherwise
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
 
@@ -51,17 +57,26 @@ def _from_family(found: Resolved) -> None:
     kind, because = _section(found, "model.arch").get("type"), "model.arch.type"
     if kind is None:
         kind, key = named_family(_section(found, _MODEL))
+        if not kind and _section(found, _MODEL).get("multi_latent_attention") is True:
+            kind, key = _LATENT, "multi_latent_attention"  # the only class with it
         if kind:
             because = f"{_MODEL}.{key}"
             _set(found, "model.arch.type", kind, because)
+    kind = _usual_class(found, kind)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     for name, value in family.model.items() if family else ():
         _set(found, f"{_MODEL}.{name}", value, because)
+    if _section(found, _MODEL).get("multi_latent_attention") is True:  # which has norms on its latent vectors
+        _set(found, f"{_MODEL}.use_qk_norm", True, f"{_MODEL}.multi_latent_attention")
+        _from_class(found, kind)
     experts = _section(found, _EXPERTS)
     for name, value in family.experts.items() if family and experts else ():
         other = {"scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef"}.get(name)
         if other not in experts:  # which says the same in other words
             _set(found, f"{_EXPERTS}.{name}", value, because)
+    rate = f"{_EXPERTS}.topk_bias_update_rate"
+    if family and family.has_default_sizes and experts.get("topk_bias_update_rate"):
+        _set(found, f"{_EXPERTS}.balance_via_topk_bias", True, rate)  # as in MindSpore Transformers' class
     # Hugging Face's `attention_bias` is one on o_proj too, but for some families; our `qkv_has_bias` is not.
     key = f"{_MODEL}.qkv_has_bias"
     asked = _section(found, _MODEL).get("qkv_has_bias") is True and found.written.get(key) == f"{_MODEL}.attention_bias"
@@ -70,10 +85,53 @@ def _from_family(found: Resolved) -> None:
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, key)
 
 
+def _usual_class(found: Resolved, kind: Any) -> Any:
+    """The class of `FAMILIES` for one of its other names, and for TeleChat3, which an older file calls TeleChat."""
+    settings = _section(found, _MODEL)
+    usual = known_class(kind) or kind
+    if usual == "TelechatForCausalLM" and str(settings.get("net_name", "")).startswith("telechat3"):
+        usual = "TeleChat3ForCausalLM"
+        _set(found, f"{_MODEL}.attn_proj_has_bias", True, f"{_MODEL}.net_name")
+    if usual != kind:
+        found.data["model"]["arch"]["type"] = usual
+    return usual
+
+
+def _from_class(found: Resolved, kind: Any) -> None:
+    """Sizes of the class for those that a file leaves out, as MindSpore Transformers reads it; those that fit."""
+    settings = _section(found, _MODEL)
+    if not isinstance(kind, str) or kind not in FAMILIES or not FAMILIES[kind].has_default_sizes:
+        return
+    longest = settings.get("max_position_embeddings") or _LENGTH
+    if isinstance(longest, int):
+        _set(found, f"{_MODEL}.seq_length", min(_LENGTH, longest), "model.arch.type")
+    for name, value in DEFAULTS[kind].items():
+        own = yaml_names(ModelConfig).get(name)
+        key = f"{_MODEL}.{own}" if own else f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
+        if value is not None and name != "output_router_logits" and _fits(name, value, settings):
+            _set(found, key, value, "model.arch.type")
+
+
+def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
+    """Whether a size of the class does not contradict what the file has in its place."""
+    moe = settings.get("moe_config") if isinstance(settings.get("moe_config"), dict) else {}
+    experts, groups, layers = moe.get("expert_num"), moe.get("n_group"), settings.get("num_layers")
+    if name == "num_experts_per_tok":
+        return not isinstance(experts, int) or experts >= value
+    if name == "n_group":
+        return isinstance(experts, int) and experts % value == 0 and experts > value
+    if name == "topk_group":
+        return isinstance(groups, int) and groups >= value
+    return name != "first_k_dense_replace" or not isinstance(layers, int) or layers > value
+
+
 def _from_aliases(found: Resolved) -> None:
     """Keys that mean the same as another key, under another name or in another place."""
     if _section(found, _EXPERTS).get("scoring_func") == "sigmoid":
         _set(found, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
+    settings, heads = _section(found, _MODEL), f"{_MODEL}.n_kv_heads"
+    if settings.get("multi_query_attention") is False and found.written.get(heads) == f"{_MODEL}.multi_query_group_num":
+        settings["n_kv_heads"] = None
     untied = _section(found, _MODEL).get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
         _set(found, f"{_MODEL}.tie_word_embeddings", not untied, f"{_MODEL}.untie_embeddings_and_output_weights")
@@ -88,21 +146,32 @@ def _from_aliases(found: Resolved) -> None:
 
 
 def _from_flat_yarn(found: Resolved) -> None:
-    """MindSpore Transformers writes yarn beside position_embedding_type; its formula has 1 and 0 for unset mscales."""
+    """MindSpore Transformers writes yarn beside position_embedding_type; its formula has 1 and 0 for unset mscales.
+
+    With multi_latent_attention it has 0.707 for both. Keys of a yarn in rope_scaling, as a model folder has it, stay.
+    """
     settings, because = _section(found, _MODEL), f"{_MODEL}.position_embedding_type"
-    if settings.get("position_embedding_type") != "yarn" or "rotary_scaling_factor" not in settings:
+    key = next((key for key in ("rotary_scaling_factor", "scaling_factor") if key in settings), "")
+    factor = settings.get(key)
+    if settings.get("position_embedding_type") != "yarn" or isinstance(factor, dict) or not key:
         return
-    factor = settings.get("rotary_scaling_factor", 1.0)
-    settings.pop("rope_scaling", None)
-    _set(found, f"{_MODEL}.rope_scaling", {"rope_type": "yarn", "factor": factor}, because)
+    whole = settings.pop("rope_scaling", None)
+    whole = whole if isinstance(whole, dict) and whole.get("rope_type") == "yarn" else {}
+    _set(found, f"{_MODEL}.rope_scaling", {**whole, "rope_type": "yarn", "factor": factor}, because)
     names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     for name in (name for name in names if settings.get(name) is not None):
+        settings["rope_scaling"].pop(name, None)
         _set(found, f"{_MODEL}.rope_scaling.{name}", settings[name], f"{_MODEL}.{name}")
-    scales = [settings.get("mscale", 1.0), settings.get("mscale_all_dim", 0.0)]
-    if not all(scales) and all(isinstance(value, int | float) for value in (factor, *scales)) and factor >= 1:
+    unset = (0.707, 0.707) if settings.get("multi_latent_attention") else (1.0, 0.0)
+    scales = [settings.get(name, default) for name, default in zip(names[2:], unset, strict=True)]
+    numbers = all(isinstance(value, int | float) for value in (factor, *scales))
+    if not whole and settings.get("multi_latent_attention"):
+        for name, value in zip(names[2:], scales, strict=True):
+            _set(found, f"{_MODEL}.rope_scaling.{name}", value, because)
+    elif not whole and not all(scales) and numbers and factor >= 1:
         of, to = (0.1 * scale * math.log(factor) + 1 for scale in scales)
         _set(found, f"{_MODEL}.rope_scaling.attention_factor", of / to, because)
-    for name in ("rotary_scaling_factor", *names):
+    for name in (key, *names):
         settings.pop(name, None)
 
 

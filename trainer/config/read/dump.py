@@ -10,6 +10,7 @@ from yaml.nodes import SequenceNode
 from yaml.representer import SafeRepresenter
 from yaml.serializer import Serializer
 
+from trainer.config.families import FAMILIES
 from trainer.config.read.yaml_reader import ScalarResolver
 from trainer.config.schema.fields import Section, support_of
 from trainer.config.schema.root import Config
@@ -63,6 +64,11 @@ def values(config: Config) -> dict[str, Any]:
         del plain["runner_config"]["gradient_accumulation_steps"]  # that of this job; another one has its own
     if config.classifier is not None:
         del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
+    elif FAMILIES[config.model.arch.type].has_default_sizes:  # absent, they would have the sizes of the class
+        settings = plain["model"]["model_config"]
+        settings.setdefault("q_lora_rank", None)
+        for name in ("n_group", "topk_group", "first_k_dense_replace"):
+            settings["moe_config"].setdefault(name, None)
     return plain
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import Problem, SourceLocation, one_of, problem_at
-from trainer.config.families import FAMILIES, named_family
+from trainer.config.families import known_class, named_family
 from trainer.config.hugging_face import DEFAULTS, NOT_BUILT, differences, is_plain_llama, known_families, verdict
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, plain
 from trainer.config.read.relocate import arrange
@@ -24,7 +24,7 @@ _ARCH, _MODEL = "model.arch.type", "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _SIZES = (
     *(f"{_MODEL}.{name}" for name in "num_layers hidden_size num_heads n_kv_heads head_dim intermediate_size vocab_size"
-      " tie_word_embeddings".split()),
+      " tie_word_embeddings q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()),
     *(f"{_EXPERTS}.{name}" for name in "expert_num moe_intermediate_size shared_expert_num first_k_dense_replace"
       " moe_shared_expert_intermediate_size decoder_sparse_step mlp_only_layers".split()),
 )  # fmt: skip
@@ -34,6 +34,8 @@ _TOP_K = 50
 """What transformers takes for a top_k that generation_config.json leaves out."""
 _VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3", "yarn")}
 """The values of these keys for which there is code."""
+_LENGTHS = ("ChatGLM2ForConditionalGeneration", "TelechatForCausalLM")
+"""The families whose config.json has the longest context as seq_length."""
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
 
 
@@ -105,7 +107,7 @@ def _family(found: Resolved, described: Resolved, settings: Mapping[str, Any]) -
     unknown = "architectures" if classes and not by_class else "model_type" if kind and not by_kind else ""
     named = "" if unknown else by_class or by_kind
     if written is not None or not (unknown or (by_class and by_kind and by_class != by_kind)):
-        return written if written in FAMILIES else named, named
+        return known_class(written) or named, named
     if by_kind:  # another class of a known family
         where, key = described.positions[f"{_MODEL}.architectures"].text, f"{_MODEL}.architectures"
         rule = f"is not the class that is known of model_type {kind}: {by_kind}"
@@ -143,6 +145,9 @@ def _resolved(entries: dict[str, Entry]) -> Resolved:
 def _model(table: Table, file: str, found: Resolved) -> Resolved:
     """What config.json says, with the defaults of its class for keys that it leaves out."""
     entries, values = table.entries(), plain(table)
+    if named_family(values)[0] in _LENGTHS and "seq_length" in entries:  # not that of the training data
+        entries["max_position_embeddings"] = entries.pop("seq_length")
+        values["max_position_embeddings"] = values.pop("seq_length")
     names = {key: entries[key] for key in ("architectures", "model_type") if key in entries}
     family, named = _family(found, _resolved(names), values)
     if not family:
@@ -165,7 +170,11 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
             problems.append(problem_at(entry.place, key, rule, "use a model of a known family", values[key]))
     facts = _resolved(own)
     place = SourceLocation(0, f"{file} (without the key: {family}'s default)")
-    defaults = {key: Entry(Items() if value == [] else Scalar(value), place) for key, value in DEFAULTS[family].items()}
+    defaults = {
+        key: Entry(Items() if value == [] else Scalar(value), place)
+        for key, value in DEFAULTS[family].items()
+        if key != "q_lora_rank" or key not in entries  # where null is a value of its own
+    }
     _add(facts, _resolved(defaults))
     _derive_heads(facts)
     facts.problems += problems
@@ -204,6 +213,8 @@ def _unsupported(key: str, entry: Entry) -> list[Problem]:
 def _derive_heads(facts: Resolved) -> None:
     """Key heads and the width of a head where config.json leaves them to transformers, as it derives them."""
     settings = _value(facts.data, _MODEL)
+    if "kv_lora_rank" in settings:  # multi-head latent attention has widths of its own
+        return
     width, heads, place = settings.get("hidden_size"), settings.get("num_heads"), f"{_MODEL}.num_heads"
     if isinstance(heads, int) and heads > 0 and isinstance(width, int):
         for name, value in (("n_kv_heads", heads), ("head_dim", width // heads)):

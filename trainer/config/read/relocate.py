@@ -86,7 +86,22 @@ def arrange(root: Table) -> list[str]:
     if settings is not None and isinstance(settings.node, Table):
         for key in filter(is_flat_moe_key, settings.node.entries()):
             _move(root, f"{_MODEL}.{key}", f"{_MODEL}.moe_config.{key}", keeps_null=True)
+        _drop_whole_width(settings.node)
     return notices
+
+
+def _drop_whole_width(settings: Table) -> None:
+    """Leaves out transformers' qk_head_dim: beside qk_nope_head_dim, which is Megatron's qk_head_dim, it is a sum."""
+    values = {name: plain(entry.node) for name, entry in settings.entries().items() if name.startswith("qk_")}
+    parts = [values.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    if "qk_head_dim" in values and all(isinstance(part, int) for part in parts) and values["qk_head_dim"] == sum(parts):
+        _remove(settings, "qk_head_dim")
+
+
+def _remove(table: Table, name: str) -> None:
+    if name not in table.own:
+        table.own, table.bases = table.entries(), []
+    del table.own[name]
 
 
 def _find(root: Table, key: str) -> Entry | None:
@@ -120,10 +135,7 @@ def _move(root: Table, old: str, new: str, *, keeps_null: bool = False) -> None:
     entry = _find(root, old)
     if entry is None:
         return
-    source, name = _parent(root, old, entry), old.rpartition(".")[2]
-    if name not in source.own:
-        source.own, source.bases = source.entries(), []
-    del source.own[name]
+    _remove(_parent(root, old, entry), old.rpartition(".")[2])
     if is_null(entry.node) and not keeps_null:
         return
     target, name = _parent(root, new, entry), new.rpartition(".")[2]

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import Problem, SourceLocation, nearest, one_of, problem_at
-from trainer.config.hugging_face import CLASSES, NOT_BUILT, effect_of, is_known_effect
+from trainer.config.hugging_face import NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
 from trainer.config.read.relocate import disagreement, merge
 from trainer.config.schema.fields import (
@@ -52,23 +52,7 @@ def resolve(root: Table, kind: type[Section] = Config) -> Resolved:
     """Turns a tree into the values that the schema, a section of this kind, is then validated with."""
     found = Resolved(kind)
     found.data = _section(root, kind, "", found)
-    _check_class(found)
     return found
-
-
-def _check_class(found: Resolved) -> None:
-    """One problem for a class that is not built, and none for the keys that only it has."""
-    model = found.data.get("model")
-    arch = model.get("arch") if isinstance(model, dict) else None
-    kind = arch.get("type") if isinstance(arch, dict) else None
-    if not isinstance(kind, str) or kind not in CLASSES:
-        return
-    arch.clear()
-    model.get("model_config", {}).pop("auto_register", None)
-    prefix = "model.model_config."
-    found.problems = [one for one in found.problems if not one.error.key.startswith(prefix)]
-    rule = f"this model is not built: unlike a Llama it has {CLASSES[kind]}"
-    found.problems.append(problem_at(found.positions["model.arch.type"], "model.arch.type", rule, NOT_BUILT, kind))
 
 
 def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> dict[str, Any]:

@@ -1,20 +1,45 @@
 """Adapters: YAML ``model_config.pet_config``."""
 
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 from trainer.config.schema.fields import Section, setting
 
-PROJECTIONS = {
+_ATTENTION = {
     "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk",
     "self_attn.v_proj": "attention.wv",
     "self_attn.o_proj": "attention.wo",
+}
+_LATENT_ATTENTION = {
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
+    "self_attn.o_proj": "attention.wo",
+}
+_MLP = {
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-"""The matrices of a block that can be adapted: Hugging Face's name -> MindSpore Transformers'."""
+
+
+def projections(latent: bool = False, latent_queries: bool = False) -> dict[str, str]:
+    """The matrices of a block that can be adapted: Hugging Face's name -> MindSpore Transformers', in forward order.
+
+    Args:
+        latent: The attention is multi-head latent attention.
+        latent_queries: Its queries are made from a latent vector too (q_lora_rank).
+    """
+    attention = _ATTENTION
+    if latent:
+        attention = dict(_LATENT_ATTENTION)
+        if not latent_queries:
+            del attention["self_attn.q_a_proj"], attention["self_attn.q_b_proj"]
+            attention = {"self_attn.q_proj": "self_attention.linear_q_proj", **attention}
+    return attention | _MLP
 
 
 class PetConfig(Section):
@@ -27,18 +52,18 @@ class PetConfig(Section):
     target_modules: str = setting(
         ".*wq|.*wk|.*wv|.*wo", "Regular expression for the whole name of the matrices to adapt: q_proj, k_proj, v_proj,"
         " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without what stands before, as"
-        " in model.layers.0.self_attn.q_proj.", min_length=1)
+        " in model.layers.0.self_attn.q_proj. With multi_latent_attention q_a_proj and q_b_proj, or q_proj without"
+        " q_lora_rank, then kv_a_proj_with_mqa, kv_b_proj, o_proj.", min_length=1)
 
     @property
     def scale(self) -> float:
         """Factor on an adapter's output."""
         return self.lora_alpha / self.lora_rank
 
-    def targets(self, layer: int) -> tuple[str, ...]:
-        """The matrices of a layer that have an adapter, by their name in the block, in forward order."""
-        return tuple(name for name in PROJECTIONS if self._is_target(layer, name))
+    def targets(self, layer: int, names: Mapping[str, str]) -> tuple[str, ...]:
+        """Those of the matrices `names` of a layer that have an adapter, by their name in the block, in that order."""
+        return tuple(name for name in names if self._is_target(layer, name, names[name]))
 
-    def _is_target(self, layer: int, name: str) -> bool:
-        both = (name, PROJECTIONS[name])
+    def _is_target(self, layer: int, *both: str) -> bool:
         names = [f"model.layers.{layer}.{one}" for one in both] + [one.split(".")[-1] for one in both]
         return any(re.fullmatch(self.target_modules, one) for one in names)

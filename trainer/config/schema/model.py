@@ -1,10 +1,11 @@
 """The decoder: YAML ``model.model_config``."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.adapter import PetConfig
+from trainer.config.schema.adapter import PetConfig, projections
 from trainer.config.schema.fields import Section, setting
 from trainer.config.schema.moe import MoEConfig
 
@@ -29,6 +30,10 @@ class RopeScaling(Section):
     mscale: float | None = setting(None, "yarn: numerator of the attention factor.", ge=0)
     mscale_all_dim: float | None = setting(None, "yarn: denominator of the attention factor.", ge=0)
 
+    def mscale_of(self, weight: float) -> float:
+        """Yarn's factor on cosine and sine: 0.1 weight ln(factor) + 1 (Peng et al. 2023, equation 22)."""
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
 
 class ModelConfig(Section):
     """The decoder (YAML ``model.model_config``, or ``model_config`` at the top level)."""
@@ -37,16 +42,36 @@ class ModelConfig(Section):
         None, "Hugging Face's name of the family: says model.arch.type where that is left out.")
     architectures: list[str] | str | None = setting(
         None, "Hugging Face's class: says model.arch.type where that is left out.")
+    net_name: str | None = setting(
+        None, "TelechatForCausalLM: a name that begins with telechat3 makes it a TeleChat3. Default null: a TeleChat2.")
     batch_size: int = setting(1, "predict: prompts generated at once.", ge=1)
     seq_length: int = setting(2048, "Tokens in a sequence.", ge=1, aliases="max_seq_len")
-    num_layers: int = setting(32, "Decoder blocks.", ge=1, aliases="num_hidden_layers n_layers")
+    num_layers: int = setting(32, "Decoder blocks.", ge=1, aliases="num_hidden_layers n_layers n_layer")
     hidden_size: int = setting(4096, "Width of the residual stream.", ge=1, aliases="dim")
-    num_heads: int = setting(32, "Query heads.", ge=1, aliases="num_attention_heads n_heads")
+    num_heads: int = setting(32, "Query heads.", ge=1, aliases="num_attention_heads n_heads n_head")
     n_kv_heads: int | None = setting(
         None, "Key and value heads. Default null: num_heads.", ge=1,
         aliases="num_key_value_heads num_query_groups multi_query_group_num")
+    multi_query_attention: bool | None = setting(
+        None, "ChatGLM: False takes num_heads instead of multi_query_group_num. Default null: the number given.")
     head_dim: int | None = setting(
         None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, aliases="kv_channels")
+    multi_latent_attention: bool = setting(
+        False, "Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are made from one"
+        " vector of kv_lora_rank numbers a token. n_kv_heads and head_dim have no effect then.")
+    q_lora_rank: int | None = setting(
+        None, "multi_latent_attention: width of the vector that queries are made from. Default null: queries are made"
+        " from the residual stream, by one q_proj.", ge=1)
+    kv_lora_rank: int = setting(
+        512, "multi_latent_attention: width of the vector that keys and values are made from, which prediction caches.",
+        ge=1)
+    qk_nope_head_dim: int = setting(
+        128, "multi_latent_attention: width of the part of a query or key without positions. Beside it, qk_head_dim may"
+        " be the whole width, as transformers writes it.", ge=1, aliases="qk_head_dim")
+    qk_rope_head_dim: int = setting(
+        64, "multi_latent_attention: width of the part with rotary positions, of which all heads share one key.", ge=2,
+        aliases="qk_pos_emb_head_dim")
+    v_head_dim: int = setting(128, "multi_latent_attention: width of a head's values.", ge=1)
     intermediate_size: int | None = setting(
         None, "Width of the feed-forward layer. Default null: 2/3 of 4 x hidden_size, rounded up to multiple_of.", ge=1,
         aliases="ffn_hidden_size")
@@ -64,7 +89,8 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = setting(None, "Stretching of the positions. Default null: none.")
     qkv_has_bias: bool = setting(
         False, "Biases on query, key and value (Qwen2). As attention_bias it means what it means to Hugging Face's"
-        " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.", aliases="attention_bias add_qkv_bias")
+        " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.",
+        aliases="attention_bias add_qkv_bias qkv_bias")
     attn_proj_has_bias: bool = setting(False, "Bias on the attention's output.", aliases="out_proj_has_bias")
     mlp_has_bias: bool = setting(False, "Biases in the feed-forward layer.", aliases="mlp_bias add_bias_linear")
     mlp_down_has_bias: bool | None = setting(
@@ -81,7 +107,8 @@ class ModelConfig(Section):
         0.0, "Dropout on each sub-layer's output.", aliases="hidden_dropout_rate hidden_dropout_prob resid_pdrop")
     attention_dropout: Probability = setting(
         0.0, "Dropout on attention weights.", aliases="attention_dropout_rate attention_dropout_prob attn_dropout")
-    initializer_range: float = setting(0.02, "Standard deviation of new weights.", gt=0, aliases="init_method_std")
+    initializer_range: float = setting(
+        0.02, "Standard deviation of new weights.", gt=0, aliases="init_method_std sigma")
     hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = setting(
         "silu", "Activation: silu with a gate (SwiGLU), under each of its names.")
     compute_dtype: Dtype | None = setting(
@@ -139,16 +166,59 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        return self.num_heads if self.n_kv_heads is None else self.n_kv_heads
+        """Heads of keys and values; with multi_latent_attention each query head has its own."""
+        return self.num_heads if self.n_kv_heads is None or self.multi_latent_attention else self.n_kv_heads
 
     @property
     def head_size(self) -> int:
+        """Width of a query or key."""
+        if self.multi_latent_attention:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
+    def value_size(self) -> int:
+        """Width of a head's values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
+
+    @property
+    def rotary_head_size(self) -> int:
+        """Width of what the rotary kernel takes for a head: with multi_latent_attention the part with positions."""
+        return self.qk_rope_head_dim if self.multi_latent_attention else self.head_size
+
+    @property
+    def rotary_heads(self) -> tuple[int, int]:
+        """How many such heads the queries and the keys of a token have."""
+        return self.num_heads, 1 if self.multi_latent_attention else self.kv_heads
+
+    @property
     def rotary_size(self) -> int:
-        """How many numbers of a head, from its first, are rotated."""
-        return int(self.head_size * self.rotary_pct)
+        """How many numbers of such a head, from its first, are rotated."""
+        return int(self.rotary_head_size * self.rotary_pct)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the products of queries and keys before the softmax.
+
+        With multi_latent_attention and a rope_scaling that has mscale_all_dim, times the square of yarn's factor for
+        it: cosine and sine, which have the factor elsewhere, turn only a part of a head (transformers' DeepseekV3).
+        """
+        scaling, scale = self.rope_scaling, self.head_size**-0.5
+        if not self.multi_latent_attention or scaling is None or scaling.rope_type == "default":
+            return scale
+        return scale * scaling.mscale_of(scaling.mscale_all_dim or 0.0) ** 2
+
+    @property
+    def cache_widths(self) -> tuple[int, int]:
+        """Numbers of a token that prediction keeps in a layer: keys and values, or the latent and the shared key."""
+        if self.multi_latent_attention:
+            return self.kv_lora_rank, self.qk_rope_head_dim
+        return self.kv_heads * self.head_size, self.kv_heads * self.head_size
+
+    @property
+    def projections(self) -> dict[str, str]:
+        """The matrices of a block: name in the block -> MindSpore Transformers' name."""
+        return projections(self.multi_latent_attention, self.q_lora_rank is not None)
 
     @property
     def rope_base(self) -> float:
@@ -187,6 +257,11 @@ class ModelConfig(Section):
         if moe is None:
             return 0
         return moe.moe_shared_expert_intermediate_size or moe.shared_expert_num * self.expert_size
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the output of the shared experts is gated."""
+        return bool(self.shared_expert_size) and self.experts.use_shared_expert_gating
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer has experts; multi-token modules count on from num_layers."""

@@ -7,7 +7,7 @@ are added to or multiplied by. Gradients are written by hand where automatic one
 than is needed.
 
 Legend: N tokens (B rows x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K key/value
-heads, G = H / K, d head size.
+heads, G = H / K, d width of a query or key.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class SwiGLU(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """softmax(q k^T / sqrt(d) + mask) v for grouped query heads, causal, without repeating keys and values.
+    """softmax(scale q k^T + mask) v for grouped query heads, causal, without repeating keys and values.
 
     No query sees a later key. So the first half of the queries is multiplied by the first half of the keys only, which
     saves a quarter of the work; the second half is multiplied by all keys.
@@ -151,28 +151,32 @@ class Attention(nn.Cell):
         heads, kv_heads, head_size: H, K, d.
         dtype: Dtype of q, k, v, the products and the result.
         softmax_dtype: Input and output of the softmax are rounded to it; mask and arithmetic are float32.
+        value_size: Width of a head's values and of its result. Default None: d.
+        scale: Default None: 1 / sqrt(d).
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32
-    ) -> None:
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32,
+        value_size: int | None = None, scale: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.kv_heads, self.head_size, self.scale = kv_heads, head_size, head_size**-0.5
+        self.kv_heads, self.head_size, self.value_size = kv_heads, head_size, value_size or head_size
+        self.columns, self.scale = heads * self.value_size, head_size**-0.5 if scale is None else scale
         # One instance for every call site: see trainer/ops/__init__.py.
-        self.early, self.late = (_AttentionCore(head_size, dtype, softmax_dtype) for _ in range(2))
+        self.early, self.late = (_AttentionCore(self.value_size, dtype, softmax_dtype) for _ in range(2))
         self.transpose, self.slice, self.split, self.concat = P.Transpose(), P.Slice(), P.Split(1, 2), P.Concat(1)
 
     def construct(self, q_NC, k_NK, v_NK, mask, late_mask, dropout):
         # mask and late_mask: as attention_mask makes them
         rows = mask.shape[0] // self.kv_heads
-        queries = self.split_heads(q_NC * self.scale, rows)
-        keys, values = self.split_heads(k_NK, rows), self.split_heads(v_NK, rows)
+        queries = self.split_heads(q_NC * self.scale, rows, self.head_size)
+        keys, values = self.split_heads(k_NK, rows, self.head_size), self.split_heads(v_NK, rows, self.value_size)
         if late_mask is None:
             out = self.early(queries, keys, values, mask, dropout)[0]
         else:
             out = self.in_halves(queries, keys, values, mask, late_mask, dropout)
-        out = self.transpose(out.reshape(rows, self.kv_heads, -1, q_NC.shape[1] // self.kv_heads), (0, 2, 1, 3))
-        return out.reshape(q_NC.shape)
+        out = self.transpose(out.reshape(rows, self.kv_heads, -1, self.columns // self.kv_heads), (0, 2, 1, 3))
+        return out.reshape(q_NC.shape[0], self.columns)
 
     def in_halves(self, queries, keys, values, mask, late_mask, dropout):
         early_queries, late_queries = self.split(queries)
@@ -186,10 +190,10 @@ class Attention(nn.Cell):
         late = self.late(late_queries, keys, values, late_mask, late_dropout)[0]
         return self.concat((early, late))
 
-    def split_heads(self, x_NC, rows):
-        """[B*T, K*G*d] -> [B*K, T*G, d]: the G query heads that share a key stand one below the other."""
+    def split_heads(self, x_NC, rows, size):
+        """[B*T, K*G*size] -> [B*K, T*G, size]: the G query heads that share a key stand one below the other."""
         x = self.transpose(x_NC.reshape(rows, -1, self.kv_heads, x_NC.shape[1] // self.kv_heads), (0, 2, 1, 3))
-        return x.reshape(rows * self.kv_heads, -1, self.head_size)
+        return x.reshape(rows * self.kv_heads, -1, size)
 
 
 class _AttentionCore(nn.Cell):
@@ -203,7 +207,7 @@ class _AttentionCore(nn.Cell):
     `wide`, `rounded` and `narrow` stand between products and softmax; where all is float32 they do nothing.
     """
 
-    def __init__(self, head_size: int, dtype: mstype.Type, softmax_dtype: mstype.Type) -> None:
+    def __init__(self, value_size: int, dtype: mstype.Type, softmax_dtype: mstype.Type) -> None:
         super().__init__()
         self.dtype, self.half = dtype, dtype != mstype.float32
         self.softmax_dtype, self.half_softmax = softmax_dtype, softmax_dtype != mstype.float32
@@ -211,7 +215,7 @@ class _AttentionCore(nn.Cell):
         self.product, self.product_at = P.BatchMatMul(), P.BatchMatMul(transpose_a=True)
         self.product_bt = P.BatchMatMul(transpose_b=True)
         self.matmul, self.softmax, self.concat = P.MatMul(), P.Softmax(), P.Concat(-1)
-        self.head_size, self.minus_ones_d1 = head_size, -_ones(head_size, 1).astype(dtype)
+        self.value_size, self.minus_ones_d1 = value_size, -_ones(value_size, 1).astype(dtype)
 
     def construct(self, q, k, v, mask, dropout):
         scores = self.rounded(self.wide(self.product_bt(q, k)))
@@ -221,7 +225,7 @@ class _AttentionCore(nn.Cell):
 
     def bprop(self, q, k, v, mask, dropout, out, grads):
         probabilities, grad = out[1], grads[0]
-        minus_delta = self.matmul((out[0] * grad).reshape(-1, self.head_size), self.minus_ones_d1)
+        minus_delta = self.matmul((out[0] * grad).reshape(-1, self.value_size), self.minus_ones_d1)
         minus_delta = minus_delta.reshape(grad.shape[0], -1, 1)
         ones = ops.ones((v.shape[0], v.shape[1], 1), v.dtype)
         if dropout is None:
@@ -348,23 +352,26 @@ def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:
 
 
 def cached_attention(
-    q_BQC: Tensor, k_BSK: Tensor, v_BSK: Tensor, mask: Tensor, heads: int, kv_heads: int, softmax_dtype=mstype.float32
-) -> Tensor:
-    """Attention of Q new tokens over S cached ones (prediction: forward only), [B, Q, H*d] in the dtype of the queries.
+    q_BQC: Tensor, k_BSK: Tensor, v_BSV: Tensor, mask: Tensor, heads: int, kv_heads: int, softmax_dtype=mstype.float32,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of Q new tokens over S cached ones (prediction: forward only), [B, Q, H * width of a head's values].
 
-    Keys and values that `mask`, made by `cached_mask`, excludes may hold anything finite.
+    The result has the dtype of the queries. Keys and values that `mask`, made by `cached_mask`, excludes may hold
+    anything finite. `scale` is None for 1 / sqrt(d).
     """
-    rows, _, width = q_BQC.shape
-    head_size = width // heads
+    rows, queries, width = q_BQC.shape
+    sizes = width // heads, k_BSK.shape[-1] // kv_heads, v_BSV.shape[-1] // kv_heads
+    scale = sizes[0] ** -0.5 if scale is None else scale
     q, k, v = (
         ops.transpose(x.reshape(rows, -1, kv_heads, x.shape[-1] // kv_heads), (0, 2, 1, 3))
-        .reshape(rows * kv_heads, -1, head_size)
-        for x in (q_BQC * head_size**-0.5, k_BSK, v_BSK)
+        .reshape(rows * kv_heads, -1, size)
+        for x, size in zip((q_BQC * scale, k_BSK, v_BSV), sizes, strict=True)
     )  # fmt: skip
     scores = ops.bmm(q, ops.transpose(k, (0, 2, 1))).astype(softmax_dtype).astype(mstype.float32)
     out = ops.bmm(ops.softmax(scores + mask, -1).astype(softmax_dtype).astype(v.dtype), v)
-    out = ops.transpose(out.reshape(rows, kv_heads, -1, width // kv_heads), (0, 2, 1, 3))
-    return out.reshape(q_BQC.shape)
+    out = ops.transpose(out.reshape(rows, kv_heads, queries, heads // kv_heads * sizes[2]), (0, 2, 1, 3))
+    return out.reshape(rows, queries, heads * sizes[2])
 
 
 def sum_of_squares(tensor: Tensor) -> float:

@@ -1,0 +1,76 @@
+"""The command `smoke` from the file to its exit code; tests/unit/test_smoke_changes.py has what it changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from smoke_files import DENSE, EXPERTS
+
+from trainer.cli.main import dispatch, main
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "peer.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_dense_file_passes_and_the_verdict_is_json(tmp_path, capsys):
+    """MindRecord data with labels and masks, an evaluation, float16, a loss scale, accumulation, recomputation."""
+    code = dispatch(["smoke", "--config", write(tmp_path, DENSE), "--output_dir", str(tmp_path), "--json"])
+    printed, progress = capsys.readouterr()
+    verdict = json.loads(printed)
+    assert (code, verdict["result"], verdict["problem"]) == (0, "pass", "")
+    assert list(verdict["losses"]) == ["1", "2", "3"] and verdict["resumed_loss"] == verdict["losses"]["3"]
+    assert 5.5 < verdict["losses"]["1"] < 7.0 and 5.5 < verdict["eval_loss"] < 7.0  # log 512 is 6.2
+    changed = {change["key"]: change for change in verdict["changes"]}
+    assert changed["model.model_config.num_layers"]["before"] == 28
+    assert "resumed: step 3 of 3: loss" in progress
+    needs = "\n".join(verdict["needs"])
+    assert "data: train_dataset.data_loader (MindDataset): its path is not written" in needs
+    assert "devices: 16 Ascend (pipeline_stage 2, data_parallel 2, model_parallel 4)" in needs
+    assert "GiB a rank, activations (estimated) included, of 58GB" in needs
+    assert 0 < verdict["peak_rss_bytes"] < 3 << 30
+
+
+def test_experts_with_a_module_for_another_token_on_megatron_data(tmp_path, capsys):
+    arguments = ["--context.mode", "1", "--steps", "2", "--output_dir", str(tmp_path)]
+    code = dispatch(["smoke", "--config", write(tmp_path, EXPERTS), *arguments])
+    printed = capsys.readouterr().out
+    assert code == 0 and "PASS (" in printed
+    assert "parallel_config.expert_parallel  " in printed and "data_parallel in its place" in printed
+    assert "resumed after step 1: step 2 has the loss" in printed
+
+
+def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
+    text = EXPERTS.replace("learning_rate: 2.e-4, warmup_steps: 2000", "learning_rate: 1.e+30")
+    arguments = ["--context.mode", "1", "--json", "--output_dir", str(tmp_path)]
+    code = dispatch(["smoke", "--config", write(tmp_path, text), *arguments])
+    verdict = json.loads(capsys.readouterr().out)
+    assert (code, verdict["result"]) == (1, "fail") and "step 2" in verdict["problem"]
+    assert verdict["needs"] and "Traceback" not in verdict["problem"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("hidden_size: 3584", "hiden_size: 3584", "you probably mean model.model_config.hidden_size"),
+        ("num_heads: 28", "num_heads: 27", "must divide hidden_size"),
+        ("max_device_memory: 58GB", "max_device_memory: 1GB", "weights and optimizer state of a rank alone take"),
+        ("run_mode: finetune", "run_mode: eval", "smoke is for trainings"),
+    ],
+)
+def test_a_wrong_file_is_exit_code_2_with_the_messages_of_its_plan(tmp_path, capsys, old, new, says):
+    with pytest.raises(SystemExit) as ended:
+        main(["smoke", "--config", write(tmp_path, DENSE.replace(old, new)), "--output_dir", str(tmp_path)])
+    assert ended.value.code == 2 and says in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "smoke").exists()
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--ranks"])
+def test_too_few_steps_or_ranks(tmp_path, capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        main(["smoke", "--config", write(tmp_path, DENSE), flag, "0"])
+    assert ended.value.code == 2 and "must be at least" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""Multi-head latent attention: keys and values of all heads are made from one short vector of a token.
+
+DeepSeek-AI 2024, DeepSeek-V2, section 2.1. With y the normed residual stream, for a head h:
+
+    c_q = norm(W_qa y)                  q_h = [q_nope; rotate(q_rope)],  [q_nope; q_rope] = W_qb,h c_q
+    [l; r] = W_kva y,  c = norm(l)      k_h = [W_k,h c; rotate(r)],      v_h = W_v,h c
+    o_h = softmax(scale q_h k_h^T) v_h
+
+Without q_lora_rank queries are made from y by one matrix. rotate(r) is one key for all heads. Prediction caches c and
+rotate(r) alone and never makes keys and values of the cached tokens: q_nope W_k,h c = (q_nope W_k,h) c, so the heads'
+queries meet c itself, as one key of all heads, and W_v,h multiplies the sum of the c (same section, "absorbed").
+
+Legend: N tokens, D hidden, H heads, L = kv_lora_rank, d = qk_nope_head_dim, R = qk_rope_head_dim, v = v_head_dim,
+C = H * (d + R), V = H * v, B sequences of a prediction, S cached tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspore import nn, ops
+from mindspore.ops import operations as P
+
+from trainer.models.projection import Projection
+from trainer.models.shapes import block_names
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+    from trainer.ops.kernel_set import KernelSet
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of latent vectors: transformers' and DeepSeek's own code has it whatever rms_norm_eps says."""
+
+
+class LatentAttentionLayer(nn.Cell):
+    """x_ND -> what multi-head latent attention adds to the residual stream, [N, D].
+
+    `weights` are all weights of the block, in the order of `block_names`.
+    """
+
+    cache_heads = 1
+    """Heads of keys and values in the cache: it holds what all heads share."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        names, heads = block_names(settings), settings.num_heads
+        self.norm_weight = names.index("input_layernorm.weight")
+        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.has_query_latent = settings.q_lora_rank is not None
+        if self.has_query_latent:
+            self.query_down = Projection("self_attn.q_a_proj", settings, kernels)
+            self.query_norm = kernels.rms_norm(settings.q_lora_rank, LATENT_NORM_EPS)
+            self.query_norm_weight = names.index("self_attn.q_a_layernorm.weight")
+        self.query = Projection(f"self_attn.{'q_b' if self.has_query_latent else 'q'}_proj", settings, kernels)
+        self.key_value_down = Projection("self_attn.kv_a_proj_with_mqa", settings, kernels)
+        self.key_value_norm = kernels.rms_norm(settings.kv_lora_rank, LATENT_NORM_EPS)
+        self.key_value_norm_weight = names.index("self_attn.kv_a_layernorm.weight")
+        self.key_value = Projection("self_attn.kv_b_proj", settings, kernels)
+        self.out = Projection("self_attn.o_proj", settings, kernels)
+        rotated = settings.rotary_head_size, settings.rotary_size, settings.rope_interleave
+        self.query_rotary, self.key_rotary = (kernels.rotary(*rotated) for _ in range(2))
+        self.scale = settings.attention_scale
+        self.attention = kernels.attention(
+            heads, heads, settings.head_size, value_size=settings.value_size, scale=self.scale
+        )
+        self.heads, self.latent = heads, settings.kv_lora_rank
+        self.plain, self.rotated, self.value = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
+        self.join, self.repeat = P.Concat(1), P.Tile()
+
+    def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
+        q_NC, latent_NL, key_NR = self.project(x_ND, query_tables, key_tables, weights)
+        k_NC, v_NV = self.expand(latent_NL, key_NR, weights)
+        return self.out(self.attention(q_NC, k_NC, v_NV, masks[0], masks[1], dropout), weights)
+
+    def project(self, x_ND, query_tables, key_tables, weights):
+        """Rotated queries, and what a prediction caches: the normed latent vector and the rotated key of all heads."""
+        y_ND = self.norm(x_ND, weights[self.norm_weight])
+        made_from = y_ND
+        if self.has_query_latent:
+            made_from = self.query_norm(self.query_down(y_ND, weights), weights[self.query_norm_weight])
+        q_NC = self.query(made_from, weights)
+        plain, turned = self.cut(q_NC, self.plain + self.rotated, self.plain)
+        turned = self.query_rotary(turned.reshape(q_NC.shape[0], -1), query_tables[0], query_tables[1])
+        q_NC = self.join((plain, turned.reshape(-1, self.rotated))).reshape(q_NC.shape)
+        latent_NL, key_NR = self.cut(self.key_value_down(y_ND, weights), self.latent + self.rotated, self.latent)
+        latent_NL = self.key_value_norm(latent_NL, weights[self.key_value_norm_weight])
+        return q_NC, latent_NL, self.key_rotary(key_NR, key_tables[0], key_tables[1])
+
+    def expand(self, latent_NL, key_NR, weights):
+        """Keys [N, C] and values [N, V] of all heads."""
+        plain, v = self.cut(self.key_value(latent_NL, weights), self.plain + self.value, self.plain)
+        shared = self.repeat(key_NR, (1, self.heads)).reshape(-1, self.rotated)
+        k_NC = self.join((plain, shared)).reshape(key_NR.shape[0], -1)
+        return k_NC, v.reshape(key_NR.shape[0], -1)
+
+    def cut(self, x, width, first):
+        """Rows of this width in two: the first columns and the others, each [rows, columns]."""
+        return ops.split(x.reshape(-1, width), (first, width - first), 1)
+
+    def over_cache(self, attend, q_NC, cached, mask, weights):
+        """The same over the cached vectors [B, S, L] and keys [B, S, R], for prediction.
+
+        `attend` is `cached_attention`. q_NC has the new tokens of all sequences.
+        """
+        latent_BSL, key_BSR = cached
+        rows, tokens = latent_BSL.shape[0], q_NC.shape[0]
+        matrix = self.key_value.matrix(weights).astype(q_NC.dtype).reshape(self.heads, -1, self.latent)
+        of_keys, of_values = ops.split(matrix, (self.plain, self.value), 1)
+        plain, turned = self.cut(q_NC, self.plain + self.rotated, self.plain)
+        plain = ops.bmm(ops.transpose(plain.reshape(tokens, self.heads, -1), (1, 0, 2)), of_keys)
+        plain = ops.transpose(plain, (1, 0, 2)).reshape(-1, self.latent)
+        queries = self.join((plain, turned)).reshape(rows, -1, self.heads * (self.latent + self.rotated))
+        keys = ops.concat((latent_BSL, key_BSR), -1)
+        out = attend(queries, keys, latent_BSL, mask, self.heads, 1, scale=self.scale)
+        out = ops.transpose(out.reshape(tokens, self.heads, self.latent), (1, 0, 2))
+        out = ops.bmm(out, ops.transpose(of_values, (0, 2, 1)))
+        return self.out(ops.transpose(out, (1, 0, 2)).reshape(tokens, -1), weights)

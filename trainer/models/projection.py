@@ -1,0 +1,58 @@
+"""A matrix of a block, with its bias and its adapter.
+
+Legend: N tokens, I/O in and out features, R rank of an adapter: A [R, I], B [O, R].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspore import nn
+from mindspore.ops import operations as P
+
+from trainer.models.shapes import adapted_projections, adapter_names, block_names, dropped_projections, mask_name
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+    from trainer.ops.kernel_set import KernelSet
+
+
+class Projection(nn.Cell):
+    """(x_NI, all weights of the block, in the order of `block_names`) -> y_NO, with an adapter where there is one:
+
+        y = x W^T (+ bias) + lora_alpha / lora_rank * dropout(x) A^T B^T    (Hu et al. 2021, equation 3)
+
+    Automatic differentiation of this is as good as a gradient by hand: `Linear` has one already, the products with A
+    and B are small, and where W is not trained the product that would be its gradient is never computed. `name` is the
+    projection's in the block, for example ``self_attn.q_proj``.
+    """
+
+    def __init__(self, name: str, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        argnums = {entry: argnum for argnum, entry in enumerate(block_names(settings))}
+        self.weight, self.has_bias = argnums[f"{name}.weight"], f"{name}.bias" in argnums
+        self.linear = kernels.linear_bias() if self.has_bias else kernels.linear()
+        self.has_adapter = name in adapted_projections(settings)
+        if self.has_adapter:
+            self.a, self.b = (argnums[part] for part in adapter_names(name))
+            self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
+            self.down, self.up, self.scale = kernels.linear(), kernels.linear(), settings.pet_config.scale
+            self.product = P.MatMul()
+
+    def matrix(self, weights):
+        """The matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
+        if not self.has_adapter or weights[self.a] is None:
+            return weights[self.weight]
+        return weights[self.weight] + self.product(weights[self.b] * self.scale, weights[self.a])
+
+    def construct(self, x_NI, weights):
+        if self.has_bias:
+            y_NO = self.linear(x_NI, weights[self.weight], weights[self.weight + 1])
+        else:
+            y_NO = self.linear(x_NI, weights[self.weight])
+        if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
+            return y_NO
+        mask_NI = None if self.mask is None else weights[self.mask]
+        x_NR = self.down(x_NI if mask_NI is None else x_NI * mask_NI, weights[self.a])
+        # The factor multiplies the smallest of the matrices.
+        return y_NO + self.up(x_NR, weights[self.b] * self.scale)

@@ -1,0 +1,143 @@
+"""Trains a small copy of a file, resumes it and reads what both wrote: in this process, or in those of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.checkpoint.store import folder_name
+from trainer.config import Override, load_config
+from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, RunError
+from trainer.monitors.metrics import Monitor
+from trainer.parallel.world import world_from_environment, world_of
+
+if TYPE_CHECKING:
+    from trainer.monitors.metrics import EvalMetrics, StepMetrics
+    from trainer.smoke.changes import Setup
+
+CONFIG, LOG = "smoke.yaml", "smoke.log"
+"""Files of the folder: the small copy, and what its runs print."""
+WORKER = "smoke-worker"
+"""The command that each process of a job runs."""
+_METRICS, _FIRST_METRICS = "metrics.jsonl", "metrics-first.jsonl"
+
+
+class Results(NamedTuple):
+    """The losses of the two runs; None stands for a number that is not finite."""
+
+    losses: dict[int, float | None]  # of the training, by step from 1
+    resumed: dict[int, float | None]  # those of the steps after the checkpoint are the resumed run's
+    evaluation: float | None
+    peak_rss_bytes: int
+
+
+def execute(setup: Setup, tell: Callable[[str], None]) -> Results:
+    """Trains and resumes.
+
+    Args:
+        tell: Is given a line about each step.
+
+    Raises:
+        UserError: The data cannot be read.
+        RunError: The training failed.
+        KeyboardInterrupt, SystemExit: It was stopped.
+    """
+    if setup.ranks == 1:
+        tell(f"training on the {setup.device}; the first step loads MindSpore and compiles")
+        code = train_and_resume(setup.folder, setup.steps, tell)
+    else:
+        tell(f"training on {setup.ranks} processes; the first step loads MindSpore and compiles")
+        code = _run_job(setup)
+    if code == EXIT_SIGINT:
+        raise KeyboardInterrupt
+    if code == EXIT_SIGTERM:
+        raise SystemExit(code)
+    if code:
+        raise RunError(f"a process of the training ended with exit code {code}")
+    return _results(setup.folder)
+
+
+def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> int:
+    """Runs the small copy, and once more from its checkpoint before the last step; returns the exit code."""
+    from trainer.run.loop import run
+
+    is_first = world_from_environment().rank == 0
+    for resumed in (False, True):
+        overrides = [Override("resume_training", folder_name(steps - 1), "smoke")] if resumed else []
+        with (folder / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            code = run(load_config(str(folder / CONFIG), overrides), [_Progress(tell, resumed)] if is_first else ())
+        if code != EXIT_OK:
+            return code
+        if is_first and not resumed:
+            shutil.copyfile(folder / _METRICS, folder / _FIRST_METRICS)
+    return EXIT_OK
+
+
+class _Progress(Monitor):
+    """A line about each step."""
+
+    def __init__(self, tell: Callable[[str], None], resumed: bool) -> None:
+        self.tell, self.begins = tell, "resumed: " if resumed else ""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        why = metrics.skipped or ("overflow" if metrics.overflow else "")
+        loss = f"loss {metrics.loss:.4f}, lr {metrics.lr:.3e}, {metrics.step_seconds:.1f} s"
+        loss += f" ({why}: nothing was updated)" if why else ""
+        self.tell(f"{self.begins}step {metrics.step} of {metrics.last_step}: {loss}")
+
+    def on_eval(self, metrics: EvalMetrics) -> None:
+        self.tell(f"{self.begins}evaluation: loss {metrics.loss:.4f}, {metrics.seconds:.1f} s")
+
+
+def _run_job(setup: Setup) -> int:
+    """Starts the processes, which train and resume together."""
+    from trainer.launch.arguments import LaunchOptions
+    from trainer.launch.command import launch
+    from trainer.run.prepare import build_plan
+
+    build_plan(load_config(str(setup.folder / CONFIG)), world_of(setup.ranks))  # wrong data shows here at once
+    options = LaunchOptions(
+        worker_num=setup.ranks,
+        local_worker_num=setup.ranks,
+        log_dir=setup.folder / "job",
+        arguments=(WORKER, str(setup.folder), str(setup.steps)),
+    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with _stdout_as_stderr():
+            return launch(options)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """Sends what the launcher and the workers print to standard error: standard output is for the verdict."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _results(folder: Path) -> Results:
+    """Reads what the runs wrote down."""
+    first, both = ([json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+                   for name in (_FIRST_METRICS, _METRICS))
+    losses, resumed = ({record["step"]: record["loss"] for record in records if "loss" in record}
+                       for records in (first, both))
+    evaluation = next((record["eval_loss"] for record in first if "eval_loss" in record), None)
+    peaks = [record["peak_rss_bytes"] for record in both if "peak_rss_bytes" in record]
+    return Results(losses, resumed, evaluation, max(peaks, default=0))
