@@ -26,7 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
-KNOWN = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
+KNOWN = ("llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4", "deepseek_v3")
 TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OTHERS: dict[str, dict[str, Any]] = {

@@ -56,7 +56,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 import golden_files  # noqa: E402  (beside the tests, which must run without torch)
 
-LARGEST_TOTAL_BYTES = 4_500_000
+LARGEST_TOTAL_BYTES = 5_000_000
 
 # A base of 500 puts the wavelengths of an 8-wide head at 6, 30, 141 and 664 positions: with 64 original positions
 # llama3 and yarn then keep, blend and stretch at least one frequency each.
@@ -89,6 +89,15 @@ GLM4_MOE_REMOVALS = {
     "attention bias": Removal(neutral={"_proj.bias": 0.0}),
     "query and key norms": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
 }
+GLM = {"head_dim": 16, "rms_norm_eps": 1e-3, "attention_bias": True, "partial_rotary_factor": 0.5, "pad_token_id": None,
+       "intermediate_size": 24}
+GLM_REMOVALS = {
+    "partial rotary": Removal({"partial_rotary_factor": 1.0}),
+    "attention bias": Removal(neutral={"_proj.bias": 0.0}),
+}
+QWEN2_MOE = {**EXPERTS, "attention_bias": True, "num_experts": 8, "moe_intermediate_size": 8,
+             "shared_expert_intermediate_size": 24,
+             "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False}
 DEEPSEEK_V3 = {
     **GLM4_MOE, **SCALING_BASE, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "num_key_value_heads": 4,
@@ -126,6 +135,11 @@ CASES = {
     "qwen3": Case("query and key norms, heads wider than hidden / heads, untied head", QWEN3, "qwen3",
                   neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
     "qwen3_packed": Case("several documents in a row", QWEN3, "qwen3", packed=True),
+    "glm": Case("neighbours of half a head rotated, gate and up in one matrix", {**GLM, "num_hidden_layers": 1}, "glm",
+                removals=GLM_REMOVALS),
+    "glm4": Case("the same with norms after the sublayers; several documents in a row", GLM, "glm4", packed=True,
+                 removals=GLM_REMOVALS | {"norms": Removal(neutral={"post_self_attn_layernorm.weight": 1.0,
+                                                                    "post_mlp_layernorm.weight": 1.0})}),
     "mixtral": Case("two of four experts, weights that sum to 1", MIXTRAL, "mixtral",
                     without={"num_experts_per_tok": 1}, salt="2"),
     "qwen3_moe": Case("two of eight experts, weights as the softmax gives them, a dense layer between", QWEN3_MOE,
@@ -133,6 +147,11 @@ CASES = {
                           "weights as they are": Removal({"norm_topk_prob": True}),
                           "dense layer": Removal({"mlp_only_layers": []}),
                           "norms": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0})}, salt="47"),
+    "qwen2_moe": Case("a shared expert with a gate", QWEN2_MOE, "qwen2_moe", removals={
+        "gate": Removal(neutral={"shared_expert_gate.weight": 0.0}),
+        "shared expert": Removal(neutral={"shared_expert.down_proj.weight": 0.0}),
+        "weights as they are": Removal({"norm_topk_prob": True}),
+        "attention bias": Removal(neutral={"_proj.bias": 0.0})}, salt="10"),
     "glm4_moe": Case("sigmoid router with groups and correction bias, shared experts, a dense first layer, half of a"
                      " head rotated", GLM4_MOE, "glm4_moe", removals=GLM4_MOE_REMOVALS, salt="1"),
     "deepseek_v3": Case("multi-head latent attention with latent queries, yarn with mscale; experts as in glm4_moe",

@@ -104,9 +104,15 @@ def load_optimizer_case(name: str) -> OptimizerCase:
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The ``model_config`` section of a YAML that describes the model of a golden case."""
+    is_glm, is_sandwich = config["model_type"] in ("glm", "glm4"), config["model_type"] == "glm4"
     head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // config["num_attention_heads"]
     return {
-        "type": {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}[config["model_type"]],
+        "type": {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "glm": "GlmConfig",
+                 "glm4": "Glm4Config"}[config["model_type"]],
+        "rotary_pct": config["partial_rotary_factor"] if is_glm else 1.0,
+        "rope_interleave": is_glm,
+        "post_self_attn_layernorm": is_sandwich,
+        "post_mlp_layernorm": is_sandwich,
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
         "num_heads": config["num_attention_heads"],
@@ -119,7 +125,7 @@ def model_settings(config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": config["rope_theta"],
         "rope_scaling": config["rope_scaling"],
         "qkv_has_bias": config["model_type"] == "qwen2" or config["attention_bias"],
-        "attn_proj_has_bias": config["model_type"] != "qwen2" and config["attention_bias"],
+        "attn_proj_has_bias": config["model_type"] != "qwen2" and not is_glm and config["attention_bias"],
         "mlp_has_bias": config["model_type"] == "llama" and config["mlp_bias"],
         "use_qk_norm": config["model_type"] == "qwen3",
         "tie_word_embeddings": config["tie_word_embeddings"],

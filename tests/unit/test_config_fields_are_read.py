@@ -22,6 +22,7 @@ DERIVED = {
     "rope_theta": "rope_base",
     "rope_ratio": "rope_base",
     "mlp_down_has_bias": "down_has_bias",
+    "use_shared_expert_gating": "has_shared_gate",
     "intermediate_size": "ffn_size",
     "multiple_of": "ffn_size",
     "ffn_dim_multiplier": "ffn_size",
@@ -46,6 +47,9 @@ ELSEWHERE = {
     # The loader turns these into model.arch.type and moe_layer_freq; a rule and a notice look at the last.
     "model.settings.architectures",
     "model.settings.model_type",
+    "model.settings.net_name",
+    # ... and this one into n_kv_heads.
+    "model.settings.multi_query_attention",
     "model.settings.moe_config.decoder_sparse_step",
     "model.settings.moe_config.mlp_only_layers",
     "model.settings.moe_config.output_router_logits",

@@ -189,7 +189,6 @@ def test_what_is_right_at_the_edge_loads(text):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("moe_config: {expert_num: 4, use_shared_expert_gating: True}\n", ["use_shared_expert_gating = True: not yet"]),
         ("moe_config: {expert_num: 4, use_random_expert: True}\n", ["use_random_expert = True: not yet"]),
         (
             "train_dataset: {data_loader: {type: ADGenDataLoader, path: a}}\n",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from golden_files import load_model_case, model_case_names, model_settings
 
+from trainer.checkpoint.joined_names import split_joined
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.init import initial_value
@@ -34,7 +35,9 @@ def settings_of(**changes) -> ModelConfig:
 def test_names_and_shapes_are_hugging_faces(name: str) -> None:
     case = load_model_case(name)
     settings = parse_config(name, json.dumps({"model": {"model_config": model_settings(case.config)}})).decoder
-    assert parameter_shapes(settings) == {key: value.shape for key, value in case.weights.items()}
+    assert parameter_shapes(settings) == {
+        key: value.shape for key, value in split_joined(case.weights, settings).items()
+    }
 
 
 def test_parameters_stand_in_forward_order() -> None:

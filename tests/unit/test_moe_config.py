@@ -42,7 +42,7 @@ def moe(keys: str, more: str = "") -> str:
         (moe("aux_loss_types: [device], aux_loss_factors: [0.1]"), ["aux_loss_types", "not yet"]),
         (moe("moe_router_load_balancing_type: sinkhorn"), ["'sinkhorn': not yet", "seq_aux_loss"]),
         (moe("moe_router_load_balancing_type: none"), ["'none': contradicts aux_loss_factor", "aux_loss_factor: 0"]),
-        (moe("use_shared_expert_gating: True"), ["use_shared_expert_gating = True: not yet", "a model without a gate"]),
+        (moe("use_shared_expert_gating: True"), ["gates shared experts, and there are none"]),
         (moe("use_random_expert: True"), ["use_random_expert = True: not yet"]),
         (moe("").replace("seq_length", "mlp_has_bias: True, seq_length"), ["mlp_has_bias = True: not yet", "experts"]),
         (moe("").replace("seq_length", "mtp_depth: -1, seq_length"), ["mtp_depth = -1: must be at least 0"]),

@@ -234,13 +234,6 @@ def test_ids_outside_the_vocabulary_matter_where_they_act():
     assert "eos_token_id = 900" in failure(lambda: load(sizes))
 
 
-@pytest.mark.parametrize("kind", ["TelechatForCausalLM", "ChatGLM2ForConditionalGeneration"])
-def test_a_model_that_is_not_built_is_one_problem(kind):
-    keys = "model_config: {sigma: 0.1, rope_ratio: 1, auto_register: a.B}"
-    message = failure(lambda: load(f"model: {{{keys}, arch: {{type: {kind}}}}}\n"))
-    assert "this model is not built" in message and "unknown key" not in message and "Llama" in message
-
-
 def test_weights_that_a_training_from_new_ones_names_are_noted():
     text = "model_config: {checkpoint_name_or_path: own_7b, extend_method: 'None', scaling_factor: {factor: 16.0}}\n"
     assert "not read, run_mode train starts from new weights" in notices(text)

@@ -102,7 +102,7 @@ def _expert_names(name: str, experts: int, form: str) -> Iterator[str]:
     """Names on disk of the tensors of a stack, in order."""
     layer, _, projection = name.partition(_EXPERTS)
     if form == MIXTRAL:
-        layer, projection = f"{layer}{_HOME}experts.", _OF_MIXTRAL[projection]
+        layer, projection = f"{layer}{_HOME}experts.", _OF_MIXTRAL.get(projection, projection)
     else:
         layer = layer + _EXPERTS
     return (f"{layer}{expert}.{projection}" for expert in range(experts))

@@ -1,4 +1,4 @@
-"""Files that name tensors otherwise or join matrices: those of GLM, ChatGLM and TeleChat2. Needs numpy only.
+"""Files that name tensors otherwise or join matrices. Needs numpy only.
 
 =========  ====================================================  =============================================
 family     on disk                                               in memory
@@ -7,12 +7,14 @@ GLM        mlp.gate_up_proj [2F, D]                              mlp.gate_proj a
 ChatGLM    transformer.encoder.layers.N.self_attention           model.layers.N.self_attn.q_proj, k_proj and
            .query_key_value [(H + 2K) d, D]                      v_proj [H d, D], [K d, D], [K d, D]
            transformer.encoder.layers.N.mlp.dense_h_to_4h        model.layers.N.mlp.gate_proj and up_proj
+Qwen2-MoE  mlp.shared_expert                                     mlp.shared_experts
 TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.self_attn.k_proj and v_proj
            of each head the key's rows, then the value's
 =========  ====================================================  =============================================
 
-ChatGLM's are read under MindSpore Transformers' names too, joined or not. GLM's form is written: transformers has a
-class for it. H query heads, K key/value heads of d numbers, F width of the feed-forward layer, D hidden size.
+ChatGLM's are read under MindSpore Transformers' names too, joined or not. The forms of GLM and Qwen2-MoE are written:
+transformers has classes for them. H query heads, K key/value heads of d numbers, F width of the feed-forward layer, D
+hidden size.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 Weights = dict[str, np.ndarray]
 
 _PAIR, _ALL, _KEYS_AND_VALUES = "mlp.gate_up_proj", "self_attn.qkv_proj", "self_attn.kv_proj"
+_SHARED, _SHARED_HERE = ".mlp.shared_expert.", ".mlp.shared_experts."
 _WRITTEN_JOINED = ("GlmForCausalLM", "Glm4ForCausalLM")
 _NAMES = tuple(
     (re.compile(pattern), name)
@@ -54,7 +57,8 @@ _NAMES = tuple(
 
 def split_joined(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
     """The tensors of a file under our names, each matrix by itself; others are kept as they are."""
-    if not any(name.startswith("transformer.") or f".{_PAIR}." in name for name in weights):
+    parts = f".{_PAIR}.", _SHARED
+    if not any(name.startswith("transformer.") or any(part in name for part in parts) for name in weights):
         return dict(weights)
     found: Weights = {}
     for name, array in weights.items():
@@ -65,6 +69,8 @@ def split_joined(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> We
 
 def join(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
     """Tensors as the files of a family have them; `family` is the class that they are saved as."""
+    if family == "Qwen2MoeForCausalLM":
+        return {name.replace(_SHARED_HERE, _SHARED): array for name, array in arrays.items()}
     if family not in _WRITTEN_JOINED:
         return dict(arrays)
     found: Weights = {}
@@ -81,7 +87,7 @@ def _renamed(name: str) -> str:
     if name.startswith("transformer."):
         for pattern, ours in _NAMES:
             name = pattern.sub(ours, name)
-    return name
+    return name.replace(_SHARED, _SHARED_HERE)
 
 
 def _split(name: str, array: np.ndarray, settings: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

@@ -434,6 +434,31 @@ def _export(
     return EXIT_OK
 
 
+@app.command("convert")
+def _convert(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file.", show_default=False)],
+    output: Annotated[Path | None, typer.Option("--output", help="Default: standard output.", metavar="PATH")] = None,
+) -> int:
+    """Writes a file of MindSpore Transformers' newer schema (--mode 1) with the keys of this trainer.
+
+    Every command takes such a file as it is; notes say what has no counterpart.
+    """
+    from trainer.config import converted
+    from trainer.config.read.yaml_reader import read_text
+
+    text, notices = converted(file, read_text(file))
+    for notice in notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if output is None:
+        print(text, end="")
+        return EXIT_OK
+    if output.exists():
+        raise UserError("is there already", where="flag --output", key=str(output), fix="give another --output")
+    output.write_text(text, encoding="utf-8")
+    print(output)
+    return EXIT_OK
+
+
 @app.command("doctor")
 def _doctor(
     json_: _Json = False,

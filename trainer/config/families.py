@@ -27,11 +27,17 @@ class Family(NamedTuple):
     """Other classes and model types that mean the same."""
 
 
+_GLM = {"rotary_pct": 0.5, "rope_interleave": True, "qkv_has_bias": True}
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", {}, {}, has_output_bias=True),
     "Qwen2ForCausalLM": Family("qwen2", {"qkv_has_bias": True}, {}),
     "Qwen3ForCausalLM": Family("qwen3", {"use_qk_norm": True}, {}, has_output_bias=True),
     "MixtralForCausalLM": Family("mixtral", {}, {}, is_mixture=True),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", {"qkv_has_bias": True}, {"use_shared_expert_gating": True, "norm_topk_prob": False},
+        is_mixture=True,
+    ),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", {"use_qk_norm": True}, {}, is_mixture=True, has_output_bias=True),
     # Balanced by the expert bias instead of a loss: "no auxiliary loss" is what noaux means.
     "Glm4MoeForCausalLM": Family(
@@ -40,6 +46,19 @@ FAMILIES = {
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
         is_mixture=True,
         has_expert_bias=True,
+    ),
+    "GlmForCausalLM": Family("glm", _GLM, {}),
+    "Glm4ForCausalLM": Family("glm4", {**_GLM, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, {}),
+    "ChatGLM2ForConditionalGeneration": Family(
+        "chatglm", _GLM, {}, in_transformers=False,
+        other_names=("ChatGLMModel", "ChatGLMForConditionalGeneration", "glm2"),
+    ),
+    "TelechatForCausalLM": Family(
+        "telechat", {"attn_proj_has_bias": True, "mlp_down_has_bias": True, "initializer_range": 0.0048}, {},
+        in_transformers=False, other_names=("ParallelTelechatForCausalLM", "Telechat2ForCausalLM"),
+    ),
+    "TeleChat3ForCausalLM": Family(
+        "telechat3", {}, {}, in_transformers=False, other_names=("Telechat3ForCausalLM",)
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",
@@ -51,8 +70,11 @@ FAMILIES = {
         has_default_sizes=True,
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
     ),
-}
-"""By ``model.arch.type``, which is Hugging Face's class."""
+}  # fmt: skip
+"""By ``model.arch.type``, which is Hugging Face's class, or MindSpore Transformers' where transformers has none."""
+
+CONFIG_CLASSES = ("LlamaConfig", "Qwen2Config", "ChatGLM2Config", "TelechatConfig", "DeepseekV3Config")
+"""MindSpore Transformers' configuration classes of models that are built in."""
 
 
 def known_class(name: Any) -> str:

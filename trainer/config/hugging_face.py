@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.config.families import FAMILIES
-
-if TYPE_CHECKING:
-    from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.fields import yaml_names
+from trainer.config.schema.model import ModelConfig
 
 _ALL: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
@@ -21,6 +20,11 @@ _ALL: dict[str, Any] = {
 }  # fmt: skip
 _WINDOWS = {"use_sliding_window": False}
 _LOSSES = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_ALL_OF_GLM = _ALL | {
+    "vocab_size": 151552, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7, "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": _ALL | {
@@ -33,6 +37,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
         "router_jitter_noise": 0.0, "sliding_window": None,
+    },
+    "Qwen2MoeForCausalLM": _ALL | _WINDOWS | _LOSSES | {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "qkv_bias": True,
     },
     "Qwen3MoeForCausalLM": _ALL | _WINDOWS | _LOSSES | {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
@@ -47,6 +57,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
         "output_router_logits": False,
     },
+    "GlmForCausalLM": _ALL_OF_GLM,
+    "Glm4ForCausalLM": _ALL_OF_GLM,
+    "ChatGLM2ForConditionalGeneration": {
+        "padded_vocab_size": 65024, "hidden_size": 4096, "ffn_hidden_size": 13696, "num_layers": 28,
+        "num_attention_heads": 32, "kv_channels": 128, "seq_length": 2048, "layernorm_epsilon": 1e-5,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "rope_ratio": 1.0, "add_bias_linear": False,
+        "add_qkv_bias": False, "multi_query_attention": False, "multi_query_group_num": 1,
+        "tie_word_embeddings": False,
+    },
+    "TelechatForCausalLM": _ALL | {
+        "vocab_size": 131072, "num_key_value_heads": None, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "hidden_dropout": 0.0, "out_proj_has_bias": True, "mlp_down_has_bias": True,
+    },
+    "TeleChat3ForCausalLM": _ALL | {
+        "vocab_size": 131072, "head_dim": 128, "attention_bias": False, "num_nextn_predict_layers": 0,
+    },
     "DeepseekV3ForCausalLM": _ALL | {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
         "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096,
@@ -57,7 +83,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1, "output_router_logits": False,
     },
 }  # fmt: skip
-"""By class, what transformers takes for a key that a config.json leaves out: all keys that its class reads."""
+"""By class, what transformers takes for a key that a config.json leaves out: all keys that its class reads. Of a class
+that it does not have, what the code that is published with the weights takes."""
 
 _EVERY_CLASS = frozenset(
     "architectures model_type head_dim rope_scaling rope_parameters sliding_window layer_types quantization_config"
@@ -83,8 +110,6 @@ OTHERS = {
               " a sliding window",
     "gemma3_text": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"
                    " sqrt(hidden_size), the activation is GELU, and most layers have a sliding window",
-    "glm": "rotary positions turn neighbouring numbers of a part of a head",
-    "glm4": "rotary positions turn neighbouring numbers of a part of a head, and norms stand after the sublayers too",
     "gpt_oss": "attention has sinks, every other layer has a sliding window, and the activation is clipped",
     "granite": "embeddings, residuals, attention and logits have multipliers",
     "granitemoe": "embeddings, residuals, attention and logits have multipliers",
@@ -92,23 +117,12 @@ OTHERS = {
     "olmo2": "norms stand after the sublayers instead of before, and query and key have norms over all heads",
     "olmoe": "query and key have norms over all heads",
     "phi3": "query, key and value are one matrix, and so are gate and up",
-    "qwen2_moe": "the shared expert has a gate",
     "qwen3_next": "some layers have linear attention",
     "smollm3": "some layers have no rotary positions (no_rope_layers)",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
     "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",
 }  # fmt: skip
 """What is unlike a Llama in families that are not known here, by model_type: sentences."""
-
-
-CLASSES = {
-    "ChatGLM2ForConditionalGeneration": "rotary positions turn neighbouring numbers of a part of a head, gate and up"
-                                        " are one matrix, and so are query, key and value",
-    "TelechatForCausalLM": "outputs of attention and feed-forward layer have biases, and key and value are one matrix",
-    "ParallelTelechatForCausalLM": "outputs of attention and feed-forward layer have biases, and key and value are"
-                                   " one matrix",
-}  # fmt: skip
-"""The same by the class that MindSpore Transformers' files name."""
 
 
 def _head_size(found: Mapping[str, Any]) -> Any:
@@ -124,6 +138,12 @@ def _is(*neutral: Any) -> Callable[[Any, Mapping[str, Any]], bool]:
 def _scales_as_usual(value: Any, found: Mapping[str, Any]) -> bool:
     size = _head_size(found)
     return value is None or (isinstance(value, int | float) and bool(size) and abs(value - size**-0.5) < 1e-6)
+
+
+def _not_beyond_base(value: Any, found: Mapping[str, Any]) -> bool:
+    """TeleChat2's lengths: its published code changes the base of rotary positions beyond base_seqlen."""
+    base = found.get("base_seqlen", value)
+    return value is None or (isinstance(value, int) and isinstance(base, int) and value <= base)
 
 
 def _every_layer(value: Any, found: Mapping[str, Any]) -> bool:
@@ -157,6 +177,9 @@ _NUMBERS: dict[str, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     "use_parallel_residual": (_is(False, None), "attention and feed-forward layer side by side"),
     "parallel_attn": (_is(False, None), "attention and feed-forward layer side by side"),
     "alibi": (_is(False, None), "positions as a bias on the attention's scores"),
+    "training_seqlen": (_not_beyond_base, "rotary positions whose base grows with the length of a sequence"),
+    "logn": (_is(False, None), "queries that are multiplied by the logarithm of their position"),
+    "embed_layernorm": (_is(False, None), "a norm on the embeddings"),
 }  # fmt: skip
 """Keys that change what a model computes and are not built: whether a value changes nothing, and what it is."""
 
@@ -209,6 +232,8 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
     is_expert_count = key in ("num_local_experts", "num_experts") and FAMILIES[family].is_mixture
     if key in _NUMBERS or key in _EVERY_CLASS or key in DEFAULTS[family] or is_expert_count:
         return "read"
+    if not FAMILIES[family].in_transformers and key in yaml_names(ModelConfig):
+        return "read"
     if key in _HARMLESS:
         return "harmless"
     if named:
@@ -240,6 +265,7 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     "rope_theta": lambda s: s.rope_base,
     "attention_dropout": lambda s: s.attention_dropout,
     "attention_bias": lambda s: s.qkv_has_bias,
+    "qkv_bias": lambda s: s.qkv_has_bias,
     "mlp_bias": lambda s: s.mlp_has_bias,
     "use_qk_norm": lambda s: s.use_qk_norm,
     "partial_rotary_factor": lambda s: s.rotary_pct,
@@ -251,6 +277,7 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     "num_experts_per_tok": lambda s: s.experts.num_experts_chosen,
     "n_shared_experts": lambda s: s.shared_expert_size // s.expert_size,
     "moe_intermediate_size": lambda s: s.expert_size,
+    "shared_expert_intermediate_size": lambda s: s.shared_expert_size,
     "norm_topk_prob": lambda s: s.experts.norm_topk_prob,
     "routed_scaling_factor": lambda s: s.experts.routed_scaling_factor,
     "n_group": lambda s: s.experts.n_group or 1,
@@ -270,6 +297,9 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     "qk_rope_head_dim": lambda s: s.qk_rope_head_dim,
     "v_head_dim": lambda s: s.v_head_dim,
     "rope_interleave": lambda s: s.rope_interleave,
+    "hidden_dropout": lambda s: s.hidden_dropout,
+    "out_proj_has_bias": lambda s: s.attn_proj_has_bias,
+    "mlp_down_has_bias": lambda s: s.down_has_bias,
 }  # fmt: skip
 """The value of each key of `DEFAULTS`."""
 
@@ -286,6 +316,8 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
     found: dict[str, Any] = {"architectures": [kind], "model_type": FAMILIES[kind].model_type}
     found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
     found |= {key: _VALUES[key](settings) for key in DEFAULTS[kind]}
+    if DEFAULTS[kind] is _ALL_OF_GLM:
+        found["pad_token_id"] = None  # the class has one that small vocabularies lack
     if kind == "MixtralForCausalLM":
         found["intermediate_size"] = settings.expert_size
     scaling = settings.rope_scaling
@@ -315,40 +347,57 @@ def saved_class(settings: ModelConfig, kind: str) -> str:
     return next((name for name in (kind, *FAMILIES) if not class_differences(settings, name)), kind)
 
 
+_NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
+
+
 def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     """What a model has that the class `kind` of transformers has not, or the reverse, in words."""
-    moe, is_deepseek = settings.experts, kind == "DeepseekV3ForCausalLM"
-    is_glm = kind == "Glm4MoeForCausalLM"
-    if (moe is not None) != FAMILIES[kind].is_mixture:
+    moe, family, keys = settings.experts, FAMILIES[kind], DEFAULTS[kind]
+    if not family.in_transformers:
+        return ["a class that transformers lacks"]
+    if (moe is not None) != family.is_mixture:
         return ["experts" if moe is not None else "no experts"]
-    if settings.multi_latent_attention != is_deepseek:
+    if settings.multi_latent_attention != family.model.get("multi_latent_attention", False):
         return [f"{'' if settings.multi_latent_attention else 'no '}multi-head latent attention"]
-    has_norm, on_output = FAMILIES[kind].model.get("use_qk_norm", False), settings.attn_proj_has_bias
-    biases = settings.qkv_has_bias, on_output
+    has_norm, biases = family.model.get("use_qk_norm", False), (settings.qkv_has_bias, settings.attn_proj_has_bias)
     fitting = {
         "Qwen2ForCausalLM": [(True, False)], "MixtralForCausalLM": [(False, False)],
-        "Glm4MoeForCausalLM": [(False, False), (True, False)],
+        **dict.fromkeys(("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM"),
+                        [(False, False), (True, False)]),
     }.get(kind, [(False, False), (True, True)])  # fmt: skip
+    norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":
-            settings.use_qk_norm != has_norm and not (is_glm or is_deepseek),
+            settings.use_qk_norm != has_norm and "use_qk_norm" not in keys and not settings.multi_latent_attention,
         "other biases in the attention": biases not in fitting,
-        "biases in the feed-forward layer": settings.mlp_has_bias and kind != "LlamaForCausalLM",
-        "rotary positions on a part of a head": settings.rotary_size != settings.rotary_head_size and not is_glm,
+        "biases in the feed-forward layer": settings.mlp_has_bias and "mlp_bias" not in keys,
+        "a bias on one side of the feed-forward layer": settings.down_has_bias != settings.mlp_has_bias,
+        "rotary positions on a part of a head":
+            settings.rotary_size != settings.rotary_head_size and "partial_rotary_factor" not in keys,
+        "other pairs of rotary positions":
+            settings.rope_interleave != family.model.get("rope_interleave", False) and "rope_interleave" not in keys,
+        "other norms after the sublayers": norms_after != [family.model.get(name, False) for name in _NORMS_AFTER],
     }  # fmt: skip
-    if moe is not None:
-        dense = _dense_layers(settings)
-        prefix = dense == list(range(len(dense)))
-        sigmoid, balanced = moe.score_function == "sigmoid", is_glm or is_deepseek
-        found |= {
-            f"a {moe.score_function} router": sigmoid != balanced,
-            "no expert bias": balanced and not moe.has_expert_bias,
-            "weights of experts that do not sum to 1": kind == "MixtralForCausalLM" and not moe.norm_topk_prob,
-            "a factor on the routed experts": moe.routed_scaling_factor != 1 and not balanced,
-            "shared experts": bool(settings.shared_expert_size) and not balanced,
-            "no shared experts": is_deepseek and not settings.shared_expert_size,
-            "shared experts of another width": balanced and bool(settings.shared_expert_size % settings.expert_size),
-            "groups of experts": (moe.n_group or 1) > 1 and not balanced,
-            "dense layers": bool(dense) and (kind == "MixtralForCausalLM" or (balanced and not prefix)),
-        }
-    return [what for what, differs in found.items() if differs]
+    return [what for what, differs in (found | _expert_differences(settings, kind)).items() if differs]
+
+
+def _expert_differences(settings: ModelConfig, kind: str) -> dict[str, bool]:
+    moe, is_deepseek, is_gated = settings.experts, kind == "DeepseekV3ForCausalLM", kind == "Qwen2MoeForCausalLM"
+    balanced = is_deepseek or kind == "Glm4MoeForCausalLM"
+    if moe is None:
+        return {}
+    dense = _dense_layers(settings)
+    prefix = dense == list(range(len(dense)))
+    return {
+        f"a {moe.score_function} router": (moe.score_function == "sigmoid") != balanced,
+        "no expert bias": balanced and not moe.has_expert_bias,
+        "weights of experts that do not sum to 1": kind == "MixtralForCausalLM" and not moe.norm_topk_prob,
+        "a factor on the routed experts": moe.routed_scaling_factor != 1 and not balanced,
+        "shared experts": bool(settings.shared_expert_size) and not (balanced or is_gated),
+        "no shared experts": not settings.shared_expert_size and (is_gated or is_deepseek),
+        "a gate on the shared experts" if not is_gated else "no gate on the shared experts":
+            settings.has_shared_gate != is_gated,
+        "shared experts of another width": balanced and bool(settings.shared_expert_size % settings.expert_size),
+        "groups of experts": (moe.n_group or 1) > 1 and not balanced,
+        "dense layers": bool(dense) and (kind == "MixtralForCausalLM" or (balanced and not prefix)),
+    }  # fmt: skip

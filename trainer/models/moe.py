@@ -17,7 +17,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.models.recompute import Compiled, compile_cell
-from trainer.models.shapes import EXPERT_BIAS, moe_shapes
+from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
 from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
 
 if TYPE_CHECKING:
@@ -134,15 +134,44 @@ class RouterLosses(nn.Cell):
 
 
 class SharedExperts(nn.Cell):
-    """The experts of every token, as one wide SwiGLU: (y_ND, gate_SD, up_SD, down_DS) -> [N, D]."""
+    """The experts of every token, as one wide SwiGLU: (y_ND, gate_SD, up_SD, down_DS[, weight_1D]) -> [N, D].
 
-    def __init__(self, kernels: KernelSet) -> None:
+    With `weight_1D` the sum is multiplied by sigmoid(y weight^T), which is computed in float32 like the router.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         self.gate, self.up, self.down = kernels.linear(), kernels.linear(), kernels.linear()
-        self.swiglu = kernels.swiglu()
+        self.swiglu, self.has_gate = kernels.swiglu(), settings.has_shared_gate
+        self.score, self.sigmoid, self.spread, self.cast = kernels.router_linear(), P.Sigmoid(), P.MatMul(), P.Cast()
+        self.ones_1D = Tensor(np.ones((1, settings.hidden_size), np.float32))
 
-    def construct(self, y_ND, gate_SD, up_SD, down_DS):
-        return self.down(self.swiglu(self.gate(y_ND, gate_SD), self.up(y_ND, up_SD)), down_DS)
+    def construct(self, y_ND, gate_SD, up_SD, down_DS, weight_1D=None):
+        out_ND = self.down(self.swiglu(self.gate(y_ND, gate_SD), self.up(y_ND, up_SD)), down_DS)
+        if not self.has_gate:
+            return out_ND
+        share_N1 = self.sigmoid(self.score(self.cast(y_ND, mstype.float32), weight_1D))
+        return out_ND * self.cast(self.spread(share_N1, self.ones_1D), out_ND.dtype)
+
+
+class ExpertBiases(nn.Cell):
+    """(gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED) -> the sum of each token's biases times their gates, [N, D].
+
+    Assignments of which no expert computes a row, those after the rows of all experts, have none.
+    """
+
+    def __init__(self, settings: ModelConfig) -> None:
+        super().__init__()
+        moe = settings.experts
+        self.experts, self.one_hot, self.matmul, self.cast = moe.expert_num, P.OneHot(), P.MatMul(), P.Cast()
+        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.drops = moe.effective_capacity is not None
+
+    def construct(self, gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED):
+        if self.drops:
+            gates_Nk = gates_Nk * self.cast(row_Nk < counts_E.sum(), gates_Nk.dtype)
+        share_NkE = self.one_hot(experts_Nk, self.experts, self.on, self.off) * gates_Nk.expand_dims(-1)
+        return self.matmul(share_NkE.sum(1), bias_ED)
 
 
 class MoeLayer(nn.Cell):
@@ -158,16 +187,19 @@ class MoeLayer(nn.Cell):
         self.losses_of_step = moe.balances_step
         self.first = names.index("mlp.experts.gate_proj.weight")
         self.bias = names.index(EXPERT_BIAS) if EXPERT_BIAS in names else None
+        self.down_bias = names.index(EXPERT_DOWN_BIAS) if EXPERT_DOWN_BIAS in names else None
+        self.first_shared = len(names) - (3 + settings.has_shared_gate)
         pieces = (
             kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
             Gates(settings),
             RouterLosses(settings),
-            SharedExperts(kernels),
+            SharedExperts(settings, kernels),
             kernels.swiglu(),
+            ExpertBiases(settings),
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
-        self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu = made
+        self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
         self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None
         self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
         self.route = kernels.route(
@@ -232,8 +264,13 @@ class MoeLayer(nn.Cell):
             rows_RD = self.permute(y_ND, token_R, row_Nk)
             inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
             added_ND = self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, token_R, row_Nk)
+        if self.down_bias is not None:
+            if self.cpu_router is not None:
+                routing = _tensors(routing)
+            bias_ND = self.biases(gates_Nk, routing[0], routing[1], routing[3], weights[self.down_bias])
+            added_ND = added_ND + ops.cast(bias_ND, added_ND.dtype)
         if self.has_shared:
-            added_ND = added_ND + self.shared(y_ND, *weights[self.first + 3 : self.first + 6])
+            added_ND = added_ND + self.shared(y_ND, *weights[self.first_shared :])
         return added_ND
 
     def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:

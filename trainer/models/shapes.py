@@ -25,6 +25,8 @@ POST_ATTENTION_NORM, POST_MLP_NORM = "post_self_attn_layernorm.weight", "post_ml
 ROUTER = "mlp.gate.weight"
 EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
+EXPERT_DOWN_BIAS = "mlp.experts.down_proj.bias"
+SHARED_GATE = "mlp.shared_expert_gate.weight"
 
 
 def attention_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -78,7 +80,8 @@ def mlp_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameters of one layer's mixture of experts, norm first: router, stacked experts, shared experts."""
+    """Parameters of one layer's mixture of experts, norm first: router, stacked experts, shared experts with their
+    gate."""
     moe, hidden = settings.experts, settings.hidden_size
     width, shared = settings.expert_size, settings.shared_expert_size
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
@@ -87,9 +90,13 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[EXPERT_BIAS] = (moe.expert_num,)
     sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
     shapes |= {f"mlp.experts.{name}.weight": (moe.expert_num, *size) for name, size in sizes.items()}
+    if settings.down_has_bias:
+        shapes[EXPERT_DOWN_BIAS] = (moe.expert_num, hidden)
     if shared:
         sizes = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
         shapes |= {f"mlp.shared_experts.{name}.weight": size for name, size in sizes.items()}
+    if settings.has_shared_gate:
+        shapes[SHARED_GATE] = (1, hidden)
     return shapes
 
 

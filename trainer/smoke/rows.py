@@ -100,7 +100,7 @@ def write_tokens(config: Config, section: str, tokens_RS: np.ndarray, labels_RT:
 
     def columns(tokens_S: np.ndarray, labels_T: np.ndarray) -> dict[str, np.ndarray]:
         of = {"input_ids": tokens_S[:-1] if has_labels else tokens_S, "labels": labels_T, "target_ids": labels_T,
-              "attention_mask": mask_T}
+              "attention_mask": mask_T, "loss_mask": np.ones(length), "position_ids": np.arange(length)}
         return {name: of[role].astype(np.int32) for name, role in zip(names, roles, strict=True) if role in of}
 
     path = Path(wanted.data_loader.dataset_dir)

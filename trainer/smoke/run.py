@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config import Config, load_config
+from trainer.config.checks.parallel import in_job
 from trainer.config.checks.problem import SeveralProblems
 from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
@@ -77,6 +78,7 @@ def smoke(
         where, fix = config.source.where("run_mode"), "smoke a file that trains, or add --run_mode train"
         raise UserError("smoke is for trainings", where=where, key="run_mode", value=config.run_mode, fix=fix)
     plan = _plan(config, told)
+    config = _in_own_job(config)
     setup = _setup(config, steps, ranks)
     verdict = Verdict(config.source.path, str(setup.folder), ranks, [], needs(config, plan, setup.missing))
     try:
@@ -118,6 +120,15 @@ def _plan(config: Config, told: list[Problem]) -> Plan:
         return plan_file(config, described_world(config, SINGLE_PROCESS), told, opens_data=False)
     except SeveralProblems as problems:
         raise problems.short from None
+
+
+def _in_own_job(config: Config) -> Config:
+    """The file with the micro-batches of its own job, and an end that `steps` can say."""
+    from trainer.run.plan_file import described_world
+
+    config = in_job(config, described_world(config, SINGLE_PROCESS))
+    changes = {"global_batch_size": None, "max_steps": None}
+    return config.model_copy(update={"runner_config": config.runner_config.model_copy(update=changes)})
 
 
 def _setup(config: Config, steps: int, ranks: int) -> Setup:

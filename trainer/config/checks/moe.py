@@ -117,8 +117,13 @@ def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
     elif balancing == "none" and factor:
         yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
     if config.decoder.mlp_has_bias:
-        rule = "not yet supported beside experts, which have no biases"
-        yield problem(config, f"{_MODEL}.mlp_has_bias", rule, "leave it out")
+        rule = "not yet supported beside experts, which have a bias on their output at most"
+        yield problem(config, f"{_MODEL}.mlp_has_bias", rule, "leave it out, or write mlp_down_has_bias")
+    if config.decoder.post_mlp_layernorm:
+        yield problem(config, f"{_MODEL}.post_mlp_layernorm", "not yet supported beside experts", "leave it out")
+    if moe.use_shared_expert_gating and not config.decoder.shared_expert_size:
+        rule, fix = "gates shared experts, and there are none", "write shared_expert_num, or leave it out"
+        yield problem(config, f"{_KEY}.use_shared_expert_gating", rule, fix)
 
 
 def callback_problems(config: Config) -> Iterator[Problem]:

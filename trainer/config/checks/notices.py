@@ -21,6 +21,7 @@ from trainer.parallel.world import World
 
 _MODEL = "model.model_config"
 _MOE = f"{_MODEL}.moe_config"
+_RUNNER = "runner_config"
 
 
 NoticeKind = Literal["results", "parallel", "dtype", "ignored"]
@@ -74,6 +75,10 @@ _UNUSED = (
             "optimizer.type is AdamW"),
     _Unused("train_dataset", "batch_size", lambda c: c.train_dataset.batch_size != c.runner_config.batch_size,
             lambda c: f"runner_config.batch_size {c.runner_config.batch_size} counts"),
+    _Unused("runner_config", "gradient_accumulation_steps",
+            lambda c: c.runner_config.global_batch_size and c.source.where(f"{_RUNNER}.gradient_accumulation_steps"),
+            "global_batch_size says it"),
+    _Unused("runner_config", "epochs", lambda c: c.runner_config.max_steps, "max_steps says when the run ends"),
     _Unused("train_dataset", "max_batches", lambda c: c.eval_dataset is not None or not c.train_dataset.held_out,
             "it bounds evaluations: set eval_dataset.max_batches"),
     _Unused("eval_dataset", "held_out", lambda c: c.eval_dataset is not None,

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from trainer.config.checks.problem import SourceLocation
-from trainer.config.families import FAMILIES, layers_with_experts, named_family
+from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
 from trainer.config.hugging_face import DEFAULTS
 from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import yaml_names
@@ -16,6 +16,7 @@ from trainer.config.schema.moe import MoEConfig
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _LATENT = "DeepseekV3ForCausalLM"
+_NOT_SIZES = ("output_router_logits", "num_key_value_heads")
 _LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data says otherwise
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
@@ -62,6 +63,7 @@ def _from_family(found: Resolved) -> None:
         if kind:
             because = f"{_MODEL}.{key}"
             _set(found, "model.arch.type", kind, because)
+    kind = _usual_class(found, kind)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     for name, value in family.model.items() if family else ():
         _set(found, f"{_MODEL}.{name}", value, because)
@@ -84,6 +86,18 @@ def _from_family(found: Resolved) -> None:
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, key)
 
 
+def _usual_class(found: Resolved, kind: Any) -> Any:
+    """The class of `FAMILIES` for one of its other names, and for TeleChat3, which an older file calls TeleChat."""
+    settings = _section(found, _MODEL)
+    usual = known_class(kind) or kind
+    if usual == "TelechatForCausalLM" and str(settings.get("net_name", "")).startswith("telechat3"):
+        usual = "TeleChat3ForCausalLM"
+        _set(found, f"{_MODEL}.attn_proj_has_bias", True, f"{_MODEL}.net_name")
+    if usual != kind:
+        found.data["model"]["arch"]["type"] = usual
+    return usual
+
+
 def _from_class(found: Resolved, kind: Any) -> None:
     """Sizes of the class for those that a file leaves out, as MindSpore Transformers reads it; those that fit."""
     settings = _section(found, _MODEL)
@@ -95,7 +109,7 @@ def _from_class(found: Resolved, kind: Any) -> None:
     for name, value in DEFAULTS[kind].items():
         own = yaml_names(ModelConfig).get(name)
         key = f"{_MODEL}.{own}" if own else f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
-        if value is not None and name != "output_router_logits" and _fits(name, value, settings):
+        if value is not None and name not in _NOT_SIZES and _fits(name, value, settings):
             _set(found, key, value, "model.arch.type")
 
 
@@ -116,6 +130,9 @@ def _from_aliases(found: Resolved) -> None:
     """Keys that mean the same as another key, under another name or in another place."""
     if _section(found, _EXPERTS).get("scoring_func") == "sigmoid":
         _set(found, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
+    settings, heads = _section(found, _MODEL), f"{_MODEL}.n_kv_heads"
+    if settings.get("multi_query_attention") is False and found.written.get(heads) == f"{_MODEL}.multi_query_group_num":
+        settings["n_kv_heads"] = None
     untied = _section(found, _MODEL).get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
         _set(found, f"{_MODEL}.tie_word_embeddings", not untied, f"{_MODEL}.untie_embeddings_and_output_weights")

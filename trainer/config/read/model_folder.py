@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import Problem, SourceLocation, one_of, problem_at
-from trainer.config.families import FAMILIES, named_family
+from trainer.config.families import known_class, named_family
 from trainer.config.hugging_face import DEFAULTS, NOT_BUILT, differences, is_plain_llama, known_families, verdict
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, plain
 from trainer.config.read.relocate import arrange
@@ -34,6 +34,8 @@ _TOP_K = 50
 """What transformers takes for a top_k that generation_config.json leaves out."""
 _VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3", "yarn")}
 """The values of these keys for which there is code."""
+_LENGTHS = ("ChatGLM2ForConditionalGeneration", "TelechatForCausalLM")
+"""The families whose config.json has the longest context as seq_length."""
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
 
 
@@ -105,7 +107,7 @@ def _family(found: Resolved, described: Resolved, settings: Mapping[str, Any]) -
     unknown = "architectures" if classes and not by_class else "model_type" if kind and not by_kind else ""
     named = "" if unknown else by_class or by_kind
     if written is not None or not (unknown or (by_class and by_kind and by_class != by_kind)):
-        return written if written in FAMILIES else named, named
+        return known_class(written) or named, named
     if by_kind:  # another class of a known family
         where, key = described.positions[f"{_MODEL}.architectures"].text, f"{_MODEL}.architectures"
         rule = f"is not the class that is known of model_type {kind}: {by_kind}"
@@ -143,6 +145,9 @@ def _resolved(entries: dict[str, Entry]) -> Resolved:
 def _model(table: Table, file: str, found: Resolved) -> Resolved:
     """What config.json says, with the defaults of its class for keys that it leaves out."""
     entries, values = table.entries(), plain(table)
+    if named_family(values)[0] in _LENGTHS and "seq_length" in entries:  # not that of the training data
+        entries["max_position_embeddings"] = entries.pop("seq_length")
+        values["max_position_embeddings"] = values.pop("seq_length")
     names = {key: entries[key] for key in ("architectures", "model_type") if key in entries}
     family, named = _family(found, _resolved(names), values)
     if not family:

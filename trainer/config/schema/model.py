@@ -42,14 +42,18 @@ class ModelConfig(Section):
         None, "Hugging Face's name of the family: says model.arch.type where that is left out.")
     architectures: list[str] | str | None = setting(
         None, "Hugging Face's class: says model.arch.type where that is left out.")
+    net_name: str | None = setting(
+        None, "TelechatForCausalLM: a name that begins with telechat3 makes it a TeleChat3. Default null: a TeleChat2.")
     batch_size: int = setting(1, "predict: prompts generated at once.", ge=1)
     seq_length: int = setting(2048, "Tokens in a sequence.", ge=1, aliases="max_seq_len")
-    num_layers: int = setting(32, "Decoder blocks.", ge=1, aliases="num_hidden_layers n_layers")
+    num_layers: int = setting(32, "Decoder blocks.", ge=1, aliases="num_hidden_layers n_layers n_layer")
     hidden_size: int = setting(4096, "Width of the residual stream.", ge=1, aliases="dim")
-    num_heads: int = setting(32, "Query heads.", ge=1, aliases="num_attention_heads n_heads")
+    num_heads: int = setting(32, "Query heads.", ge=1, aliases="num_attention_heads n_heads n_head")
     n_kv_heads: int | None = setting(
         None, "Key and value heads. Default null: num_heads.", ge=1,
         aliases="num_key_value_heads num_query_groups multi_query_group_num")
+    multi_query_attention: bool | None = setting(
+        None, "ChatGLM: False takes num_heads instead of multi_query_group_num. Default null: the number given.")
     head_dim: int | None = setting(
         None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, aliases="kv_channels")
     multi_latent_attention: bool = setting(
@@ -85,7 +89,8 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = setting(None, "Stretching of the positions. Default null: none.")
     qkv_has_bias: bool = setting(
         False, "Biases on query, key and value (Qwen2). As attention_bias it means what it means to Hugging Face's"
-        " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.", aliases="attention_bias add_qkv_bias")
+        " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.",
+        aliases="attention_bias add_qkv_bias qkv_bias")
     attn_proj_has_bias: bool = setting(False, "Bias on the attention's output.", aliases="out_proj_has_bias")
     mlp_has_bias: bool = setting(False, "Biases in the feed-forward layer.", aliases="mlp_bias add_bias_linear")
     mlp_down_has_bias: bool | None = setting(
@@ -102,7 +107,8 @@ class ModelConfig(Section):
         0.0, "Dropout on each sub-layer's output.", aliases="hidden_dropout_rate hidden_dropout_prob resid_pdrop")
     attention_dropout: Probability = setting(
         0.0, "Dropout on attention weights.", aliases="attention_dropout_rate attention_dropout_prob attn_dropout")
-    initializer_range: float = setting(0.02, "Standard deviation of new weights.", gt=0, aliases="init_method_std")
+    initializer_range: float = setting(
+        0.02, "Standard deviation of new weights.", gt=0, aliases="init_method_std sigma")
     hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = setting(
         "silu", "Activation: silu with a gate (SwiGLU), under each of its names.")
     compute_dtype: Dtype | None = setting(
@@ -251,6 +257,11 @@ class ModelConfig(Section):
         if moe is None:
             return 0
         return moe.moe_shared_expert_intermediate_size or moe.shared_expert_num * self.expert_size
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the output of the shared experts is gated."""
+        return bool(self.shared_expert_size) and self.experts.use_shared_expert_gating
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer has experts; multi-token modules count on from num_layers."""

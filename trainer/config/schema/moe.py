@@ -44,6 +44,9 @@ class MoEConfig(Section):
     moe_shared_expert_intermediate_size: int | None = setting(
         None, "Width of the shared experts together. Default null: shared_expert_num times that of an expert.", ge=1,
         aliases="shared_expert_intermediate_size")
+    use_shared_expert_gating: bool = setting(
+        False, "Multiply the shared experts' output by the sigmoid of a projection of the token (Qwen2-MoE).",
+        aliases="moe_shared_expert_gate")
     first_k_dense_replace: int | None = setting(None, "Leading layers that stay dense. Default null: none.", ge=0)
     moe_layer_freq: int | list[int] = setting(
         1, "Every how many layers experts stand, or a list with 1 for each layer that has them, else 0.")

@@ -33,8 +33,8 @@ class ArchConfig(Section):
     """Which model (YAML ``model.arch``)."""
 
     type: Literal[(*FAMILIES, CLASSIFIER)] = setting(
-        "LlamaForCausalLM", "Model class; Qwen2 implies qkv_has_bias, Qwen3 and Qwen3-MoE use_qk_norm, Glm4Moe"
-        " rotary_pct 0.5 and a sigmoid router with an expert bias; MlpClassifier is no decoder: it classifies images."
+        "LlamaForCausalLM", "Model class, which implies other keys: docs/models.md lists them. MlpClassifier is no"
+        " decoder: it classifies images."
         " Default: model_config.architectures, else LlamaForCausalLM.")
 
 
