@@ -16,6 +16,7 @@ from trainer.config.schema.moe import MoEConfig
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _LATENT = "DeepseekV3ForCausalLM"
+_NOT_SIZES = ("output_router_logits", "num_key_value_heads")
 _LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data says otherwise
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
@@ -108,7 +109,7 @@ def _from_class(found: Resolved, kind: Any) -> None:
     for name, value in DEFAULTS[kind].items():
         own = yaml_names(ModelConfig).get(name)
         key = f"{_MODEL}.{own}" if own else f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
-        if value is not None and name != "output_router_logits" and _fits(name, value, settings):
+        if value is not None and name not in _NOT_SIZES and _fits(name, value, settings):
             _set(found, key, value, "model.arch.type")
 
 
