@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import SourceLocation
 from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
 from trainer.config.hugging_face import DEFAULTS
@@ -190,7 +191,8 @@ def _from_grouped_schedule(found: Resolved) -> None:
     found.data.pop("lr_schedule", None)
     for name, value in default.items():
         _set(found, f"lr_schedule.{name}", value, key)
-    found.notices.append(f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule")
+    text = f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule"
+    found.notices.append(Notice(text, "ignored"))
 
 
 def _from_sparse_layers(found: Resolved) -> None:
