@@ -309,7 +309,13 @@ def _smoke(
         if not json_:
             print_sections([changes_section(changes)])
 
-    verdict = smoke(loaded, told, steps, ranks, tell, show)
+    try:
+        verdict = smoke(loaded, told, steps, ranks, tell, show)
+    except UserError as error:
+        if json_:
+            invalid = {"result": "invalid", "file": context.obj.config, "problem": str(error), "exit_code": 2}
+            print(json.dumps(invalid, indent=1))
+        raise
     lines = [json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)
     print(*lines, sep="\n")
     return verdict.exit_code
