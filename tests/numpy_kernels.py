@@ -43,24 +43,25 @@ def swiglu(gate_NF: np.ndarray, up_NF: np.ndarray) -> np.ndarray:
 
 def attention(
     q_NC: np.ndarray, k_NK: np.ndarray, v_NK: np.ndarray, allowed_BQS: np.ndarray, head_size: int,
-    keep_BHQS: np.ndarray | None = None,
+    keep_BHQS: np.ndarray | None = None, scale: float | None = None,
 ) -> np.ndarray:
     """One row and head at a time; `keep_BHQS` multiplies the probabilities (dropout)."""
+    scale = head_size**-0.5 if scale is None else scale
     rows, queries, keys = allowed_BQS.shape
     heads, kv_heads = q_NC.shape[1] // head_size, k_NK.shape[1] // head_size
     q = q_NC.reshape(rows, queries, heads, head_size)
-    k, v = (x.reshape(rows, keys, kv_heads, head_size) for x in (k_NK, v_NK))
-    out = np.empty_like(q)
+    k, v = (x.reshape(rows, keys, kv_heads, -1) for x in (k_NK, v_NK))
+    out = np.empty((rows, queries, heads, v.shape[-1]), q.dtype)
     for row, head in np.ndindex(rows, heads):
         shared = head // (heads // kv_heads)
-        scores_QS = q[row, :, head] @ k[row, :, shared].T / np.sqrt(head_size)
+        scores_QS = q[row, :, head] @ k[row, :, shared].T * scale
         scores_QS[~allowed_BQS[row]] = -np.inf
         weights_QS = np.exp(scores_QS - scores_QS.max(-1, keepdims=True))
         weights_QS /= weights_QS.sum(-1, keepdims=True)
         if keep_BHQS is not None:
             weights_QS *= keep_BHQS[row, head]
         out[row, :, head] = weights_QS @ v[row, :, shared]
-    return out.reshape(q_NC.shape)
+    return out.reshape(q_NC.shape[0], -1)
 
 
 def cross_entropy(x_ND: np.ndarray, weight_VD: np.ndarray, labels_N: np.ndarray, valid_N: np.ndarray) -> np.ndarray:

@@ -101,8 +101,10 @@ def swiglu_case() -> Case:
     )
 
 
-def attention_case(kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.0) -> Case:
-    arrays = [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * SIZE)]
+def attention_case(
+    kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.0, values: int = SIZE, scale: float = SIZE**-0.5
+) -> Case:
+    arrays = [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * values)]
     masks, groups = reference.attention_mask(allowed, HEADS, kv_heads), HEADS // kv_heads
     assert masks[1] is not None  # the halves of the queries are masked each on their own
     shape = (ROWS * kv_heads, TOKENS * groups, TOKENS)  # the query heads of a group one below the other
@@ -113,18 +115,21 @@ def attention_case(kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.
         keep_BHQS = np.ascontiguousarray(keep_BKTGS.swapaxes(2, 3)).reshape(ROWS, HEADS, TOKENS, TOKENS)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (ops.transpose(x.reshape(ROWS, TOKENS, -1, SIZE), (0, 2, 1, 3)) for x in (q, k, v))
+        q, k, v = (
+            ops.transpose(x.reshape(ROWS, TOKENS, -1, size), (0, 2, 1, 3))
+            for x, size in ((q, SIZE), (k, SIZE), (v, values))
+        )
         k, v = (ops.repeat_interleave(x, HEADS // kv_heads, 1) for x in (k, v))
-        scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) / SIZE**0.5
+        scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * scale
         probabilities = ops.softmax(ops.masked_fill(scores, Tensor(~allowed[:, None]), -1e30), -1)
         if keep is not None:
             probabilities = probabilities * Tensor(keep_BHQS)
         return ops.transpose(ops.matmul(probabilities, v), (0, 2, 1, 3)).reshape(N, -1)
 
     return Case(
-        lambda: reference.Attention(HEADS, kv_heads, SIZE), arrays,
+        lambda: reference.Attention(HEADS, kv_heads, SIZE, value_size=values, scale=scale), arrays,
         [*masks, None if keep is None else Tensor(keep)],
-        lambda q, k, v: numpy_kernels.attention(q, k, v, allowed, SIZE, keep_BHQS), plain,
+        lambda q, k, v: numpy_kernels.attention(q, k, v, allowed, SIZE, keep_BHQS, scale), plain,
     )
 
 
@@ -157,5 +162,6 @@ CASES = {
     "attention_packed": attention_case(2, PACKED),
     "attention_dropout": attention_case(HEADS, CAUSAL, 0.3),
     "attention_packed_dropout": attention_case(2, PACKED, 0.3),
+    "attention_narrow_values": attention_case(HEADS, PACKED, 0.3, SIZE - 1, 0.4),
     "cross_entropy": cross_entropy_case(),
 }

@@ -70,6 +70,22 @@ def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
     assert counted(audit) == expected and not audit.missing
 
 
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 24, "num_layers": 1,
+}  # fmt: skip
+
+
+def test_latent_attention_keeps_the_fused_operators() -> None:
+    """Values of 24 numbers are filled up to the 32 of a query."""
+    model = {"arch": {"type": "LlamaForCausalLM"}, "model_config": SIZES | FUSED | LATENT}
+    audit = audit_ascend(parse_config("audit", json.dumps({"model": model})))
+    assert not audit.missing
+    assert counted(audit) == both("RotaryPositionEmbedding", 2) | both("FlashAttentionScore", 1) | both(
+        "Swiglu", 1
+    ) | both("RmsNorm", 5)
+
+
 def test_experts_and_a_multi_token_prediction_module() -> None:
     """Counts by kind of layer are also those of the whole model built at once."""
     config = config_of(

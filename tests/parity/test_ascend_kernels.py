@@ -55,11 +55,12 @@ class Case(NamedTuple):
     tolerance: float = 3e-6  # float32, as in test_kernels.py
 
 
-def attention_case(kv_heads: int) -> Case:
+def attention_case(kv_heads: int, values: int = SIZE) -> Case:
     sizes = (HEADS, kv_heads, SIZE)
+    latent = {"value_size": values, "scale": 0.4} if values < SIZE else {}
     return Case(
-        ascend.Attention(*sizes), reference.Attention(*sizes),
-        [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * SIZE)],
+        ascend.Attention(*sizes, **latent), reference.Attention(*sizes, **latent),
+        [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * values)],
         ascend.attention_mask(ALLOWED, HEADS, kv_heads)[:1], reference.attention_mask(ALLOWED, HEADS, kv_heads),
         ("FlashAttentionScore", "FlashAttentionScoreGrad"), 1e-2,  # bfloat16 keeps 8 bits
     )
@@ -85,6 +86,7 @@ def cases() -> dict[str, Case]:
         ),
         "attention": attention_case(HEADS),
         "attention_grouped": attention_case(2),
+        "attention_narrow_values": attention_case(HEADS, SIZE - 4),
     }
 
 

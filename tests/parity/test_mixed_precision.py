@@ -249,14 +249,14 @@ def test_generation_computes_in_the_same_dtypes(level: str, monkeypatch: pytest.
     generator = Generator(model.decoder, model.build_inputs, eos_ids=[])
     rows: list[np.ndarray] = []
     caches: set[mstype.Type] = set()
-    forward: Callable = generator._forward
+    forward: Callable = generator.forward
 
     def watching(cache, *args):
         rows.append(forward(cache, *args)[0])
         caches.update(store.dtype for layer in cache.layers for store in layer)
         return rows[-1][None]
 
-    monkeypatch.setattr(generator, "_forward", watching)
+    monkeypatch.setattr(generator, "forward", watching)
     prompt = BATCH.input_ids[1, : TOKENS - 3].tolist()
     chosen = [tokens[0] for tokens in generator.stream([prompt], [3], Sampling())]
     assert caches == {HALF}

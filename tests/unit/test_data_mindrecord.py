@@ -42,6 +42,11 @@ FILES = {
     "labels": {"input_ids": LONG["input_ids"], "target_ids": LONG["labels"]},
     "masked": LONG,
     "shifted": {name: SHORT[name] for name in ("input_ids", "labels")},
+    "samples": {
+        **{name: SHORT[name] for name in ("input_ids", "labels")},
+        "loss_mask": np.tile([0, 1] * 4, (ROWS, 1)),
+        "position_ids": np.tile([0, 1, 2, 0, 1, 2, 3, 4], (ROWS, 1)),
+    },
     "repeated": {"input_ids": SHORT["input_ids"], "labels": SHORT["input_ids"]},
     "bare": {"input_ids": SHORT["input_ids"]},
     "floats": {"input_ids": LONG["input_ids"], "labels": LONG["labels"].astype(np.float32)},
@@ -153,6 +158,21 @@ def test_a_mask_may_say_where_documents_begin(tmp_path, files):
     assert np.array_equal(batch.labels, LONG["input_ids"][:, 1:])
     with pytest.raises(UserError, match="attention_mask of row 0 has other numbers than 0 and 1"):
         batch_of(tmp_path, files / "starts.mindrecord")
+
+
+def test_a_mask_of_the_loss_and_positions_may_be_named(tmp_path, files):
+    """The columns of Megatron-LM's samples, as MindSpore Transformers writes and reads them."""
+    plain = batch_of(tmp_path, files / "shifted.mindrecord")
+    columns = {"input_columns": ["input_ids", "labels", "loss_mask", "position_ids"]}
+    found = batch_of(tmp_path, files / "samples.mindrecord", train=columns)
+    np.testing.assert_array_equal(found.positions, FILES["samples"]["position_ids"])
+    has_loss = FILES["samples"]["loss_mask"].astype(bool)
+    np.testing.assert_array_equal(found.labels, np.where(has_loss, plain.labels, IGNORE_INDEX))
+    np.testing.assert_array_equal(found.input_ids, plain.input_ids)
+    assert not found.segment_ids.any() and (plain.labels != IGNORE_INDEX).sum() > (found.labels != IGNORE_INDEX).sum()
+    wrong = {"input_columns": ["input_ids", "labels"], "construct_args_key": ["input_ids", "position_ids"]}
+    with pytest.raises(UserError, match="labels of row 0 has positions beyond its 9 tokens"):
+        batch_of(tmp_path, files / "masked.mindrecord", train=wrong)
 
 
 def test_documents_are_kept_apart_at_the_end_token(tmp_path, files):

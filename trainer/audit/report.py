@@ -260,7 +260,7 @@ def _grouped_products(kind: _Kind) -> int:
 
 def _sure_gradients(kernel: str, kind: _Kind, each: int) -> int:
     """Gradients that the trained weights of a layer need, whatever else is frozen."""
-    through_scores = _trains(kind, "self_attn.q_", "self_attn.k_", "self_attn.v_", "input_layernorm.")
+    through_scores = _trains(kind, "self_attn.q_", "self_attn.k", "self_attn.v_", "input_layernorm.")
     through_mlp = _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
     return {"attention": each * through_scores, "swiglu": each * through_mlp}.get(kernel, 0)
 
@@ -272,11 +272,14 @@ def _trains(kind: _Kind, *beginnings: str) -> bool:
 def _in_layer(settings: ModelConfig, kernel: str, kind: _Kind) -> int:
     """Calls of a kernel in the forward pass of a layer."""
     shared = kind.has_experts and settings.shared_expert_size > 0
+    norms = 2 * settings.use_qk_norm
+    if settings.multi_latent_attention:  # of the latent vectors
+        norms = 1 + (settings.q_lora_rank is not None)
     return {
         "rotary_embedding": 2,
         "swiglu": 1 + shared,
         "attention": 1,
-        _NORM: 2 + 2 * settings.use_qk_norm,
+        _NORM: 2 + norms,
         "grouped_matmul": 3 * kind.has_experts,
         "token_permute": 1 * kind.has_experts,
     }[kernel]

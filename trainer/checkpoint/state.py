@@ -47,7 +47,7 @@ _BATCH_KEYS = ("batch_size", "gradient_accumulation_steps", "ranks")
 
 # What a step computes. Data and seed belong to the position in the data, which must fit: `data_layout`.
 _SECTIONS = ("lr_schedule", "optimizer", "runner_wrapper", "model")
-_KEYS = ("batch_size", "gradient_accumulation_steps", "epochs")  # of runner_config
+_KEYS = ("batch_size", "gradient_accumulation_steps", "epochs", "max_steps")  # of runner_config
 # Keys of the model that only matter for prediction, and batch_size, which runner_config has already.
 _PREDICTION = frozenset(
     "batch_size do_sample max_decode_length max_new_tokens temperature top_k top_p repetition_penalty".split()

@@ -309,7 +309,13 @@ def _smoke(
         if not json_:
             print_sections([changes_section(changes)])
 
-    verdict = smoke(loaded, told, steps, ranks, tell, show)
+    try:
+        verdict = smoke(loaded, told, steps, ranks, tell, show)
+    except UserError as error:
+        if json_:
+            invalid = {"result": "invalid", "file": context.obj.config, "problem": str(error), "exit_code": 2}
+            print(json.dumps(invalid, indent=1))
+        raise
     lines = [json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)
     print(*lines, sep="\n")
     return verdict.exit_code
@@ -425,6 +431,31 @@ def _export(
     size = parse_size(shard_size)
     config_ = _load(arguments)
     print(export(config_, Path(output).expanduser(), merge=merge, force=force, dtype=dtype, shard_bytes=size))
+    return EXIT_OK
+
+
+@app.command("convert")
+def _convert(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file.", show_default=False)],
+    output: Annotated[Path | None, typer.Option("--output", help="Default: standard output.", metavar="PATH")] = None,
+) -> int:
+    """Writes a file of MindSpore Transformers' newer schema (--mode 1) with the keys of this trainer.
+
+    Every command takes such a file as it is; notes say what has no counterpart.
+    """
+    from trainer.config import converted
+    from trainer.config.read.yaml_reader import read_text
+
+    text, notices = converted(file, read_text(file))
+    for notice in notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if output is None:
+        print(text, end="")
+        return EXIT_OK
+    if output.exists():
+        raise UserError("is there already", where="flag --output", key=str(output), fix="give another --output")
+    output.write_text(text, encoding="utf-8")
+    print(output)
     return EXIT_OK
 
 

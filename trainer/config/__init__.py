@@ -3,7 +3,7 @@
 from trainer.config.checks.rules import preflight
 from trainer.config.read.dump import dump_config
 from trainer.config.read.json_schema import json_schema
-from trainer.config.read.loader import config_notices, load_config, parse_config
+from trainer.config.read.loader import config_notices, converted, load_config, parse_config
 from trainer.config.read.overrides import Override, is_boolean
 from trainer.config.read.relocate import is_top_level
 from trainer.config.read.resolve import sections_with
@@ -14,6 +14,7 @@ __all__ = [
     "Override",
     "preflight",
     "config_notices",
+    "converted",
     "dump_config",
     "is_boolean",
     "is_top_level",

@@ -131,8 +131,9 @@ def recompute_notices(config: Config) -> Iterator[str]:
     settings = config.recompute_config
     if not config.trains:
         return
-    counted = counts_per_stage(config, settings.recompute) is not None
-    if isinstance(settings.recompute, list) and settings.recompute and not counted:
+    written = settings.recompute
+    numbers = isinstance(written, list) and bool(written) and all(isinstance(layer, int) for layer in written)
+    if numbers and counts_per_stage(config, written) is None:
         layers = layer_text(set(_layers(settings.recompute, config)))
         yield f"{_KEY}.recompute: {layers}; in MindSpore Transformers a list counts layers of pipeline stages"
     if settings.select_recompute is True:

@@ -91,12 +91,12 @@ class Generator:
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         capacity = int(max(length + extra for length, extra in zip(lengths, max_tokens, strict=True)))
-        cache = _Cache(self.model, len(prompts), _round_up(capacity))
+        cache = self.new_cache(len(prompts), capacity)
         rows = [list(prompt) for prompt in prompts]
         ids_BQ = np.zeros((len(prompts), int(lengths.max())), np.int32)
         for row, prompt in enumerate(prompts):
             ids_BQ[row, : len(prompt)] = prompt
-        logits_BV = self._forward(cache, ids_BQ, np.zeros_like(lengths), lengths - 1)
+        logits_BV = self.forward(cache, ids_BQ, np.zeros_like(lengths), lengths - 1)
         left = list(max_tokens)
         while True:
             chosen: list[int | None] = []
@@ -114,9 +114,13 @@ class Generator:
                 return
             starts = np.array([len(tokens) - 1 for tokens in rows])
             last_B1 = np.array([[tokens[-1]] for tokens in rows], np.int32)
-            logits_BV = self._forward(cache, last_B1, starts, np.zeros_like(starts))
+            logits_BV = self.forward(cache, last_B1, starts, np.zeros_like(starts))
 
-    def _forward(self, cache: _Cache, ids_BQ: np.ndarray, starts: np.ndarray, last: np.ndarray) -> np.ndarray:
+    def new_cache(self, rows: int, tokens: int) -> Cache:
+        """An empty cache for so many sequences of so many tokens."""
+        return Cache(self.model, rows, _round_up(tokens))
+
+    def forward(self, cache: Cache, ids_BQ: np.ndarray, starts: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Logits [B, V] after token number `last` of each sequence in this pass, whose first position is `starts`."""
         model, settings = self.model, self.model.settings
         rows, width = ids_BQ.shape
@@ -142,7 +146,7 @@ class Generator:
         return logits_BV
 
 
-class _Cache:
+class Cache:
     """What each layer keeps of every token, keys and values or what they are made from, written in place.
 
     Two arrays of a layer, [B * S, width] with the widths of `ModelConfig.cache_widths`.

@@ -135,7 +135,8 @@ def plan_run(
     read, ranks = backend.data_config.runner_config, backend.data_ranks[1]
     reads = data is not None and trains
     steps = optimizer_steps(data.loader.batches_per_epoch, read.gradient_accumulation_steps) if reads else 0
-    total = steps * runner.epochs
+    epochs = -(-runner.max_steps // steps) if runner.max_steps and steps else runner.epochs
+    total = min(runner.max_steps or steps * epochs, steps * epochs)
     last = min(total, runner.stop_step or total)
     step_rows = read.batch_size * ranks * read.gradient_accumulation_steps
     # Below the first trained layer there is no backward pass.
@@ -174,7 +175,7 @@ def plan_run(
         rows_per_step=step_rows,
         tokens_per_step=step_rows * settings.labels_per_sequence,
         steps_per_epoch=steps,
-        epochs=runner.epochs,
+        epochs=epochs,
         total_steps=total,
         last_step=last,
         learning_rates=_learning_rates(config, total, last) if total else (),

@@ -102,6 +102,13 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
     return [*rows, ("dtypes", listed if len(parts_of) > 1 else f"{next(iter(parts_of))} for all")]
 
 
+def _steps(plan: Plan) -> str:
+    """Those of a run of whole epochs, or of so many steps."""
+    if plan.total_steps == plan.steps_per_epoch * plan.epochs:
+        return f"{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {plan.total_steps:,}"
+    return f"{plan.total_steps:,}; an epoch has {plan.steps_per_epoch:,}"
+
+
 def _step_rows(plan: Plan) -> Rows:
     unit = "sequences" if plan.labels == "tokens" else plan.labels
     batch = counted(plan.batch_rows, unit)
@@ -115,7 +122,7 @@ def _step_rows(plan: Plan) -> Rows:
         ("data", f"{counted(plan.rows, unit)} an epoch" if plan.rows else "not known, it is not on this machine"),
         *_packing_rows(plan),
         ("optimizer step", step),
-        *([("steps", f"{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {plan.total_steps:,}{ends}")] * known),
+        *([("steps", f"{_steps(plan)}{ends}")] * known),
         ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
     ]
     rows += [("optimizer state", plan.optimizer_sharing)] if plan.optimizer_sharing else []

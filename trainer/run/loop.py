@@ -24,6 +24,7 @@ from trainer.checkpoint.state import Position, save
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
+from trainer.config.checks.parallel import in_job
 from trainer.data.batches.loader import optimizer_steps
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
@@ -59,6 +60,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         RunError: The run failed (exit code 1).
     """
     world = world_from_environment()
+    config = in_job(config, world)
     heartbeat.start()
     prepared = prepare(config, world)
     if config.run_mode in ("predict", "chat"):
@@ -253,7 +255,7 @@ class _Training:
             step=position.step,
             last_step=self.info.last_step,
             epoch=epoch + 1,
-            epochs=config.runner_config.epochs,
+            epochs=self.plan.epochs,
             step_in_epoch=optimizer_steps(batch, self.plan.micro_batches),
             steps_per_epoch=self.plan.steps_per_epoch,
             loss=result.loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks.notices import Notice
-from trainer.config.checks.parallel import degrees_of, fit_problems
+from trainer.config.checks.parallel import degrees_of, fit_problems, in_job
 from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems
 from trainer.config.checks.rules import run_problems
 from trainer.data.datasets import EVAL, TRAIN
@@ -30,10 +31,15 @@ _LIMIT = "context.max_device_memory"
 
 
 def described_world(config: Config, world: World) -> World:
-    """The job of a plan: that of the flags or the environment, else of the degrees in the file."""
-    if world != SINGLE_PROCESS or not config.use_parallel or config.parallel_config.data_parallel is None:
+    """The job of a plan: that of the flags or the environment, else the smallest one of the degrees in the file."""
+    if world != SINGLE_PROCESS or not config.use_parallel:
         return world
-    return world_of(degrees_of(config, world).ranks)
+    degrees = degrees_of(config, world)
+    if config.parallel_config.data_parallel is None:  # as many as the experts need
+        experts = degrees.expert_parallel
+        least = experts // math.gcd(experts, degrees.context_parallel * degrees.model_parallel)
+        degrees = degrees._replace(data_parallel=least)
+    return world_of(degrees.ranks)
 
 
 def plan_file(config: Config, world: World, told: list[Problem], opens_data: bool = True) -> Plan:
@@ -47,6 +53,7 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
     Raises:
         UserError: The run could not start on its machine; with all problems.
     """
+    config = in_job(config, world)
     backend = choose_backend(config, world)
     elsewhere = plans_elsewhere(config) or not opens_data
     problems, of_backend = [*told, *run_problems(config, world)], backend.problems()

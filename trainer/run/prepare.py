@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
-from trainer.config.checks.parallel import runs_semi_auto
+from trainer.config.checks.parallel import in_job, runs_semi_auto
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -85,6 +85,7 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
         UserError: The run could not start.
         RunError: The token file cannot be written, or the data changes while it is read.
     """
+    config = in_job(config, world)
     backend, device = choose_backend(config, world), resolve_device(config)
     backend.check_device(device)
     preflight(config, world, backend.problems())

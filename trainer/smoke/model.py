@@ -31,7 +31,7 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
     kept = kept_layers(config)
     yield from layer_changes(config, kept)
     if decoder.hidden_size > LARGEST_KEPT_WIDTH:
-        yield from _widths(config)
+        yield from _widths(config, vocab_size)
     yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
     yield from changed(config, f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
     window = getattr(decoder, "sliding_window", None)
@@ -61,12 +61,14 @@ def _rounded(value: float) -> int:
     return max(_MULTIPLE, round(value / _MULTIPLE) * _MULTIPLE)
 
 
-def _widths(config: Config) -> Iterator[Change]:
+def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     """As many query heads for each key head as before, and all other widths in their ratio to hidden_size."""
     decoder = config.decoder
     group = decoder.num_heads // decoder.kv_heads
     kv_heads = min(decoder.kv_heads, 2 if group > 1 else 4)
-    kv_heads = 1 if kv_heads * group > 4 * _MANY_HEADS else kv_heads
+    # A whole vocabulary has room for few widths only.
+    most = 4 * _MANY_HEADS if vocab_size <= _VOCABULARY else 2 * _MANY_HEADS
+    kv_heads = 1 if kv_heads * group > most else kv_heads
     heads = kv_heads * group
     head = _HEAD_SIZE // 2 if heads > _MANY_HEADS else _HEAD_SIZE
     ratio = f"{_SMALLER}; {group} query heads to a key head, as before" if group > 1 else _SMALLER
@@ -116,7 +118,7 @@ def _expert_number(config: Config) -> Iterator[Change]:
     groups = max(moe.n_group or 1, 1)
     reached = max(moe.topk_group or groups, 1)
     of_group = moe.expert_num // groups
-    size = max(2, moe.num_experts_chosen // reached + 1)  # more than a token goes to, in the groups it may go to
+    size = max(2, -(-3 * moe.num_experts_chosen // (2 * reached)))  # half as many again as a token goes to
     number = groups * min(of_group, size)
     if groups == 1:
         number = max(number, min(_EXPERT_NUM, moe.expert_num))

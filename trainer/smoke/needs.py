@@ -59,4 +59,4 @@ def _devices(config: Config, plan: Plan) -> list[str]:
 
 def _not_built(plan: Plan) -> list[str]:
     starts = "a run on Ascend does not start yet: "
-    return [f"support here: {notice.removeprefix(starts)}" for notice in plan.notices if notice.startswith(starts)]
+    return [f"run_trainer itself: {notice}" for notice in plan.notices if notice.startswith(starts)]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config import Config, load_config
+from trainer.config.checks.parallel import in_job
 from trainer.config.checks.problem import SeveralProblems
 from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
@@ -23,7 +24,7 @@ from trainer.smoke.data import data_changes, sections_read, vocabulary
 from trainer.smoke.execute import CONFIG, LOG, execute
 from trainer.smoke.model import file_name, model_changes
 from trainer.smoke.needs import needs
-from trainer.smoke.rows import write_rows, write_tokens
+from trainer.smoke.rows import is_large, write_first_records, write_rows, write_tokens
 from trainer.smoke.training import training_changes
 
 if TYPE_CHECKING:
@@ -77,12 +78,13 @@ def smoke(
         where, fix = config.source.where("run_mode"), "smoke a file that trains, or add --run_mode train"
         raise UserError("smoke is for trainings", where=where, key="run_mode", value=config.run_mode, fix=fix)
     plan = _plan(config, told)
+    config = _in_own_job(config)
     setup = _setup(config, steps, ranks)
-    changes = smoke_changes(config, setup)
-    verdict = Verdict(config.source.path, str(setup.folder), ranks, changes, needs(config, plan, setup.missing))
-    show(changes)
+    verdict = Verdict(config.source.path, str(setup.folder), ranks, [], needs(config, plan, setup.missing))
     try:
-        small = _prepare(config, setup, changes)
+        verdict.changes = smoke_changes(config, setup)
+        show(verdict.changes)
+        small = _prepare(config, setup, verdict.changes)
         found = execute(setup, tell)
         verdict.losses, verdict.eval_loss, verdict.peak_rss_bytes = found.losses, found.evaluation, found.peak_rss_bytes
         verdict.resumed_loss = found.resumed.get(steps)
@@ -93,6 +95,7 @@ def smoke(
         raise
     except Exception as error:  # a verdict, whatever the engine raises
         log = setup.folder / LOG
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(traceback.format_exc())
         first = next(iter(str(error).strip().splitlines()), "")
@@ -119,12 +122,25 @@ def _plan(config: Config, told: list[Problem]) -> Plan:
         raise problems.short from None
 
 
+def _in_own_job(config: Config) -> Config:
+    """The file with the micro-batches of its own job, and an end that `steps` can say."""
+    from trainer.run.plan_file import described_world
+
+    config = in_job(config, described_world(config, SINGLE_PROCESS))
+    changes = {"global_batch_size": None, "max_steps": None}
+    return config.model_copy(update={"runner_config": config.runner_config.model_copy(update=changes)})
+
+
 def _setup(config: Config, steps: int, ranks: int) -> Setup:
     from trainer.run.plan_file import missing_data
 
     folder = Path(config.output_dir).expanduser().absolute() / "smoke" / file_name(config)
     device = "CPU" if plans_elsewhere(config) else resolve_device(config)
-    return Setup(steps, ranks, folder, device, missing_data(config, sections_read(config)))
+    missing = missing_data(config, sections_read(config))
+    here = [section for section in sections_read(config) if section not in missing]
+    large = {section for section in here
+             if getattr(config, section).data_loader.reads_text and is_large(config, section)}
+    return Setup(steps, ranks, folder, device, missing, frozenset(large))
 
 
 def _prepare(config: Config, setup: Setup, changes: list[Change]) -> Config:
@@ -153,6 +169,8 @@ def _prepare(config: Config, setup: Setup, changes: list[Change]) -> Config:
     for section in sections_read(config):
         if section in setup.missing:
             write_rows(small, section)
+        elif section in setup.large:
+            write_first_records(config, small, section)
         elif getattr(config, section).data_loader.type == "MindDataset":
             write_tokens(small, section, *_first_rows(config, small, section))
     return small

@@ -21,6 +21,7 @@ from trainer.parallel.world import World
 
 _MODEL = "model.model_config"
 _MOE = f"{_MODEL}.moe_config"
+_RUNNER = "runner_config"
 
 
 NoticeKind = Literal["results", "parallel", "dtype", "ignored"]
@@ -74,6 +75,10 @@ _UNUSED = (
             "optimizer.type is AdamW"),
     _Unused("train_dataset", "batch_size", lambda c: c.train_dataset.batch_size != c.runner_config.batch_size,
             lambda c: f"runner_config.batch_size {c.runner_config.batch_size} counts"),
+    _Unused("runner_config", "gradient_accumulation_steps",
+            lambda c: c.runner_config.global_batch_size and c.source.where(f"{_RUNNER}.gradient_accumulation_steps"),
+            "global_batch_size says it"),
+    _Unused("runner_config", "epochs", lambda c: c.runner_config.max_steps, "max_steps says when the run ends"),
     _Unused("train_dataset", "max_batches", lambda c: c.eval_dataset is not None or not c.train_dataset.held_out,
             "it bounds evaluations: set eval_dataset.max_batches"),
     _Unused("eval_dataset", "held_out", lambda c: c.eval_dataset is not None,
@@ -132,7 +137,8 @@ def rule_notices(config: Config) -> list[str]:
     """Every notice that does not depend on the number of ranks."""
     unused = [Notice(text, "ignored") for text in _unused(config)]
     dtypes = [Notice(text, "dtype") for text in _precision(config)]
-    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recompute_notices(config)]
+    recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -184,7 +190,7 @@ def _mixture(config: Config) -> Iterator[str]:
     watchers = [number for number, callback in enumerate(config.callbacks) if isinstance(callback, MoEDropRate)]
     if moe is None:
         if written is not None and written != MoEConfig():
-            yield "moe_config: changes nothing, expert_num is 1: a dense model"
+            yield Notice("moe_config: changes nothing, expert_num is 1: a dense model", "ignored")
         for number in watchers:
             yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
         return

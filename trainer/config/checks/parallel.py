@@ -42,6 +42,30 @@ def degrees_of(config: Config, world: World) -> Degrees:
     return others._replace(data_parallel=max(1, world.size // others.ranks) if data is None else data)
 
 
+def in_job(config: Config, world: World) -> Config:
+    """The configuration with the micro-batches that `global_batch_size` means in this job, if the file has one."""
+    total = config.runner_config.global_batch_size
+    if total is None:
+        return config
+    degrees = degrees_of(config, world)
+    steps = max(1, total // (config.runner_config.batch_size * degrees.data_parallel))
+    if degrees.pipeline_stage > 1:
+        section = config.parallel_config.model_copy(update={"micro_batch_num": steps})
+        return config.model_copy(update={"parallel_config": section})
+    runner = config.runner_config.model_copy(update={"gradient_accumulation_steps": steps})
+    return config.model_copy(update={"runner_config": runner})
+
+
+def _batch_problems(config: Config, world: World) -> Iterator[Problem]:
+    """A step of `global_batch_size` sequences must be whole micro-batches of all ranks."""
+    total, rows = config.runner_config.global_batch_size, config.runner_config.batch_size
+    ranks = degrees_of(config, world).data_parallel
+    if total is not None and total % (rows * ranks):
+        rule = f"must be a multiple of batch_size x data_parallel = {rows} x {ranks}"
+        near = max(1, round(total / (rows * ranks))) * rows * ranks
+        yield problem(config, "runner_config.global_batch_size", rule, f"write {near}, or change batch_size")
+
+
 def shards_optimizer(config: Config, world: World) -> bool:
     """Whether the data-parallel ranks share the optimizer state instead of having a copy each."""
     return config.parallel.enable_parallel_optimizer and degrees_of(config, world).data_parallel > 1
@@ -72,12 +96,13 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
     if world.size > 1 and config.use_parallel is False:
         fix = "remove the key or set it to True; to run alone, leave `launch` out"
         return [problem(config, "use_parallel", f"this job has {world.size} ranks", fix)]
+    batches = list(_batch_problems(config, world))
     if not _in_force(config, world) or is_semi_auto(config):  # that mode has rules of its own
-        return []
+        return batches
     degrees = ((name, fix) for name, fix in UNBUILT_DEGREES.items() if getattr(config.parallel_config, name) > 1)
     found = [problem(config, f"parallel_config.{name}", "not yet supported", fix) for name, fix in degrees]
     found = found or fit_problems(config, world)
-    return [*found, *_several_ranks(config, world)] if world.size > 1 else found
+    return [*batches, *found, *(_several_ranks(config, world) if world.size > 1 else ())]
 
 
 def fit_problems(config: Config, world: World) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,13 +84,19 @@ def _unread(config: Config, key: str) -> str:
 
 def ignored_notices(config: Config) -> list[str]:
     """One notice a reason, naming the keys that are ignored for it."""
-    keys: dict[str, list[str]] = {}
+    found: list[tuple[Finding, str, str]] = []
     for finding in findings(config):
         unread = _unread(config, finding.key)
         if finding.support == "not_yet" and unread:
-            keys.setdefault(f"not read, {unread}", []).append(f"{finding.key} {finding.value}")
+            found.append((finding._replace(reason=f"not read, {unread}"), "", f"{finding.key} {finding.value}"))
         if finding.support == "ignored":
-            where = config.source.where(finding.key)
-            name = config.source.name(finding.key)
-            keys.setdefault(finding.reason, []).append(f"{name} ({where})" if where else name)
+            found.append((finding, config.source.where(finding.key), config.source.name(finding.key)))
+    return ignored_texts(found)
+
+
+def ignored_texts(found: Iterable[tuple[Finding, str, str]]) -> list[str]:
+    """One sentence a reason, for keys that are ignored: each with its location, if any, and name."""
+    keys: dict[str, list[str]] = {}
+    for finding, where, name in found:
+        keys.setdefault(finding.reason, []).append(f"{name} ({where})" if where else name)
     return [f"ignored: {', '.join(names)}: {reason}" for reason, names in keys.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -10,6 +10,8 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation, nearest, one_of, problem_at
 from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, meanings_of, shape_of
 from trainer.config.schema.root import Config
+
+Kind = TypeVar("Kind", bound=Section)
 
 _KINDS = {
     "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "True or False",
@@ -28,8 +30,13 @@ _BOUNDS = {
 
 
 def validate(
-    data: dict[str, Any], positions: dict[str, SourceLocation], written: dict[str, str], *, told: bool = False
-) -> tuple[Config | None, list[Problem]]:
+    data: dict[str, Any],
+    positions: dict[str, SourceLocation],
+    written: dict[str, str],
+    *,
+    told: bool = False,
+    kind: type[Kind] = Config,
+) -> tuple[Kind | None, list[Problem]]:
     """Validates plain values against the schema. `written` has the keys that the file writes under another name.
 
     Where problems have been `told` before, a section that they left nothing of is not reported again.
@@ -38,7 +45,7 @@ def validate(
         The configuration, without the wrong values where there are some (None where that is none), and the problems.
     """
     try:
-        return Config.model_validate(data), []
+        return kind.model_validate(data), []
     except ValidationError as error:
         findings: dict[tuple[str, ...], list[Any]] = {}
         for item in error.errors(include_url=False):
@@ -48,11 +55,11 @@ def validate(
             findings.setdefault(path, []).append(item)
         # Of a union's members only the problems of the nearest one are told: those that lie deepest.
         deepest = [path for path in findings if not any(path == other[: len(path)] != other for other in findings)]
-        problems = [_problem(path, findings[path], positions, written) for path in deepest]
+        problems = [_problem(path, findings[path], positions, written, kind) for path in deepest]
     for path in deepest:
         _remove(data, path)
     try:
-        return Config.model_validate(data), problems
+        return kind.model_validate(data), problems
     except ValidationError:
         return None, problems
 
@@ -90,7 +97,11 @@ def _path(location: tuple[int | str, ...], data: Any, absent: bool) -> tuple[str
 
 
 def _problem(
-    path: tuple[str, ...], items: list[Any], positions: dict[str, SourceLocation], written: dict[str, str]
+    path: tuple[str, ...],
+    items: list[Any],
+    positions: dict[str, SourceLocation],
+    written: dict[str, str],
+    kind: type[Section],
 ) -> Problem:
     key = ".".join(path)
     around = (".".join(path[:length]) for length in range(len(path), 0, -1))
@@ -99,11 +110,11 @@ def _problem(
     if items[0]["type"] == "missing":
         return problem_at(place, key, "this key is required", f"add {path[-1]}: to it")
     value = items[0]["input"]
-    return problem_at(place, key, _rule(items, path), _fix(path, items, value), value)
+    return problem_at(place, key, _rule(items, path, kind), _fix(path, items, value, kind), value)
 
 
-def _rule(items: list[Any], path: tuple[str, ...]) -> str:
-    field = _declaration(path)
+def _rule(items: list[Any], path: tuple[str, ...], kind: type[Section]) -> str:
+    field = _declaration(path, kind)
     meanings = meanings_of(field) if field is not None else {}
     if meanings:
         return f"must be {one_of([f'{value} ({word})' for value, word in meanings.items()])}"
@@ -126,7 +137,7 @@ def _literals(items: list[Any]) -> list[str]:
     return [part.strip().strip("'") for text in expected for part in text.split(",")]
 
 
-def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
+def _fix(path: tuple[str, ...], items: list[Any], value: Any, kind: type[Section]) -> str:
     types, names = {item["type"] for item in items}, _literals(items)
     if names and isinstance(value, str):
         guess = nearest(value, names)
@@ -137,7 +148,7 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
             return f"write {bare} without quotes"
         if "bool_type" in types and bare.lower() in ("yes", "no", "on", "off", "y", "n"):
             return f"write {bare.lower() in ('yes', 'on', 'y')}"
-    text, field = describe(path) or "correct the value", _declaration(path)
+    text, field = describe(path, kind) or "correct the value", _declaration(path, kind)
     if field is not None and fix_of(field) and types <= _BOUNDS.keys():
         return fix_of(field)
     kinds = [_KINDS.get(item["type"], "") for item in items]
@@ -148,18 +159,18 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     return f"write {one_of(list(dict.fromkeys(kinds)))}{shown}; {text}"
 
 
-def describe(path: tuple[str, ...]) -> str:
+def describe(path: tuple[str, ...], kind: type[Section] = Config) -> str:
     """The documentation of a key, for the fix of a message."""
-    field = _declaration(path)
+    field = _declaration(path, kind)
     if field is None:
-        return describe(path[:-1]) if path else ""
+        return describe(path[:-1], kind) if path else ""
     name = next(part for part in reversed(path) if not part.isdecimal())
     return f"{name}: {field.description}".rstrip(".")
 
 
-def _declaration(path: tuple[str, ...]) -> FieldInfo | None:
+def _declaration(path: tuple[str, ...], schema: type[Section]) -> FieldInfo | None:
     """The declaration of a key; None when there is none of this name."""
-    kinds: tuple[type[Section], ...] = (Config,)
+    kinds: tuple[type[Section], ...] = (schema,)
     field = None
     for part in path:
         if not part.isdecimal():

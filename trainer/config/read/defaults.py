@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import SourceLocation
 from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
 from trainer.config.hugging_face import DEFAULTS
@@ -16,6 +17,7 @@ from trainer.config.schema.moe import MoEConfig
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _LATENT = "DeepseekV3ForCausalLM"
+_NOT_SIZES = ("output_router_logits", "num_key_value_heads")
 _LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data says otherwise
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
@@ -110,7 +112,7 @@ def _from_class(found: Resolved, kind: Any) -> None:
     for name, value in DEFAULTS[kind].items():
         own = yaml_names(ModelConfig).get(name)
         key = f"{_MODEL}.{own}" if own else f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
-        if value is not None and name != "output_router_logits" and _fits(name, value, settings):
+        if value is not None and name not in _NOT_SIZES and _fits(name, value, settings):
             _set(found, key, value, "model.arch.type")
 
 
@@ -191,7 +193,8 @@ def _from_grouped_schedule(found: Resolved) -> None:
     found.data.pop("lr_schedule", None)
     for name, value in default.items():
         _set(found, f"lr_schedule.{name}", value, key)
-    found.notices.append(f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule")
+    text = f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule"
+    found.notices.append(Notice(text, "ignored"))
 
 
 def _from_sparse_layers(found: Resolved) -> None:

@@ -60,6 +60,8 @@ def dump_values(plain: dict[str, Any], comment: str) -> str:
 def values(config: Config) -> dict[str, Any]:
     """A configuration as plain values under the names of the file."""
     plain = _values(config)
+    if config.runner_config.global_batch_size is not None:
+        del plain["runner_config"]["gradient_accumulation_steps"]  # that of this job; another one has its own
     if config.classifier is not None:
         del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
     elif FAMILIES[config.model.arch.type].has_default_sizes:  # absent, they would have the sizes of the class

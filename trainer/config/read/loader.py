@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.config.checks.notices import Notice, parallel_notices, rule_notices
 from trainer.config.checks.problem import Problem, raise_problems
 from trainer.config.checks.rules import rule_problems
 from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
 from trainer.config.checks.validation import validate
+from trainer.config.pynative import is_newer_schema
 from trainer.config.read.defaults import fill_in
+from trainer.config.read.dump import dump_values
 from trainer.config.read.model_folder import add_model_folder
+from trainer.config.read.nodes import Table, plain
 from trainer.config.read.overrides import Override, apply_overrides
-from trainer.config.read.relocate import arrange
+from trainer.config.read.relocate import arrange, find_entry
 from trainer.config.read.resolve import resolve
 from trainer.config.read.yaml_reader import parse_document, read_text
+from trainer.config.schema.fields import fields_by_yaml_name
 from trainer.config.schema.root import Config, Source
+from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World
+
+if TYPE_CHECKING:
+    from trainer.config.pynative.translate import Translation
 
 
 def load_config(
@@ -40,11 +50,18 @@ def parse_config(
 ) -> Config:
     """The same for the text of a file; ``name`` is what messages call it."""
     root, notices = parse_document(name, text)
+    newer = None
+    if is_newer_schema(root):
+        newer, overrides = _translated(name, root, overrides)
+        root = newer.root
+        notices += newer.notices
     notices += arrange(root)
     problems, more = apply_overrides(root, overrides)
     found = resolve(root)
     add_model_folder(found)
     problems += found.problems
+    if newer is not None:
+        found.written = newer.written(found.written, found.positions)
     fill_in(found)
     config, invalid = validate(found.data, found.positions, found.written, told=bool(problems))
     problems += invalid
@@ -54,11 +71,49 @@ def parse_config(
     config = config.with_source(Source(name, found.positions, tuple(notices + more + found.notices), found.written))
     ruled = rule_problems(config)
     problems += not_yet_problems(config) + (_independent(ruled, problems) if problems else ruled)
+    if newer is not None:
+        problems = [*newer.problems, *map(newer.renamed, problems)]
     if told is None:
         raise_problems(problems)
     else:
         told += problems
     return config
+
+
+def _translated(
+    name: str, root: Table, overrides: Sequence[Override]
+) -> tuple[Translation, Sequence[Override]]:
+    """The translation of a file of the newer schema, and the overrides that are of ours: of the rest first of all."""
+    from trainer.config.pynative.translate import is_key_there, translate
+
+    nulls = ("null", "None", "~")  # which remove what is written, whatever it is
+    there = [one for one in overrides if is_key_there(one.key) or (one.text in nulls and find_entry(root, one.key))]
+    # There, `--mode 1` says which schema a file has; here it runs operator by operator, as `--context.mode 1` does.
+    ours = [one for one in overrides if one not in there and (one.source, one.text) != ("flag --mode", "1")]
+    problems, notices = apply_overrides(root, there)
+    made = translate(name, root)
+    made.problems[:0], made.notices[:0] = problems, notices
+    return made, ours
+
+
+def converted(name: str, text: str) -> tuple[str, list[str]]:
+    """The translation of a file of the newer schema as YAML text, and notices.
+
+    Raises:
+        UserError: It is none, or has mistakes.
+    """
+    from trainer.config.pynative.translate import translate
+
+    root, notices = parse_document(name, text)
+    if not is_newer_schema(root):
+        rule = "this is no file of the newer schema, with sections training and parallelism"
+        raise UserError(rule, where=name, fix="use it as it is")
+    parse_config(name, text)
+    made = translate(name, root)
+    comment = f"# The translation of {Path(name).name}.\n"
+    sections = plain(made.root)
+    ordered = {key: sections[key] for key in fields_by_yaml_name(Config) if key in sections}
+    return dump_values(ordered, comment), notices + made.notices
 
 
 def _independent(ruled: list[Problem], problems: list[Problem]) -> list[Problem]:

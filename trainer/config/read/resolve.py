@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import Problem, SourceLocation, nearest, one_of, problem_at
 from trainer.config.hugging_face import NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
@@ -38,6 +39,8 @@ _ABSENT = object()
 class Resolved:
     """Plain values under their main names, and what was met on the way."""
 
+    kind: type[Section] = Config
+    """The schema of the file."""
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, SourceLocation] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
@@ -46,10 +49,10 @@ class Resolved:
     notices: list[str] = field(default_factory=list)
 
 
-def resolve(root: Table) -> Resolved:
-    """Turns a tree into the values that the schema is then validated with."""
-    found = Resolved()
-    found.data = _section(root, Config, "", found)
+def resolve(root: Table, kind: type[Section] = Config) -> Resolved:
+    """Turns a tree into the values that the schema, a section of this kind, is then validated with."""
+    found = Resolved(kind)
+    found.data = _section(root, kind, "", found)
     return found
 
 
@@ -62,7 +65,7 @@ def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> d
                 rule = f"not yet supported: {what}"
                 found.problems.append(problem_at(entry.place, f"{path}{name}", rule, NOT_BUILT, plain(entry.node)))
         elif name not in names:
-            found.problems.append(_unknown(name, kind, path, entry.place))
+            found.problems.append(_unknown(name, kind, path, entry.place, found.kind))
         elif names[name] not in chosen:
             chosen[names[name]] = entry
             if name != names[name]:
@@ -88,27 +91,28 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
         return first
 
 
-def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation) -> Problem:
+def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, schema: type[Section]) -> Problem:
     guess = nearest(name, list(yaml_names(kind)))
-    homes = [f"{home}.{name}" for home in sections_with(name) if f"{home}." != path]
+    homes = [f"{home}.{name}" for home in sections_with(name, schema) if f"{home}." != path]
     if homes and guess.lower() != name.lower():
         fix = f"write it in its section: {one_of(homes)}"
-    elif path and name in yaml_names(Config):
+    elif path and name in yaml_names(schema):
         fix = f"write {name} at the top level"
     elif guess:
         fix = f"you probably mean {path}{guess}"
     else:
         known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "supported"]
         listed = f"the keys here are {', '.join(known)}"
-        fix = f"remove it; {listed if len(known) <= _LISTED else '`run_trainer.py schema` lists all'}"
+        is_short = len(known) <= _LISTED or schema is not Config
+        fix = f"remove it; {listed if is_short else '`run_trainer.py schema` lists all'}"
     rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
     return problem_at(place, f"{path}{name}", rule, fix)
 
 
-def sections_with(name: str) -> list[str]:
+def sections_with(name: str, schema: type[Section] = Config) -> list[str]:
     """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first."""
     homes: dict[str, bool] = {}
-    for path, info in _keys_named(name, Config, ()):
+    for path, info in _keys_named(name, schema, ()):
         homes[path] = homes.get(path, False) or support_of(info)[0] == "supported"
     acting = [path for path, acts in homes.items() if acts]
     # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
@@ -166,7 +170,8 @@ def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str
     name = plain(entries["type"].node) if "type" in entries else kinds[0].default_type
     other_names = {other: main for kind in kinds for other, main in kind.type_aliases.items()}
     if isinstance(name, str) and name in other_names:
-        found.notices.append(f"{place.text}: {path}.type {name} is taken as {other_names[name]}")
+        text = f"{place.text}: {path}.type {name} is taken as {other_names[name]}"
+        found.notices.append(Notice(text, "ignored"))
         name = other_names[name]
         table = Table({**entries, "type": Entry(Scalar(name), place)})
     if len(kinds) == 1:

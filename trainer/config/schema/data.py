@@ -188,10 +188,12 @@ class DatasetConfig(Section):
     data_loader: DataLoader = section(TextLoader, "Where the data comes from.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "Text to tokens.")
     input_columns: list[str] | None = setting(
-        None, "MindDataset: columns with the tokens, and the labels and attention mask if there are any. Default null: "
-        "input_ids, labels (or target_ids) and attention_mask as far as the file has them.")
+        None, "MindDataset: columns with the tokens, and the labels, attention_mask, loss_mask (1 where a token has a "
+        "loss) and position_ids if there are any. Default null: input_ids, labels (or target_ids) and attention_mask, "
+        "as far as the file has them.")
     construct_args_key: list[str] | None = setting(
-        None, "MindDataset: what each of input_columns is: input_ids, labels, attention_mask. Default null: its name.")
+        None, "MindDataset: what each of input_columns is: input_ids, labels, attention_mask, loss_mask, position_ids."
+        " Default null: its name.")
     eod_reset: bool = setting(
         False, "MindDataset: keep apart the documents of a row, with positions of their own. Other data: see packing.")
     eod_token_id: int | None = setting(

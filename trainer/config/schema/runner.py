@@ -14,6 +14,12 @@ class RunnerConfig(Section):
     epochs: int = setting(1, "Passes over the training data.", ge=1)
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches whose gradients are summed before one optimizer step.", ge=1)
+    global_batch_size: int | None = setting(
+        None, "Sequences of one optimizer step over all ranks, in place of gradient_accumulation_steps (in a pipeline:"
+        " micro_batch_num), which are then what batch_size and data_parallel leave. Default null: they say it.", ge=1)
+    max_steps: int | None = setting(
+        None, "Optimizer steps of the whole run, in place of epochs: the data are read again until then. Default null:"
+        " epochs says it.", ge=1)
     stop_step: int = setting(
         0, "Ends the run after this optimizer step and changes nothing else, the schedule included. Default 0: off.",
         ge=0)

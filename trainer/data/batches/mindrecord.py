@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from trainer.config import Config
 
 _TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
+_LOSS_MASK, _POSITIONS = "loss_mask", "position_ids"  # read where input_columns names them
+_ROLES = (_TOKENS, _LABELS, _MASK, _LOSS_MASK, _POSITIONS)
 _OTHER_NAMES = {"target_ids": _LABELS}
 _COUNTED_SEQUENCES = 256
 _CHECKED_ROWS = 16
@@ -34,7 +36,7 @@ _CHECKED_ROWS = 16
 class Reading:
     """How rows become sequences."""
 
-    columns: dict[str, str]  # input_ids, and where there are such labels and attention_mask -> the column
+    columns: dict[str, str]  # one of _ROLES, at least input_ids -> the column
     seq_length: int
     vocab_size: int
     pad: int | None  # no loss where this token is the input
@@ -54,7 +56,7 @@ class MindRecordDataset:
         self.num_sequences = self.num_documents = len(rows)
         self.seq_length = reading.seq_length
         self.num_tokens = self.num_sequences * self.seq_length
-        self.has_boundaries = reading.eod is not None or _MASK in reading.columns
+        self.has_boundaries = reading.eod is not None or bool({_MASK, _POSITIONS} & reading.columns.keys())
         self.max_token_id = reading.vocab_size - 1  # `batch` checks it
         digest = hashlib.sha256(f"{reading} ".encode() + rows.tobytes())
         for file in files:
@@ -86,10 +88,14 @@ class MindRecordDataset:
         has_loss_BT = labels_BT != IGNORE_INDEX
         if reading.pad is not None:
             has_loss_BT &= tokens_BT != reading.pad
+        if _LOSS_MASK in columns:
+            has_loss_BT &= columns[_LOSS_MASK][:, -reading.seq_length :] != 0
         positions_BT = np.broadcast_to(np.arange(reading.seq_length), tokens_BT.shape)
         segments_BT = np.zeros(tokens_BT.shape, np.int64)
         if reading.eod is not None:
             positions_BT, segments_BT = kept_apart(tokens_BT, reading.eod)
+        if _POSITIONS in columns:
+            positions_BT = columns[_POSITIONS][:, : reading.seq_length]
         mask_BT = columns[_MASK][:, : reading.seq_length] if _MASK in columns else None
         if mask_BT is not None and reading.mask_is_starts:
             segments_BT[:, 1:] += np.cumsum(mask_BT[:, 1:] != mask_BT[:, :-1], axis=1)
@@ -120,10 +126,12 @@ class MindRecordDataset:
         reading = self._reading
         arrays = file.read(number, list(reading.columns.values()))
         for (role, name), array in zip(reading.columns.items(), arrays, strict=True):
-            allowed = (reading.seq_length, reading.width) if role == _MASK else (reading.width,)
+            allowed = (reading.width,) if role in (_TOKENS, _LABELS) else (reading.seq_length, reading.width)
             rule = ""
             if len(array) not in allowed:
                 rule = f"row {number} has {len(array)} numbers in {name}, other rows {reading.width}"
+            elif role == _POSITIONS and (array.min() < 0 or array.max() >= len(array)):
+                rule = f"{name} of row {number} has positions beyond its {len(array)} tokens"
             elif role == _MASK and not reading.mask_is_starts and not np.isin(array, (0, 1)).all():
                 rule = f"{name} of row {number} has other numbers than 0 and 1"
             if rule:
@@ -192,8 +200,8 @@ def _columns(config: Config, section: str, files: Sequence[MindRecordFile], loca
     for number, name in enumerate(names):
         role = keys[number] if number < len(keys) else name
         role = _OTHER_NAMES.get(role, role)
-        if role not in (_TOKENS, _LABELS, _MASK):
-            known = f"{_TOKENS}, {_LABELS} (or target_ids) and {_MASK}"
+        if role not in _ROLES:
+            known = f"{_TOKENS}, {_LABELS} (or target_ids), {_MASK}, {_LOSS_MASK} and {_POSITIONS}"
             raise data_error(config, key, f"{role} is none of the columns that are read: {known}", "leave it out")
         if role in roles:
             raise data_error(config, key, f"{roles[role]} and {name} are both {role}", "name one of them")

@@ -1,0 +1,109 @@
+"""Multi-head latent attention in training and over its cache; test_moe_models.py holds it to Hugging Face.
+
+Operator by operator: the compiled block is among the golden models.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy_kernels import distance
+from tiny_trainer import TOKENS, TinyTrainer, assert_same_bits, make_batch, state_of
+from tolerances import decoder_limits
+
+from trainer.checkpoint.adapters import merged
+from trainer.data import Batch
+from trainer.models.generate import Generator
+from trainer.models.shapes import adapter_shapes
+
+LATENT = {
+    "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 7, "rope_interleave": True,
+    "rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": 1, "mscale_all_dim": 0.5},
+}  # fmt: skip
+ADAPTERS = {"pet_config": {"lora_rank": 3, "lora_alpha": 7.5, "target_modules": ".*_proj.*"}}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+
+
+def tiny(sections: dict | None = None, **model: object) -> TinyTrainer:
+    return TinyTrainer(compiled=False, sections=sections, **LATENT | model)
+
+
+def with_adapters() -> TinyTrainer:
+    """B is zero at first, which would hide most mistakes."""
+    made, random = tiny(**ADAPTERS), np.random.default_rng(8)
+    for name, shape in adapter_shapes(made.model.settings).items():
+        made.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)
+        made.set_weight(name, made.initial[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def adapted() -> TinyTrainer:
+    return with_adapters()
+
+
+def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: TinyTrainer) -> None:
+    """The logits after each token, whether it comes with the prompt or by itself."""
+    ids_BT = make_batch(1, 9, rows=2).input_ids
+    positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (2, 1))
+    whole = adapted.build_inputs(Batch(ids_BT, ids_BT, positions_BT, np.zeros_like(ids_BT)))
+    right_BTV = adapted.model.logits(whole).asnumpy().reshape(2, TOKENS, -1)
+    limit = decoder_limits(adapted.model.settings, rows=2).loss
+    generator = Generator(adapted.model, adapted.build_inputs, eos_ids=())
+    cache = generator.new_cache(2, TOKENS)
+    assert [store.shape[1] for store in cache.layers[0]] == [8, 2]  # and not 4 heads of 6 + 7 numbers
+    first = 5
+    found = [generator.forward(cache, ids_BT[:, :first], np.zeros(2, int), np.full(2, first - 1))]
+    for place in range(first, TOKENS):
+        found.append(generator.forward(cache, ids_BT[:, place : place + 1], np.full(2, place), np.zeros(2, int)))
+    for place, logits_BV in enumerate(found, first - 1):
+        assert distance(logits_BV, right_BTV[:, place]) < limit, place
+
+
+def test_adapters_and_merged_weights_are_the_same_model(adapted: TinyTrainer) -> None:
+    """Logits, and the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
+    dense, batch = tiny(), make_batch(1, 9, rows=2)
+    dense.initial = merged(adapted.initial, adapted.model.settings)
+    limits = decoder_limits(dense.model.settings, rows=2)
+    found = []
+    for trainer in (adapted, dense):
+        step = trainer.step()
+        part = step.backward(batch, 0, 1.0)
+        names = step.optimizer.parameters
+        found.append({name: one.asnumpy() for name, one in zip(names, part.gradients, strict=True)})
+    logits = [one.model.logits(one.build_inputs(batch)).asnumpy() for one in (adapted, dense)]
+    assert distance(logits[0], logits[1]) < limits.loss
+    names = {name.split(".")[4] for name in found[0] if ".self_attn." in name}
+    assert names == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    for name, gradient in found[0].items():
+        weight, kind = name.split(".lora_")
+        a, b = (adapted.initial[f"{weight}.lora_{part}.weight"] for part in "AB")
+        whole = found[1][f"{weight}.weight"]
+        exact = 2.5 * b.T @ whole if kind.startswith("A") else 2.5 * whole @ a.T
+        assert distance(gradient, exact) < limits.gradients, name
+
+
+def test_recomputation_with_dropout_gives_the_same_bits() -> None:
+    window = [make_batch(seed, valid) for seed, valid in enumerate((12, 3))]
+    states = []
+    for recompute in ({}, {"recompute": True}, {"select_recompute": ["attention"]}):
+        trainer = tiny({"recompute_config": recompute}, **DROPOUT)
+        step = trainer.step(lambda update: 0.01, optimizer={"type": "AdamW", "weight_decay": 0.1})
+        losses = [step(window).loss for _ in range(2)]
+        states.append(state_of(step.optimizer, trainer) | {"losses": np.array(losses)})
+    for state in states[1:]:
+        assert_same_bits(state, states[0])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_it_learns_with_frozen_norms(optimizer: str) -> None:
+    """Every other parameter moves, and a window is learned by heart."""
+    trainer = tiny({"freeze": {"include": "*layernorm*"}}, q_lora_rank=None)
+    step = trainer.step(lambda update: 0.02, optimizer={"type": optimizer})
+    window = [make_batch(3, 10)]
+    losses = [step(window).loss for _ in range(12)]
+    assert losses[-1] < 0.5 * losses[0]
+    after = trainer.weights()
+    for name, value in trainer.initial.items():
+        assert np.array_equal(value, after[name]) == ("layernorm" in name), name

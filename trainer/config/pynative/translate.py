@@ -1,0 +1,350 @@
+"""A tree of the newer schema -> one of ours. Every value keeps its line, so that later messages name it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config.checks.notices import Notice
+from trainer.config.checks.problem import Problem, SourceLocation, problem_at, raise_problems
+from trainer.config.checks.unsupported import findings, ignored_texts
+from trainer.config.checks.validation import validate
+from trainer.config.pynative.schema import PynativeConfig
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null
+from trainer.config.read.resolve import resolve
+from trainer.config.schema.fields import yaml_names
+from trainer.config.schema.root import Config
+from trainer.errors import UserError
+
+_MODEL = "model.model_config"
+_WHERE_THERE = {
+    f"{_MODEL}.moe_config": "model",
+    f"{_MODEL}.pet_config": "lora_config",
+    _MODEL: "model",
+    "lr_schedule": "lr_scheduler",
+    "train_dataset.data_loader": "train_dataset.dataloader",
+    "train_dataset.input_columns": "train_dataset.dataloader.column_names",
+}
+"""Section here -> where its keys stand there."""
+
+_MOVED = {
+    "training.seed": "seed",
+    "training.steps": "runner_config.max_steps",
+    "training.local_batch_size": "runner_config.batch_size",
+    "training.global_batch_size": "runner_config.global_batch_size",
+    "parallelism.tensor_parallel": "parallel_config.model_parallel",
+    "parallelism.context_parallel": "parallel_config.context_parallel",
+    "parallelism.pipeline_parallel": "parallel_config.pipeline_stage",
+    "parallelism.expert_parallel": "parallel_config.expert_parallel",
+    "parallelism.pipeline_parallel_interleave_num": f"{_MODEL}.pp_interleave_num",
+    "train_dataset.drop_remainder": "train_dataset.drop_remainder",
+    "lora_config.target_modules": f"{_MODEL}.pet_config.target_modules",
+    "lora_config.lora_rank": f"{_MODEL}.pet_config.lora_rank",
+    "lora_config.lora_alpha": f"{_MODEL}.pet_config.lora_alpha",
+    "lora_config.lora_dropout": f"{_MODEL}.pet_config.lora_dropout",
+}
+"""Key there -> key here with the same values."""
+
+_DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+
+_ADAPTED = {
+    "q_proj": ("self_attention.linear_q", "self_attention.linear_qkv"),
+    "k_proj": ("self_attention.linear_k", "self_attention.linear_qkv"),
+    "v_proj": ("self_attention.linear_v", "self_attention.linear_qkv"),
+    "o_proj": ("self_attention.linear_proj",),
+    "gate_proj": ("mlp.gating", "mlp.linear_fc1"),
+    "up_proj": ("mlp.hidden", "mlp.linear_fc1"),
+    "down_proj": ("mlp.linear_fc2",),
+}
+"""Our matrices -> the modules there that hold them."""
+
+
+@dataclass
+class Translation:
+    """The tree in our schema, and what was met on the way."""
+
+    root: Table = field(default_factory=Table)
+    there: dict[str, str] = field(default_factory=dict)
+    """Our keys -> the keys they were translated from, for values that are computed."""
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def renamed(self, problem: Problem) -> Problem:
+        """A mistake under the name that the key has in the file; a flag's is its own."""
+        where = problem.place.text
+        if not where or where.startswith(("flag ", "--")):
+            return problem
+        error, ours = problem.error, "|".join(rf"\b{section}\b" for section in _WHERE_THERE)
+        texts = (re.sub(ours, lambda found: _WHERE_THERE[found[0]], text) for text in (error.rule, error.fix))
+        rule, fix = texts
+        given = {} if error.value is None else {"value": error.value}
+        key = self.name_there(error.key)
+        return problem._replace(error=UserError(rule, where=error.where, key=key, fix=fix, **given))
+
+    def written(self, names: Mapping[str, str], positions: Mapping[str, SourceLocation]) -> dict[str, str]:
+        """The names that the file has for our keys; `names` are those that are not the main ones."""
+        keys = {key: names.get(key, key) for key, place in positions.items()}
+        flags = ("flag ", "--")
+        return {key: name if positions[key].text.startswith(flags) else self.name_there(name)
+                for key, name in keys.items()}  # fmt: skip
+
+    def name_there(self, key: str) -> str:
+        """A key of ours as the file writes it."""
+        if key in self.there:
+            return self.there[key]
+        for ours, theirs in _WHERE_THERE.items():
+            if f"{key}.".startswith(f"{ours}."):
+                return theirs + key[len(ours) :]
+        return key
+
+
+def is_key_there(key: str) -> bool:
+    """Whether a dotted key of the command line is one of the newer schema: ``training.steps``."""
+    first, _, rest = key.partition(".")
+    if first in ("model", "recompute"):
+        return bool(rest) and rest.split(".")[0] not in ("arch", "model_config", "classifier")
+    return key.startswith("train_dataset.dataloader") or (
+        first in yaml_names(PynativeConfig) and first not in yaml_names(Config)
+    )
+
+
+def translate(name: str, root: Table) -> Translation:
+    """Translates a file, which messages call `name`.
+
+    Raises:
+        UserError: Nothing of the file is valid.
+    """
+    found = resolve(root, PynativeConfig)
+    config, invalid = validate(found.data, found.positions, found.written, told=bool(found.problems),
+                               kind=PynativeConfig)  # fmt: skip
+    made = Translation(problems=[*found.problems, *invalid])
+    if config is None:
+        raise_problems(made.problems)
+    assert isinstance(config, PynativeConfig), "a configuration without problems is valid"
+    work = _Work(name, root, config, found.positions, made)
+    for part in (_training, _checkpoint, _parallelism, _optimizer, _schedule, _dataset, _model, _recompute, _others):
+        part(work)
+    where = {key: place.text for key, place in found.positions.items()}
+    unused = list(findings(config))
+    for finding in unused:
+        if finding.support == "not_yet":
+            place = work.place(finding.key)
+            rule = "cannot be translated"
+            made.problems.append(problem_at(place, finding.key, rule, finding.reason, finding.value))
+    texts = ignored_texts((one, where.get(one.key, ""), one.key) for one in unused if one.support == "ignored")
+    made.notices += [Notice(text, "ignored") for text in texts]
+    says = f"{name}: a file of MindSpore Transformers' newer schema: taken as its translation (`convert` writes it)"
+    made.notices.insert(0, Notice(says, "parallel"))
+    return made
+
+
+@dataclass
+class _Work:
+    """A file that is being translated."""
+
+    name: str
+    root: Table
+    config: PynativeConfig
+    positions: dict[str, SourceLocation]
+    made: Translation
+
+    def place(self, key: str) -> SourceLocation:
+        """Where a key there was written; the file as a whole for a default."""
+        return self.positions.get(key, SourceLocation(0, f"{self.name} ({key} by default)"))
+
+    def value(self, key: str) -> Any:
+        """The value of a key there."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    def table(self, key: str) -> Table:
+        """A section there, to be changed: a copy; empty where there is none."""
+        node: Node = self.root
+        for part in key.split("."):
+            entries = node.entries() if isinstance(node, Table) else {}
+            if part not in entries:
+                return Table()
+            node = entries[part].node
+        return Table(dict(node.entries())) if isinstance(node, Table) else Table()
+
+    def put(self, key: str, value: Any, source: str) -> None:
+        """Sets a key of ours, to a node or a plain value, with the place of a key there."""
+        place, table = self.place(source), self.made.root
+        *sections, last = key.split(".")
+        for part in sections:
+            entry = table.own.setdefault(part, Entry(Table(), place))
+            assert isinstance(entry.node, Table), "sections are made here"
+            table = entry.node
+        table.own[last] = Entry(value if isinstance(value, Scalar | Items | Table) else _node(value, place), place)
+        if not isinstance(value, Table):
+            self.made.there[key] = source
+
+    def put_default(self, table: Table, key: str, value: Any, source: str) -> None:
+        """Adds to a section what MindSpore Transformers takes for a key that the file leaves out."""
+        if key not in table.own or is_null(table.own[key].node):
+            place = self.place(source)
+            table.own[key] = Entry(_node(value, place), place)
+
+
+def _node(value: Any, place: SourceLocation) -> Node:
+    if isinstance(value, dict):
+        return Table({key: Entry(_node(below, place), place) for key, below in value.items()})
+    if isinstance(value, list):
+        return Items([Entry(_node(below, place), place) for below in value])
+    return Scalar(value)
+
+
+def _move(work: _Work, keys: Iterable[str], *, written_only: bool = False) -> None:
+    for key in keys:
+        if key in work.positions or not written_only:
+            work.put(_MOVED[key], work.value(key), key)
+
+
+def _training(work: _Work) -> None:
+    training = work.config.training
+    _move(work, (key for key in _MOVED if key.startswith("training.")))
+    clips, key = training.max_norm > 0, "training.max_norm"
+    work.put("runner_wrapper.use_clip_grad", clips, key)
+    if clips:
+        work.put("runner_wrapper.max_grad_norm", training.max_norm, key)
+    if training.deterministic:
+        work.put("context.deterministic", "ON", "training.deterministic")
+
+
+def _checkpoint(work: _Work) -> None:
+    """Saving is a callback here; without one a run saves at its end."""
+    section, callbacks = work.config.checkpoint, Items()
+    if section.save_path:
+        work.put("output_dir", section.save_path, "checkpoint.save_path")
+        text = f"checkpoint.save_path: the run's folder; its checkpoints are in {section.save_path}/checkpoints"
+        work.made.notices.append(Notice(text, "parallel"))
+    saver: dict[str, Any] = {"type": "CheckpointMonitor", "save_checkpoint_steps": section.save_interleaved_steps}
+    source = "checkpoint.save_interleaved_steps"
+    if not section.enable_save:
+        saver["save_checkpoint_steps"], source = 0, "checkpoint.enable_save"
+        text = "checkpoint.enable_save False: the end of a run is saved all the same"
+        work.made.notices.append(Notice(text, "ignored"))
+    saver["keep_checkpoint_max"] = section.save_max
+    for value, key in (({"type": "MFLossMonitor"}, "callbacks"), (saver, source)):
+        callbacks.entries.append(Entry(_node(value, work.place(key)), work.place(key)))
+    theirs = work.root.entries().get("callbacks")
+    if theirs is not None and isinstance(theirs.node, Items):
+        callbacks.entries += theirs.node.entries
+    work.put("callbacks", callbacks, "callbacks")
+    if section.load_path:
+        work.put("load_checkpoint", section.load_path, "checkpoint.load_path")
+        if not section.no_load_optim:
+            work.put("resume_training", True, "checkpoint.no_load_optim")
+
+
+def _parallelism(work: _Work) -> None:
+    section = work.config.parallelism
+    _move(work, (key for key in _MOVED if key.startswith("parallelism.")), written_only=True)
+    above = next((name for name in _DEGREES if getattr(section, name) > 1), "")
+    if above:
+        work.put("use_parallel", True, f"parallelism.{above}")
+        work.put("parallel.parallel_mode", 1, f"parallelism.{above}")
+    key = "parallelism.data_parallel_shard"
+    # Muon needs whole matrices.
+    if section.data_parallel_shard != 1 and work.config.optimizer.get("type") != "Muon":
+        work.put("parallel.enable_parallel_optimizer", True, key)
+        if section.data_parallel_shard > 1:
+            text = f"{key} {section.data_parallel_shard}: the optimizer state is shared by all data-parallel ranks"
+            work.made.notices.append(Notice(f"{text}; weights and gradients are whole on each", "parallel"))
+
+
+def _optimizer(work: _Work) -> None:
+    table = work.table("optimizer")
+    work.put_default(table, "type", "AdamW", "optimizer.type")
+    work.put_default(table, "weight_decay", 0.01, "optimizer.weight_decay")
+    if work.config.optimizer.get("type", "AdamW") == "AdamW":
+        work.put_default(table, "betas", [0.9, 0.95], "optimizer.betas")
+    work.put("optimizer", table, "optimizer")
+
+
+def _schedule(work: _Work) -> None:
+    """The schedule's length is that of the run, whatever the file says of it."""
+    table = work.table("lr_scheduler")
+    if work.config.lr_scheduler.get("type") is None:
+        fix = "add type: to it, for example CosineWithWarmUpLR"
+        place = work.place("lr_scheduler")
+        work.made.problems.append(problem_at(place, "lr_scheduler.type", "this key is required", fix))
+        return
+    table.own.pop("total_steps", None)
+    work.put_default(table, "learning_rate", 1e-5, "lr_scheduler.learning_rate")
+    work.put("lr_schedule", table, "lr_scheduler")
+
+
+def _dataset(work: _Work) -> None:
+    key = "train_dataset.dataloader"
+    table, columns = work.table(key), None
+    if not table.own:
+        rule, fix = "there is no data to train on", "write dataloader: and its type below"
+        work.made.problems.append(problem_at(work.place("train_dataset"), key, rule, fix))
+        return
+    kind = work.config.train_dataset.dataloader.get("type")
+    if kind == "MindDataset":
+        columns = table.own.pop("column_names", Entry(_node(["input_ids", "labels"], work.place(key)), work.place(key)))
+    for name in ("num_parallel_workers", "python_multiprocessing"):
+        table.own.pop(name, None)
+    work.put_default(table, "shuffle", False, f"{key}.shuffle")
+    work.put("train_dataset.data_loader", table, key)
+    if columns is not None:
+        work.positions.setdefault(f"{key}.column_names", columns.place)
+        work.put("train_dataset.input_columns", columns.node, f"{key}.column_names")
+    _move(work, ["train_dataset.drop_remainder"])
+
+
+def _model(work: _Work) -> None:
+    for name, entry in work.table("model").own.items():
+        work.positions.setdefault(f"model.{name}", entry.place)
+        work.put(f"{_MODEL}.{name}", entry.node, f"model.{name}")
+    if work.config.lora_config is None:
+        return
+    _move(work, (key for key in _MOVED if key.startswith("lora_config.")))
+    wanted, key = work.config.lora_config.target_modules, "lora_config.target_modules"
+    try:
+        names = [
+            name for name, modules in _ADAPTED.items()
+            if any(re.search(wanted, f"decoder.layers.0.{module}") for module in modules)
+        ]  # fmt: skip
+    except re.error as error:
+        rule = f"is no regular expression: {error}"
+        work.made.problems.append(problem_at(work.place(key), key, rule, "write for example linear_qkv", wanted))
+        return
+    if names:
+        work.put(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)
+        text = f"{key} {wanted}: {', '.join(names)} of every layer, each with an adapter of its own"
+        work.made.notices.append(text)
+
+
+def _recompute(work: _Work) -> None:
+    section = work.config.recompute
+    for mode, name, key in (
+        ("full", "full_recompute_layer", "recompute"), ("select", "select_module", "select_recompute")
+    ):  # fmt: skip
+        value, source = getattr(section, name), f"recompute.{name}"
+        if section.mode != mode:
+            continue
+        if not value:
+            rule = f"recompute.mode {mode} needs it"
+            work.made.problems.append(problem_at(work.place("recompute.mode"), source, rule, "write layers, as [0-3]"))
+        elif isinstance(value, dict):
+            layers = {pattern: [str(layer) for layer in ranges] for pattern, ranges in value.items()}
+            work.put(f"recompute_config.{key}", layers, source)
+        else:
+            work.put(f"recompute_config.{key}", [str(layer) for layer in value], source)
+
+
+def _others(work: _Work) -> None:
+    """The device, and the norms that are recorded. Execution mode 1 is what this trainer does anyway."""
+    for name, entry in work.table("context").own.items():
+        if name != "mode":
+            work.positions.setdefault(f"context.{name}", entry.place)
+            work.put(f"context.{name}", entry.node, f"context.{name}")
+    if work.config.monitor.train_state.local_norm:
+        work.put("runner_wrapper.local_norm", True, "monitor.train_state.local_norm")
