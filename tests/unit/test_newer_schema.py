@@ -209,6 +209,7 @@ def test_keys_of_both_schemas_are_flags():
     assert config.train_dataset.data_loader.shuffle and config.decoder.num_layers == 3
     assert (config.optimizer.weight_decay, config.lr_schedule.learning_rate) == (0.5, 1e-3)
     assert "flag --training.stepz: training.stepz: unknown key" in error_of(SMALL, "training.stepz=9")
+    assert load(SMALL + "unheard_of: {a: 1}\n", "unheard_of=null") == load(SMALL)
     mode = [Override("context.mode", "1", "flag --mode")]
     assert parse_config("a.yaml", SMALL, mode).context.mode == 0  # it names the schema there
     assert load(SMALL, "context.mode=1").context.mode == 1

@@ -367,6 +367,8 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
         **dict.fromkeys(("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM"),
                         [(False, False), (True, False)]),
     }.get(kind, [(False, False), (True, True)])  # fmt: skip
+    if settings.maps_embedding or settings.layers_group > 1:
+        return ["weights that layers share, or an embedding of another width"]
     norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":

@@ -19,6 +19,7 @@ from trainer.errors import UserError
 from trainer.models.shapes import (
     EMBEDDING,
     HEAD,
+    MAPPING_IN,
     all_shapes,
     balanced_layers,
     is_buffer,
@@ -95,9 +96,9 @@ def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
     The embedding comes before all layers: where it is trained, the backward pass goes through every layer. A frozen
     tied embedding needs no gradient, neither as embedding nor as head.
     """
-    if EMBEDDING not in frozen:
-        return 0
     names = all_shapes(config.decoder)
+    if not {EMBEDDING, MAPPING_IN} & names.keys() <= frozen:
+        return 0
     for layer in range(config.decoder.num_layers):
         prefix = layer_prefix(layer)
         if any(name.startswith(prefix) and name not in frozen for name in names):

@@ -137,7 +137,8 @@ def rule_notices(config: Config) -> list[str]:
     """Every notice that does not depend on the number of ranks."""
     unused = [Notice(text, "ignored") for text in _unused(config)]
     dtypes = [Notice(text, "dtype") for text in _precision(config)]
-    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recompute_notices(config)]
+    recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -189,7 +190,7 @@ def _mixture(config: Config) -> Iterator[str]:
     watchers = [number for number, callback in enumerate(config.callbacks) if isinstance(callback, MoEDropRate)]
     if moe is None:
         if written is not None and written != MoEConfig():
-            yield "moe_config: changes nothing, expert_num is 1: a dense model"
+            yield Notice("moe_config: changes nothing, expert_num is 1: a dense model", "ignored")
         for number in watchers:
             yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
         return
