@@ -60,7 +60,8 @@ def execute(setup: Setup, tell: Callable[[str], None]) -> Results:
     if code == EXIT_SIGTERM:
         raise SystemExit(code)
     if code:
-        raise RunError(f"a process of the training ended with exit code {code}")
+        log = setup.folder / ("job/rank-0.log" if setup.ranks > 1 else LOG)
+        raise RunError(f"a process of the training ended with exit code {code}; log: {log}")
     return _results(setup.folder)
 
 
@@ -125,7 +126,8 @@ def _stdout_as_stderr() -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         sys.stdout.flush()
         os.dup2(kept, 1)

@@ -46,8 +46,7 @@ def _weights(config: Config) -> list[str]:
 def _devices(config: Config, plan: Plan) -> list[str]:
     world = World(0, plan.ranks, 0, plan.host_ranks)
     degrees = ", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1)
-    device = plan.device if plan.device != "CPU" else "process on a CPU"
-    found = [f"devices: {plan.ranks} {device}{f' ({degrees})' if degrees else ''}"]
+    found = [f"devices: {plan.ranks} x {plan.device}{f' ({degrees})' if degrees else ''}"]
     if plan.memory_bytes:
         limit = config.context.max_device_memory
         total = f"memory: about {plan.memory_bytes['total'] / _GIB:,.1f} GiB a rank, activations (estimated) included"
