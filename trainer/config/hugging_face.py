@@ -229,6 +229,8 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
         "read"; "harmless": it changes nothing; "unread": the class in transformers does not read it either; "unknown":
         the class is not known, and nobody can tell what the key changes.
     """
+    if key == "auto_map" and named:  # the published code of a class that is known
+        return "harmless"
     is_expert_count = key in ("num_local_experts", "num_experts") and FAMILIES[family].is_mixture
     if key in _NUMBERS or key in _EVERY_CLASS or key in DEFAULTS[family] or is_expert_count:
         return "read"
@@ -365,6 +367,8 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
         **dict.fromkeys(("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM"),
                         [(False, False), (True, False)]),
     }.get(kind, [(False, False), (True, True)])  # fmt: skip
+    if settings.maps_embedding or settings.layers_group > 1:
+        return ["weights that layers share, or an embedding of another width"]
     norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":

@@ -94,6 +94,8 @@ def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int
         expert = sizes[f"{_EXPERTS}.moe_intermediate_size"] = _rounded(moe.moe_intermediate_size * scale)
     else:
         expert = sizes[f"{_MODEL}.intermediate_size"]
+    if decoder.maps_embedding:
+        sizes[f"{_MODEL}.embedding_size"] = _rounded(decoder.embedding_width * scale)
     if moe is not None and moe.moe_shared_expert_intermediate_size is not None:
         shared = moe.moe_shared_expert_intermediate_size / decoder.expert_size
         sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _rounded(expert * shared)

@@ -94,6 +94,12 @@ def _sizes(config: Config) -> Iterator[Problem]:
     if untied is not None and untied == tied:
         rule = f"contradicts tie_word_embeddings = {tied} ({config.source.where(f'{_KEY}.tie_word_embeddings')})"
         yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _ONE)
+    if decoder.maps_embedding and decoder.mtp_depth:
+        rule, fix = "not yet supported beside multi-token prediction modules", "set mtp_depth to 0"
+        yield problem(config, f"{_KEY}.embedding_size", rule, fix)
+    if decoder.layers_group > 1 and decoder.pet_config is not None:
+        rule, fix = "not yet supported beside adapters", "write 1, which is a model with more weights"
+        yield problem(config, f"{_KEY}.layers_group", rule, fix)
     if decoder.mtp_depth >= decoder.seq_length:
         rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has no token {decoder.mtp_depth} further ahead"
         yield problem(config, f"{_KEY}.mtp_depth", rule, "use 1")

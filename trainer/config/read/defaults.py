@@ -94,6 +94,8 @@ def _usual_class(found: Resolved, kind: Any) -> Any:
     if usual == "TelechatForCausalLM" and str(settings.get("net_name", "")).startswith("telechat3"):
         usual = "TeleChat3ForCausalLM"
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, f"{_MODEL}.net_name")
+        if settings.get("embedding_size") not in (None, 1) and settings["net_name"] != "telechat3_36b":
+            _set(found, f"{_MODEL}.tie_word_embeddings", True, f"{_MODEL}.net_name")  # as in its code
     if usual != kind:
         found.data["model"]["arch"]["type"] = usual
     return usual
