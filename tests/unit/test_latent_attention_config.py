@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from config_helpers import error_of, load
+from config_helpers import error_of, load, notices
 from golden_files import load_model_case
 
 from trainer.config import dump_config, parse_config
@@ -112,6 +112,21 @@ def test_flat_yarn_has_megatrons_defaults_and_keeps_what_a_folder_says(tmp_path:
     scaling = load(f"pretrained_model_dir: {tmp_path}\n{text}\n").decoder.rope_scaling
     assert (scaling.factor, scaling.beta_slow, scaling.beta_fast, scaling.mscale) == (8, 0.25, 8, 1.5)
     assert scaling.original_max_position_embeddings == 64
+
+
+def test_a_published_config_json(tmp_path: Path) -> None:
+    """With the keys of DeepSeek's own code beside those that transformers reads."""
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, "ep_size": 1,
+           "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1}
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 4096}  # fmt: skip
+    published = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_scaling": yarn, **own}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    text = f"pretrained_model_dir: {tmp_path}\n"
+    decoder = load(text).decoder
+    assert decoder.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
+    assert (decoder.num_layers, decoder.experts.expert_num, decoder.mtp_depth) == (61, 256, 1)
+    assert "not used, as in transformers: ep_size, moe_layer_freq, scoring_func, topk_method" in notices(text)
 
 
 @pytest.mark.parametrize(
