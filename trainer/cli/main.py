@@ -270,7 +270,7 @@ def _plan(
     try:
         plan = plan_file(loaded, described_world(loaded, planned_world(ranks, local_ranks)), told)
     except SeveralProblems as problems:
-        raise problems if verbose else problems.short from None
+        raise (problems.whole if verbose else problems.short) from None
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
