@@ -15,7 +15,7 @@ from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
-from trainer.config.hugging_face import saved_class
+from trainer.config.hugging_face import config_json, saved_class
 from trainer.config.schema.model import ModelConfig
 from trainer.models.shapes import parameter_shapes
 
@@ -156,3 +156,30 @@ def test_an_older_files_telechat_is_a_telechat2_unless_net_name_says_telechat3()
         assert saved_class(load(f"model: {{arch: {{type: {kind}}}}}\n").decoder, kind) == saved
     message = failure(lambda: load(TELECHAT.replace("telechat.TelechatFor", "mine.OwnFor")))
     assert "auto_register = 'mine.OwnForCausalLM': not yet supported" in message
+
+
+@pytest.mark.parametrize("name", ["other_telechat2", "other_telechat2_experts", "other_telechat3_1_8b"])
+def test_the_folder_of_a_class_that_transformers_lacks_describes_the_same_model(name: str, tmp_path: Path) -> None:
+    case = load_model_case(name)
+    config = parse_config("a", json.dumps({"model": case.config}))
+    kind = saved_class(config.decoder, config.model.arch.type)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config.decoder, kind)))
+    again = load(f"pretrained_model_dir: {tmp_path}\n")
+    assert again.model.arch.type == config.model.arch.type == kind
+    assert parameter_shapes(again.decoder) == parameter_shapes(config.decoder)
+    assert (again.decoder.experts is None) == (config.decoder.experts is None)
+
+
+def test_a_published_telechat2_folder_is_read_unless_its_positions_stretch(tmp_path: Path) -> None:
+    described = {
+        "architectures": ["TelechatForCausalLM"], "model_type": "telechat", "n_layer": 2, "n_head": 4, "n_inner": None,
+        "hidden_size": 32, "ffn_hidden_size": 40, "num_key_value_heads": 2, "layer_norm_epsilon": 1e-5,
+        "vocab_size": 300, "hidden_dropout": 0.0, "seq_length": 8192, "base_seqlen": 8192, "training_seqlen": 8192,
+        "apply_residual_connection_post_layernorm": False, "flash_attn": True, "logn": False, "embed_layernorm": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    decoder = load(f"pretrained_model_dir: {tmp_path}\n").decoder
+    assert (decoder.num_layers, decoder.num_heads, decoder.kv_heads, decoder.ffn_size) == (2, 4, 2, 40)
+    assert (decoder.max_positions, decoder.down_has_bias, decoder.attn_proj_has_bias) == (8192, True, True)
+    (tmp_path / "config.json").write_text(json.dumps(described | {"training_seqlen": 32768}))
+    assert "whose base grows with the length" in failure(lambda: load(f"pretrained_model_dir: {tmp_path}\n"))
