@@ -338,6 +338,8 @@ PLACES = (
     ),
     line("no Ascend here", "seed: 1", "context: {device_target: Ascend}", "no CANN libraries", "doctor", "CPU"),
 )
+
+
 def tokens(name: str, kind: str, path: str, *parts: str) -> Case:
     """Files of tokens that are damaged."""
     old = "type: TextDataset\n    dataset_dir: {home}/data"
