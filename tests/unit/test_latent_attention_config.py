@@ -151,6 +151,10 @@ def test_what_is_refused(text: str, parts: list[str]) -> None:
         assert part in message
 
 
+def test_muon_without_qk_clip_is_told() -> None:
+    assert "queries and keys are not clipped" in notices(deepseek("num_layers: 4", "optimizer: {type: Muon}\n"))
+
+
 # Names and shapes
 
 

@@ -177,6 +177,8 @@ def _run(config: Config) -> Iterator[str]:
         yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
+    if config.trains and config.optimizer.type == "Muon" and decoder.multi_latent_attention:
+        yield "optimizer.type Muon: queries and keys are not clipped; MindSpore Transformers has a QK-clip for them"
     for name in ("architectures", "model_type"):
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
