@@ -99,6 +99,8 @@ def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int
     if moe is not None and moe.moe_shared_expert_intermediate_size is not None:
         shared = moe.moe_shared_expert_intermediate_size / decoder.expert_size
         sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _rounded(expert * shared)
+    if decoder.maps_embedding:
+        sizes[f"{_MODEL}.embedding_size"] = _rounded(decoder.embedding_width * scale)
     if not latent:
         return sizes
     head = _HEAD_SIZE / max(_of(decoder, "v_head_dim"), _of(decoder, "qk_nope_head_dim"), 1)
