@@ -33,6 +33,7 @@ model:
   params_dtype: "float32"
 """
 SMALL = f"""\
+context: {{device_target: CPU}}
 training: {{steps: 6, local_batch_size: 2, global_batch_size: 8}}
 lr_scheduler: {{type: ConstantWarmUpLR, warmup_steps: 0}}
 train_dataset:
@@ -113,7 +114,7 @@ def test_every_section_becomes_ours():
     assert (config.optimizer.betas, config.optimizer.eps, config.optimizer.weight_decay) == ([0.9, 0.98], 1e-7, 0.1)
     schedule = config.lr_schedule
     assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
-    assert [one.type for one in config.callbacks] == ["MFLossMonitor", "CheckpointMonitor", "MaxLogitsMonitor"]
+    assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
     assert (config.checkpoint_monitor.save_checkpoint_steps, config.checkpoint_monitor.keep_checkpoint_max) == (50, 2)
     data = config.train_dataset
     assert data.input_columns == ["input_ids", "labels", "loss_mask", "position_ids"] and data.data_loader.shuffle
@@ -131,6 +132,8 @@ def test_what_is_left_out_has_the_defaults_of_that_schema():
     assert config.checkpoint_monitor == CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=1000)
     off = load(SMALL.replace("steps: 6", "max_norm: 0, steps: 6") + "checkpoint: {enable_save: False}\n")
     assert not off.runner_wrapper.use_clip_grad and off.checkpoint_monitor.save_checkpoint_steps == 0
+    context = load(SMALL.replace("context: {device_target: CPU}", "context: {mode: 1}")).context
+    assert (context.device_target, context.max_device_memory) == ("Ascend", "59GB")
     mindrecord = SMALL.replace("type: TextDataset, dataset_dir: stdlib", "type: MindDataset, dataset_files: x")
     assert load(mindrecord).train_dataset.input_columns == ["input_ids", "labels"]
 
@@ -149,6 +152,16 @@ def test_adapters_are_those_of_the_modules_that_the_expression_finds():
     assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notices(SMALL + lora)
     assert "target_modules = '(': is no regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
     assert "lora_config.target_modules = 'x'" in error_of(SMALL + "lora_config: {target_modules: x}\n")
+
+
+def test_keys_of_muon_that_change_nothing_and_those_that_would():
+    muon = "optimizer: {type: Muon, adamw_betas: [0.9, 0.95], adamw_include: ['*word_embeddings*', '*output_layer*']}\n"
+    config = load(SMALL + muon)
+    assert (config.optimizer.betas, config.optimizer.weight_decay) == ([0.9, 0.95], 0.01)
+    assert not config.parallel.enable_parallel_optimizer  # it needs whole matrices
+    assert "optimizer.adamw_include" in error_of(SMALL + muon.replace("'*output_layer*'", "'*router*'"))
+    message = error_of(SMALL + "optimizer: {type: Muon, ns_coefficients: [[[3, -4, 2], 8]], qk_clip_enabled: True}\n")
+    assert "optimizer.ns_coefficients = " in message and "optimizer.qk_clip_enabled = True: not yet" in message
 
 
 def test_select_recomputation_names_modules():

@@ -165,6 +165,16 @@ def test_a_folder_that_is_not_here_is_a_small_model_with_bytes():
     assert config.decoder.num_layers == 2 and config.decoder.vocab_size >= 257
 
 
+def test_weights_that_fit_are_loaded(tmp_path):
+    sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32, compute_dtype: bfloat16"
+    text = f"load_checkpoint: {tmp_path}\nmodel: {{model_config: {{{sizes}}}}}\n"
+    assert small(text)[0].load_checkpoint == str(tmp_path)
+    config, told = small(text.replace("num_layers: 2", "num_layers: 3"))
+    assert (config.load_checkpoint, told["load_checkpoint"][2]) == ("", "new weights: those have the full size")
+    gone = small(text.replace(str(tmp_path), "/nowhere"))[1]
+    assert gone["load_checkpoint"] == ("/nowhere", "", "new weights: it is not here")
+
+
 def test_a_small_model_stays_as_it_is():
     sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32"
     text = f"model: {{model_config: {{{sizes}}}}}\nrunner_config: {{batch_size: 2}}\n"

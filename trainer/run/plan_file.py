@@ -128,7 +128,8 @@ def _check_data(config: Config, section: str, is_away: bool) -> None:
 def _located(config: Config, error: UserError) -> Problem:
     line = re.search(r":(\d+)$", error.where)
     place = config.source.place(error.key)
-    return Problem(SourceLocation(place.order or int(line[1] if line else 0), error.where), error)
+    named = error.at(error.where, config.source.name(error.key)) if type(error) is UserError else error
+    return Problem(SourceLocation(place.order or int(line[1] if line else 0), error.where), named)
 
 
 def _unbuilt_notice(problems: list[Problem]) -> Notice:
