@@ -292,6 +292,8 @@ def _smoke(
     It shrinks the model, replaces data and weights that are not here, and says what it changed. It ends with pass or
     fail: exit code 0, 1, or 2 where the file itself is wrong.
     """
+    if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
+        _receive_signals_in_a_thread()
     from trainer.plan.render import print_sections
     from trainer.smoke.report import changes_section, outcome_lines, verdict_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
@@ -302,7 +304,6 @@ def _smoke(
             raise UserError(f"must be at least {least}", where=f"flag {key}", key=key, value=value, fix=fix)
     told: list[Problem] = []
     loaded = _load(context.obj, told)
-    _receive_signals_in_a_thread()
     tell = functools.partial(print, file=sys.stderr if json_ else sys.stdout, flush=True)
 
     def show(changes: list[Change]) -> None:

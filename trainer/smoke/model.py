@@ -16,6 +16,8 @@ from trainer.smoke.layers import kept_layers, layer_changes
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
+DTYPE_KEYS = (*PART_KEYS, "param_init_type")
+"""Keys of the model that are no sizes."""
 LARGEST_KEPT_WIDTH = 256
 """A model of this hidden_size or less keeps its widths."""
 _SEQ_LENGTH, _VOCABULARY = 128, 512
@@ -97,6 +99,8 @@ def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int
     if moe is not None and moe.moe_shared_expert_intermediate_size is not None:
         shared = moe.moe_shared_expert_intermediate_size / decoder.expert_size
         sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _rounded(expert * shared)
+    if decoder.maps_embedding:
+        sizes[f"{_MODEL}.embedding_size"] = _rounded(decoder.embedding_width * scale)
     if not latent:
         return sizes
     head = _HEAD_SIZE / max(_of(decoder, "v_head_dim"), _of(decoder, "qk_nope_head_dim"), 1)

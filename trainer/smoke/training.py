@@ -22,17 +22,20 @@ _PHASES = {
 }  # fmt: skip
 
 
-def training_changes(config: Config, setup: Setup) -> Iterator[Change]:
+def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator[Change]:
     """The steps, the schedule, the checkpoints, the degrees of parallelism, the device, and weights that are not here.
 
     The run saves before its last step and after it, so that the last one can be done again from a checkpoint.
+
+    Args:
+        is_smaller: Whether the model has other sizes than in the file.
     """
     yield from _steps(config, setup)
     yield from _schedule(config, setup.steps)
     yield from _checkpoints(config, setup.steps)
     yield from _parallel(config, setup.ranks)
     yield from _device(config, setup)
-    yield from _weights(config)
+    yield from _weights(config, is_smaller)
     yield from changed(config, "output_dir", str(setup.folder))
     yield from changed(config, "log_format", "plain")
     yield from changed(config, "worker_log_dir", None)
@@ -133,13 +136,13 @@ def _device(config: Config, setup: Setup) -> Iterator[Change]:
         yield from changed(config, "context.device_target", setup.device, f"this machine has no {wanted}")
 
 
-def _weights(config: Config) -> Iterator[Change]:
-    """A small model starts from new weights: those of the file have another size, or are not here."""
+def _weights(config: Config, is_smaller: bool) -> Iterator[Change]:
+    """A smaller model starts from new weights, and so does one whose weights are not here."""
     for key in ("load_checkpoint", "adapter_id", "pretrained_model_dir"):
         path = getattr(config, key)
-        if not path:
+        here = bool(path) and Path(path).expanduser().exists()
+        if not path or (here and not is_smaller):
             continue
-        here = Path(path).expanduser().exists()
         why = "new weights: those have the full size" if here else "new weights: it is not here"
         if key == "pretrained_model_dir":
             why = "the folder gave sizes and tokenizer" if here else "it is not here: a small model in its place"

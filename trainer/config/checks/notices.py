@@ -98,6 +98,11 @@ _UNUSED = (
     _Unused("runner_wrapper.scale_sense", "scale_factor scale_window",
             lambda c: c.trains and getattr(c.runner_wrapper.scale_sense, "type", "") == "FixedLossScaleUpdateCell",
             "a FixedLossScaleUpdateCell does not change its scale"),
+    _Unused(_MODEL, "n_kv_heads", lambda c: c.decoder.n_kv_heads not in (None, c.decoder.kv_heads),
+            "multi_latent_attention has a key and a value for each query head"),
+    _Unused(_MODEL, "head_dim", lambda c: c.decoder.multi_latent_attention
+            and c.decoder.head_dim not in (None, c.decoder.head_size, c.decoder.qk_rope_head_dim),
+            "multi_latent_attention has widths of its own"),
     _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
     _Unused(_MOE, "capacity_factor enable_sdrop moe_token_drop_policy",
             lambda c: c.decoder.experts and _moe(c).use_gmm and _moe(c).capacity_factor != -1,
