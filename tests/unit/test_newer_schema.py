@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_helpers import error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.config import Override, converted, dump_config, parse_config
 from trainer.config.checks.parallel import in_job
@@ -211,7 +211,8 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
 
 
 def test_a_file_with_sections_of_both_is_of_the_older_one():
-    assert "training: unknown key at the top level" in error_of(SMALL + "runner_config: {epochs: 2}\n")
+    for text in (SMALL + "runner_config: {epochs: 2}\n", BASE + "training: {steps: 3}\n"):
+        assert "training: unknown key at the top level" in error_of(text)
 
 
 def test_keys_of_both_schemas_are_flags():
