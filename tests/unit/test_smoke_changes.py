@@ -73,6 +73,9 @@ def test_degrees_are_replaced_and_the_table_says_by_what():
     assert "data_parallel in its place" in told["parallel_config.model_parallel"][2]
     assert config.parallel.enable_parallel_optimizer
     assert config.parallel.parallel_optimizer_config.parallel_optimizer_threshold == 1
+    muon = DENSE.replace("type: AdamW, betas: [0.9, 0.95], eps: 1.e-6", "type: Muon")
+    assert not small(muon.replace("parallel_mode: 1", "parallel_mode: stand_alone"), ranks=2)[
+        0].parallel.enable_parallel_optimizer
 
 
 def test_micro_batches_of_a_pipeline_are_accumulated():
