@@ -93,7 +93,8 @@ def smoke(planned: Result, flags: list[str]) -> Result:
                 if "in its place" in change["why"] and change["key"].startswith("parallel_config.")]
     return planned._replace(
         smoke=verdict["result"], smoke_problem=verdict["problem"].partition("\n")[0], smoke_seconds=seconds,
-        smoke_cpu_seconds=cpu, peak_gib=verdict["peak_rss_bytes"] / (1 << 30), changes=len(changes), replaced=", ".join(replaced),
+        smoke_cpu_seconds=cpu, peak_gib=verdict["peak_rss_bytes"] / (1 << 30), changes=len(changes),
+        replaced=", ".join(replaced),
     )  # fmt: skip
 
 
@@ -146,8 +147,7 @@ def main() -> int:
     for file in (file for folder in options.folders for file in training_files(folder)):
         result = plan(file, flags)
         results.append(result if result.problem or options.plan else smoke(result, flags))
-        if not options.json:
-            print(shown(results[-1]), flush=True)
+        print(shown(results[-1]), flush=True, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps([{**result._asdict(), "file": str(result.file)} for result in results], indent=1))
     print(summary(results, not options.plan), file=sys.stderr)
