@@ -50,6 +50,8 @@ from golden_models import (
     state_on_disk,
 )
 from golden_mtp import attach_modules, mtp_effects, sums_and_logits
+from golden_telechat import CASES as TELECHAT_CASES
+from golden_telechat import make_case as make_telechat_case
 from safetensors.numpy import save
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -266,6 +268,8 @@ def make_file(name: str) -> bytes:
     """The content of one golden file, without a date, so that making it again changes nothing."""
     if name.startswith("optimizer_"):
         tensors, metadata = make_optimizer_case(name.removeprefix("optimizer_"))
+    elif name.startswith("other_"):
+        tensors, metadata = make_telechat_case(name.removeprefix("other_"))
     elif name.startswith("mtp_"):
         tensors, metadata = make_mtp_case(name)
     else:
@@ -289,7 +293,8 @@ def differences(content: bytes, path: Path) -> list[str]:
 
 
 def main() -> int:
-    names = [*map(file_name, CASES), *(f"optimizer_{name}" for name in OPTIMIZER_CASES)]
+    names = [*map(file_name, CASES), *(f"other_{name}" for name in TELECHAT_CASES),
+             *(f"optimizer_{name}" for name in OPTIMIZER_CASES)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", action="append",
                         help=f"make only this one (without the part before _): {', '.join(names)}")

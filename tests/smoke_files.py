@@ -28,7 +28,7 @@ model:
     n_kv_heads: 4
     intermediate_size: 18944
     vocab_size: 152064
-    seq_length: 32768
+    seq_length: 4096
     qkv_has_bias: True
     eos_token_id: [151643, 151645]
     pad_token_id: 151643

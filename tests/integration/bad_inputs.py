@@ -338,6 +338,25 @@ PLACES = (
     ),
     line("no Ascend here", "seed: 1", "context: {device_target: Ascend}", "no CANN libraries", "doctor", "CPU"),
 )
+
+
+def tokens(name: str, kind: str, path: str, *parts: str) -> Case:
+    """Files of tokens that are damaged."""
+    old = "type: TextDataset\n    dataset_dir: {home}/data"
+    new = f"type: {kind}\n    dataset_dir: {{home}}/tokens/{path}"
+    return Case(name, ("run.yaml:15", "train_dataset.data_loader.dataset_dir", *parts, "Fix: "), old, new)
+
+
+_MEGATRON = "BlendedMegatronDatasetDataLoader"
+TOKEN_FILES = (
+    tokens("truncated index", _MEGATRON, "cut_index", "cut_index.idx: it is truncated"),
+    tokens("shorter tokens", _MEGATRON, "cut_tokens", "cut_tokens.bin: it has", "and the index says"),
+    tokens("longer tokens", _MEGATRON, "more_tokens", "more_tokens.bin: it has", "and the index says"),
+    tokens("unknown dtype", _MEGATRON, "dtype", "dtype.idx", "the code 9 is no type of tokens"),
+    tokens("index not there", _MEGATRON, "no_index", "no_index.idx: there is no such file"),
+    tokens("no .db", "MindDataset", "rows.mindrecord", "rows.mindrecord.db: there is no such"),
+    tokens("no MindRecord", "MindDataset", "text.mindrecord", "text.mindrecord: its header is not that"),
+)
 GROUPS = {
     "unknown key": UNKNOWN_KEYS,
     "wrong type": WRONG_TYPES,
@@ -351,6 +370,7 @@ GROUPS = {
     "number": NUMBERS,
     "records": RECORDS,
     "data": DATA,
+    "token files": TOKEN_FILES,
     "checkpoint": CHECKPOINTS,
     "place": PLACES,
 }

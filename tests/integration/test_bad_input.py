@@ -29,6 +29,7 @@ from run_helpers import (
 from trainer.checkpoint.store import newest_complete, read_checkpoint
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import parse_config
+from trainer.data.source.indexed import write_indexed
 from trainer.models.shapes import parameter_shapes
 
 CASES = {f"{group}: {case.name}": case for group, cases in GROUPS.items() for case in cases}
@@ -65,6 +66,7 @@ def write_files(home: Path) -> None:
     (home / "binary.txt").write_bytes(b"abc\n\xff\xfe" + b"not text, " * 50)
     (home / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "not clo\n')
     write_records(home)
+    write_token_files(home)
     (home / "empty.yaml").write_text("")
     (home / "comments.yaml").write_text("# nothing\n")
     (home / "list.yaml").write_text("- seed: 1\n")
@@ -79,6 +81,25 @@ def write_files(home: Path) -> None:
     for model in (home / "cut/checkpoints/step-00000003/model.safetensors", home / "cut.safetensors"):
         model.write_bytes((home / "good/checkpoints/step-00000003/model.safetensors").read_bytes()[:-9])
     safetensors.numpy.save_file({"lm_head.weight": np.zeros((257, 16), np.int8)}, home / "quantized.safetensors")
+
+
+def write_token_files(home: Path) -> None:
+    (home / "tokens").mkdir()
+    write_indexed(home / "tokens" / "whole", [np.arange(40) for _ in range(5)], 257)
+    tokens, index = ((home / "tokens" / f"whole{suffix}").read_bytes() for suffix in (".bin", ".idx"))
+    damaged = {
+        "cut_index": (tokens, index[:-9]),
+        "cut_tokens": (tokens[:-2], index),
+        "more_tokens": (tokens + bytes(2), index),
+        "dtype": (tokens, index[:17] + b"\x09" + index[18:]),
+    }
+    for name, (content, head) in damaged.items():
+        (home / "tokens" / f"{name}.bin").write_bytes(content)
+        (home / "tokens" / f"{name}.idx").write_bytes(head)
+    (home / "tokens" / "no_index.bin").write_bytes(tokens)
+    (home / "tokens" / "rows.mindrecord").write_bytes(bytes(1 << 14))
+    for suffix in ("", ".db"):
+        (home / "tokens" / f"text.mindrecord{suffix}").write_text("only text")
 
 
 def write_records(home: Path) -> None:

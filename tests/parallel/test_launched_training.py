@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launch_helpers import LIMIT_SECONDS, PROGRAM, Launcher
+from launch_helpers import LIMIT_SECONDS, PROGRAM, REPOSITORY, Launcher
 from tolerances import DecoderLimits, decoder_limits
 
 from trainer.errors import EXIT_HANG
+from trainer.launch.msrun import pick_free
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 
@@ -38,6 +40,7 @@ from run_helpers import (  # noqa: E402
 # One job at a time: processes of MindSpore on the same cores make each other many times slower.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
+SCRIPT = REPOSITORY / "scripts" / "msrun_launcher.sh"
 JOB_SECONDS = 200  # two cores that other tests use as well
 # Where nothing depends on it, the ranks compile nothing: that is a third of a short job's time.
 EAGER = {"context.mode": 1}
@@ -52,6 +55,14 @@ def launch(folder: Path, ranks: int, config: Path, *flags: object, **environment
 def run(folder: Path, ranks: int, config: Path, *flags: object, **environment: str) -> Launcher:
     """Runs a job that ends well; no process of it is left."""
     job = launch(folder, ranks, config, *flags, **environment)
+    assert job.end(JOB_SECONDS) == 0, job.errors + job.printed
+    return job
+
+
+def from_the_peer_s_script(folder: Path, ranks: int, order: str) -> Launcher:
+    """Runs a job as users of MindSpore Transformers start one."""
+    command = ["bash", str(SCRIPT), order, str(ranks), str(pick_free()), "logs", "True", "100"]
+    job = Launcher(folder, command, {"PYTHON": sys.executable})
     assert job.end(JOB_SECONDS) == 0, job.errors + job.printed
     return job
 
@@ -203,6 +214,8 @@ def test_ranks_share_prompts_and_evaluation(tmp_path: Path) -> None:
     assert together == alone and len(alone.splitlines()) == 3
     assert "[3/3]" in job.printed
     train(config, output_dir=tmp_path / "e1", run_mode="eval", **trained)
-    run(tmp_path / "eval", 2, config, *flags, tmp_path / "e2", "--run_mode", "eval")
+    words = ["run_mindformer.py", "--config", config, *flags, tmp_path / "e2", "--run_mode", "eval", "--use_parallel"]
+    job = from_the_peer_s_script(tmp_path / "eval", 2, shlex.join([*map(str, words), "True"]))
+    assert "run_mindformer.py is taken as run_trainer.py" in job.errors
     one, two = (json.loads((tmp_path / name / "eval.json").read_text()) for name in ("e1", "e2"))
     assert two["tokens"] == one["tokens"] and two["loss"] == pytest.approx(one["loss"], rel=limits_of(config).loss)

@@ -96,11 +96,10 @@ def test_recomputation_with_dropout_gives_the_same_bits() -> None:
         assert_same_bits(state, states[0])
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
-def test_it_learns_with_frozen_norms(optimizer: str) -> None:
+def test_it_learns_by_muon_with_frozen_norms() -> None:
     """Every other parameter moves, and a window is learned by heart."""
     trainer = tiny({"freeze": {"include": "*layernorm*"}}, q_lora_rank=None)
-    step = trainer.step(lambda update: 0.02, optimizer={"type": optimizer})
+    step = trainer.step(lambda update: 0.02, optimizer={"type": "Muon"})
     window = [make_batch(3, 10)]
     losses = [step(window).loss for _ in range(12)]
     assert losses[-1] < 0.5 * losses[0]

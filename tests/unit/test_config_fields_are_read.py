@@ -20,6 +20,7 @@ DERIVED = {
     "head_dim": "head_size",
     "rotary_pct": "rotary_size",
     "rope_theta": "rope_base",
+    "embedding_size": "maps_embedding",
     "rope_ratio": "rope_base",
     "mlp_down_has_bias": "down_has_bias",
     "use_shared_expert_gating": "has_shared_gate",

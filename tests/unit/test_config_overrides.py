@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from config_helpers import BASE, error_of, failure, load, notices
 
+from trainer.cli.flags import split_arguments
 from trainer.config import Override, load_config, parse_config
+from trainer.errors import UserError
 
 ANCHORED = """\
 train_dataset: &data
@@ -212,3 +214,14 @@ def test_the_file_is_never_changed_by_overrides(tmp_path):
 def test_options_are_named_in_messages():
     message = failure(lambda: parse_config("a.yaml", BASE, [Override("runner_config.epochs", "0", "--options")]))
     assert message.startswith("--options: runner_config.epochs = 0: must be at least 1.")
+
+
+def test_null_removes_an_unknown_key_of_the_file_too():
+    text = BASE + "unheard_of: 3\nrunner_config: {nobody_knows: 1, epochs: 2}\n"
+    config = load(text, "unheard_of=null", "runner_config.nobody_knows=None")
+    assert config.runner_config.epochs == 2
+    flags = split_arguments(["--config", "a.yaml", "--unheard_of=null", "--runner_config.nobody_knows", "None"])
+    assert parse_config("a.yaml", text, flags.overrides) == config
+    assert "unheard_of: unknown key" in error_of(BASE, "unheard_of=null")  # the file has none
+    with pytest.raises(UserError, match="unknown flag"):
+        split_arguments(["--unheard_of", "3"])

@@ -359,6 +359,9 @@ def test_data_and_plan_read_the_rows_without_mindspore(tmp_path, files):
     assert found["statistics"]["sequences"] == ROWS and found["statistics"]["loss_tokens"] == ROWS * (T - 1)
     planned = run("-c", code, "plan", "--config", str(tmp_path / "run.yaml"))
     assert planned.returncode == 0, planned.stderr
+    config_of(tmp_path, files / "tokens.mindrecord", train={"input_columns": ["input_ids", "labels"]})
+    missing = run("-c", code, "plan", "--config", str(tmp_path / "run.yaml"))
+    assert missing.returncode == 2 and "tokens.mindrecord has no column labels" in missing.stderr, missing.stderr
     config_of(tmp_path, tmp_path / "gone.mindrecord")
     refused = run("-c", code, "plan", "--config", str(tmp_path / "run.yaml"))
     assert refused.returncode == 2 and "gone.mindrecord: there is no such file" in refused.stderr, refused.stderr

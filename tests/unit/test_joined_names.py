@@ -15,6 +15,7 @@ from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
+from trainer.config.hugging_face import config_json, saved_class
 from trainer.config.schema.model import ModelConfig
 from trainer.models.shapes import parameter_shapes
 
@@ -106,3 +107,79 @@ def test_a_published_chatglm_folder_says_what_it_is(tmp_path: Path) -> None:
         assert rule in failure(lambda: load(f"pretrained_model_dir: {tmp_path}\n"))
     (tmp_path / "config.json").write_text(json.dumps(described | {"multi_query_attention": False}))
     assert load(f"pretrained_model_dir: {tmp_path}\n").decoder.kv_heads == 4
+
+
+def test_telechat2s_key_value_has_each_heads_key_before_its_value() -> None:
+    """Also where sizes do not fit: the message names the matrices."""
+    sizes = "num_layers: 1, hidden_size: 8, num_heads: 4, n_kv_heads: 2, vocab_size: 300"
+    settings = load(f"model_config: {{{sizes}}}\n").decoder
+    joined = np.arange(8 * 8, dtype=np.float32).reshape(8, 8)
+    name = "transformer.h.0.self_attention.key_value.weight"
+    found = split_joined({name: joined}, settings)
+    np.testing.assert_array_equal(found["model.layers.0.self_attn.k_proj.weight"], joined[[0, 1, 4, 5]])
+    np.testing.assert_array_equal(found["model.layers.0.self_attn.v_proj.weight"], joined[[2, 3, 6, 7]])
+    message = failure(lambda: fitting_weights({name: joined[:6]}, settings, Path("file")))
+    assert "model.layers.0.self_attn.k_proj.weight (and 1 more) of shape [3, 8] where this model has [4, 8]" in message
+
+
+def test_layers_that_share_weights_may_each_have_a_copy_of_them_in_a_file() -> None:
+    case = load_model_case("other_telechat3_1_8b")
+    settings = parse_config("a", json.dumps({"model": case.config})).decoder
+    own, other = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2))
+    assert_same(fitting_weights(case.weights | {other: case.weights[own]}, settings, Path("file")), dict(case.weights))
+    message = failure(lambda: fitting_weights(case.weights | {other: case.weights[own] + 1}, settings, Path("file")))
+    assert f"holds {other}, which this model does not have" in message
+
+
+TELECHAT = """
+model:
+  arch: {type: ParallelTelechatForCausalLM, auto_register: telechat.TelechatForCausalLM}
+  model_config: {type: TelechatConfig, auto_register: telechat_config.TelechatConfig, hidden_size: 64, sigma: 0.006}
+"""
+
+
+def test_an_older_files_telechat_is_a_telechat2_unless_net_name_says_telechat3() -> None:
+    config = load(TELECHAT)
+    ours = config.decoder
+    assert config.model.arch.type == "TelechatForCausalLM" and ours.initializer_range == 0.006
+    assert (ours.qkv_has_bias, ours.attn_proj_has_bias, ours.down_has_bias, ours.mlp_has_bias) == (0, 1, 1, 0)
+    third = load(TELECHAT, "model_config.net_name=telechat3_36b", "model_config.embedding_size=1")
+    assert third.model.arch.type == "TeleChat3ForCausalLM" and not third.decoder.maps_embedding
+    assert (third.decoder.attn_proj_has_bias, third.decoder.down_has_bias) == (True, False)
+    without = load(TELECHAT, "model_config.net_name=telechat3_36b", "model_config.out_proj_has_bias=False")
+    assert not without.decoder.attn_proj_has_bias
+    small = load(TELECHAT, "model_config.net_name=telechat3_1b", "model_config.embedding_size=32").decoder
+    assert small.tie_word_embeddings and (small.maps_embedding, small.embedding_width) == (True, 32)
+    classes = {"TeleChat3ForCausalLM": "LlamaForCausalLM", "ChatGLM2ForConditionalGeneration": "GlmForCausalLM",
+               "TelechatForCausalLM": "TelechatForCausalLM"}  # fmt: skip
+    for kind, saved in classes.items():
+        assert saved_class(load(f"model: {{arch: {{type: {kind}}}}}\n").decoder, kind) == saved
+    message = failure(lambda: load(TELECHAT.replace("telechat.TelechatFor", "mine.OwnFor")))
+    assert "auto_register = 'mine.OwnForCausalLM': not yet supported" in message
+
+
+@pytest.mark.parametrize("name", ["other_telechat2", "other_telechat2_experts", "other_telechat3_1_8b"])
+def test_the_folder_of_a_class_that_transformers_lacks_describes_the_same_model(name: str, tmp_path: Path) -> None:
+    case = load_model_case(name)
+    config = parse_config("a", json.dumps({"model": case.config}))
+    kind = saved_class(config.decoder, config.model.arch.type)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config.decoder, kind)))
+    again = load(f"pretrained_model_dir: {tmp_path}\n")
+    assert again.model.arch.type == config.model.arch.type == kind
+    assert parameter_shapes(again.decoder) == parameter_shapes(config.decoder)
+    assert (again.decoder.experts is None) == (config.decoder.experts is None)
+
+
+def test_a_published_telechat2_folder_is_read_unless_its_positions_stretch(tmp_path: Path) -> None:
+    described = {
+        "architectures": ["TelechatForCausalLM"], "model_type": "telechat", "n_layer": 2, "n_head": 4, "n_inner": None,
+        "hidden_size": 32, "ffn_hidden_size": 40, "num_key_value_heads": 2, "layer_norm_epsilon": 1e-5,
+        "vocab_size": 300, "hidden_dropout": 0.0, "seq_length": 8192, "base_seqlen": 8192, "training_seqlen": 8192,
+        "apply_residual_connection_post_layernorm": False, "flash_attn": True, "logn": False, "embed_layernorm": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    decoder = load(f"pretrained_model_dir: {tmp_path}\n").decoder
+    assert (decoder.num_layers, decoder.num_heads, decoder.kv_heads, decoder.ffn_size) == (2, 4, 2, 40)
+    assert (decoder.max_positions, decoder.down_has_bias, decoder.attn_proj_has_bias) == (8192, True, True)
+    (tmp_path / "config.json").write_text(json.dumps(described | {"training_seqlen": 32768}))
+    assert "whose base grows with the length" in failure(lambda: load(f"pretrained_model_dir: {tmp_path}\n"))

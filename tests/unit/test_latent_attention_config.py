@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from config_helpers import error_of, load
+from config_helpers import error_of, load, notices
 from golden_files import load_model_case
 
 from trainer.config import dump_config, parse_config
@@ -84,6 +84,9 @@ def test_heads_of_keys_and_their_width_have_no_effect() -> None:
     decoder = load(dense(n_kv_heads=2, head_dim=8)).decoder
     assert (decoder.kv_heads, decoder.head_size, decoder.rotary_size, decoder.value_size) == (4, 14, 8, 10)
     assert decoder.cache_widths == (16, 8) and decoder.rotary_heads == (4, 1)
+    told = notices(dense(n_kv_heads=2, head_dim=9))
+    assert "n_kv_heads 2: not used, multi_latent_attention has" in told and "head_dim 9: not used" in told
+    assert "not used, multi" not in notices(dense(n_kv_heads=4, head_dim=8))
     assert load('model_config: {num_heads: 4, n_kv_heads: 2, hidden_size: 32}').decoder.cache_widths == (16, 16)
 
 
@@ -97,8 +100,9 @@ def test_the_factor_on_the_scores_is_deepseeks() -> None:
     assert rotary_angles(decoder, 1)[0][0] == pytest.approx([turned / scores] * 8)
     for scaling in (None, {**yarn, "mscale_all_dim": None}, {**yarn, "rope_type": "default"}):
         assert load(dense(rope_scaling=scaling)).decoder.attention_scale == 14**-0.5
-    usual = load(dense(multi_latent_attention=False, rope_scaling=yarn)).decoder
-    assert usual.attention_scale == 8**-0.5
+    usual = {key: value for key, value in json.loads(dense(rope_scaling=yarn))["model"]["model_config"].items()
+             if not key.startswith(("multi", "q", "kv", "v_"))}  # fmt: skip
+    assert load(json.dumps({"model_config": usual})).decoder.attention_scale == 8**-0.5
 
 
 def test_flat_yarn_has_megatrons_defaults_and_keeps_what_a_folder_says(tmp_path: Path) -> None:
@@ -114,6 +118,21 @@ def test_flat_yarn_has_megatrons_defaults_and_keeps_what_a_folder_says(tmp_path:
     assert scaling.original_max_position_embeddings == 64
 
 
+def test_a_published_config_json(tmp_path: Path) -> None:
+    """With the keys of DeepSeek's own code beside those that transformers reads."""
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, "ep_size": 1,
+           "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1}
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 4096}  # fmt: skip
+    published = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_scaling": yarn, **own}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    text = f"pretrained_model_dir: {tmp_path}\n"
+    decoder = load(text).decoder
+    assert decoder.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
+    assert (decoder.num_layers, decoder.experts.expert_num, decoder.mtp_depth) == (61, 256, 1)
+    assert "not used, as in transformers: ep_size, moe_layer_freq, scoring_func, topk_method" in notices(text)
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -123,6 +142,7 @@ def test_flat_yarn_has_megatrons_defaults_and_keeps_what_a_folder_says(tmp_path:
         (dense(post_self_attn_layernorm=True), ["post_self_attn_layernorm = True", "not yet supported"]),
         (dense(pet_config={"target_modules": ".*q_b_proj|.*k_proj|.*wv"}), ["no matrix for .*k_proj, .*wv", "kv_b"]),
         (dense(pet_config={"target_modules": ".*key"}), ["matches none", "kv_a_proj_with_mqa"]),
+        (dense(multi_latent_attention=False), ["q_lora_rank = 12", "only multi-head latent attention has it"]),
         (dense(q_lora_rank=0), ["q_lora_rank = 0", "at least 1"]),
         (
             deepseek("num_layers: 4", "optimizer: {type: Muon, qk_clip_threshold: 100.0}\n"),
@@ -134,6 +154,10 @@ def test_what_is_refused(text: str, parts: list[str]) -> None:
     message = error_of(text)
     for part in parts:
         assert part in message
+
+
+def test_muon_without_qk_clip_is_told() -> None:
+    assert "queries and keys are not clipped" in notices(deepseek("num_layers: 4", "optimizer: {type: Muon}\n"))
 
 
 # Names and shapes

@@ -116,14 +116,19 @@ def test_keys_that_config_json_lacks_have_the_defaults_of_its_class(tmp_path: Pa
     ],
 )
 def test_sizes_that_contradict_the_folder(tmp_path: Path, yaml: str, parts: list[str]) -> None:
-    message = error_of(key(folder_of(tmp_path), f"model: {{model_config: {{{yaml}}}}}\n"))
+    text = key(folder_of(tmp_path), f"model: {{model_config: {{{yaml}}}}}\n")
+    message = error_of(f"{text}run_mode: finetune\n")
     for part in parts:
         assert part in message
+    name, value = yaml.split(": ")
+    told = notices(text)  # a training that reads none of the weights
+    assert "this training starts from new weights, of other sizes than those in pretrained_model_dir" in told
+    assert f"{name} {value} instead of " in told
 
 
 def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, described("experts_qwen3_moe"))
-    message = error_of(key(folder, "moe_config: {expert_num: 4}\n"))
+    message = error_of(key(folder, "moe_config: {expert_num: 4}\nrun_mode: finetune\n"))
     assert "expert_num = 4: " in message and "says 8" in message
     assert load(key(folder, "moe_config: {num_experts_chosen: 1}\n")).decoder.experts.num_experts_chosen == 1
 

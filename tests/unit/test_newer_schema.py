@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from config_helpers import error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.config import Override, converted, dump_config, parse_config
 from trainer.config.checks.parallel import in_job
+from trainer.config.read.nodes import plain
+from trainer.config.read.yaml_reader import parse_document
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.callbacks import CheckpointMonitor
+from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.run.plan_file import described_world, plan_file
 
@@ -33,6 +39,7 @@ model:
   params_dtype: "float32"
 """
 SMALL = f"""\
+context: {{device_target: CPU}}
 training: {{steps: 6, local_batch_size: 2, global_batch_size: 8}}
 lr_scheduler: {{type: ConstantWarmUpLR, warmup_steps: 0}}
 train_dataset:
@@ -113,7 +120,7 @@ def test_every_section_becomes_ours():
     assert (config.optimizer.betas, config.optimizer.eps, config.optimizer.weight_decay) == ([0.9, 0.98], 1e-7, 0.1)
     schedule = config.lr_schedule
     assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
-    assert [one.type for one in config.callbacks] == ["MFLossMonitor", "CheckpointMonitor", "MaxLogitsMonitor"]
+    assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
     assert (config.checkpoint_monitor.save_checkpoint_steps, config.checkpoint_monitor.keep_checkpoint_max) == (50, 2)
     data = config.train_dataset
     assert data.input_columns == ["input_ids", "labels", "loss_mask", "position_ids"] and data.data_loader.shuffle
@@ -131,6 +138,8 @@ def test_what_is_left_out_has_the_defaults_of_that_schema():
     assert config.checkpoint_monitor == CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=1000)
     off = load(SMALL.replace("steps: 6", "max_norm: 0, steps: 6") + "checkpoint: {enable_save: False}\n")
     assert not off.runner_wrapper.use_clip_grad and off.checkpoint_monitor.save_checkpoint_steps == 0
+    context = load(SMALL.replace("context: {device_target: CPU}", "context: {mode: 1}")).context
+    assert (context.device_target, context.max_device_memory) == ("Ascend", "59GB")
     mindrecord = SMALL.replace("type: TextDataset, dataset_dir: stdlib", "type: MindDataset, dataset_files: x")
     assert load(mindrecord).train_dataset.input_columns == ["input_ids", "labels"]
 
@@ -149,6 +158,16 @@ def test_adapters_are_those_of_the_modules_that_the_expression_finds():
     assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notices(SMALL + lora)
     assert "target_modules = '(': is no regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
     assert "lora_config.target_modules = 'x'" in error_of(SMALL + "lora_config: {target_modules: x}\n")
+
+
+def test_keys_of_muon_that_change_nothing_and_those_that_would():
+    muon = "optimizer: {type: Muon, adamw_betas: [0.9, 0.95], adamw_include: ['*word_embeddings*', '*output_layer*']}\n"
+    config = load(SMALL + muon)
+    assert (config.optimizer.betas, config.optimizer.weight_decay) == ([0.9, 0.95], 0.01)
+    assert not config.parallel.enable_parallel_optimizer  # it needs whole matrices
+    assert "optimizer.adamw_include" in error_of(SMALL + muon.replace("'*output_layer*'", "'*router*'"))
+    message = error_of(SMALL + "optimizer: {type: Muon, ns_coefficients: [[[3, -4, 2], 8]], qk_clip_enabled: True}\n")
+    assert "optimizer.ns_coefficients = " in message and "optimizer.qk_clip_enabled = True: not yet" in message
 
 
 def test_select_recomputation_names_modules():
@@ -198,7 +217,8 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
 
 
 def test_a_file_with_sections_of_both_is_of_the_older_one():
-    assert "training: unknown key at the top level" in error_of(SMALL + "runner_config: {epochs: 2}\n")
+    for text in (SMALL + "runner_config: {epochs: 2}\n", BASE + "training: {steps: 3}\n"):
+        assert "training: unknown key at the top level" in error_of(text)
 
 
 def test_keys_of_both_schemas_are_flags():
@@ -209,6 +229,7 @@ def test_keys_of_both_schemas_are_flags():
     assert config.train_dataset.data_loader.shuffle and config.decoder.num_layers == 3
     assert (config.optimizer.weight_decay, config.lr_schedule.learning_rate) == (0.5, 1e-3)
     assert "flag --training.stepz: training.stepz: unknown key" in error_of(SMALL, "training.stepz=9")
+    assert load(SMALL + "unheard_of: {a: 1}\n", "unheard_of=null") == load(SMALL)
     mode = [Override("context.mode", "1", "flag --mode")]
     assert parse_config("a.yaml", SMALL, mode).context.mode == 0  # it names the schema there
     assert load(SMALL, "context.mode=1").context.mode == 1
@@ -262,3 +283,29 @@ def test_convert_writes_a_file_once(tmp_path):
     assert again.returncode == 2 and "is there already" in again.stderr
     older = convert(target)
     assert older.returncode == 2 and "no file of the newer schema" in older.stderr
+
+
+def _keys(section: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in section.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from _keys(value, (*path, key))
+
+
+def test_whatever_a_key_holds_is_refused_or_converted():
+    root, _ = parse_document("a.yaml", FULL)
+    accepted, values = 0, itertools.cycle([None, "x", {"a": 1}, []])
+    for path, value in zip(_keys(plain(root)), values, strict=False):
+        changed = section = plain(root)
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = value
+        text = json.dumps(changed)
+        try:
+            config = parse_config("a.yaml", text)
+        except UserError as error:
+            assert "a.yaml" in str(error)
+        else:
+            assert parse_config("b.yaml", converted("a.yaml", text)[0]) == config, path
+            accepted += 1
+    assert accepted

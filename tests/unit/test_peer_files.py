@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from config_helpers import failure, load, notices
+from data_helpers import write_tokenizer
 
 from trainer.config import parse_config
 from trainer.config.checks.problem import Problem, SeveralProblems
@@ -94,7 +95,10 @@ def test_a_file_for_ascend_is_planned_for_its_own_job():
     assert (plan.device, plan.ranks, plan.micro_batches) == ("Ascend", 16, 16)
     assert plan.layout == "pipeline_stage 2, data_parallel 4, model_parallel 2"
     assert plan.rows == 0 and "data on this machine" not in plan.schedule
-    assert len(plan_sections(plan, verbose=False)[0][1]) <= 1 + 12
+    notes = [row[0] for row in plan_sections(plan, verbose=False)[0][1]][1:]
+    assert len(notes) <= 12 and notes[0].startswith("- load_checkpoint is empty")  # what changes results comes first
+    assert all("no effect" in note or "set with" in note or "computed again" in note or "change nothing" in note
+               or "not read" in note for note in notes[3:]), notes  # fmt: skip
     told = "\n".join(plan.notices)
     assert "not on this machine, and so not looked at: train_dataset.data_loader /data/on/another/machine" in told
     assert "planned for another machine" in told and "starts from new weights" in told
@@ -142,6 +146,35 @@ def test_all_problems_are_told_at_once():
         assert part in str(caught.value)
     lines = str(caught.value.short).splitlines()
     assert len(lines) == 1 + len(caught.value.errors) + 1 and lines[-1].startswith("  Fix: ")
+
+
+def test_data_tokenizer_and_memory_are_told_with_the_other_problems(tmp_path):
+    """Both data sets, the vocabulary and the memory of a rank, whatever else is wrong, in the order of the file."""
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.mindrecord").write_bytes(b"no such file" * 100)
+    text = FINETUNE.replace('{type: JsonlDataset, dataset_dir: "/data/on/another/machine", shuffle: True}',
+                            f"{{type: MindDataset, dataset_dir: {tmp_path}/train.mindrecord}}")
+    text = text.replace('"58GB"', '"0.1GB"') + f"""\
+do_eval: True
+eval_dataset: {{data_loader: {{type: MindDataset, dataset_dir: {tmp_path}/eval.mindrecord}}}}
+"""
+    for broken in (text, text.replace("epochs: 2", "epochs: 0")):
+        with pytest.raises(SeveralProblems) as caught:
+            plan_of(broken)
+        lines = str(caught.value.short).splitlines()[1:-1]
+        parts = ["epochs = 0"] * (broken != text)
+        parts += ["train.mindrecord", "max_device_memory = '0.1GB'", "eval.mindrecord"]
+        assert len(lines) == len(parts) and all(part in line for part, line in zip(parts, lines, strict=True)), lines
+        assert str(caught.value.whole).count("  Fix: ") == len(parts)
+
+
+def test_a_tokenizer_that_is_here_must_fit_where_the_data_are_elsewhere(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    tokenizer = f"tokenizer: {{type: huggingface, path: {path}}}\n  data_loader: {{type: JsonlDataset"
+    text = FINETUNE.replace("data_loader: {type: JsonlDataset", tokenizer).replace("vocab_size: 32000", "vocab_size: 8")
+    text = text.replace("eos_token_id: 31999", "eos_token_id: 7")
+    message = failure(lambda: plan_of(text))
+    assert "model.model_config.vocab_size = 8: the tokenizer has" in message, message
 
 
 def test_a_wrong_value_makes_no_further_problems():

@@ -137,3 +137,23 @@ def test_a_small_copy_that_is_not_valid_is_a_failure(tmp_path):
     broken = [*changes, changes[0]._replace(key="model.model_config.num_heads", after=5)]
     with pytest.raises(RunError, match="the small copy of the file is not valid"):
         _prepare(config, setup, broken)
+
+
+def test_of_much_text_the_first_records_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.smoke.rows._LARGE_BYTES", 1000)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = [json.dumps({"question": f"what is {number}?", "completion": f"it is {number}"}) for number in range(900)]
+    for name in ("a", "b"):
+        (corpus / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = f"[{{path: {corpus}/a.jsonl, weight: 3}}, {{path: {corpus}/b.jsonl}}]"
+    loader = f"{{type: JsonlDataset, columns: {{prompt: question}}, sources: {sources}}}"
+    config = prepared(tmp_path, f"{MODEL}train_dataset: {{data_loader: {loader}}}\n")
+    paths = [Path(source.path) for source in config.train_dataset.data_loader.sources]
+    assert [path.parent.name for path in paths] == ["train_dataset"] * 2
+    assert paths[0].read_text().splitlines() == lines[:500]
+    dataset, _ = build_datasets(config)
+    assert [share.weight for share in dataset.shares] == [3.0, 1.0] and dataset.num_sequences == 6
+    (corpus / "a.txt").write_text("some words of a text\n" * 100)
+    config = prepared(tmp_path, f"{MODEL}train_dataset: {{data_loader: {{dataset_dir: {corpus}/a.txt}}}}\n")
+    assert build_datasets(config)[0].num_sequences == 6

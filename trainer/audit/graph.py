@@ -19,7 +19,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from trainer.data.batches.batch import Batch
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import MoeLayer
@@ -27,14 +27,16 @@ from trainer.models.shapes import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    MAPPING_IN,
+    MAPPING_OUT,
     all_shapes,
     attention_shapes,
     block_weights,
     dropped_projections,
     is_buffer,
-    layer_prefix,
     mlp_shapes,
     moe_shapes,
+    parameter_name,
     sublayer_of,
 )
 
@@ -73,6 +75,7 @@ class FunctionalDecoder(DecoderWiring):
         self.layers = nn.CellList([_Layer(settings, kernels, layer, tokens) for layer in numbers])
         self.merges = nn.CellList([MergeTokens(settings, kernels) for _ in range(modules)])
         self.heads = nn.CellList([Head(settings, kernels) for _ in range(1 + modules)])
+        self.maps, self.mapping = settings.maps_embedding, EmbeddingMapping(kernels)
 
     def construct(self, inputs, tables, masks, sequence_weights, mtp, dropped, weights):
         """The minimised loss: a sum, to be divided by the valid tokens of the window.
@@ -83,7 +86,7 @@ class FunctionalDecoder(DecoderWiring):
             sequence_weights: The field of `ModelInputs`; empty for a dense model.
             mtp: The three tensors of `MtpInputs` for each module.
             dropped: For each layer three dropout masks, None where nothing is dropped, and those of its adapters.
-            weights: As `weight_names` says: embedding, final norm and head, then a tuple for each layer.
+            weights: As `weight_names` says: embedding, final norm, head and mappings, then a tuple for each layer.
         """
         call = (inputs, mtp, weights, (tables, masks, sequence_weights), dropped)
         return self.losses(inputs[0], self.mtp_modules, call)[0]
@@ -91,7 +94,8 @@ class FunctionalDecoder(DecoderWiring):
     # The parts. Every call site has a cell of its own: see trainer/ops/__init__.py.
 
     def run_embedding(self, ids_N, call):
-        return ops.gather(call[2][0][0], ids_N, 0)
+        x_NE = ops.gather(call[2][0][0], ids_N, 0)
+        return self.mapping(x_NE, call[2][0][3]) if self.maps else x_NE
 
     def run_layer(self, number, x_ND, call):
         _, _, weights, shared, dropped = call
@@ -107,7 +111,8 @@ class FunctionalDecoder(DecoderWiring):
         inputs, mtp, weights, _, _ = call
         labels = inputs if number == 0 else mtp[number - 1]
         norm_D = self.norm_before_head(number, weights)
-        return self.heads[number](x_ND, norm_D, weights[0][2], labels[1], labels[2])
+        mapping = weights[0][4] if self.maps else None
+        return self.heads[number](x_ND, norm_D, weights[0][2], labels[1], labels[2], mapping)
 
     def norm_before_head(self, number, weights):
         return weights[0][1] if number == 0 else weights[self.num_layers + number][_MTP_WEIGHTS - 1]
@@ -142,13 +147,14 @@ def weight_names(settings: ModelConfig, layers: Sequence[int], known: Sequence[s
     An adapter that is not among the `known` parameters of the model becomes None.
     """
     head = EMBEDDING if settings.tie_word_embeddings else HEAD
-    names: list[list[str | None]] = [[EMBEDDING, FINAL_NORM, head]]
+    mappings = [MAPPING_IN, MAPPING_OUT] if settings.maps_embedding else []
+    names: list[list[str | None]] = [[EMBEDDING, FINAL_NORM, head, *mappings]]
     for layer in layers:
         own = [*MTP_WEIGHTS, MTP_NORM] if layer >= settings.num_layers else []
         block = block_weights(settings)
         if settings.is_moe_layer(layer):
             block = [name if sublayer_of(name) == "attention" else "" for name in block] + list(moe_shapes(settings))
-        full = (layer_prefix(layer) + name for name in own + block)
+        full = (parameter_name(settings, layer, name) for name in own + block)
         names.append([name if name in known else None for name in full])
     return names
 

@@ -15,7 +15,7 @@ from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.init import initial_value
-from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_shapes
+from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_name, parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -89,12 +89,21 @@ def fitting_weights(
 
 
 def _is_copy(name: str, weights: Mapping[str, np.ndarray], settings: ModelConfig) -> bool:
-    """Whether it is the copy of embedding or head that published multi-token prediction modules contain."""
+    """Whether it is a copy of a weight that layers share, or of embedding or head in a published multi-token
+    prediction module."""
+    if (shared := _owner(name, settings)) != name and shared in weights:
+        return np.array_equal(weights[name], weights[shared])
     for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
         if name.endswith(ending) and name != main and settings.mtp_depth:
             whole = EMBEDDING if settings.tie_word_embeddings else main
             return whole in weights and np.array_equal(weights[name], weights[whole])
     return False
+
+
+def _owner(name: str, settings: ModelConfig) -> str:
+    """The name under which the model has a parameter that layers of a group share (layers_group)."""
+    layer = _layer(name)
+    return name if layer < 0 else parameter_name(settings, layer, name.removeprefix(layer_prefix(layer)))
 
 
 def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:

@@ -183,6 +183,10 @@ _SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend", "steps": "3"}
 """Examples of values of a command's own options that are no paths."""
 
 
+_NULLS = ("null", "None", "~")
+"""Values that remove a key of the file, an unknown one too."""
+
+
 def _is_flag(token: str) -> bool:
     return token.startswith("--") and token != "--"
 
@@ -253,7 +257,8 @@ def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
 
     shown = f"--{name}"
     key = name[3:] if name.startswith("no-") else name
-    if "." not in key and not is_top_level(key):
+    removes = given in _NULLS or (given is None and reader.tokens[:1] and reader.tokens[0] in _NULLS)
+    if "." not in key and not is_top_level(key) and not removes:
         known = [flag.name for flag in FLAGS] + ["config", "options"]
         guess = nearest(name.replace("-", "_"), known)
         fix = f"you probably mean --{guess}" if guess else "run_trainer.py --help lists the flags"

@@ -270,7 +270,7 @@ def _plan(
     try:
         plan = plan_file(loaded, described_world(loaded, planned_world(ranks, local_ranks)), told)
     except SeveralProblems as problems:
-        raise problems if verbose else problems.short from None
+        raise (problems.whole if verbose else problems.short) from None
     if json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
@@ -292,6 +292,8 @@ def _smoke(
     It shrinks the model, replaces data and weights that are not here, and says what it changed. It ends with pass or
     fail: exit code 0, 1, or 2 where the file itself is wrong.
     """
+    if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
+        _receive_signals_in_a_thread()
     from trainer.plan.render import print_sections
     from trainer.smoke.report import changes_section, outcome_lines, verdict_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
@@ -302,14 +304,19 @@ def _smoke(
             raise UserError(f"must be at least {least}", where=f"flag {key}", key=key, value=value, fix=fix)
     told: list[Problem] = []
     loaded = _load(context.obj, told)
-    _receive_signals_in_a_thread()
     tell = functools.partial(print, file=sys.stderr if json_ else sys.stdout, flush=True)
 
     def show(changes: list[Change]) -> None:
         if not json_:
             print_sections([changes_section(changes)])
 
-    verdict = smoke(loaded, told, steps, ranks, tell, show)
+    try:
+        verdict = smoke(loaded, told, steps, ranks, tell, show)
+    except UserError as error:
+        if json_:
+            invalid = {"result": "invalid", "file": context.obj.config, "problem": str(error), "exit_code": 2}
+            print(json.dumps(invalid, indent=1))
+        raise
     lines = [json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)
     print(*lines, sep="\n")
     return verdict.exit_code

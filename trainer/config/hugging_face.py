@@ -11,6 +11,7 @@ from typing import Any
 from trainer.config.families import FAMILIES
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.moe import MoEConfig
 
 _ALL: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
@@ -72,6 +73,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "TeleChat3ForCausalLM": _ALL | {
         "vocab_size": 131072, "head_dim": 128, "attention_bias": False, "num_nextn_predict_layers": 0,
+        "out_proj_has_bias": False, "embedding_size": None, "layers_group": 1,
     },
     "DeepseekV3ForCausalLM": _ALL | {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
@@ -178,6 +180,7 @@ _NUMBERS: dict[str, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     "parallel_attn": (_is(False, None), "attention and feed-forward layer side by side"),
     "alibi": (_is(False, None), "positions as a bias on the attention's scores"),
     "training_seqlen": (_not_beyond_base, "rotary positions whose base grows with the length of a sequence"),
+    "base_seqlen": (lambda value, found: True, "the length from which training_seqlen counts"),
     "logn": (_is(False, None), "queries that are multiplied by the logarithm of their position"),
     "embed_layernorm": (_is(False, None), "a norm on the embeddings"),
 }  # fmt: skip
@@ -229,10 +232,12 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
         "read"; "harmless": it changes nothing; "unread": the class in transformers does not read it either; "unknown":
         the class is not known, and nobody can tell what the key changes.
     """
+    if key == "auto_map" and named:  # the published code of a class that is known
+        return "harmless"
     is_expert_count = key in ("num_local_experts", "num_experts") and FAMILIES[family].is_mixture
     if key in _NUMBERS or key in _EVERY_CLASS or key in DEFAULTS[family] or is_expert_count:
         return "read"
-    if not FAMILIES[family].in_transformers and key in yaml_names(ModelConfig):
+    if not FAMILIES[family].in_transformers and (key in yaml_names(ModelConfig) or key in yaml_names(MoEConfig)):
         return "read"
     if key in _HARMLESS:
         return "harmless"
@@ -300,6 +305,8 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     "hidden_dropout": lambda s: s.hidden_dropout,
     "out_proj_has_bias": lambda s: s.attn_proj_has_bias,
     "mlp_down_has_bias": lambda s: s.down_has_bias,
+    "embedding_size": lambda s: s.embedding_size,
+    "layers_group": lambda s: s.layers_group,
 }  # fmt: skip
 """The value of each key of `DEFAULTS`."""
 
@@ -316,6 +323,9 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
     found: dict[str, Any] = {"architectures": [kind], "model_type": FAMILIES[kind].model_type}
     found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
     found |= {key: _VALUES[key](settings) for key in DEFAULTS[kind]}
+    if settings.experts is not None and not FAMILIES[kind].is_mixture:  # a TeleChat2, which is dense or a mixture
+        keys = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
+        found |= {key: _VALUES[key](settings) for key in keys.split()}
     if DEFAULTS[kind] is _ALL_OF_GLM:
         found["pad_token_id"] = None  # the class has one that small vocabularies lack
     if kind == "MixtralForCausalLM":
@@ -365,6 +375,8 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
         **dict.fromkeys(("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM"),
                         [(False, False), (True, False)]),
     }.get(kind, [(False, False), (True, True)])  # fmt: skip
+    if settings.maps_embedding or settings.layers_group > 1:
+        return ["weights that layers share, or an embedding of another width"]
     norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":

@@ -72,6 +72,17 @@ def build_eval_dataset(
     return _build_section(config, TRAIN, progress, notice)[1]
 
 
+def check_tokenizer(config: Config, section: str) -> None:
+    """Checks that the model has embeddings for all tokens of a section's tokenizer, where the data are text.
+
+    Raises:
+        UserError: It has not, or the tokenizer cannot be read.
+    """
+    if getattr(config, section).data_loader.reads_text:
+        tokens = find_tokenizer(config, section).vocab_size
+        _check_vocabulary(config, f"the tokenizer has {tokens} tokens", tokens)
+
+
 def data_layout(config: Config, data: SequenceDataset, ranks: int) -> dict[str, Any]:
     """The settings on which the meaning of a position in the training data depends."""
     train, runner = config.train_dataset, config.runner_config

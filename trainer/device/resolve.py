@@ -81,7 +81,7 @@ def device_notices(config: Config, device: str) -> Iterator[str]:
     settings = [str(call) for call in device_calls(config, device)]
     settings += [f"mindspore.jit {name}={value}" for name, value in jit_options(config, device).items()]
     if settings:
-        yield f"context: set with {', '.join(settings)}"
+        yield Notice(f"context: set with {', '.join(settings)}", "ignored")
 
 
 def _lacks(config: Config) -> str:

@@ -142,16 +142,35 @@ class Block(nn.Cell):
         return x_ND
 
 
+class EmbeddingMapping(nn.Cell):
+    """(x_NI, weight_OI) -> y_NO: from the width of the embedding to that of the residual stream, or back."""
+
+    def __init__(self, kernels: KernelSet) -> None:
+        super().__init__()
+        self.linear, self.cast = kernels.linear(), P.Cast()
+
+    def construct(self, x_NI, weight_OI):
+        return self.cast(self.linear(x_NI, weight_OI), x_NI.dtype)
+
+
 class Head(nn.Cell):
-    """Final norm, output projection and cross entropy: (x_ND, norm_D, weight_VD, labels_N, valid_N1) -> loss sum."""
+    """Final norm, output projection and cross entropy: (x_ND, norm_E, weight_VE, labels_N, valid_N1) -> loss sum.
+
+    E is D, or where a matrix maps the residual stream to the embedding's width, that width; `mapping_ED` comes last.
+    """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
-        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
+        self.maps, self.mapping = settings.maps_embedding, EmbeddingMapping(kernels)
         self.cross_entropy = kernels.cross_entropy()
 
-    def construct(self, x_ND, norm_D, weight_VD, labels_N, valid_N1):
-        return self.cross_entropy(self.norm(x_ND, norm_D), weight_VD, labels_N, valid_N1)
+    def construct(self, x_ND, norm_E, weight_VE, labels_N, valid_N1, mapping_ED=None):
+        return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED), weight_VE, labels_N, valid_N1)
+
+    def normed(self, x_ND, norm_E, mapping_ED):
+        """What the output projection multiplies, [N, E]."""
+        return self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
 
 
 class MergeTokens(nn.Cell):

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from trainer.config.recompute import SUBLAYERS
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
@@ -28,6 +28,8 @@ from trainer.models.shapes import (
     EXPERT_BIAS,
     FINAL_NORM,
     HEAD,
+    MAPPING_IN,
+    MAPPING_OUT,
     all_shapes,
     attention_shapes,
     balanced_layers,
@@ -38,6 +40,7 @@ from trainer.models.shapes import (
     layer_targets,
     mlp_shapes,
     moe_shapes,
+    parameter_name,
     sublayer_of,
 )
 
@@ -170,9 +173,11 @@ class Decoder(DecoderWiring):
         modules = range(settings.num_layers, depth)
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
-        frozen_argnums = tuple(
-            argnum for argnum, weight in enumerate((self.final_norm, self.head_weight)) if not weight.requires_grad
-        )
+        self.mapping_in, self.mapping_out = map(self.parameters_by_name.get, (MAPPING_IN, MAPPING_OUT))
+        # By the place of each weight among the arguments of the head after x_ND.
+        of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
+        frozen_argnums = tuple(argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad)
+        self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
         self.head_loss = Differentiable(self.head, compiled).stopped_at(frozen_argnums)
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
 
@@ -190,7 +195,8 @@ class Decoder(DecoderWiring):
         for sublayer in SUBLAYERS if self.moe is not None or set(SUBLAYERS) & set(recomputed) else ():
             functions[sublayer] = Differentiable(Block(self.settings, self.kernels, sublayer), compiled)
         # A gradient flows through a layer if a weight in it or in a layer before it is trained.
-        reached, layers = self.embedding.requires_grad, []
+        before = self.embedding, self.parameters_by_name.get(MAPPING_IN)
+        reached, layers = any(one is not None and one.requires_grad for one in before), []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
             experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
             reached = reached or any(one is not None and one.requires_grad for one in (*weights, *experts))
@@ -210,7 +216,7 @@ class Decoder(DecoderWiring):
 
     def _parameters(self, layer: int, names: Iterable[str]) -> list[Parameter | None]:
         """Parameters of a layer; None for those that only other layers have."""
-        return [self.parameters_by_name.get(layer_prefix(layer) + name) for name in names]
+        return [self.parameters_by_name.get(parameter_name(self.settings, layer, name)) for name in names]
 
     def construct(
         self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
@@ -228,8 +234,9 @@ class Decoder(DecoderWiring):
 
     # The parts: compiled functions, which are called with views of the weights.
 
-    def run_embedding(self, ids_N: Tensor, call: _Call) -> Tensor:
-        return ops.gather(_view(self.embedding), ids_N, 0)
+    def run_embedding(self, ids_N: Tensor, call: _Call | None = None) -> Tensor:
+        x_NE = ops.gather(_view(self.embedding), ids_N, 0)
+        return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_layer(self, number: int, x_ND: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
         inputs, dropout, statistics = call
@@ -253,7 +260,8 @@ class Decoder(DecoderWiring):
     def run_head(self, number: int, x_ND: Tensor, call: _Call) -> Tensor:
         labels = call.inputs.mtp[number - 1] if number else call.inputs
         weights = _view(self.norms[number]), _view(self.head_weight)
-        return self.head_loss(x_ND, *weights, labels.labels_N, labels.valid_N1)
+        mapping = () if self.mapping_out is None else (_view(self.mapping_out),)
+        return self.head_loss(x_ND, *weights, labels.labels_N, labels.valid_N1, *mapping)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """The residual stream after the last block, before the final norm, without dropout: [N, D]."""
@@ -281,8 +289,11 @@ class Decoder(DecoderWiring):
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Logits of every token, [N, V]; for evaluation and tests, not for training."""
-        x_ND = self.head.norm(self.hidden_states(inputs), self.final_norm)
-        return self.kernels.logits(x_ND, self.head_weight)
+        return self.logits_of(self.hidden_states(inputs))
+
+    def logits_of(self, x_ND: Tensor) -> Tensor:
+        """Logits of a residual stream after the last block."""
+        return self.kernels.logits(self.head.normed(x_ND, self.final_norm, self.mapping_out), self.head_weight)
 
     def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout

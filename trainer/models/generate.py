@@ -131,7 +131,7 @@ class Generator:
         mask = model.kernels.cached_mask(allowed_BQS, settings.num_heads, attention.cache_heads)
         tables = self.tables(positions_BQ.reshape(-1))
         cache.place(positions_BQ, seen)
-        x_ND = ops.gather(model.embedding, Tensor(ids_BQ.reshape(-1)), 0)
+        x_ND = model.run_embedding(Tensor(ids_BQ.reshape(-1)))
         for layer, parameters in enumerate(model.layer_weights[: settings.num_layers]):
             weights = [*parameters, *model.adapter_masks(None, layer, rows * width)]
             q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
@@ -139,8 +139,7 @@ class Generator:
             experts = model.layers[layer].get("experts")
             x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
-        x_BD = model.head.norm(ops.gather(x_ND, ends, 0), model.final_norm)
-        logits_BV = model.kernels.logits(x_BD, model.head_weight).asnumpy()
+        logits_BV = model.logits_of(ops.gather(x_ND, ends, 0)).asnumpy()
         if not np.isfinite(logits_BV).all():
             rule = "the model's output is not finite: its weights have diverged or are damaged"
             raise RunError(rule, fix="use another checkpoint")

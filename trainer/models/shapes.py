@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+MAPPING_IN, MAPPING_OUT = (f"model.embedding_hidden_mapping_{way}.weight" for way in ("in", "out"))
+"""From the embedding to the residual stream, and back before the final norm, where the two differ in width."""
 POST_ATTENTION_NORM, POST_MLP_NORM = "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"
 """Norms after a sublayer, of what it adds to the residual stream."""
 ROUTER = "mlp.gate.weight"
@@ -108,7 +110,15 @@ def layer_shapes(settings: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
         shapes["shared_head.norm.weight"] = (hidden,)
     shapes |= attention_shapes(settings)
     shapes |= moe_shapes(settings) if settings.is_moe_layer(layer) else mlp_shapes(settings)
-    return {layer_prefix(layer) + name: shape for name, shape in shapes.items()}
+    named = {layer_prefix(layer) + name: name for name in shapes}
+    return {full: shapes[name] for full, name in named.items() if parameter_name(settings, layer, name) == full}
+
+
+def parameter_name(settings: ModelConfig, layer: int, name: str) -> str:
+    """Full name of a parameter of a layer; layers of a group have those of attention in common (layers_group)."""
+    if name.startswith("self_attn.") and layer < settings.num_layers:
+        layer -= layer % settings.layers_group
+    return layer_prefix(layer) + name
 
 
 def is_buffer(name: str) -> bool:
@@ -208,12 +218,17 @@ def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tupl
     if isinstance(settings, ClassifierConfig):
         sizes = zip(classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False)
         return {name: size for names, i, o in sizes for name, size in zip(names, ((o, i), (o,)), strict=True)}
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (settings.vocab_size, settings.hidden_size)}
+    width, hidden = settings.embedding_width, settings.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (settings.vocab_size, width)}
+    if settings.maps_embedding:
+        shapes[MAPPING_IN] = (hidden, width)
     for layer in range(settings.num_layers):
         shapes |= layer_shapes(settings, layer)
-    shapes[FINAL_NORM] = (settings.hidden_size,)
+    if settings.maps_embedding:
+        shapes[MAPPING_OUT] = (width, hidden)
+    shapes[FINAL_NORM] = (width,)
     if not settings.tie_word_embeddings:
-        shapes[HEAD] = (settings.vocab_size, settings.hidden_size)
+        shapes[HEAD] = (settings.vocab_size, width)
     for layer in range(settings.num_layers, settings.num_layers + settings.mtp_depth):
         shapes |= layer_shapes(settings, layer)
     return shapes

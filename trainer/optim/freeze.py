@@ -19,6 +19,7 @@ from trainer.errors import UserError
 from trainer.models.shapes import (
     EMBEDDING,
     HEAD,
+    MAPPING_IN,
     all_shapes,
     balanced_layers,
     is_buffer,
@@ -38,7 +39,10 @@ _PLAIN_LAYERS = re.compile(r"[\d\s,-]+")
 _OTHER_WORDS = {
     "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "linear_proj": "o_proj", "linear_q": "q_proj",
     "linear_k": "k_proj", "linear_v": "v_proj", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
-    "linear_fc2": "down_proj", "attention": "self_attn", "feed_forward": "mlp", "attention_norm": "input_layernorm",
+    "linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "linear_kv_up_proj": "kv_b_proj", "kv_layernorm": "kv_a_layernorm", "q_layernorm": "q_a_layernorm",
+    "self_attention": "self_attn", "linear_fc2": "down_proj", "attention": "self_attn", "feed_forward": "mlp",
+    "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm", "norm_out": "norm", "tok_embeddings": "embed_tokens",
     "word_embeddings": "embed_tokens", "embedding_weight": "weight", "output": "lm_head", "output_layer": "lm_head",
 }  # fmt: skip
@@ -92,9 +96,9 @@ def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
     The embedding comes before all layers: where it is trained, the backward pass goes through every layer. A frozen
     tied embedding needs no gradient, neither as embedding nor as head.
     """
-    if EMBEDDING not in frozen:
-        return 0
     names = all_shapes(config.decoder)
+    if not {EMBEDDING, MAPPING_IN} & names.keys() <= frozen:
+        return 0
     for layer in range(config.decoder.num_layers):
         prefix = layer_prefix(layer)
         if any(name.startswith(prefix) and name not in frozen for name in names):

@@ -116,9 +116,9 @@ def _heads(settings: ModelConfig) -> int:
     queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
     if not settings.multi_latent_attention:
         return 6 * queries + 4 * keys
-    # Queries and keys in their two parts and joined as well; the latent vectors before and after their norms.
+    # The latent vectors are kept before and after their norms; what is cut and joined needs no second copy.
     latent = 2 * ((settings.q_lora_rank or 0) + settings.kv_lora_rank + settings.qk_rope_head_dim)
-    return latent + 5 * queries + 4 * keys + 5 * settings.num_heads * settings.value_size
+    return latent + 3 * queries + 2 * keys + 3 * settings.num_heads * settings.value_size
 
 
 def _cache_bytes(config: Config, device: str) -> int:

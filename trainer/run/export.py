@@ -120,7 +120,9 @@ def _unknown_elsewhere(config: Config, kind: str, weights: Mapping[str, np.ndarr
     """What the class `kind` of transformers does not have, without which it computes something else."""
     if kind != config.model.arch.type:
         yield f"saved as {kind}, which in transformers computes what this {config.model.arch.type} does"
-    if others := class_differences(config.decoder, kind):
+    if not FAMILIES[kind].in_transformers:
+        yield f"transformers has no class that computes this {kind}: the folder is for this trainer"
+    elif others := class_differences(config.decoder, kind):
         yield f"transformers' {kind} computes something else: this model has {', '.join(others)}"
     if layers := module_layers(weights, config.decoder):
         yield f"transformers has no multi-token prediction: it leaves out {len(layers)} of the model's layers"

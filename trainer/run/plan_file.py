@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems, in_job
 from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems
 from trainer.config.checks.rules import run_problems
-from trainer.data.datasets import EVAL, TRAIN
+from trainer.data.datasets import EVAL, TRAIN, build_eval_dataset, build_train_dataset, check_tokenizer
+from trainer.data.source.find import find_sources
 from trainer.data.source.mnist import PATH_VARIABLE
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.device_memory import fixed_bytes
+from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import Plan, plan_run
 from trainer.run.prepare import choose_backend, prepare, show_build
 
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 _MODEL = "model.model_config"
 _LIMIT = "context.max_device_memory"
+_OF_DATA = frozenset(("model", TRAIN, EVAL))
+_OF_MEMORY = frozenset(("model", "parallel", "parallel_config", "use_parallel", "context"))
+"""Sections of the file whose mistakes leave the data, or the memory, unknown."""
 
 
 def described_world(config: Config, world: World) -> World:
@@ -72,27 +78,58 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
             problems.append(_located(config, error))
 
     collect(lambda: backend.check_device(planned_device(config)))
-    raise_problems([one for one in problems if one not in unbuilt and one not in absent])
-    if not elsewhere:
-        return prepare(config, world).plan
-    missing = [f"{name}.data_loader {path or '(no path is written)'}"
-               for name, path in missing_data(config, _sections_read(config)).items()]
-    device = planned_device(config)
-    plan = plan_run(config, world, backend, device, show_build, opens_data=opens_data and not missing)
+    wrong = [one for one in problems if one not in unbuilt and one not in absent]
+    sections = _sections_read(config)
+    away = missing_data(config, sections) if elsewhere else {}
+    has_sizes = not any(one.error.key == _MODEL for one in absent)
+    try:
+        raise_problems(wrong)
+        if not elsewhere:
+            return prepare(config, world).plan
+        plan = plan_run(config, world, backend, planned_device(config), show_build, opens_data=opens_data and not away)
+        for section in away if opens_data else ():
+            _check_data(config, section, is_away=True)
+        of_memory = _memory_notices(config, plan.memory_bytes) if has_sizes else []
+    except UserError as error:
+        problems = wrong or [_located(config, error)]
+        broken = {one.error.key.partition(".")[0] for one in wrong}
+        if opens_data and not broken & _OF_DATA:
+            for section in sections:
+                collect(partial(_check_data, backend.data_config, section, section in away))
+        if elsewhere and has_sizes and not broken & _OF_MEMORY:
+            collect(lambda: _memory_notices(config, _memory(config, world)))
+        raise_problems(list({str(one.error): one for one in problems}.values()))
+    missing = [f"{name}.data_loader {path or '(no path is written)'}" for name, path in away.items()]
     notices = [_unbuilt_notice(unbuilt)] if unbuilt else []
     names = [f"{one.error.key} {one.error.value}" for one in absent if one.error.key != _MODEL] + missing
     if names:
         notices.append(Notice(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
-    if any(one.error.key == _MODEL for one in absent):
+    if not has_sizes:
         return _without_sizes(config, plan, notices)
-    notices += _memory_notices(config, plan)
-    return replace(plan, notices=(*plan.notices, *notices))
+    return replace(plan, notices=(*plan.notices, *notices, *of_memory))
+
+
+def _check_data(config: Config, section: str, is_away: bool) -> None:
+    """Opens the data of a section, without making tokens of text; elsewhere the tokenizer alone, if that is here.
+
+    Raises:
+        UserError: They cannot be read in this form, or have tokens beyond the model's vocabulary.
+    """
+    wanted = getattr(config, section)
+    if not is_away and not wanted.data_loader.reads_text:
+        build = build_train_dataset if section == TRAIN else build_eval_dataset
+        build(config)
+    elif not is_away or (wanted.tokenizer.path and _is_here(wanted.tokenizer.path)):
+        check_tokenizer(config, section)
+        if not is_away:
+            find_sources(config, section)
 
 
 def _located(config: Config, error: UserError) -> Problem:
     line = re.search(r":(\d+)$", error.where)
     place = config.source.place(error.key)
-    return Problem(SourceLocation(place.order or int(line[1] if line else 0), error.where), error)
+    named = error.at(error.where, config.source.name(error.key)) if type(error) is UserError else error
+    return Problem(SourceLocation(place.order or int(line[1] if line else 0), error.where), named)
 
 
 def _unbuilt_notice(problems: list[Problem]) -> Notice:
@@ -148,7 +185,11 @@ def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
     )  # fmt: skip
 
 
-def _memory_notices(config: Config, plan: Plan) -> list[str]:
+def _memory(config: Config, world: World) -> dict[str, int]:
+    return memory_estimate(config, config.trains, planned_device(config), world)
+
+
+def _memory_notices(config: Config, memory_bytes: Mapping[str, int]) -> list[str]:
     """Says where a rank's memory is probably above max_device_memory.
 
     Raises:
@@ -158,7 +199,7 @@ def _memory_notices(config: Config, plan: Plan) -> list[str]:
     if limit is None:
         return []
     gib, most = 1 << 30, float(limit.removesuffix("GB"))
-    fixed, total = fixed_bytes(plan.memory_bytes) / gib, plan.memory_bytes["total"] / gib
+    fixed, total = fixed_bytes(memory_bytes) / gib, memory_bytes["total"] / gib
     if fixed > most:
         rule = f"weights and optimizer state of a rank alone take {fixed:.1f} GB"
         fix = "use more ranks: model_parallel and pipeline_stage divide them; enable_parallel_optimizer shares them"

@@ -138,6 +138,9 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if settings.multi_latent_attention:
         fix = f"use a model with n_kv_heads, {_INSTEAD}"
         yield problem(config, f"{model}.multi_latent_attention", _NOT_YET, fix)
+    for name, used in (("layers_group", settings.layers_group > 1), ("embedding_size", settings.maps_embedding)):
+        if used:
+            yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
     if settings.experts is not None:
         key = f"{model}.moe_config.expert_num"
         yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")

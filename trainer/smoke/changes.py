@@ -20,6 +20,7 @@ class Setup(NamedTuple):
     folder: Path  # of all its files
     device: str  # that it runs on
     missing: dict[str, str]  # data set sections whose data is not here -> the path that is written, or empty
+    large: frozenset[str] = frozenset()  # sections of more text than can be tokenized in passing
 
 
 class Change(NamedTuple):
@@ -32,10 +33,14 @@ class Change(NamedTuple):
 
 
 def changed(config: Config, key: str, after: Any, why: str = "") -> Iterator[Change]:
-    """The change of a key to a value; nothing where it has the value already."""
+    """The change of a key to a value; nothing where it has the value already.
+
+    A size of the model that is not written has a default, which nobody means: nothing stands for it.
+    """
     before = value_of(config, key)
     if before != after or type(before) is not type(after):
-        yield Change(key, before, after, why)
+        unset = key.startswith("model.") and not config.source.where(key)
+        yield Change(key, None if unset else before, after, why)
 
 
 def smoke_text(config: Config, changes: Iterable[Change]) -> str:

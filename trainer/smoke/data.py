@@ -79,8 +79,8 @@ def _section(config: Config, setup: Setup, section: str, rows: int) -> Iterator[
         if loader.config.seq_length is not None:
             yield from changed(config, f"{key}.config.seq_length", seq_length(config), f"that of {_MODEL}")
     folder = setup.folder / "data" / section
-    if section in setup.missing:
-        yield from _replaced(config, key, folder)
+    if section in setup.missing or section in setup.large:
+        yield from _replaced(config, key, folder, _ABSENT if section in setup.missing else "its first records")
         yield from changed(config, f"{section}.cache_dir", str(setup.folder / "data" / "tokens"))
     elif loader.type == "MindDataset":
         why = f"its first rows, of {seq_length(config)} tokens each"
@@ -95,30 +95,30 @@ def _section(config: Config, setup: Setup, section: str, rows: int) -> Iterator[
         yield from changed(config, f"{section}.chat_template", "", "not here: ChatML")
 
 
-def _replaced(config: Config, key: str, folder: Path) -> Iterator[Change]:
+def _replaced(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:
     """The places of the files of `rows`."""
     section = key.split(".")[0]
     loader = getattr(config, section).data_loader
     if loader.type == "MindDataset":
-        yield from _mindrecord(config, key, folder, _ABSENT)
+        yield from _mindrecord(config, key, folder, why)
     elif isinstance(loader, MegatronLoader):
         yield from _megatron(config, key, loader, folder)
     elif loader.type in HUGGING_FACE:
         name = loader.split or {TRAIN: "train", EVAL: "validation"}[section]
         shown = loader.data_files or loader.dataset_dir or loader.path
-        yield Change(f"{key}.data_files", shown, str(folder / f"{name}.json"), _ABSENT)
+        yield Change(f"{key}.data_files", shown, str(folder / f"{name}.json"), why)
         yield from changed(config, f"{key}.path", "json")
         yield from changed(config, f"{key}.data_dir", None)
         yield from changed(config, f"{key}.dataset_dir", "")
         yield from _handlers(config, key)
     elif loader.type == "MnistDataset":
-        yield from changed(config, f"{key}.dataset_dir", str(folder), _ABSENT)
+        yield from changed(config, f"{key}.dataset_dir", str(folder), why)
     else:
         ending = "txt" if loader.type == "TextDataset" else "jsonl"
         for number, _ in enumerate(loader.sources):
-            yield from changed(config, f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), _ABSENT)
+            yield from changed(config, f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), why)
         if not loader.sources:
-            yield from changed(config, f"{key}.dataset_dir", str(folder / f"rows.{ending}"), _ABSENT)
+            yield from changed(config, f"{key}.dataset_dir", str(folder / f"rows.{ending}"), why)
 
 
 def _mindrecord(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:

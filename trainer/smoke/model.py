@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
@@ -16,6 +15,8 @@ from trainer.smoke.layers import kept_layers, layer_changes
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
+DTYPE_KEYS = (*PART_KEYS, "param_init_type")
+"""Keys of the model that are no sizes."""
 LARGEST_KEPT_WIDTH = 256
 """A model of this hidden_size or less keeps its widths."""
 _SEQ_LENGTH, _VOCABULARY = 128, 512
@@ -31,7 +32,7 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
     kept = kept_layers(config)
     yield from layer_changes(config, kept)
     if decoder.hidden_size > LARGEST_KEPT_WIDTH:
-        yield from _widths(config)
+        yield from _widths(config, vocab_size)
     yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
     yield from changed(config, f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
     window = getattr(decoder, "sliding_window", None)
@@ -61,12 +62,14 @@ def _rounded(value: float) -> int:
     return max(_MULTIPLE, round(value / _MULTIPLE) * _MULTIPLE)
 
 
-def _widths(config: Config) -> Iterator[Change]:
+def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     """As many query heads for each key head as before, and all other widths in their ratio to hidden_size."""
     decoder = config.decoder
     group = decoder.num_heads // decoder.kv_heads
     kv_heads = min(decoder.kv_heads, 2 if group > 1 else 4)
-    kv_heads = 1 if kv_heads * group > 4 * _MANY_HEADS else kv_heads
+    # A whole vocabulary has room for few widths only.
+    most = 4 * _MANY_HEADS if vocab_size <= _VOCABULARY else 2 * _MANY_HEADS
+    kv_heads = 1 if kv_heads * group > most else kv_heads
     heads = kv_heads * group
     head = _HEAD_SIZE // 2 if heads > _MANY_HEADS else _HEAD_SIZE
     ratio = f"{_SMALLER}; {group} query heads to a key head, as before" if group > 1 else _SMALLER
@@ -74,7 +77,7 @@ def _widths(config: Config) -> Iterator[Change]:
     if decoder.n_kv_heads is not None:
         yield from changed(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
     hidden = heads * head
-    latent = bool(getattr(decoder, "multi_latent_attention", False))
+    latent = decoder.multi_latent_attention
     if decoder.head_dim is not None and not latent:
         hidden = _rounded(heads * head * decoder.hidden_size / (decoder.num_heads * decoder.head_dim))
         yield from changed(config, f"{_MODEL}.head_dim", head, _SMALLER)
@@ -93,17 +96,15 @@ def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int
     if moe is not None and moe.moe_shared_expert_intermediate_size is not None:
         shared = moe.moe_shared_expert_intermediate_size / decoder.expert_size
         sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _rounded(expert * shared)
+    if decoder.maps_embedding:
+        sizes[f"{_MODEL}.embedding_size"] = _rounded(decoder.embedding_width * scale)
     if not latent:
         return sizes
-    head = _HEAD_SIZE / max(_of(decoder, "v_head_dim"), _of(decoder, "qk_nope_head_dim"), 1)
+    head = _HEAD_SIZE / max(decoder.v_head_dim, decoder.qk_nope_head_dim)
     scales = {"q_lora_rank": scale, "kv_lora_rank": scale, "qk_nope_head_dim": head, "qk_rope_head_dim": head,
               "v_head_dim": head}
-    return sizes | {f"{_MODEL}.{name}": _rounded(_of(decoder, name) * factor)
-                    for name, factor in scales.items() if _of(decoder, name)}
-
-
-def _of(decoder: ModelConfig, name: str) -> int:
-    return getattr(decoder, name, None) or 0
+    return sizes | {f"{_MODEL}.{name}": _rounded(width * factor)
+                    for name, factor in scales.items() if (width := getattr(decoder, name))}
 
 
 def _expert_number(config: Config) -> Iterator[Change]:
@@ -114,7 +115,7 @@ def _expert_number(config: Config) -> Iterator[Change]:
     groups = max(moe.n_group or 1, 1)
     reached = max(moe.topk_group or groups, 1)
     of_group = moe.expert_num // groups
-    size = max(2, moe.num_experts_chosen // reached + 1)  # more than a token goes to, in the groups it may go to
+    size = max(2, -(-3 * moe.num_experts_chosen // (2 * reached)))  # half as many again as a token goes to
     number = groups * min(of_group, size)
     if groups == 1:
         number = max(number, min(_EXPERT_NUM, moe.expert_num))
@@ -154,8 +155,3 @@ def _dtypes(config: Config) -> Iterator[Change]:
             yield from changed(config, f"{_MODEL}.{key}", "float32", "a CPU has no bfloat16 kernels")
     kept = "the dtype that parameters are kept in"
     yield from changed(config, f"{_MODEL}.param_init_type", "float32", kept)
-
-
-def file_name(config: Config) -> str:
-    """The name of the file without its ending, for the folder of its smoke run."""
-    return Path(config.source.path).stem or "smoke"

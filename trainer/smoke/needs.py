@@ -46,17 +46,17 @@ def _weights(config: Config) -> list[str]:
 def _devices(config: Config, plan: Plan) -> list[str]:
     world = World(0, plan.ranks, 0, plan.host_ranks)
     degrees = ", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1)
-    device = plan.device if plan.device != "CPU" else "process on a CPU"
-    found = [f"devices: {plan.ranks} {device}{f' ({degrees})' if degrees else ''}"]
+    found = [f"devices: {plan.ranks} x {plan.device}{f' ({degrees})' if degrees else ''}"]
     if plan.memory_bytes:
-        limit = config.context.max_device_memory
-        total = f"memory: about {plan.memory_bytes['total'] / _GIB:,.1f} GiB a rank, activations (estimated) included"
-        found.append(total + (f", of {limit}" if limit else ""))
+        limit, total = config.context.max_device_memory, plan.memory_bytes["total"] / _GIB
+        of = "more than" if limit and total > float(limit.removesuffix("GB")) else "of"
+        text = f"memory: about {total:,.1f} GiB a rank, activations (estimated) included"
+        found.append(text + (f", {of} {limit}" if limit else ""))
     else:
-        found.append("memory: not known, pretrained_model_dir has the sizes of the model")
+        found.append("sizes of the model: " + (config.pretrained_model_dir or "none is written in model.model_config"))
     return found
 
 
 def _not_built(plan: Plan) -> list[str]:
     starts = "a run on Ascend does not start yet: "
-    return [f"support here: {notice.removeprefix(starts)}" for notice in plan.notices if notice.startswith(starts)]
+    return [f"run_trainer itself: {notice}" for notice in plan.notices if notice.startswith(starts)]

@@ -22,14 +22,15 @@ def verdict_dict(verdict: Verdict) -> dict[str, Any]:
 
 def changes_section(changes: list[Change]) -> Section:
     """The table of what was changed; what has no reason is where the run writes."""
-    rows = [(change.key, shown(change.before), shown(change.after), change.why) for change in changes if change.why]
+    rows = [(change.key, shown(change.before, "not set"), shown(change.after, "none"), change.why)
+            for change in changes if change.why]
     return f"changes ({len(rows)})", [("key", "from", "to", "why"), *rows]
 
 
-def shown(value: Any) -> str:
-    """A value in a cell."""
+def shown(value: Any, empty: str) -> str:
+    """A value in a cell; `empty` stands for none."""
     if value is None or value == "":
-        return "none"
+        return empty
     text = json.dumps(value) if isinstance(value, list | dict) else str(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST - 20]}...{text[-17:]}"
 

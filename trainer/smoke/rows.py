@@ -5,6 +5,7 @@ Tokens are drawn from a fixed seed, texts from a few words; a document ends with
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -15,11 +16,16 @@ import numpy as np
 
 from trainer.config import Config
 from trainer.config.schema.data import MegatronLoader
+from trainer.data.source.compression import open_content
+from trainer.data.source.files import RECORDS
+from trainer.data.source.find import find_sources
 from trainer.data.source.indexed import write_indexed
+from trainer.data.source.records import read_records
 from trainer.smoke.data import HUGGING_FACE
 
 _SEED = 1
 _DOCUMENTS = 256
+_LARGE_BYTES, _FIRST_BYTES, _FIRST_RECORDS = 16 << 20, 1 << 20, 500
 _WORDS = "the cat sat on a mat and saw dogs run over hills while rain fell down for an hour".split()
 _FORMS = ("messages", "conversations", "instruction", "prompt", "text")
 
@@ -46,6 +52,33 @@ def write_rows(config: Config, section: str) -> None:
             _folder(path)
             texts = _texts if path.suffix == ".txt" else _records
             path.write_text("".join(texts(config, section, rows, draw)), encoding="utf-8")
+
+
+def is_large(config: Config, section: str) -> bool:
+    """Whether the text of a section is too much to tokenize it for a few steps.
+
+    Raises:
+        UserError: Its files cannot be read.
+    """
+    return sum(file.size_bytes for source, _ in find_sources(config, section) for file in source.files) > _LARGE_BYTES
+
+
+def write_first_records(config: Config, small: Config, section: str) -> None:
+    """Writes the beginning of each source of the file's own text where the smoke configuration reads it.
+
+    Raises:
+        UserError: Its files cannot be read.
+    """
+    paths = _text_files(getattr(small, section).data_loader)
+    for (source, _), path in zip(find_sources(config, section), paths, strict=True):
+        _folder(path)
+        if source.kind != RECORDS:
+            with open_content(source, source.files[0]) as opened:
+                path.write_text(opened.stream.read(_FIRST_BYTES).decode("utf-8", "ignore"), encoding="utf-8")
+            continue
+        records = (record for file in source.files for record in read_records(source, file))
+        lines = (json.dumps(record.fields, default=str) + "\n" for record in itertools.islice(records, _FIRST_RECORDS))
+        path.write_text("".join(lines), encoding="utf-8")
 
 
 def write_tokens(config: Config, section: str, tokens_RS: np.ndarray, labels_RT: np.ndarray) -> None:

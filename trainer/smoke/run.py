@@ -22,9 +22,9 @@ from trainer.parallel.world import SINGLE_PROCESS
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
 from trainer.smoke.execute import CONFIG, LOG, execute
-from trainer.smoke.model import file_name, model_changes
+from trainer.smoke.model import DTYPE_KEYS, model_changes
 from trainer.smoke.needs import needs
-from trainer.smoke.rows import write_rows, write_tokens
+from trainer.smoke.rows import is_large, write_first_records, write_rows, write_tokens
 from trainer.smoke.training import training_changes
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def smoke(
     plan = _plan(config, told)
     config = _in_own_job(config)
     setup = _setup(config, steps, ranks)
-    changes = smoke_changes(config, setup)
-    verdict = Verdict(config.source.path, str(setup.folder), ranks, changes, needs(config, plan, setup.missing))
-    show(changes)
+    verdict = Verdict(config.source.path, str(setup.folder), ranks, [], needs(config, plan, setup.missing))
     try:
-        small = _prepare(config, setup, changes)
+        verdict.changes = smoke_changes(config, setup)
+        show(verdict.changes)
+        small = _prepare(config, setup, verdict.changes)
         found = execute(setup, tell)
         verdict.losses, verdict.eval_loss, verdict.peak_rss_bytes = found.losses, found.evaluation, found.peak_rss_bytes
         verdict.resumed_loss = found.resumed.get(steps)
@@ -95,6 +95,7 @@ def smoke(
         raise
     except Exception as error:  # a verdict, whatever the engine raises
         log = setup.folder / LOG
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(traceback.format_exc())
         first = next(iter(str(error).strip().splitlines()), "")
@@ -107,8 +108,9 @@ def smoke(
 def smoke_changes(config: Config, setup: Setup) -> list[Change]:
     """All that the smoke run of a file changes; the file has passed its plan."""
     vocab_size = vocabulary(config, setup)
-    model = model_changes(config, setup, vocab_size) if config.classifier is None else ()
-    changes = [*model, *data_changes(config, setup, vocab_size), *training_changes(config, setup)]
+    model = list(model_changes(config, setup, vocab_size)) if config.classifier is None else []
+    is_smaller = any(not change.key.endswith(DTYPE_KEYS) for change in model)
+    changes = [*model, *data_changes(config, setup, vocab_size), *training_changes(config, setup, is_smaller)]
     return list({change.key: change for change in changes}.values())
 
 
@@ -133,9 +135,13 @@ def _in_own_job(config: Config) -> Config:
 def _setup(config: Config, steps: int, ranks: int) -> Setup:
     from trainer.run.plan_file import missing_data
 
-    folder = Path(config.output_dir).expanduser().absolute() / "smoke" / file_name(config)
+    folder = Path(config.output_dir).expanduser().absolute() / "smoke" / (Path(config.source.path).stem or "file")
     device = "CPU" if plans_elsewhere(config) else resolve_device(config)
-    return Setup(steps, ranks, folder, device, missing_data(config, sections_read(config)))
+    missing = missing_data(config, sections_read(config))
+    here = [section for section in sections_read(config) if section not in missing]
+    large = {section for section in here
+             if getattr(config, section).data_loader.reads_text and is_large(config, section)}
+    return Setup(steps, ranks, folder, device, missing, frozenset(large))
 
 
 def _prepare(config: Config, setup: Setup, changes: list[Change]) -> Config:
@@ -164,6 +170,8 @@ def _prepare(config: Config, setup: Setup, changes: list[Change]) -> Config:
     for section in sections_read(config):
         if section in setup.missing:
             write_rows(small, section)
+        elif section in setup.large:
+            write_first_records(config, small, section)
         elif getattr(config, section).data_loader.type == "MindDataset":
             write_tokens(small, section, *_first_rows(config, small, section))
     return small

@@ -25,6 +25,7 @@ _EXPERTS = f"{_KEY}.moe_config"
 _KIND = "model.arch.type"
 _IMAGES = "MnistDataset"
 _ONE = "remove one of the two"
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
@@ -75,6 +76,9 @@ def _sizes(config: Config) -> Iterator[Problem]:
     pairs = "and rotary positions turn pairs of them"
     if decoder.multi_latent_attention:
         yield from _latent(config, pairs)
+    elif lost := [n for n in _LATENT if getattr(decoder, n) != ModelConfig.model_fields[n].default]:
+        fix = "write multi_latent_attention: True, or leave it out"
+        yield problem(config, f"{_KEY}.{lost[0]}", "only multi-head latent attention has it", fix)
     elif decoder.head_dim is None and width % heads:
         fix = f"use {_divisor(width, heads)} heads, or set head_dim"
         yield problem(config, f"{_KEY}.num_heads", f"must divide hidden_size ({width})", fix)
@@ -94,6 +98,12 @@ def _sizes(config: Config) -> Iterator[Problem]:
     if untied is not None and untied == tied:
         rule = f"contradicts tie_word_embeddings = {tied} ({config.source.where(f'{_KEY}.tie_word_embeddings')})"
         yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _ONE)
+    if decoder.maps_embedding and decoder.mtp_depth:
+        rule, fix = "not yet supported beside multi-token prediction modules", "set mtp_depth to 0"
+        yield problem(config, f"{_KEY}.embedding_size", rule, fix)
+    if decoder.layers_group > 1 and decoder.pet_config is not None:
+        rule, fix = "not yet supported beside adapters", "write 1, which is a model with more weights"
+        yield problem(config, f"{_KEY}.layers_group", rule, fix)
     if decoder.mtp_depth >= decoder.seq_length:
         rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has no token {decoder.mtp_depth} further ahead"
         yield problem(config, f"{_KEY}.mtp_depth", rule, "use 1")

@@ -98,6 +98,11 @@ _UNUSED = (
     _Unused("runner_wrapper.scale_sense", "scale_factor scale_window",
             lambda c: c.trains and getattr(c.runner_wrapper.scale_sense, "type", "") == "FixedLossScaleUpdateCell",
             "a FixedLossScaleUpdateCell does not change its scale"),
+    _Unused(_MODEL, "n_kv_heads", lambda c: c.decoder.n_kv_heads not in (None, c.decoder.kv_heads),
+            "multi_latent_attention has a key and a value for each query head"),
+    _Unused(_MODEL, "head_dim", lambda c: c.decoder.multi_latent_attention
+            and c.decoder.head_dim not in (None, c.decoder.head_size, c.decoder.qk_rope_head_dim),
+            "multi_latent_attention has widths of its own"),
     _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
     _Unused(_MOE, "capacity_factor enable_sdrop moe_token_drop_policy",
             lambda c: c.decoder.experts and _moe(c).use_gmm and _moe(c).capacity_factor != -1,
@@ -137,7 +142,8 @@ def rule_notices(config: Config) -> list[str]:
     """Every notice that does not depend on the number of ranks."""
     unused = [Notice(text, "ignored") for text in _unused(config)]
     dtypes = [Notice(text, "dtype") for text in _precision(config)]
-    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recompute_notices(config)]
+    recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -176,6 +182,8 @@ def _run(config: Config) -> Iterator[str]:
         yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
+    if config.trains and config.optimizer.type == "Muon" and decoder.multi_latent_attention:
+        yield "optimizer.type Muon: queries and keys are not clipped; MindSpore Transformers has a QK-clip for them"
     for name in ("architectures", "model_type"):
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
@@ -189,7 +197,7 @@ def _mixture(config: Config) -> Iterator[str]:
     watchers = [number for number, callback in enumerate(config.callbacks) if isinstance(callback, MoEDropRate)]
     if moe is None:
         if written is not None and written != MoEConfig():
-            yield "moe_config: changes nothing, expert_num is 1: a dense model"
+            yield Notice("moe_config: changes nothing, expert_num is 1: a dense model", "ignored")
         for number in watchers:
             yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
         return

@@ -87,6 +87,13 @@ class SeveralProblems(UserError):
         self.args = ("\n".join([f"{len(errors)} problems in the configuration.", *shown, *more]),)
 
     @property
+    def whole(self) -> UserError:
+        """The same with every problem and its fix, however many they are."""
+        every = UserError("")
+        every.args = ("\n".join([f"{len(self.errors)} problems in the configuration.", *map(str, self.errors)]),)
+        return every
+
+    @property
     def short(self) -> UserError:
         """The same with a line for each problem, without its fix."""
         lines = [f"  {str(error).splitlines()[0]}" for error in self.errors]

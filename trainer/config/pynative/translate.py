@@ -12,7 +12,7 @@ from trainer.config.checks.problem import Problem, SourceLocation, problem_at, r
 from trainer.config.checks.unsupported import findings, ignored_texts
 from trainer.config.checks.validation import validate
 from trainer.config.pynative.schema import PynativeConfig
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain
 from trainer.config.read.resolve import resolve
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.root import Config
@@ -49,6 +49,15 @@ _MOVED = {
 
 _DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 
+_LEFT_TO_ADAMW = {"*word_embeddings*", "*output_layer*"}
+"""What Muon leaves to AdamW here, beside norms and biases."""
+
+_LATENT = {
+    "q_a_proj": ("self_attention.linear_q_down_proj", "self_attention.linear_qkv"),
+    "q_b_proj": ("self_attention.linear_q_up_proj", "self_attention.linear_qb"),
+    "kv_a_proj_with_mqa": ("self_attention.linear_kv_down_proj", "self_attention.linear_qkv"),
+    "kv_b_proj": ("self_attention.linear_kv_up_proj", "self_attention.linear_kvb"),
+}
 _ADAPTED = {
     "q_proj": ("self_attention.linear_q", "self_attention.linear_qkv"),
     "k_proj": ("self_attention.linear_k", "self_attention.linear_qkv"),
@@ -229,11 +238,11 @@ def _checkpoint(work: _Work) -> None:
         text = "checkpoint.enable_save False: the end of a run is saved all the same"
         work.made.notices.append(Notice(text, "ignored"))
     saver["keep_checkpoint_max"] = section.save_max
-    for value, key in (({"type": "MFLossMonitor"}, "callbacks"), (saver, source)):
-        callbacks.entries.append(Entry(_node(value, work.place(key)), work.place(key)))
     theirs = work.root.entries().get("callbacks")
     if theirs is not None and isinstance(theirs.node, Items):
         callbacks.entries += theirs.node.entries
+    for value, key in (({"type": "MFLossMonitor"}, "callbacks"), (saver, source)):
+        callbacks.entries.append(Entry(_node(value, work.place(key)), work.place(key)))
     work.put("callbacks", callbacks, "callbacks")
     if section.load_path:
         work.put("load_checkpoint", section.load_path, "checkpoint.load_path")
@@ -263,6 +272,8 @@ def _optimizer(work: _Work) -> None:
     work.put_default(table, "weight_decay", 0.01, "optimizer.weight_decay")
     if work.config.optimizer.get("type", "AdamW") == "AdamW":
         work.put_default(table, "betas", [0.9, 0.95], "optimizer.betas")
+    if set(work.config.optimizer.get("adamw_include") or ()) == _LEFT_TO_ADAMW:
+        del table.own["adamw_include"]
     work.put("optimizer", table, "optimizer")
 
 
@@ -307,9 +318,10 @@ def _model(work: _Work) -> None:
         return
     _move(work, (key for key in _MOVED if key.startswith("lora_config.")))
     wanted, key = work.config.lora_config.target_modules, "lora_config.target_modules"
+    adapted = _ADAPTED | (_LATENT if work.config.model.get("multi_latent_attention") else {})
     try:
         names = [
-            name for name, modules in _ADAPTED.items()
+            name for name, modules in adapted.items()
             if any(re.search(wanted, f"decoder.layers.0.{module}") for module in modules)
         ]  # fmt: skip
     except re.error as error:
@@ -342,9 +354,15 @@ def _recompute(work: _Work) -> None:
 
 def _others(work: _Work) -> None:
     """The device, and the norms that are recorded. Execution mode 1 is what this trainer does anyway."""
-    for name, entry in work.table("context").own.items():
+    context = work.table("context")
+    work.put_default(context, "device_target", "Ascend", "context.device_target")
+    if plain(context.own["device_target"].node) == "Ascend":
+        work.put_default(context, "max_device_memory", "59GB", "context.max_device_memory")
+    for name, entry in context.own.items():
         if name != "mode":
-            work.positions.setdefault(f"context.{name}", entry.place)
-            work.put(f"context.{name}", entry.node, f"context.{name}")
+            source = f"context.{name}"
+            if not entry.place.text.endswith("by default)"):
+                work.positions.setdefault(source, entry.place)
+            work.put(source, entry.node, source)
     if work.config.monitor.train_state.local_norm:
         work.put("runner_wrapper.local_norm", True, "monitor.train_state.local_norm")

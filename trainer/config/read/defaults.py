@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import SourceLocation
 from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
 from trainer.config.hugging_face import DEFAULTS
@@ -93,6 +94,8 @@ def _usual_class(found: Resolved, kind: Any) -> Any:
     if usual == "TelechatForCausalLM" and str(settings.get("net_name", "")).startswith("telechat3"):
         usual = "TeleChat3ForCausalLM"
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, f"{_MODEL}.net_name")
+        if settings.get("embedding_size") not in (None, 1) and settings["net_name"] != "telechat3_36b":
+            _set(found, f"{_MODEL}.tie_word_embeddings", True, f"{_MODEL}.net_name")  # as in its code
     if usual != kind:
         found.data["model"]["arch"]["type"] = usual
     return usual
@@ -190,7 +193,8 @@ def _from_grouped_schedule(found: Resolved) -> None:
     found.data.pop("lr_schedule", None)
     for name, value in default.items():
         _set(found, f"lr_schedule.{name}", value, key)
-    found.notices.append(f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule")
+    text = f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule"
+    found.notices.append(Notice(text, "ignored"))
 
 
 def _from_sparse_layers(found: Resolved) -> None:

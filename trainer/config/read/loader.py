@@ -17,7 +17,7 @@ from trainer.config.read.dump import dump_values
 from trainer.config.read.model_folder import add_model_folder
 from trainer.config.read.nodes import Table, plain
 from trainer.config.read.overrides import Override, apply_overrides
-from trainer.config.read.relocate import arrange
+from trainer.config.read.relocate import arrange, find_entry
 from trainer.config.read.resolve import resolve
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.fields import fields_by_yaml_name
@@ -86,7 +86,8 @@ def _translated(
     """The translation of a file of the newer schema, and the overrides that are of ours: of the rest first of all."""
     from trainer.config.pynative.translate import is_key_there, translate
 
-    there = [override for override in overrides if is_key_there(override.key)]
+    nulls = ("null", "None", "~")  # which remove what is written, whatever it is
+    there = [one for one in overrides if is_key_there(one.key) or (one.text in nulls and find_entry(root, one.key))]
     # There, `--mode 1` says which schema a file has; here it runs operator by operator, as `--context.mode 1` does.
     ours = [one for one in overrides if one not in there and (one.source, one.text) != ("flag --mode", "1")]
     problems, notices = apply_overrides(root, there)

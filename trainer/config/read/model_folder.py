@@ -253,15 +253,23 @@ def _add(found: Resolved, more: Resolved) -> None:
 
 
 def _report_contradictions(found: Resolved, facts: Resolved) -> None:
-    """Adds a problem for each size that the YAML gives otherwise."""
+    """Adds a problem for each size that the YAML gives otherwise; a notice where the weights are not read."""
+    names = []
     for key in _SIZES:
         ours, theirs = _value(found.data, key), _value(facts.data, key)
-        if ours is not None and theirs is not None and ours != theirs:
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        if found.data.get("run_mode", "train") == "train" and not found.data.get("load_checkpoint"):
+            names.append(f"{found.written.get(key, key).rpartition('.')[2]} {ours} instead of {theirs}")
+        else:
             source = facts.positions[key].text
             rule = f"{source} says {theirs}: weights of that size do not fit a model of this one"
             name = found.written[key] if key in found.written else key
             fix = "leave it out, or name another folder"
             found.problems.append(problem_at(found.positions[key], name, rule, fix, ours))
+    if names:
+        text = f"this training starts from new weights, of other sizes than those in {KEY}: {', '.join(names)}"
+        found.notices.append(Notice(text))
 
 
 def _use_folder(found: Resolved, name: str) -> None:

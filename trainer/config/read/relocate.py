@@ -82,7 +82,7 @@ def arrange(root: Table) -> list[str]:
     for old, new in _MOVED.items():
         _move(root, old, new)
     _join_betas(root)
-    settings = _find(root, _MODEL)
+    settings = find_entry(root, _MODEL)
     if settings is not None and isinstance(settings.node, Table):
         for key in filter(is_flat_moe_key, settings.node.entries()):
             _move(root, f"{_MODEL}.{key}", f"{_MODEL}.moe_config.{key}", keeps_null=True)
@@ -104,7 +104,8 @@ def _remove(table: Table, name: str) -> None:
     del table.own[name]
 
 
-def _find(root: Table, key: str) -> Entry | None:
+def find_entry(root: Table, key: str) -> Entry | None:
+    """What stands at a dotted key; None where nothing does."""
     entry = Entry(root)
     for part in key.split("."):
         entries = entry.node.entries() if isinstance(entry.node, Table) else {}
@@ -132,7 +133,7 @@ def _parent(root: Table, key: str, like: Entry) -> Table:
 
 def _move(root: Table, old: str, new: str, *, keeps_null: bool = False) -> None:
     """Moves what stands at a dotted key, if anything does; null is a value only where `keeps_null` says so."""
-    entry = _find(root, old)
+    entry = find_entry(root, old)
     if entry is None:
         return
     _remove(_parent(root, old, entry), old.rpartition(".")[2])
@@ -175,7 +176,7 @@ def disagreement(key: str, first: Entry, second: Entry) -> UserError:
 
 def _join_betas(root: Table) -> None:
     """``beta1`` and ``beta2`` of the optimizer become ``betas``, the absent one with its default."""
-    optimizer = _find(root, "optimizer")
+    optimizer = find_entry(root, "optimizer")
     entries = optimizer.node.entries() if optimizer is not None and isinstance(optimizer.node, Table) else {}
     given = {name: entries[name] for name in _BETAS if name in entries}
     if not given:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import Problem, SourceLocation, nearest, one_of, problem_at
 from trainer.config.hugging_face import NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
@@ -169,7 +170,8 @@ def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str
     name = plain(entries["type"].node) if "type" in entries else kinds[0].default_type
     other_names = {other: main for kind in kinds for other, main in kind.type_aliases.items()}
     if isinstance(name, str) and name in other_names:
-        found.notices.append(f"{place.text}: {path}.type {name} is taken as {other_names[name]}")
+        text = f"{place.text}: {path}.type {name} is taken as {other_names[name]}"
+        found.notices.append(Notice(text, "ignored"))
         name = other_names[name]
         table = Table({**entries, "type": Entry(Scalar(name), place)})
     if len(kinds) == 1:

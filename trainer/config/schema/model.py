@@ -75,6 +75,11 @@ class ModelConfig(Section):
     intermediate_size: int | None = setting(
         None, "Width of the feed-forward layer. Default null: 2/3 of 4 x hidden_size, rounded up to multiple_of.", ge=1,
         aliases="ffn_hidden_size")
+    embedding_size: int | None = setting(
+        None, "Width of embedding and head, which two matrices map to hidden_size and back (TeleChat3-1.8B). Default"
+        " null, and 1: hidden_size, without such matrices.", ge=1)
+    layers_group: int = setting(
+        1, "So many layers, one after the other, share the weights of attention (TeleChat3-1.8B).", ge=1)
     multiple_of: int = setting(256, "What the default of intermediate_size is rounded up to.", ge=1)
     ffn_dim_multiplier: float | None = setting(
         None, "Factor on the default of intermediate_size before rounding. Default null: 1.", gt=0)
@@ -219,6 +224,16 @@ class ModelConfig(Section):
     def projections(self) -> dict[str, str]:
         """The matrices of a block: name in the block -> MindSpore Transformers' name."""
         return projections(self.multi_latent_attention, self.q_lora_rank is not None)
+
+    @property
+    def maps_embedding(self) -> bool:
+        """Whether matrices map the embedding to the residual stream, and that to what the head multiplies."""
+        return self.embedding_size not in (None, 1)
+
+    @property
+    def embedding_width(self) -> int:
+        """Columns of the embedding and of the head."""
+        return self.embedding_size if self.maps_embedding else self.hidden_size
 
     @property
     def rope_base(self) -> float:

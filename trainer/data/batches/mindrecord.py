@@ -179,7 +179,7 @@ def _named(config: Config, section: str) -> tuple[Location, list[str]]:
     if not all(names):
         fix = "set dataset_dir to a MindRecord file or a folder of them"
         raise data_error(config, key, "MindDataset needs a file or a folder", fix)
-    return Location(key, config.source.where(key)), names
+    return Location(config.source.name(key), config.source.where(key)), names
 
 
 def _paths(name: str, location: Location, is_listed: bool) -> list[Path]:

@@ -133,7 +133,7 @@ def _blend(config: Config, section: str, phase: str) -> _Blend:
     key = f"{prefix}.{key}"
     value = loader.dataset_dir if key.endswith("dataset_dir") else getattr(loader.config, key.split(".")[-1])
     prefixes, weights = _paired(config, key, [value] if isinstance(value, str) else value)
-    return _Blend(Location(key, config.source.where(key)), prefixes, weights, bool(own_keys))
+    return _Blend(Location(config.source.name(key), config.source.where(key)), prefixes, weights, bool(own_keys))
 
 
 def _paired(config: Config, key: str, items: list[str | int | float]) -> tuple[list[str], list[float] | None]:

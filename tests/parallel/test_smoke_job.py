@@ -1,0 +1,36 @@
+"""`smoke --ranks 2` starts two processes, which train with sharded optimizer state, save, and resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.cli.main import dispatch
+
+FILE = """\
+use_parallel: True
+parallel: {parallel_mode: 1, enable_parallel_optimizer: True}
+parallel_config: {data_parallel: 4, model_parallel: 2}
+context: {mode: 1, device_target: Ascend}
+runner_config: {batch_size: 1}
+model: {model_config: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 64, seq_length: 16}}
+train_dataset:
+  data_loader: {type: BlendedMegatronDatasetDataLoader, sizes: [900, 0, 0], config: {data_path: [/nowhere/a]}}
+"""
+
+
+def test_two_processes_train_and_resume(tmp_path, capfd: pytest.CaptureFixture):
+    (tmp_path / "file.yaml").write_text(FILE)
+    arguments = ["--ranks", "2", "--steps", "2", "--json", "--output_dir", str(tmp_path)]
+    code = dispatch(["smoke", "--config", str(tmp_path / "file.yaml"), *arguments])
+    printed, progress = capfd.readouterr()
+    verdict = json.loads(printed)
+    assert (code, verdict["result"], verdict["ranks"]) == (0, "pass", 2), progress
+    assert verdict["resumed_loss"] == verdict["losses"]["2"]
+    changed = {change["key"]: change for change in verdict["changes"]}
+    assert changed["parallel_config.data_parallel"]["after"] == 2
+    assert "data_parallel in its place" in changed["parallel_config.model_parallel"]["why"]
+    assert "launching 2 workers" in progress and "resumed: step 2 of 2" in progress
+    step = tmp_path / "smoke" / "file" / "checkpoints" / "step-00000002"
+    assert len(list(step.glob("optimizer-*-of-00002.safetensors"))) == 2
