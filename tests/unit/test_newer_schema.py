@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from config_helpers import error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.config import Override, converted, dump_config, parse_config
 from trainer.config.checks.parallel import in_job
+from trainer.config.read.nodes import plain
+from trainer.config.read.yaml_reader import parse_document
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.callbacks import CheckpointMonitor
+from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.run.plan_file import described_world, plan_file
 
@@ -211,7 +217,8 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
 
 
 def test_a_file_with_sections_of_both_is_of_the_older_one():
-    assert "training: unknown key at the top level" in error_of(SMALL + "runner_config: {epochs: 2}\n")
+    for text in (SMALL + "runner_config: {epochs: 2}\n", BASE + "training: {steps: 3}\n"):
+        assert "training: unknown key at the top level" in error_of(text)
 
 
 def test_keys_of_both_schemas_are_flags():
@@ -276,3 +283,29 @@ def test_convert_writes_a_file_once(tmp_path):
     assert again.returncode == 2 and "is there already" in again.stderr
     older = convert(target)
     assert older.returncode == 2 and "no file of the newer schema" in older.stderr
+
+
+def _keys(section: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in section.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from _keys(value, (*path, key))
+
+
+def test_whatever_a_key_holds_is_refused_or_converted():
+    root, _ = parse_document("a.yaml", FULL)
+    accepted, values = 0, itertools.cycle([None, "x", {"a": 1}, []])
+    for path, value in zip(_keys(plain(root)), values, strict=False):
+        changed = section = plain(root)
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = value
+        text = json.dumps(changed)
+        try:
+            config = parse_config("a.yaml", text)
+        except UserError as error:
+            assert "a.yaml" in str(error)
+        else:
+            assert parse_config("b.yaml", converted("a.yaml", text)[0]) == config, path
+            accepted += 1
+    assert accepted

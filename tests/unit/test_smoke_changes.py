@@ -73,6 +73,9 @@ def test_degrees_are_replaced_and_the_table_says_by_what():
     assert "data_parallel in its place" in told["parallel_config.model_parallel"][2]
     assert config.parallel.enable_parallel_optimizer
     assert config.parallel.parallel_optimizer_config.parallel_optimizer_threshold == 1
+    muon = DENSE.replace("type: AdamW, betas: [0.9, 0.95], eps: 1.e-6", "type: Muon")
+    assert not small(muon.replace("parallel_mode: 1", "parallel_mode: stand_alone"), ranks=2)[
+        0].parallel.enable_parallel_optimizer
 
 
 def test_micro_batches_of_a_pipeline_are_accumulated():
@@ -163,6 +166,17 @@ def test_a_folder_that_is_not_here_is_a_small_model_with_bytes():
     assert config.pretrained_model_dir is None and config.train_dataset.tokenizer.type == "bytes"
     assert told["pretrained_model_dir"][2] == "it is not here: a small model in its place"
     assert config.decoder.num_layers == 2 and config.decoder.vocab_size >= 257
+
+
+def test_latent_attention_and_a_mapped_embedding_are_smaller_in_their_ratios():
+    sizes = "num_layers: 8, hidden_size: 7168, num_heads: 128, intermediate_size: 18432, vocab_size: 300"
+    latent = "multi_latent_attention: True, q_lora_rank: 1536, kv_lora_rank: 512, v_head_dim: 128"
+    decoder = small(f"model: {{model_config: {{{sizes}, {latent}, qk_layernorm: True, seq_length: 64}}}}\n")[0].decoder
+    widths = (decoder.q_lora_rank, decoder.kv_lora_rank, decoder.qk_nope_head_dim, decoder.qk_rope_head_dim)
+    assert widths == (16, 8, 16, 8) and (decoder.v_head_dim, decoder.num_heads, decoder.hidden_size) == (16, 4, 64)
+    mapped = "embedding_size: 3584, layers_group: 4"
+    decoder = small(f"model: {{model_config: {{{sizes}, {mapped}, seq_length: 64}}}}\n")[0].decoder
+    assert decoder.embedding_width * 2 == decoder.hidden_size and (decoder.num_layers, decoder.layers_group) == (3, 2)
 
 
 def test_weights_that_fit_are_loaded(tmp_path):

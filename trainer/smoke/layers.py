@@ -44,6 +44,7 @@ def _kinds(config: Config) -> list[Any]:
     return [
         (
             decoder.is_moe_layer(layer),
+            layer % decoder.layers_group > 0,
             attention[layer] if layer < len(attention) else "",
             parts[layer],
             tuple(sorted(below.get(layer, ()))),
@@ -63,6 +64,8 @@ def layer_changes(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     attention = getattr(decoder, "layer_types", None)
     if attention:
         yield from changed(config, f"{_MODEL}.layer_types", [attention[layer] for layer in kept], _REMAIN)
+    if decoder.layers_group > 1:  # so that one layer shares its attention with the next, and another does not
+        yield from changed(config, f"{_MODEL}.layers_group", 2, _REMAIN)
     yield from _expert_layers(config, kept)
     yield from _recompute(config, kept)
     yield from _freeze(config, kept)
