@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ class Result(NamedTuple):
     smoke: str = ""  # pass, fail, or empty where it was not run
     smoke_problem: str = ""
     smoke_seconds: float = 0.0
+    smoke_cpu_seconds: float = 0.0
     peak_gib: float = 0.0
     changes: int = 0
     replaced: str = ""  # degrees of parallelism that something else stands for
@@ -71,7 +73,7 @@ def plan(file: Path, flags: list[str]) -> Result:
 
 def smoke(planned: Result, flags: list[str]) -> Result:
     """Runs `smoke` on a file that its plan accepts."""
-    start = time.monotonic()
+    start, cpu = time.monotonic(), _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(PROGRAM), "smoke", "--json", "--config", str(planned.file)]
         command += ["--output_dir", folder, *flags]
@@ -80,7 +82,7 @@ def smoke(planned: Result, flags: list[str]) -> Result:
         except subprocess.TimeoutExpired:
             seconds = time.monotonic() - start
             return planned._replace(smoke="fail", smoke_problem="it did not end", smoke_seconds=seconds)
-    seconds = time.monotonic() - start
+    seconds, cpu = time.monotonic() - start, _cpu_seconds() - cpu
     try:
         verdict: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
@@ -91,8 +93,15 @@ def smoke(planned: Result, flags: list[str]) -> Result:
                 if "in its place" in change["why"] and change["key"].startswith("parallel_config.")]
     return planned._replace(
         smoke=verdict["result"], smoke_problem=verdict["problem"].partition("\n")[0], smoke_seconds=seconds,
-        peak_gib=verdict["peak_rss_bytes"] / (1 << 30), changes=len(changes), replaced=", ".join(replaced),
+        smoke_cpu_seconds=cpu, peak_gib=verdict["peak_rss_bytes"] / (1 << 30), changes=len(changes),
+        replaced=", ".join(replaced),
     )  # fmt: skip
+
+
+def _cpu_seconds() -> float:
+    """Processor time of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def shown(result: Result) -> str:
@@ -102,7 +111,8 @@ def shown(result: Result) -> str:
     line = f"{result.file}  {result.seconds:.1f} s  accepted, {result.notes} notes"
     if not result.smoke:
         return line
-    line += f"  smoke: {result.smoke}, {result.smoke_seconds:.0f} s, {result.peak_gib:.1f} GiB"
+    line += f"  smoke: {result.smoke}, {result.smoke_seconds:.0f} s ({result.smoke_cpu_seconds:.0f} s of processors)"
+    line += f", {result.peak_gib:.1f} GiB"
     line += f", {result.changes} changes" + (f", replaced: {result.replaced}" if result.replaced else "")
     return f"{line}  {result.smoke_problem}".rstrip()
 
@@ -119,6 +129,8 @@ def summary(results: list[Result], runs: bool) -> str:
         peak = max(result.peak_gib for result in accepted)
         says += f"\n{passed} of {len(results)} pass; median {statistics.median(times):.0f} s, at most "
         says += f"{max(times):.0f} s and {peak:.1f} GiB a file"
+        processors = [result.smoke_cpu_seconds for result in accepted]
+        says += f"; {statistics.median(processors):.0f} s of processors, at most {max(processors):.0f} s"
     return says
 
 
@@ -135,8 +147,7 @@ def main() -> int:
     for file in (file for folder in options.folders for file in training_files(folder)):
         result = plan(file, flags)
         results.append(result if result.problem or options.plan else smoke(result, flags))
-        if not options.json:
-            print(shown(results[-1]), flush=True)
+        print(shown(results[-1]), flush=True, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps([{**result._asdict(), "file": str(result.file)} for result in results], indent=1))
     print(summary(results, not options.plan), file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
@@ -78,7 +77,7 @@ def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     if decoder.n_kv_heads is not None:
         yield from changed(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
     hidden = heads * head
-    latent = bool(getattr(decoder, "multi_latent_attention", False))
+    latent = decoder.multi_latent_attention
     if decoder.head_dim is not None and not latent:
         hidden = _rounded(heads * head * decoder.hidden_size / (decoder.num_heads * decoder.head_dim))
         yield from changed(config, f"{_MODEL}.head_dim", head, _SMALLER)
@@ -94,8 +93,6 @@ def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int
         expert = sizes[f"{_EXPERTS}.moe_intermediate_size"] = _rounded(moe.moe_intermediate_size * scale)
     else:
         expert = sizes[f"{_MODEL}.intermediate_size"]
-    if decoder.maps_embedding:
-        sizes[f"{_MODEL}.embedding_size"] = _rounded(decoder.embedding_width * scale)
     if moe is not None and moe.moe_shared_expert_intermediate_size is not None:
         shared = moe.moe_shared_expert_intermediate_size / decoder.expert_size
         sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _rounded(expert * shared)
@@ -103,15 +100,11 @@ def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int
         sizes[f"{_MODEL}.embedding_size"] = _rounded(decoder.embedding_width * scale)
     if not latent:
         return sizes
-    head = _HEAD_SIZE / max(_of(decoder, "v_head_dim"), _of(decoder, "qk_nope_head_dim"), 1)
+    head = _HEAD_SIZE / max(decoder.v_head_dim, decoder.qk_nope_head_dim)
     scales = {"q_lora_rank": scale, "kv_lora_rank": scale, "qk_nope_head_dim": head, "qk_rope_head_dim": head,
               "v_head_dim": head}
-    return sizes | {f"{_MODEL}.{name}": _rounded(_of(decoder, name) * factor)
-                    for name, factor in scales.items() if _of(decoder, name)}
-
-
-def _of(decoder: ModelConfig, name: str) -> int:
-    return getattr(decoder, name, None) or 0
+    return sizes | {f"{_MODEL}.{name}": _rounded(width * factor)
+                    for name, factor in scales.items() if (width := getattr(decoder, name))}
 
 
 def _expert_number(config: Config) -> Iterator[Change]:
@@ -162,8 +155,3 @@ def _dtypes(config: Config) -> Iterator[Change]:
             yield from changed(config, f"{_MODEL}.{key}", "float32", "a CPU has no bfloat16 kernels")
     kept = "the dtype that parameters are kept in"
     yield from changed(config, f"{_MODEL}.param_init_type", "float32", kept)
-
-
-def file_name(config: Config) -> str:
-    """The name of the file without its ending, for the folder of its smoke run."""
-    return Path(config.source.path).stem or "smoke"

@@ -22,7 +22,7 @@ from trainer.parallel.world import SINGLE_PROCESS
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
 from trainer.smoke.execute import CONFIG, LOG, execute
-from trainer.smoke.model import DTYPE_KEYS, file_name, model_changes
+from trainer.smoke.model import DTYPE_KEYS, model_changes
 from trainer.smoke.needs import needs
 from trainer.smoke.rows import is_large, write_first_records, write_rows, write_tokens
 from trainer.smoke.training import training_changes
@@ -135,7 +135,7 @@ def _in_own_job(config: Config) -> Config:
 def _setup(config: Config, steps: int, ranks: int) -> Setup:
     from trainer.run.plan_file import missing_data
 
-    folder = Path(config.output_dir).expanduser().absolute() / "smoke" / file_name(config)
+    folder = Path(config.output_dir).expanduser().absolute() / "smoke" / (Path(config.source.path).stem or "file")
     device = "CPU" if plans_elsewhere(config) else resolve_device(config)
     missing = missing_data(config, sections_read(config))
     here = [section for section in sections_read(config) if section not in missing]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import Config
-from trainer.config.checks.parallel import UNBUILT_DEGREES
+from trainer.config.checks.parallel import DATA_PARALLEL, UNBUILT_DEGREES
 from trainer.config.schema.callbacks import CheckpointMonitor
 from trainer.parallel.mesh import Degrees
 from trainer.smoke.changes import Change, Setup, changed
@@ -107,7 +107,8 @@ def _parallel(config: Config, ranks: int) -> Iterator[Change]:
         others[name] = 2 if kept else 1
         left //= others[name]
     job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
-    yield from changed(config, "use_parallel", ranks > 1, job if in_force else "")
+    if config.use_parallel or ranks > 1:
+        yield from changed(config, "use_parallel", ranks > 1, job)
     yield from changed(config, "parallel_config.data_parallel", left, job if in_force else "")
     instead = "data_parallel in its place: explicit mode does not train it today"
     for name, degree in others.items():
@@ -120,12 +121,21 @@ def _parallel(config: Config, ranks: int) -> Iterator[Change]:
         yield from changed(config, "model.model_config.pp_interleave_num", 1, "one stage has all layers")
     elif isinstance(decoder.offset, list):
         yield from changed(config, "model.model_config.offset", 0)
+    yield from _mode(config, ranks)
+
+
+def _mode(config: Config, ranks: int) -> Iterator[Change]:
     mode = config.parallel.parallel_mode
-    if mode not in (0, "data_parallel", "stand_alone"):
+    if mode not in (*DATA_PARALLEL, *(("stand_alone",) if ranks == 1 else ())):
         yield from changed(config, "parallel.parallel_mode", 0, "explicit mode: the others run on an Ascend only")
     yield from changed(config, "parallel.parallel_fallback", None)
+    if ranks == 1 or not config.parallel.enable_parallel_optimizer:
+        return
     threshold = config.parallel.parallel_optimizer_config.parallel_optimizer_threshold
-    if ranks > 1 and config.parallel.enable_parallel_optimizer and threshold > _SHARDED_KIB:
+    if config.optimizer.type == "Muon":
+        why = "Muon needs whole matrices: each rank keeps its whole state"
+        yield from changed(config, "parallel.enable_parallel_optimizer", after=False, why=why)
+    elif threshold > _SHARDED_KIB:
         yield from changed(config, "parallel.parallel_optimizer_config.parallel_optimizer_threshold", _SHARDED_KIB,
                            "the ranks share the state of small matrices too")
 
