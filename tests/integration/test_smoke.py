@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from smoke_files import DENSE, EXPERTS
 
 from trainer.cli.main import dispatch, main
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """The command blocks signals in this process, and what later tests start would inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def write(folder: Path, text: str) -> str:
