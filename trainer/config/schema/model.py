@@ -106,7 +106,9 @@ class ModelConfig(Section):
         " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.",
         aliases="attention_bias add_qkv_bias qkv_bias")
     attn_proj_has_bias: bool = setting(False, "Bias on the attention's output.", aliases="out_proj_has_bias")
-    mlp_has_bias: bool = setting(False, "Biases in the feed-forward layer.", aliases="mlp_bias add_bias_linear")
+    mlp_has_bias: bool = setting(
+        False, "Biases in the feed-forward layer. As add_bias_linear it means every matrix of a layer.",
+        aliases="mlp_bias add_bias_linear")
     mlp_down_has_bias: bool | None = setting(
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
     use_qk_norm: bool = setting(False, "RMSNorm on query and key of each head (Qwen3).", aliases="qk_layernorm qk_norm")
