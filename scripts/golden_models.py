@@ -164,7 +164,9 @@ def attention_mask(batch: dict[str, np.ndarray]) -> torch.Tensor:
 
 
 def forward(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tensor:
-    """Logits [B, T, V]."""
+    """Logits [B, T, V]. A model with a sliding window makes its masks itself: one mask would be that of all layers."""
+    if getattr(model.config, "sliding_window", None):
+        return model(input_ids=torch.from_numpy(batch["input_ids"]).long()).logits
     return model(input_ids=torch.from_numpy(batch["input_ids"]).long(), attention_mask=attention_mask(batch),
                  position_ids=torch.from_numpy(batch["positions"]).long()).logits
 

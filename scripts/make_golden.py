@@ -58,7 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 import golden_files  # noqa: E402  (beside the tests, which must run without torch)
 
-LARGEST_TOTAL_BYTES = 5_000_000
+LARGEST_TOTAL_BYTES = 5_500_000
 
 # A base of 500 puts the wavelengths of an 8-wide head at 6, 30, 141 and 664 positions: with 64 original positions
 # llama3 and yarn then keep, blend and stretch at least one frequency each.
@@ -137,6 +137,13 @@ CASES = {
     "qwen3": Case("query and key norms, heads wider than hidden / heads, untied head", QWEN3, "qwen3",
                   neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
     "qwen3_packed": Case("several documents in a row", QWEN3, "qwen3", packed=True),
+    "mistral": Case("a sliding window in every layer", {"sliding_window": 5, "head_dim": 8, "intermediate_size": 24},
+                    "mistral", without={"sliding_window": None}),
+    "qwen3_window": Case("a sliding window in one of two layers",
+                         {"sliding_window": 6, "head_dim": 8, "intermediate_size": 24, "use_sliding_window": True,
+                          "layer_types": ["sliding_attention", "full_attention"]}, "qwen3",
+                         removals={"window": Removal({"use_sliding_window": False, "layer_types": None}),
+                                   "full layer": Removal({"layer_types": ["sliding_attention"] * 2})}),
     "glm": Case("neighbours of half a head rotated, gate and up in one matrix", {**GLM, "num_hidden_layers": 1}, "glm",
                 removals=GLM_REMOVALS),
     "glm4": Case("the same with norms after the sublayers; several documents in a row", GLM, "glm4", packed=True,

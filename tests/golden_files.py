@@ -108,9 +108,11 @@ def model_settings(config: dict[str, Any]) -> dict[str, Any]:
     head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // config["num_attention_heads"]
     return {
         "type": {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "glm": "GlmConfig",
-                 "glm4": "Glm4Config"}[config["model_type"]],
+                 "glm4": "Glm4Config", "mistral": "LlamaConfig"}[config["model_type"]],
         "rotary_pct": config["partial_rotary_factor"] if is_glm else 1.0,
         "rope_interleave": is_glm,
+        "sliding_window": config["sliding_window"] if "sliding_window" in config else None,
+        "layer_types": config["layer_types"] if "layer_types" in config else None,
         "post_self_attn_layernorm": is_sandwich,
         "post_mlp_layernorm": is_sandwich,
         "num_layers": config["num_hidden_layers"],

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from smoke_files import DENSE, EXPERTS
 
 from trainer.cli.main import dispatch, main
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """The command blocks signals in this process, and what later tests start would inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def write(folder: Path, text: str) -> str:
@@ -56,6 +66,7 @@ def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
+        ("run_mode: finetune", "run_mode: {", "not valid YAML"),
         ("hidden_size: 3584", "hiden_size: 3584", "you probably mean model.model_config.hidden_size"),
         ("num_heads: 28", "num_heads: 27", "must divide hidden_size"),
         ("max_device_memory: 58GB", "max_device_memory: 1GB", "weights and optimizer state of a rank alone take"),
@@ -64,8 +75,11 @@ def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
 )
 def test_a_wrong_file_is_exit_code_2_with_the_messages_of_its_plan(tmp_path, capsys, old, new, says):
     with pytest.raises(SystemExit) as ended:
-        main(["smoke", "--config", write(tmp_path, DENSE.replace(old, new)), "--output_dir", str(tmp_path)])
-    assert ended.value.code == 2 and says in capsys.readouterr().err.replace("\n", " ")
+        main(["smoke", "--config", write(tmp_path, DENSE.replace(old, new)), "--output_dir", str(tmp_path), "--json"])
+    printed, errors = capsys.readouterr()
+    assert ended.value.code == 2 and says in errors.replace("\n", " ")
+    verdict = json.loads(printed)
+    assert (verdict["result"], verdict["exit_code"]) == ("invalid", 2) and says in verdict["problem"]
     assert not (tmp_path / "smoke").exists()
 
 

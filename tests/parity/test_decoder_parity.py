@@ -17,8 +17,9 @@ from tolerances import decoder_limits
 
 from trainer.checkpoint.joined_names import split_joined
 from trainer.config import parse_config
-from trainer.data import Batch
+from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.decoder import Decoder
+from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
@@ -79,3 +80,16 @@ def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool)
     right = split_joined(case.gradients, model.settings)
     for parameter, value in zip(names, gradients, strict=True):
         assert distance(value.asnumpy() / case.valid_tokens, right[parameter]) < limits.gradients, parameter
+
+
+@pytest.mark.parametrize("name", ["model_glm4", "model_mistral", "model_qwen3_window"])
+def test_generation_goes_the_same_way_as_the_whole_row(name: str) -> None:
+    """With a cache: neighbours rotated, norms after the sublayers; a prompt that is longer than the window."""
+    case = load_model_case(name)
+    model, build_inputs = build(case, False)
+    prompt = case.input_ids[0, :9].tolist()
+    tokens = [step[0] for step in Generator(model, build_inputs, ()).stream([prompt], [5], Sampling())]
+    ids = np.array([prompt + tokens], np.int32)
+    batch = Batch(ids, np.full_like(ids, IGNORE_INDEX), np.arange(ids.size, dtype=np.int32)[None], np.zeros_like(ids))
+    likeliest = model.logits(build_inputs(batch)).asnumpy().argmax(-1)
+    assert likeliest[len(prompt) - 1 : -1].tolist() == tokens

@@ -27,6 +27,8 @@ FUSED = {
     "use_fused_rope": True, "use_flash_attention": True, "use_fused_swiglu": True, "compute_dtype": "bfloat16",
     "head_dim": 16,
 }  # fmt: skip
+GLM = {"rope_interleave": True, "rotary_pct": 0.5, "post_self_attn_layernorm": True, "post_mlp_layernorm": True,
+       "mlp_down_has_bias": True}  # fmt: skip
 TENSOR = {"data_parallel": 4, "model_parallel": 2}
 PIPELINE = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}
 SHARED = {
@@ -44,7 +46,7 @@ def case(rank: int = 0, sizes: dict | None = None, **top: Any) -> dict[str, Any]
 
 CASES = {
     "data": case(sizes=ONE, parallel={"parallel_mode": 1, "full_batch": False}),
-    "tensor": case(parallel_config=TENSOR),
+    "tensor": case(parallel_config=TENSOR, sizes=GLM),
     "fused": case(parallel_config=TENSOR, sizes=FUSED | {"use_qk_norm": True, "tie_word_embeddings": True}),
     "mtp": case(parallel_config=TENSOR, sizes=FUSED | ONE | {"mtp_depth": 1}, runner_config={"batch_size": 1}),
     "micro-batches": case(sizes=ONE, runner_config=TWO),
@@ -85,8 +87,8 @@ def test_data_parallel_ranks_have_whole_weights_and_sum_each_gradient_once(found
 
 def sharded_like_megatron(shape: list[int], name: str) -> list[int]:
     """Of two tensor-parallel ranks."""
-    rows = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "_proj.bias",
-            "embed_tokens.weight", "lm_head.weight")  # fmt: skip
+    rows = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "q_proj.bias",
+            "k_proj.bias", "v_proj.bias", "embed_tokens.weight", "lm_head.weight")  # fmt: skip
     if name.endswith(rows):
         return [shape[0] // 2, *shape[1:]]
     return [shape[0], shape[1] // 2] if name.endswith(("o_proj.weight", "down_proj.weight")) else shape

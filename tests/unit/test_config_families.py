@@ -168,3 +168,12 @@ def test_attention_bias_means_what_it_means_to_hugging_faces_class(kind: str, ke
     assert parse_config("dumped.yaml", dump_config(config)).decoder == config.decoder
     assert not load(text.replace("True", "True, attn_proj_has_bias: False", 1)).decoder.attn_proj_has_bias
     assert not load(text.replace("True", "False", 1)).decoder.attn_proj_has_bias
+
+
+def test_megatrons_key_means_biases_in_every_matrix() -> None:
+    decoder = load("model_config: {add_bias_linear: True, add_qkv_bias: False}\n").decoder
+    assert decoder.qkv_has_bias and decoder.attn_proj_has_bias and decoder.mlp_has_bias
+    decoder = load("model_config: {mlp_has_bias: True}\n").decoder
+    assert not decoder.qkv_has_bias and not decoder.attn_proj_has_bias
+    decoder = load("model_config: {add_bias_linear: False, add_qkv_bias: True}\n").decoder
+    assert decoder.qkv_has_bias and not decoder.mlp_has_bias

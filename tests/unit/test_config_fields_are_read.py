@@ -21,6 +21,8 @@ DERIVED = {
     "rotary_pct": "rotary_size",
     "rope_theta": "rope_base",
     "embedding_size": "maps_embedding",
+    "use_sliding_window": "has_window",
+    "max_window_layers": "has_window",
     "rope_ratio": "rope_base",
     "mlp_down_has_bias": "down_has_bias",
     "use_shared_expert_gating": "has_shared_gate",

@@ -412,18 +412,19 @@ def test_rope_parameters_of_transformers_5():
     assert (partial.rotary_pct, partial.rotary_size) == (0.5, 8)
 
 
-def test_windows_that_are_off_change_nothing_and_others_are_not_yet():
-    kept = "model_config: {sliding_window: 4096, use_sliding_window: False, use_mrope: False, layer_types: "
-    told = notices(kept + "[full_attention, full_attention]}\n")
-    assert "model.model_config.sliding_window" in told and "use_sliding_window turns it off" in told
-    assert "model.model_config.layer_types" in told
+def test_a_sliding_window_that_contradicts_itself():
+    off = "model_config: {num_layers: 2, sliding_window: 4096, use_sliding_window: False, layer_types: "
+    assert load(off + "[full_attention, full_attention]}\n").decoder.window_layers == ()
     for text, part in (
-        ("sliding_window: 4096", "sliding_window = 4096: not yet supported: attention sees all earlier tokens"),
-        ("use_sliding_window: True", "use_sliding_window = True: not yet supported"),
-        ("layer_types: [full_attention, sliding_attention]", "layer_types = ['sliding_attention']: not yet supported"),
+        ("use_sliding_window: True", "use_sliding_window = True: there is no window"),
+        ("num_layers: 2, layer_types: [full_attention, sliding_attention]", "has layers with a window, and there is"),
+        ("num_layers: 3, layer_types: [full_attention]", "needs a kind for each of the 3 layers, and has 1"),
+        ("layer_types: [linear_attention]", "must be full_attention or sliding_attention"),
         ("use_mrope: True", "use_mrope = True: not yet supported"),
     ):
         assert part in error_of(f"model_config: {{{text}}}\n")
+    mixture = "model: {arch: {type: Qwen3MoeForCausalLM}}\nmodel_config: {expert_num: 4, sliding_window: 8, "
+    assert "has the window in other layers than Qwen2" in error_of(mixture + "use_sliding_window: True}\n")
 
 
 def test_the_dtype_of_a_hugging_face_file_is_told():

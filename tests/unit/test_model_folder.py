@@ -13,7 +13,7 @@ from golden_files import GOLDEN_FOLDER, load_model_case, model_case_names
 
 from trainer.config import dump_config, parse_config
 from trainer.config.families import FAMILIES
-from trainer.config.hugging_face import DEFAULTS, verdict
+from trainer.config.hugging_face import DEFAULTS, config_json, verdict
 
 FACTS = json.loads((GOLDEN_FOLDER / "families.json").read_text(encoding="utf-8"))
 OTHERS: dict[str, dict[str, Any]] = FACTS["others"]
@@ -144,7 +144,7 @@ def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
         ('{"model_type": "llama",\n\t"hidden_act": "gelu"}', ["config.json:2: hidden_act = 'gelu': not yet supported"]),
         ('{"model_type": "llama",\n "rope_scaling": {"type": "dynamic"}}', ["config.json:2: rope_scaling.type"]),
         ('{"model_type": "llama",\n "rope_scaling": {"mrope_section": [1]}}', ["rope_scaling.mrope_section"]),
-        ('{"model_type": "llama",\n "sliding_window": 64}', ["sliding_window = 64", "use another model"]),
+        ('{"model_type": "mistral",\n "sliding_window": -1}', ["sliding_window = -1", "at least 0"]),
         ('{"model_type": "llama",\n "final_logit_softcapping": 30.0}', ["config.json:2", "softcapping of the logits"]),
         ('{"model_type": "llama",\n "quantization_config": {"bits": 4}}', ["config.json:2", "quantization_config"]),
     ],
@@ -167,7 +167,7 @@ TOLD = {
     "helium": "neighbouring numbers of a head", "granite": "embedding_multiplier 12.0 means a factor on the embeddings",
     "ernie4_5": "neighbouring numbers of a head", "gemma": "hidden_act gelu_pytorch_tanh",
     "gemma2": "final_logit_softcapping 30.0", "smollm3": "no_rope_layers [1, 1, 1, 0] means layers without rotary",
-    "mistral": "sliding_window 16", "olmo2": "norms stand after the sublayers",
+    "olmo2": "norms stand after the sublayers",
 }  # fmt: skip
 
 
@@ -184,13 +184,29 @@ def test_a_family_that_is_not_known_is_an_error_that_says_what_differs(tmp_path:
     assert "remove" not in message + pasted
 
 
-def test_a_mistral_without_a_sliding_window_is_a_llama(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, OTHERS["mistral"], sliding_window=None)
-    message = error_of(key(folder))
-    assert "without a sliding window it computes what a Llama does" in message and "limited" not in message
-    assert "Fix: write model.arch.type: LlamaForCausalLM in the YAML" in message
-    text = key(folder, AS_LLAMA)
-    assert load(text).model.arch.type == "LlamaForCausalLM" and "unlike" not in notices(text)
+@pytest.mark.parametrize(
+    ("kind", "keys", "windows"),
+    [
+        ("mistral", {"sliding_window": 16}, [0, 1, 2]),
+        ("mistral", {}, [0, 1, 2]),  # 4096 is the class's
+        ("mistral", {"sliding_window": None}, []),
+        ("mixtral", {"sliding_window": 16}, [0, 1, 2]),
+        ("llama", {"sliding_window": 16}, []),  # the class does not read it
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False, "layer_types": ["sliding_attention"]}, []),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, [1, 2]),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, []),  # 28 is the class's max_window_layers
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": True,
+                   "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, [0, 2]),
+    ],
+)  # fmt: skip
+def test_a_sliding_window_is_that_of_the_class(tmp_path: Path, kind: str, keys: dict, windows: list[int]) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = load(key(folder_of(tmp_path, {"model_type": kind, **sizes, **keys})))
+    assert list(config.decoder.window_layers) == windows
+    described = config_json(config.decoder, config.model.arch.type)
+    again = load(key(folder_of(tmp_path / "again", described))).decoder
+    assert again.window_layers == config.decoder.window_layers
+    assert parse_config("config.yaml", dump_config(config)) == config
 
 
 AS_LLAMA = "model: {arch: {type: LlamaForCausalLM}}\n"
@@ -215,7 +231,6 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
         ("gemma", ["hidden_act = 'gelu_pytorch_tanh': not yet supported"]),
         ("gemma2", ["final_logit_softcapping = 30.0", "attn_logit_softcapping = 50.0", "hidden_activation"]),
         ("smollm3", ["no_rope_layers = [1, 1, 1, 0]: not yet supported"]),
-        ("mistral", ["sliding_window = 16: not yet supported"]),
     ],
 )  # fmt: skip
 def test_a_key_that_changes_the_numbers_is_never_left_out(tmp_path: Path, name: str, parts: list[str]) -> None:
@@ -243,8 +258,8 @@ def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_p
 
 
 def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="mistral")
-    assert "model_type = 'mistral': this family is not known" in error_of(key(folder))
+    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="olmo2")
+    assert "model_type = 'olmo2': this family is not known" in error_of(key(folder))
     assert "write model.arch.type: Qwen3ForCausalLM" in error_of(key(folder_of(tmp_path), AS_LLAMA))
     folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="llama")
     message = error_of(key(folder))

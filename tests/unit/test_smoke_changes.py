@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from smoke_files import ALPACA, DENSE, EXPERTS
 
 from trainer.config import Config, Override, parse_config
+from trainer.config.families import FAMILIES
 from trainer.config.recompute import recomputed_parts
+from trainer.models.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
 from trainer.smoke.changes import Setup, smoke_text
 from trainer.smoke.data import sections_read
@@ -199,3 +202,17 @@ def test_an_evaluation_of_another_kind_is_left_out():
     text = DENSE.replace("{type: MindDataset, dataset_dir: '/nowhere/eval'}", "{type: ADGenDataLoader}")
     config, _ = small(text)
     assert config.eval_dataset is None and not config.do_eval
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_model_of_each_class_becomes_small(kind):
+    sizes = ("num_layers: 12, hidden_size: 6144, num_heads: 48, n_kv_heads: 8, intermediate_size: 24576,"
+             " vocab_size: 150000, seq_length: 4096, mtp_depth: 1")
+    experts = "{expert_num: 160, num_experts_chosen: 8, moe_intermediate_size: 1536, shared_expert_num: 1}"
+    moe = f", moe_config: {experts}" if FAMILIES[kind].is_mixture else ""
+    config, _ = small(f"model: {{arch: {{type: {kind}}}, model_config: {{{sizes}{moe}}}}}\n")
+    before = parse_config("a.yaml", f"model: {{arch: {{type: {kind}}}, model_config: {{{sizes}{moe}}}}}\n").decoder
+    weights = sum(math.prod(shape) for shape in all_shapes(config.decoder).values())
+    assert weights < 2_000_000 and config.model.arch.type == kind and config.decoder.mtp_depth == before.mtp_depth
+    parts = {name.split(".", 3)[-1] for name in all_shapes(before)}
+    assert {name.split(".", 3)[-1] for name in all_shapes(config.decoder)} == parts, "kinds of weights are missing"

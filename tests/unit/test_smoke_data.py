@@ -12,10 +12,10 @@ from smoke_files import ALPACA, EXPERTS
 from trainer.config import Config, load_config
 from trainer.data import build_datasets
 from trainer.data.batches.mindrecord import build_mindrecord
-from trainer.errors import RunError
+from trainer.errors import RunError, UserError
 from trainer.run.mindrecord import write_mindrecord
 from trainer.smoke.execute import CONFIG
-from trainer.smoke.run import Verdict, _judge, _prepare, _setup, smoke_changes
+from trainer.smoke.run import Verdict, _judge, _prepare, _setup, smoke, smoke_changes
 
 SIZES = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, seq_length: 64"
 MODEL = f"model: {{model_config: {{{SIZES}}}}}\nrunner_config: {{batch_size: 2}}\n"
@@ -96,6 +96,17 @@ def test_rows_that_are_here_are_cut_where_they_have_a_loss(tmp_path):
     assert batch.input_ids[0].tolist() == list(range(136, 264)), "half a sequence before the first label, token 200"
     assert (batch.labels[0][:64] == -100).all() and batch.labels[0][64:].tolist() == list(range(201, 265))
     assert (batch.input_ids[2] == batch.input_ids[0]).all(), "the rows repeat"
+
+
+def test_a_damaged_file_is_named_with_the_line_of_the_user_s_file(tmp_path):
+    for name, content in (("a.idx", b"MMIDIDX"), ("a.bin", b"1234")):
+        (tmp_path / name).write_bytes(content)
+    path = tmp_path / "file.yaml"
+    loader = f"type: BlendedMegatronDatasetDataLoader, config: {{data_path: [{tmp_path}/a]}}"
+    path.write_text(f"output_dir: {tmp_path}\n{MODEL}train_dataset:\n  data_loader: {{{loader}}}\n")
+    with pytest.raises(UserError, match=r"file.yaml:5: .*a.idx") as caught:
+        smoke(load_config(str(path), problems=(told := [])), told, 3, 1, print, print)
+    assert caught.value.exit_code == 2
 
 
 def test_another_smoke_run_replaces_the_folder_and_nothing_else(tmp_path):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.audit.graph import Node, export_step, trained_names
-from trainer.config.checks.parallel import is_semi_auto
+from trainer.config.checks.parallel import in_job, is_semi_auto
 from trainer.device.settings import device_calls, jit_options
 from trainer.errors import UserError
 from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
@@ -136,6 +136,7 @@ def audit_ascend(
         key, kind = "model.arch.type", config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
+    config = in_job(config, world)
     for checked in (device_calls, jit_options):
         checked(config, "Ascend")  # a run there refuses what these refuse
     settings = config.decoder

@@ -303,7 +303,6 @@ def _smoke(
             fix = f"write {key} {least} or more"
             raise UserError(f"must be at least {least}", where=f"flag {key}", key=key, value=value, fix=fix)
     told: list[Problem] = []
-    loaded = _load(context.obj, told)
     tell = functools.partial(print, file=sys.stderr if json_ else sys.stdout, flush=True)
 
     def show(changes: list[Change]) -> None:
@@ -311,7 +310,7 @@ def _smoke(
             print_sections([changes_section(changes)])
 
     try:
-        verdict = smoke(loaded, told, steps, ranks, tell, show)
+        verdict = smoke(_load(context.obj, told), told, steps, ranks, tell, show)
     except UserError as error:
         if json_:
             invalid = {"result": "invalid", "file": context.obj.config, "problem": str(error), "exit_code": 2}

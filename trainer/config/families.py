@@ -33,6 +33,7 @@ FAMILIES = {
     "LlamaForCausalLM": Family("llama", {}, {}, has_output_bias=True),
     "Qwen2ForCausalLM": Family("qwen2", {"qkv_has_bias": True}, {}),
     "Qwen3ForCausalLM": Family("qwen3", {"use_qk_norm": True}, {}, has_output_bias=True),
+    "MistralForCausalLM": Family("mistral", {}, {}),
     "MixtralForCausalLM": Family("mixtral", {}, {}, is_mixture=True),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe", {"qkv_has_bias": True}, {"use_shared_expert_gating": True, "norm_topk_prob": False},

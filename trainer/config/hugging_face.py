@@ -20,6 +20,9 @@ _ALL: dict[str, Any] = {
     "attention_dropout": 0.0,
 }  # fmt: skip
 _WINDOWS = {"use_sliding_window": False}
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_WINDOWED = tuple(f"{name}ForCausalLM" for name in "Mistral Mixtral Qwen2 Qwen3 Qwen2Moe Qwen3Moe".split())
+"""The classes whose attention may have a sliding window."""
 _LOSSES = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 _ALL_OF_GLM = _ALL | {
     "vocab_size": 151552, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
@@ -34,6 +37,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "Qwen2ForCausalLM": _ALL | _WINDOWS,
     "Qwen3ForCausalLM": _ALL | _WINDOWS | {"head_dim": 128, "attention_bias": False},
+    "MistralForCausalLM": _ALL | {
+        "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
     "MixtralForCausalLM": _ALL | _LOSSES | {
         "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -89,13 +96,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 that it does not have, what the code that is published with the weights takes."""
 
 _EVERY_CLASS = frozenset(
-    "architectures model_type head_dim rope_scaling rope_parameters sliding_window layer_types quantization_config"
+    "architectures model_type head_dim rope_scaling rope_parameters quantization_config"
     " auto_map".split()
 )
 _HARMLESS = frozenset(
     "_name_or_path bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version use_cache id2label"
     " label2id pretraining_tp return_dict output_attentions output_hidden_states is_encoder_decoder problem_type"
-    " chunk_size_feed_forward max_window_layers tokenizer_class attn_implementation _attn_implementation"
+    " chunk_size_feed_forward tokenizer_class attn_implementation _attn_implementation"
     " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
     " no_rope_layers no_rope_layer_interval qk_head_dim".split()
 )
@@ -209,20 +216,12 @@ def differences(found: Mapping[str, Any]) -> Iterator[str]:
     for key in _NUMBERS:
         if key in found and (what := effect_of(key, found)):
             yield f"{key} {found[key]} means {what}"
-    if found.get("sliding_window") is not None and found.get("use_sliding_window") is not False:
-        yield f"sliding_window {found['sliding_window']} means that attention sees no further back"
     kinds = found.get("layer_types")
-    others = sorted(set(map(str, kinds)) - {"full_attention"}) if isinstance(kinds, list) else []
+    others = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"}) if isinstance(kinds, list) else []
     if others:
         yield f"layer_types has layers of {', '.join(others)}"
     if found.get("hidden_act") not in (None, "silu", "swiglu", "fusedswiglu"):
         yield f"hidden_act {found['hidden_act']} means another activation"
-
-
-def is_plain_llama(found: Mapping[str, Any]) -> bool:
-    """Whether the family is another and the model with this config.json is a Llama: a Mistral without its window."""
-    no_window = "sliding_window" in found and found["sliding_window"] is None
-    return found.get("model_type") == "mistral" and no_window and not any(differences(found))
 
 
 def verdict(key: str, value: Any, family: str, named: str) -> str:
@@ -235,6 +234,8 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
     if key == "auto_map" and named:  # the published code of a class that is known
         return "harmless"
     is_expert_count = key in ("num_local_experts", "num_experts") and FAMILIES[family].is_mixture
+    if key in _WINDOW_KEYS:
+        return "read" if family in _WINDOWED or not named else "unread" if value else "harmless"
     if key in _NUMBERS or key in _EVERY_CLASS or key in DEFAULTS[family] or is_expert_count:
         return "read"
     if not FAMILIES[family].in_transformers and (key in yaml_names(ModelConfig) or key in yaml_names(MoEConfig)):
@@ -274,8 +275,8 @@ _VALUES: dict[str, Callable[[ModelConfig], Any]] = {
     "mlp_bias": lambda s: s.mlp_has_bias,
     "use_qk_norm": lambda s: s.use_qk_norm,
     "partial_rotary_factor": lambda s: s.rotary_pct,
-    "use_sliding_window": lambda s: False,
-    "sliding_window": lambda s: None,
+    "use_sliding_window": lambda s: bool(s.window_layers),
+    "sliding_window": lambda s: s.sliding_window if s.window_layers else None,
     "n_routed_experts": lambda s: s.experts.expert_num,
     "num_experts": lambda s: s.experts.expert_num,
     "num_local_experts": lambda s: s.experts.expert_num,
@@ -328,6 +329,13 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
         found |= {key: _VALUES[key](settings) for key in keys.split()}
     if DEFAULTS[kind] is _ALL_OF_GLM:
         found["pad_token_id"] = None  # the class has one that small vocabularies lack
+    if settings.window_layers and "use_sliding_window" in found:
+        kinds = {False: "full_attention", True: "sliding_attention"}
+        windows = settings.window_layers
+        found["sliding_window"] = settings.sliding_window
+        if windows == tuple(range(windows[0], settings.num_layers)):  # what versions without layer_types read
+            found["max_window_layers"] = windows[0]
+        found["layer_types"] = [kinds[settings.has_window(layer)] for layer in range(settings.num_layers)]
     if kind == "MixtralForCausalLM":
         found["intermediate_size"] = settings.expert_size
     scaling = settings.rope_scaling
@@ -377,6 +385,8 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     }.get(kind, [(False, False), (True, True)])  # fmt: skip
     if settings.maps_embedding or settings.layers_group > 1:
         return ["weights that layers share, or an embedding of another width"]
+    windows, every = settings.window_layers, kind in ("MistralForCausalLM", "MixtralForCausalLM")
+    has_windows = kind in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or (every and len(windows) == settings.num_layers)
     norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":
@@ -388,6 +398,7 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
             settings.rotary_size != settings.rotary_head_size and "partial_rotary_factor" not in keys,
         "other pairs of rotary positions":
             settings.rope_interleave != family.model.get("rope_interleave", False) and "rope_interleave" not in keys,
+        "layers with a sliding window": bool(windows) and not has_windows,
         "other norms after the sublayers": norms_after != [family.model.get(name, False) for name in _NORMS_AFTER],
     }  # fmt: skip
     return [what for what, differs in (found | _expert_differences(settings, kind)).items() if differs]

@@ -272,7 +272,8 @@ class Decoder(DecoderWiring):
         masks = self._dropout_masks(dropout, layer, inputs, part)
         adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs.ids_N.shape[0]), strict=True)
         own = [adapter_mask if part in ("block", sublayer_of(name)) else None for name, adapter_mask in adapters]
-        return (*inputs.tables, *inputs.mask, *masks), own
+        mask = inputs.window_mask if self.settings.has_window(layer) else inputs.mask
+        return (*inputs.tables, *mask, *masks), own
 
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:
         """Moves each router's expert bias against the load of its experts, after an optimizer step.

@@ -128,13 +128,17 @@ class Generator:
         seen = _round_up(int(positions_BQ.max()) + 1)
         allowed_BQS = np.arange(seen) <= positions_BQ[:, :, None]
         attention, attend = model.block.attention, model.kernels.cached_attention
-        mask = model.kernels.cached_mask(allowed_BQS, settings.num_heads, attention.cache_heads)
+        masks = [model.kernels.cached_mask(allowed_BQS, settings.num_heads, attention.cache_heads)]
+        if settings.window_layers:
+            near_BQS = allowed_BQS & (np.arange(seen) > positions_BQ[:, :, None] - settings.sliding_window)
+            masks.append(model.kernels.cached_mask(near_BQS, settings.num_heads, attention.cache_heads))
         tables = self.tables(positions_BQ.reshape(-1))
         cache.place(positions_BQ, seen)
         x_ND = model.run_embedding(Tensor(ids_BQ.reshape(-1)))
         for layer, parameters in enumerate(model.layer_weights[: settings.num_layers]):
             weights = [*parameters, *model.adapter_masks(None, layer, rows * width)]
             q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
+            mask = masks[settings.has_window(layer)]
             x_ND = x_ND + attention.over_cache(attend, q_NC, cache.update(layer, new), mask, weights)
             experts = model.layers[layer].get("experts")
             x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]

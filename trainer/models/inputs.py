@@ -54,6 +54,8 @@ class ModelInputs(NamedTuple):
     """None for a dense model."""
     mtp: tuple[MtpInputs, ...]
     """One for each multi-token prediction module (mtp_depth)."""
+    window_mask: tuple[Tensor, Tensor | None] | None = None
+    """`mask` for layers with a sliding window; None where no layer has one."""
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -91,11 +93,11 @@ class InputBuilder:
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         self.settings, self.kernels = settings, kernels
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
-        self._plain: tuple[tuple[int, int], tuple, tuple] | None = None
+        self._plain: tuple[tuple[int, int], tuple[tuple, tuple, tuple | None]] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
-        tables, mask = self._tables_and_mask(batch)
+        tables, mask, window_mask = self._tables_and_masks(batch)
         labels = batch.labels.reshape(-1)
         valid = labels != IGNORE_INDEX
         valid_N1 = Tensor(valid.astype(np.float32)[:, None])
@@ -107,6 +109,7 @@ class InputBuilder:
             mask,
             self._sequence_weights(batch, valid_N1) if self.settings.experts is not None else None,
             tuple(_mtp_inputs(batch, offset) for offset in range(1, self.settings.mtp_depth + 1)),
+            window_mask,
         )
 
     def _sequence_weights(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:
@@ -127,18 +130,22 @@ class InputBuilder:
         queries = self.kernels.rotary_tables(cos, sin, heads)
         return (*queries, *(queries if key_heads == heads else self.kernels.rotary_tables(cos, sin, key_heads)))
 
-    def _tables_and_mask(self, batch: Batch) -> tuple[tuple, tuple]:
+    def _tables_and_masks(self, batch: Batch) -> tuple[tuple, tuple, tuple | None]:
         length = batch.input_ids.shape[1]
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
-            return self._plain[1], self._plain[2]
+            return self._plain[1]
         causal_TT = np.tri(length, dtype=bool)
         allowed_BTT = (batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]) & causal_TT
         tables = self.tables(batch.positions.reshape(-1))
-        mask = self.kernels.attention_mask(allowed_BTT, self.settings.num_heads, self.settings.kv_heads)
+        settings, window_mask = self.settings, None
+        mask = self.kernels.attention_mask(allowed_BTT, settings.num_heads, settings.kv_heads)
+        if settings.window_layers:
+            near_BTT = allowed_BTT & ~np.tri(length, k=-settings.sliding_window, dtype=bool)
+            window_mask = self.kernels.attention_mask(near_BTT, settings.num_heads, settings.kv_heads)
         if single:
-            self._plain = (batch.input_ids.shape, tables, mask)
-        return tables, mask
+            self._plain = batch.input_ids.shape, (tables, mask, window_mask)
+        return tables, mask, window_mask
 
 
 def _mtp_inputs(batch: Batch, offset: int) -> MtpInputs:

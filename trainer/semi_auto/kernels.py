@@ -95,7 +95,7 @@ class Rotary(nn.Cell):
         super().__init__()
         self.head_size, self.half, self.interleaved = head_size, (rotated_size or head_size) // 2, interleaved
         self.reshape, self.slice, self.negate, self.concat = P.Reshape(), P.StridedSlice(), P.Neg(), P.Concat(3)
-        self.split_pairs, self.join_pairs = P.Split(4, 2), P.Concat(4)
+        self.slice_pairs, self.join_pairs = P.StridedSlice(), P.Concat(4)
         self.with_cos, self.with_sin, self.add = P.Mul(), P.Mul(), P.Add()
 
     def construct(self, x_NC, cos_BT1d, sin_BT1d):
@@ -119,7 +119,10 @@ class Rotary(nn.Cell):
     def neighbours(self, x_BTHr):
         """(-second, first) of each two neighbours."""
         rows, length, heads, width = x_BTHr.shape
-        first, second = self.split_pairs(self.reshape(x_BTHr, (rows, length, heads, width // 2, 2)))
+        ends, ones = (rows, length, heads, width // 2), (1, 1, 1, 1, 1)
+        pairs = self.reshape(x_BTHr, (*ends, 2))
+        first = self.slice_pairs(pairs, (0, 0, 0, 0, 0), (*ends, 1), ones)
+        second = self.slice_pairs(pairs, (0, 0, 0, 0, 1), (*ends, 2), ones)
         return self.reshape(self.join_pairs((self.negate(second), first)), (rows, length, heads, width))
 
     def columns(self, x_BTHd, first, end):
@@ -132,7 +135,7 @@ class Rotary(nn.Cell):
         parts = (1 if self.interleaved else 2) + (2 * self.half < self.head_size)
         self.slice.shard((whole,))
         self.negate.shard((pairs if self.interleaved else whole,))
-        self.split_pairs.shard((pairs,))
+        self.slice_pairs.shard((pairs,))
         self.join_pairs.shard((pairs, pairs))
         self.concat.shard((whole,) * parts)
         for part in (self.with_cos, self.with_sin):

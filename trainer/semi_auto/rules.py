@@ -141,6 +141,8 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     for name, used in (("layers_group", settings.layers_group > 1), ("embedding_size", settings.maps_embedding)):
         if used:
             yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
+    if settings.window_layers:
+        yield problem(config, f"{model}.sliding_window", _NOT_YET, f"use a model without a window, {_INSTEAD}")
     if settings.experts is not None:
         key = f"{model}.moe_config.expert_num"
         yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")

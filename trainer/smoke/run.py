@@ -91,8 +91,9 @@ def smoke(
         _judge(verdict, steps, small.do_eval)
     except RunError as error:
         verdict.problem = str(error)
-    except (UserError, KeyboardInterrupt):  # wrong data, which is the file's; or it was stopped
-        raise
+    except UserError as error:  # wrong data, which the file names
+        place = config.source.where(error.key)
+        raise (error.at(place) if place else error) from None
     except Exception as error:  # a verdict, whatever the engine raises
         log = setup.folder / LOG
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from trainer.config.checks.problem import Problem, nearest, problem
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
-from trainer.config.hugging_face import NOT_BUILT
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.adapter import projections
@@ -152,16 +151,23 @@ def _positions(config: Config) -> Iterator[Problem]:
 
 
 def _attention(config: Config) -> Iterator[Problem]:
-    """Attention that does not see all earlier tokens: Hugging Face's files name it even where it is off."""
-    decoder = config.decoder
-    if decoder.sliding_window is not None and not config.source.where(f"{_KEY}.use_sliding_window"):
-        rule = "not yet supported: attention sees all earlier tokens"
-        fix = f"{NOT_BUILT}; where the model does not use it, write use_sliding_window: False"
-        yield problem(config, f"{_KEY}.sliding_window", rule, fix)
-    others = sorted(set(decoder.layer_types or ()) - {"full_attention"})
-    if others:
-        rule = "not yet supported: every layer has full_attention"
-        yield problem(config, f"{_KEY}.layer_types", rule, NOT_BUILT, value=others)
+    """Keys about a sliding window that contradict each other, or whose meaning depends on the class."""
+    decoder, kind = config.decoder, config.model.arch.type
+    types = decoder.layer_types
+    if types is not None and len(types) != decoder.num_layers:
+        rule = f"needs a kind for each of the {decoder.num_layers} layers, and has {len(types)}"
+        yield problem(config, f"{_KEY}.layer_types", rule, "give that many, or leave it out", value="...")
+    windowed = "sliding_attention" in (types or ())
+    if windowed and (not decoder.sliding_window or decoder.use_sliding_window is False):
+        rule = "has layers with a window, and there is none"
+        fix = "write sliding_window, the number of tokens that they see, and no use_sliding_window: False"
+        yield problem(config, f"{_KEY}.layer_types", rule, fix, value="...")
+    if decoder.use_sliding_window and not decoder.sliding_window:
+        fix = "write sliding_window, the number of tokens that attention sees"
+        yield problem(config, f"{_KEY}.use_sliding_window", "there is no window", fix)
+    if decoder.use_sliding_window and types is None and kind in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        rule = f"not yet supported: {kind} has the window in other layers than Qwen2 and Qwen3"
+        yield problem(config, f"{_KEY}.use_sliding_window", rule, "write layer_types, which says in which")
 
 
 def _vocabulary(config: Config) -> Iterator[Problem]:

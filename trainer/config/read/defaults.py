@@ -136,6 +136,12 @@ def _from_aliases(found: Resolved) -> None:
     settings, heads = _section(found, _MODEL), f"{_MODEL}.n_kv_heads"
     if settings.get("multi_query_attention") is False and found.written.get(heads) == f"{_MODEL}.multi_query_group_num":
         settings["n_kv_heads"] = None
+    because = f"{_MODEL}.mlp_has_bias"
+    if settings.get("mlp_has_bias") is True and found.written.get(because) == f"{_MODEL}.add_bias_linear":
+        # Megatron-LM's key means every matrix of a layer.
+        _set(found, f"{_MODEL}.attn_proj_has_bias", True, because)
+        settings.pop("qkv_has_bias", None)
+        _set(found, f"{_MODEL}.qkv_has_bias", True, because)
     untied = _section(found, _MODEL).get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
         _set(found, f"{_MODEL}.tie_word_embeddings", not untied, f"{_MODEL}.untie_embeddings_and_output_weights")

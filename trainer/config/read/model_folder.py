@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import Problem, SourceLocation, one_of, problem_at
 from trainer.config.families import known_class, named_family
-from trainer.config.hugging_face import DEFAULTS, NOT_BUILT, differences, is_plain_llama, known_families, verdict
+from trainer.config.hugging_face import DEFAULTS, NOT_BUILT, differences, known_families, verdict
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, plain
 from trainer.config.read.relocate import arrange
 from trainer.config.read.resolve import Resolved, resolve
@@ -36,6 +36,8 @@ _VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3",
 """The values of these keys for which there is code."""
 _LENGTHS = ("ChatGLM2ForConditionalGeneration", "TelechatForCausalLM")
 """The families whose config.json has the longest context as seq_length."""
+_QWENS_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
+"""What transformers takes where use_sliding_window is True."""
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
 
 
@@ -121,9 +123,6 @@ def _family(found: Resolved, described: Resolved, settings: Mapping[str, Any]) -
     )
     if told:
         rule += f": unlike in a Llama, {'; '.join(told)}"
-    elif is_plain_llama(settings):
-        rule += ", but without a sliding window it computes what a Llama does"
-        fix = f"write {_ARCH}: LlamaForCausalLM in the YAML, which takes it as one"
     else:
         rule += ", and its keys do not say how it differs"
     key = f"{_MODEL}.{unknown}"
@@ -172,8 +171,8 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
     place = SourceLocation(0, f"{file} (without the key: {family}'s default)")
     defaults = {
         key: Entry(Items() if value == [] else Scalar(value), place)
-        for key, value in DEFAULTS[family].items()
-        if key != "q_lora_rank" or key not in entries  # where null is a value of its own
+        for key, value in (DEFAULTS[family] | (_QWENS_WINDOW if values["use_sliding_window"] else {})).items()
+        if key not in ("q_lora_rank", "sliding_window") or key not in entries  # where null is a value of its own
     }
     _add(facts, _resolved(defaults))
     _derive_heads(facts)
@@ -185,10 +184,8 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
 
 
 def _says_nothing(key: str, values: Mapping[str, Any]) -> bool:
-    """Attention that is named and is the usual one."""
-    if key == "sliding_window":
-        return values["use_sliding_window"] is False
-    return key == "layer_types" and set(map(str, values[key] or ())) <= {"full_attention"}
+    """A window that is off, which Qwen's files describe all the same."""
+    return key in ("sliding_window", "max_window_layers", "layer_types") and values["use_sliding_window"] is False
 
 
 def _unsupported(key: str, entry: Entry) -> list[Problem]:

@@ -86,6 +86,15 @@ class ModelConfig(Section):
     vocab_size: int = setting(32000, "Tokens of the vocabulary.", ge=2, aliases="padded_vocab_size")
     max_position_embeddings: int | None = setting(
         None, "Longest context in tokens. Default null: seq_length.", ge=1, aliases="max_position_embedding")
+    sliding_window: int | None = setting(
+        None, "Tokens that attention sees, the token itself included. Default null, and 0: all earlier ones.", ge=0)
+    use_sliding_window: bool | None = setting(
+        None, "False: no layer has the window. True: those from max_window_layers on have it. Default null: layer_types"
+        " says which, else all have it.")
+    max_window_layers: int | None = setting(
+        None, "use_sliding_window: layers that see all earlier tokens, from the first. Default null: none.", ge=0)
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = setting(
+        None, "Which layers have the window: sliding_attention. Default null: the other keys say it.")
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     rope_theta: float = setting(
@@ -97,7 +106,9 @@ class ModelConfig(Section):
         " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.",
         aliases="attention_bias add_qkv_bias qkv_bias")
     attn_proj_has_bias: bool = setting(False, "Bias on the attention's output.", aliases="out_proj_has_bias")
-    mlp_has_bias: bool = setting(False, "Biases in the feed-forward layer.", aliases="mlp_bias add_bias_linear")
+    mlp_has_bias: bool = setting(
+        False, "Biases in the feed-forward layer. As add_bias_linear it means every matrix of a layer.",
+        aliases="mlp_bias add_bias_linear")
     mlp_down_has_bias: bool | None = setting(
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
     use_qk_norm: bool = setting(False, "RMSNorm on query and key of each head (Qwen3).", aliases="qk_layernorm qk_norm")
@@ -234,6 +245,19 @@ class ModelConfig(Section):
     def embedding_width(self) -> int:
         """Columns of the embedding and of the head."""
         return self.embedding_size if self.maps_embedding else self.hidden_size
+
+    def has_window(self, layer: int) -> bool:
+        """Whether attention of a layer sees sliding_window tokens only; multi-token modules see all."""
+        if not self.sliding_window or self.use_sliding_window is False or layer >= self.num_layers:
+            return False
+        if self.layer_types is not None:
+            return self.layer_types[layer] == "sliding_attention"
+        return not self.use_sliding_window or layer >= (self.max_window_layers or 0)
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """The layers with a sliding window."""
+        return tuple(layer for layer in range(self.num_layers) if self.has_window(layer))
 
     @property
     def rope_base(self) -> float:
