@@ -58,8 +58,8 @@ _exported: dict[tuple, list[Node]] = {}
 
 
 def export_once(settings, kernels, layers, trained, *shape) -> list[Node]:
-    """As `export_step` for the kernels that the settings choose. Building graphs is nearly all of these tests' time, and
-    many of them look at the same ones."""
+    """As `export_step` for the kernels that the settings choose. Building graphs takes nearly all of the time of these
+    tests, and many of them look at the same ones."""
     own = tuple(layer_prefix(layer) for layer in layers)
     learn = frozenset(name for name in trained if not name.startswith("model.layers.") or name.startswith(own))
     modules = sum(layer >= settings.num_layers for layer in layers)
