@@ -34,6 +34,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 from trainer.checkpoint.store import shard_name  # noqa: E402
 from trainer.checkpoint.writing import write_checkpoint  # noqa: E402
 from trainer.config import parse_config  # noqa: E402
+from trainer.device.threads import set_up_cpu_threads  # noqa: E402
 from trainer.errors import RunError  # noqa: E402
 from trainer.optim.groups import parameter_groups  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
@@ -49,6 +50,7 @@ def main(folder: Path) -> None:
     world = world_from_environment()
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
+    set_up_cpu_threads()  # as a run does; without it most of the time goes into threads that poll
     communicator = ProcessGroup(world)
     if world.size == 2:
         np.savez(folder / f"steps-{world.rank}.npz", **steps_together(communicator))

@@ -15,9 +15,12 @@ from step_cases import LONG, MODELS, ROWS, STEPS, TinyTrainer, tiny_trainer, tra
 from tiny_trainer import config_of
 from tolerances import decoder_limits
 
+from trainer.device.threads import set_up_cpu_threads
 from trainer.parallel.communicator import SingleProcess
 from trainer.step.accumulate import valid_tokens
 from trainer.step.evaluate import evaluate
+
+set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 

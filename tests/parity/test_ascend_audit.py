@@ -13,11 +13,12 @@ import mindspore
 import pytest
 
 from trainer.audit import report
-from trainer.audit.graph import export_step, trained_names
+from trainer.audit.graph import Node, export_step, trained_names
 from trainer.audit.report import Audit, audit_ascend, audit_sections
 from trainer.cli import main as cli
 from trainer.config import Config, parse_config
 from trainer.errors import UserError
+from trainer.models.shapes import layer_prefix
 from trainer.ops.ascend.support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
 from trainer.ops.kernel_set import for_one_graph, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -51,6 +52,32 @@ def both(operator: str, count: int) -> dict[str, tuple[int, int]]:
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # MindSpore leaves its analysis of a refused graph in the working directory
+
+
+_exported: dict[tuple, list[Node]] = {}
+
+
+def export_once(settings, kernels, layers, trained, *shape) -> list[Node]:
+    """As `export_step` for the kernels that the settings choose. Building graphs takes nearly all of the time of these
+    tests, and many of them look at the same ones."""
+    own = tuple(layer_prefix(layer) for layer in layers)
+    learn = frozenset(name for name in trained if not name.startswith("model.layers.") or name.startswith(own))
+    modules = sum(layer >= settings.num_layers for layer in layers)
+    key = settings.model_dump_json(exclude={"num_layers"}), tuple(layers), modules, learn, shape
+    if key not in _exported:
+        _exported[key] = export_step(settings, kernels, layers, trained, *shape)
+    return _exported[key]
+
+
+@pytest.fixture(autouse=True)
+def each_graph_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "export_step", export_once)
+
+
+@pytest.fixture
+def with_other_kernels(monkeypatch: pytest.MonkeyPatch, each_graph_is_exported_once: None) -> None:
+    """For tests that replace kernels: their graphs are not those of the settings."""
+    monkeypatch.setattr(report, "export_step", export_step)
 
 
 ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttentionScore", 6), both("Swiglu", 6)
@@ -89,25 +116,25 @@ def test_latent_attention_keeps_the_fused_operators() -> None:
 def test_experts_and_a_multi_token_prediction_module() -> None:
     """Counts by kind of layer are also those of the whole model built at once."""
     config = config_of(
-        {"use_gmm": True, "use_fused_ops_permute": True, "aux_loss_factor": 0.01}, mtp_depth=1, num_layers=3
+        {"use_gmm": True, "use_fused_ops_permute": True, "aux_loss_factor": 0.01}, mtp_depth=1, num_layers=2
     )
     audit = audit_ascend(config)
     assert not audit.missing
     assert {other.source for other in audit.others} <= {CANN}, "every operator is known to the Ascend libraries"
     note = next(each.note for each in audit.fused if each.operator == "GroupedMatmul")
     assert note == "input 1 is bfloat16, documented: float, float16", "noted, and no failure"
-    # Layer 0 is dense; two layers and the module have experts and a shared one.
-    norms = {"RmsNorm": (12, 12), "RmsNormGrad": (13, 13)}  # the stream's is computed once for head and module
+    # Layer 0 is dense; the other one and the module have experts and a shared one.
+    norms = {"RmsNorm": (10, 10), "RmsNormGrad": (11, 11)}  # the stream's is computed once for head and module
     sorting = ("MoeTokenPermute", "MoeTokenPermuteGrad", "InnerMoeTokenUnpermute", "MoeTokenUnpermuteGrad")
-    assert counted(audit) == norms | dict.fromkeys(sorting, (3, 3)) | {"GroupedMatmul": (27, 27)} | both(
-        "Swiglu", 7
-    ) | both("FlashAttentionScore", 4) | both("RotaryPositionEmbedding", 8)
+    assert counted(audit) == norms | dict.fromkeys(sorting, (2, 2)) | {"GroupedMatmul": (18, 18)} | both(
+        "Swiglu", 5
+    ) | both("FlashAttentionScore", 3) | both("RotaryPositionEmbedding", 6)
 
     settings = config.decoder
     precision = resolve_precision(settings, None, "Ascend")
     kernels = load_kernels(select_kernels(settings, "Ascend", precision), precision)
     names = trained_names(settings, frozenset())
-    whole = Counter(node.operator for node in export_step(settings, kernels, range(4), names, 2, 64))
+    whole = Counter(node.operator for node in export_step(settings, kernels, range(3), names, 2, 64))
     for each in audit.fused:
         assert each.found == whole[each.operator], each.operator
 
@@ -128,6 +155,7 @@ def test_experts_on_the_host_are_named() -> None:
     assert "On the host" in [title for title, _ in audit_sections(audit)]
 
 
+@pytest.mark.usefixtures("with_other_kernels")
 def test_kernels_that_are_taken_out_are_missing() -> None:
     """All at once; one alone: GroupedMatmul and Swiglu below."""
     config = config_of(num_layers=1)
@@ -146,6 +174,7 @@ def test_kernels_that_are_taken_out_are_missing() -> None:
     assert audit_sections(audit)[-1][1][1] == (f"missing: {', '.join(missing)}",)
 
 
+@pytest.mark.usefixtures("with_other_kernels")
 def test_a_grouped_product_that_is_taken_out_is_missing() -> None:
     experts = {"use_gmm": True, "first_k_dense_replace": 0}
     stand_in = for_one_graph(load_kernels([])).grouped_matmul
@@ -173,7 +202,7 @@ def test_products_and_gradients_where_a_part_is_trained(
 
     def export(settings, kernels, layers, trained, *shape):
         key = tuple(layers), trained
-        exported[key] = export_step(settings, kernels, layers, trained, *shape)
+        exported[key] = export_once(settings, kernels, layers, trained, *shape)
         return exported[key]
 
     def without_some(settings, kernels, layers, trained, *shape):

@@ -21,6 +21,7 @@ from mindspore import Tensor, nn  # noqa: E402
 
 from trainer.config import Config, parse_config  # noqa: E402
 from trainer.config.checks.parallel import degrees_of  # noqa: E402
+from trainer.device.threads import set_up_cpu_threads  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.world import world_from_environment  # noqa: E402
@@ -36,6 +37,7 @@ def main(folder: Path) -> None:
     scheduler = os.environ.get("MS_ROLE") == "MS_SCHED"
     graphs = {} if scheduler else {name: sharded_graph(config, world, "CPU") for name, config in configs.items()}
     mindspore.set_device("CPU")
+    set_up_cpu_threads()
     communicator = ProcessGroup(world)
     known: set[str] = set()
     for name, config in configs.items():

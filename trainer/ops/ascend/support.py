@@ -7,6 +7,7 @@ where they cannot run.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -77,18 +78,28 @@ def kernel_sources(operators: Collection[str], libraries: Path | None = None) ->
     folder = libraries or (Path(installed.origin).with_name("lib") if installed and installed.origin else None)
     if folder is None or not (folder / _KERNELS).is_file():
         return None
+    kernels, known = _names_in(folder)
+
+    def source(operator: str) -> str:
+        if operator in _ON_HOST:
+            return HOST
+        if operator.lower() in kernels:
+            return KERNEL
+        return CANN if operator in known else NONE
+
+    return {operator: source(operator) for operator in operators}
+
+
+@functools.cache
+def _names_in(folder: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """What the installed libraries have a kernel for, in lower case, and every operator that they mention."""
     own = (folder / _KERNELS).read_bytes()
     # Mangled names of kernel classes (their length, the name, Ascend) and the names of CANN's functions.
     classes, functions = re.findall(rb"\d([A-Z]\w*?)AscendE", own), re.findall(rb"\0aclnn(\w+)(?=\0)", own)
-    kernels = {name.lower() for name in classes + functions}
-    known = b"".join((folder / name).read_bytes() for name in _FURTHER if (folder / name).is_file()) + own
-
-    def source(operator: str) -> str:
-        name = operator.encode()
-        if operator in _ON_HOST:
-            return HOST
-        if name.lower() in kernels:
-            return KERNEL
-        return CANN if b"\0" + name + b"\0" in known else NONE
-
-    return {operator: source(operator) for operator in operators}
+    mentioned = {
+        name
+        for library in (_KERNELS, *_FURTHER)
+        if (folder / library).is_file()
+        for name in re.findall(rb"\0([A-Z]\w+)(?=\0)", (folder / library).read_bytes())
+    }
+    return frozenset(name.decode().lower() for name in classes + functions), frozenset(map(bytes.decode, mentioned))
