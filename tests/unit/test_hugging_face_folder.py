@@ -15,14 +15,17 @@ from config_helpers import failure, load
 from golden_files import load_model_case, model_case_names
 from safetensors.numpy import load_file, save_file
 
-from trainer.checkpoint.hugging_face import as_bfloat16, folder_files, parse_size, shards, write_tensors
+from trainer.checkpoint.expert_names import to_disk
+from trainer.checkpoint.hugging_face import as_bfloat16, class_on_disk, folder_files, parse_size, shards, write_tensors
 from trainer.checkpoint.weights import read_weights
 from trainer.cli.main import dispatch
-from trainer.config import parse_config
+from trainer.config import config_notices, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import DEFAULTS, class_differences, config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
+from trainer.models.shapes import parameter_shapes
+from trainer.run.export import export
 
 GOLDEN = [*model_case_names(), *model_case_names("experts")]
 SIZES = "num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 300, seq_length: 16"
@@ -83,22 +86,58 @@ def test_a_yaml_of_each_class_becomes_a_config_json_of_it(kind: str) -> None:
         ("attention_bias: True, mlp_bias: True", "LlamaForCausalLM", []),
         ("expert_num: 4, num_experts_chosen: 2", "MixtralForCausalLM", []),
         ("expert_num: 4, use_qk_norm: True, norm_topk_prob: False", "Qwen3MoeForCausalLM", []),
-        ("rotary_pct: 0.5", "LlamaForCausalLM", ["rotary positions on a part of a head"]),
         ("sliding_window: 8", "MistralForCausalLM", []),
         ("sliding_window: 8, qkv_has_bias: True, layer_types: [full_attention, sliding_attention]",
          "Qwen2ForCausalLM", []),
-        ("sliding_window: 8, layer_types: [full_attention, sliding_attention]", "LlamaForCausalLM",
-         ["layers with a sliding window"]),
         ("rope_interleave: True, rotary_pct: 0.5", "GlmForCausalLM", []),
         ("rope_interleave: True", "GlmForCausalLM", []),
-        ("mlp_down_has_bias: True", "LlamaForCausalLM", ["a bias on one side of the feed-forward layer"]),
-        ("qkv_has_bias: True, mlp_has_bias: True", "LlamaForCausalLM", ["other biases in the attention"]),
+        ("mlp_down_has_bias: True", "TelechatForCausalLM", ["a bias on one side of the feed-forward layer"]),
+        ("embedding_size: 16", "TeleChat3ForCausalLM", ["an embedding of another width"]),
     ],
 )
 def test_a_model_is_saved_as_the_class_that_computes_it(keys: str, saved: str, differences: list[str]) -> None:
     decoder = load(f"model: {{arch: {{type: LlamaForCausalLM}}, model_config: {{{SIZES}, {keys}}}}}\n").decoder
     assert saved_class(decoder, "LlamaForCausalLM") == saved
-    assert class_differences(decoder, saved) == differences
+    assert class_differences(decoder, saved) == []
+    assert differences == [] or class_differences(decoder, "LlamaForCausalLM") == differences
+
+
+LATENT = "multi_latent_attention: True, kv_lora_rank: 8, qk_nope_head_dim: 8, qk_rope_head_dim: 8, v_head_dim: 8"
+MIXTURE = "expert_num: 4, num_experts_chosen: 2"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "difference"),
+    [
+        ("LlamaForCausalLM", LATENT, "multi-head latent attention"),
+        ("LlamaForCausalLM", "rotary_pct: 0.5", "rotary positions on a part of a head"),
+        ("LlamaForCausalLM", "sliding_window: 8, layer_types: [full_attention, sliding_attention]", "a sliding window"),
+        ("LlamaForCausalLM", "sliding_window: 8, attention_bias: True", "a sliding window"),
+        ("MistralForCausalLM", "qkv_has_bias: True, attn_proj_has_bias: True, sliding_window: 8", "other biases"),
+        ("LlamaForCausalLM", "qkv_has_bias: True, mlp_has_bias: True", "other biases in the attention"),
+        ("ChatGLM2ForConditionalGeneration", "use_qk_norm: True", "norms on query and key"),
+        ("TelechatForCausalLM", "use_qk_norm: True, rope_interleave: True", "norms on query and key"),
+        ("TelechatForCausalLM", f"{MIXTURE}, shared_expert_num: 1", "shared experts"),
+        ("TelechatForCausalLM", f"{MIXTURE}, first_k_dense_replace: 1", "dense layers"),
+        ("MixtralForCausalLM", f"{MIXTURE}, balance_via_topk_bias: True", "an expert bias"),
+        ("Qwen3MoeForCausalLM", f"{MIXTURE}, shared_expert_num: 1", "shared experts"),
+        ("DeepseekV3ForCausalLM", f"{LATENT}, {MIXTURE}, shared_expert_num: 1, scoring_func: softmax", "a softmax"),
+    ],
+)
+def test_a_model_that_no_class_computes_has_no_config_json(
+    tmp_path: Path, kind: str, keys: str, difference: str
+) -> None:
+    model = f"model: {{arch: {{type: {kind}}}, model_config: {{{SIZES}, {keys}}}}}\n"
+    config = load(model)
+    assert any(difference in what for what in class_differences(config.decoder, kind))
+    assert "config.json" not in folder_files(config)
+    assert any("checkpoints have no config.json" in notice for notice in config_notices(config))
+    weights = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(config.decoder).items()}
+    save_file(to_disk(weights, class_on_disk(config)), tmp_path / "model.safetensors")
+    loaded = load(f"{model}load_checkpoint: {tmp_path}\n")
+    message = failure(lambda: export(loaded, tmp_path / "out", merge=False))
+    assert f"unlike a {kind}" in message and difference in message and not (tmp_path / "out").exists()
+    assert export(loaded, tmp_path / "weights.safetensors", merge=False).files == ("weights.safetensors",)
 
 
 # ---- tokenizer -------------------------------------------------------------------------------------------------------

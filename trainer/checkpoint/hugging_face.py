@@ -43,7 +43,8 @@ Files = dict[str, bytes]
 def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig | None = None) -> Files:
     """The files beside the weights by name; none for a classifier, which transformers does not have.
 
-    `settings` are those of the weights that are saved, `config.decoder` by default.
+    config.json is left out where no class computes what the model does: it would describe another model. `settings` are
+    those of the weights that are saved, `config.decoder` by default.
 
     Raises:
         UserError: The tokenizer cannot be read.
@@ -54,13 +55,14 @@ def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig |
     tokenizer = _tokenizer_of(config)
     template = None if tokenizer is None else _template_of(config, tokenizer)
     ids = _special_ids(config, tokenizer)
-    described = config_json(settings, saved_class(settings, config.model.arch.type), dtype) | ids
+    kind = saved_class(settings, config.model.arch.type)
+    described = {CONFIG: _json(config_json(settings, kind, dtype) | ids)} if kind else {}
     # transformers warns of sampling keys beside do_sample False.
     names = _SAMPLING if settings.do_sample else ("do_sample", "repetition_penalty")
     generation = {name: getattr(settings, name) for name in names} | ids
     if template is not None and template.turn_end_id is not None:
         generation["eos_token_id"] = _one_or_list([*tokenizer.eos_ids, template.turn_end_id], settings)
-    found = {CONFIG: _json(described), GENERATION: _json(generation)}
+    found = {**described, GENERATION: _json(generation)}
     if tokenizer is None:
         return found
     found |= _byte_tokenizer(settings) if isinstance(tokenizer, ByteTokenizer) else _copied(config, tokenizer)
@@ -74,7 +76,7 @@ def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig |
 def class_on_disk(config: Config) -> str:
     """The class in whose names the weights are saved."""
     kind = config.model.arch.type
-    return kind if config.classifier is not None else saved_class(config.decoder, kind)
+    return kind if config.classifier is not None else saved_class(config.decoder, kind) or kind
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -15,6 +15,8 @@ class Family(NamedTuple):
     experts: dict[str, Any]
     """Keys of ``moe_config``."""
     is_mixture: bool = False
+    may_be_mixture: bool = False
+    """Whether a model of it is dense or has experts, as its keys say."""
     has_expert_bias: bool = False
     """Whether Hugging Face's class has `e_score_correction_bias`."""
     has_output_bias: bool = False
@@ -56,7 +58,8 @@ FAMILIES = {
     ),
     "TelechatForCausalLM": Family(
         "telechat", {"attn_proj_has_bias": True, "mlp_down_has_bias": True, "initializer_range": 0.0048}, {},
-        in_transformers=False, other_names=("ParallelTelechatForCausalLM", "Telechat2ForCausalLM"),
+        may_be_mixture=True, in_transformers=False,
+        other_names=("ParallelTelechatForCausalLM", "Telechat2ForCausalLM"),
     ),
     "TeleChat3ForCausalLM": Family(
         "telechat3", {}, {}, in_transformers=False, other_names=("Telechat3ForCausalLM",)

@@ -316,6 +316,13 @@ def _dense_layers(settings: ModelConfig) -> list[int]:
     return [layer for layer in range(settings.num_layers) if not settings.is_moe_layer(layer)]
 
 
+def _keys_of(settings: ModelConfig, kind: str) -> tuple[str, ...]:
+    """The keys of a config.json of the class `kind`."""
+    if settings.experts is None or FAMILIES[kind].is_mixture:
+        return tuple(DEFAULTS[kind])
+    return (*DEFAULTS[kind], "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+
+
 def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:
     """The config.json of a model as the class `kind`, without the ids of tokens.
 
@@ -323,10 +330,7 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
     """
     found: dict[str, Any] = {"architectures": [kind], "model_type": FAMILIES[kind].model_type}
     found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
-    found |= {key: _VALUES[key](settings) for key in DEFAULTS[kind]}
-    if settings.experts is not None and not FAMILIES[kind].is_mixture:  # a TeleChat2, which is dense or a mixture
-        keys = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
-        found |= {key: _VALUES[key](settings) for key in keys.split()}
+    found |= {key: _VALUES[key](settings) for key in _keys_of(settings, kind)}
     if DEFAULTS[kind] is _ALL_OF_GLM:
         found["pad_token_id"] = None  # the class has one that small vocabularies lack
     if settings.window_layers and "use_sliding_window" in found:
@@ -361,39 +365,40 @@ _ROPE_KEYS = {
 
 
 def saved_class(settings: ModelConfig, kind: str) -> str:
-    """The class under which a model is saved: `kind`, or the first one that computes the same where `kind` does not."""
-    return next((name for name in (kind, *FAMILIES) if not class_differences(settings, name)), kind)
+    """The class under which a model is saved: `kind`, or the first one whose config.json describes the same model.
+
+    Classes of transformers come first. Empty where there is none: its config.json would describe another model.
+    """
+    candidates = sorted((kind, *FAMILIES), key=lambda name: not FAMILIES[name].in_transformers)
+    return next((name for name in candidates if not class_differences(settings, name)), "")
 
 
 _NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
 
 def class_differences(settings: ModelConfig, kind: str) -> list[str]:
-    """What a model has that the class `kind` of transformers has not, or the reverse, in words."""
+    """What a model has that a config.json of the class `kind` cannot say, or the reverse, in words."""
     moe, family, keys = settings.experts, FAMILIES[kind], DEFAULTS[kind]
-    if not family.in_transformers:
-        return ["a class that transformers lacks"]
-    if (moe is not None) != family.is_mixture:
+    if kind == "ChatGLM2ForConditionalGeneration":  # never written: this class of transformers computes the same
+        return class_differences(settings, "GlmForCausalLM")
+    if (moe is not None) != family.is_mixture and not (moe is not None and family.may_be_mixture):
         return ["experts" if moe is not None else "no experts"]
     if settings.multi_latent_attention != family.model.get("multi_latent_attention", False):
         return [f"{'' if settings.multi_latent_attention else 'no '}multi-head latent attention"]
-    has_norm, biases = family.model.get("use_qk_norm", False), (settings.qkv_has_bias, settings.attn_proj_has_bias)
-    fitting = {
-        "Qwen2ForCausalLM": [(True, False)], "MixtralForCausalLM": [(False, False)],
-        **dict.fromkeys(("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM"),
-                        [(False, False), (True, False)]),
-    }.get(kind, [(False, False), (True, True)])  # fmt: skip
-    if settings.maps_embedding or settings.layers_group > 1:
-        return ["weights that layers share, or an embedding of another width"]
+    has_norm = family.model.get("use_qk_norm", False)
     windows, every = settings.window_layers, kind in ("MistralForCausalLM", "MixtralForCausalLM")
     has_windows = kind in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or (every and len(windows) == settings.num_layers)
     norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
+        "weights that layers share": settings.layers_group > 1 and "layers_group" not in keys,
+        "an embedding of another width": settings.maps_embedding and "embedding_size" not in keys,
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":
             settings.use_qk_norm != has_norm and "use_qk_norm" not in keys and not settings.multi_latent_attention,
-        "other biases in the attention": biases not in fitting,
+        "other biases in the attention":
+            (settings.qkv_has_bias, settings.attn_proj_has_bias) not in _attention_biases(kind),
         "biases in the feed-forward layer": settings.mlp_has_bias and "mlp_bias" not in keys,
-        "a bias on one side of the feed-forward layer": settings.down_has_bias != settings.mlp_has_bias,
+        "a bias on one side of the feed-forward layer":
+            settings.down_has_bias != settings.mlp_has_bias and "mlp_down_has_bias" not in keys,
         "rotary positions on a part of a head":
             settings.rotary_size != settings.rotary_head_size and "partial_rotary_factor" not in keys,
         "other pairs of rotary positions":
@@ -404,23 +409,33 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     return [what for what, differs in (found | _expert_differences(settings, kind)).items() if differs]
 
 
+def _attention_biases(kind: str) -> set[tuple[bool, bool]]:
+    """What a class can have: biases on query, key and value, and one on the output."""
+    family, keys = FAMILIES[kind], DEFAULTS[kind]
+    is_free = "attention_bias" in keys or "qkv_bias" in keys
+    inputs = {True, False} if is_free else {family.model.get("qkv_has_bias", False)}
+    outputs = {True, False} if "out_proj_has_bias" in keys else set[bool]()
+    return {(bias, output) for bias in inputs for output in outputs or {bias and family.has_output_bias}}
+
+
 def _expert_differences(settings: ModelConfig, kind: str) -> dict[str, bool]:
-    moe, is_deepseek, is_gated = settings.experts, kind == "DeepseekV3ForCausalLM", kind == "Qwen2MoeForCausalLM"
-    balanced = is_deepseek or kind == "Glm4MoeForCausalLM"
+    moe, family, keys = settings.experts, FAMILIES[kind], _keys_of(settings, kind)
     if moe is None:
         return {}
     dense = _dense_layers(settings)
     prefix = dense == list(range(len(dense)))
+    is_gated, may_share = "shared_expert_intermediate_size" in keys, "n_shared_experts" in keys
     return {
-        f"a {moe.score_function} router": (moe.score_function == "sigmoid") != balanced,
-        "no expert bias": balanced and not moe.has_expert_bias,
-        "weights of experts that do not sum to 1": kind == "MixtralForCausalLM" and not moe.norm_topk_prob,
-        "a factor on the routed experts": moe.routed_scaling_factor != 1 and not balanced,
-        "shared experts": bool(settings.shared_expert_size) and not (balanced or is_gated),
-        "no shared experts": not settings.shared_expert_size and (is_gated or is_deepseek),
+        f"a {moe.score_function} router": (moe.score_function == "sigmoid") != family.has_expert_bias,
+        "an expert bias" if moe.has_expert_bias else "no expert bias": moe.has_expert_bias != family.has_expert_bias,
+        "weights of experts that do not sum to 1": not moe.norm_topk_prob and "norm_topk_prob" not in keys,
+        "a factor on the routed experts": moe.routed_scaling_factor != 1 and "routed_scaling_factor" not in keys,
+        "shared experts": bool(settings.shared_expert_size) and not (may_share or is_gated),
+        "no shared experts": not settings.shared_expert_size and (is_gated or kind == "DeepseekV3ForCausalLM"),
         "a gate on the shared experts" if not is_gated else "no gate on the shared experts":
             settings.has_shared_gate != is_gated,
-        "shared experts of another width": balanced and bool(settings.shared_expert_size % settings.expert_size),
-        "groups of experts": (moe.n_group or 1) > 1 and not balanced,
-        "dense layers": bool(dense) and (kind == "MixtralForCausalLM" or (balanced and not prefix)),
+        "shared experts of another width": may_share and bool(settings.shared_expert_size % settings.expert_size),
+        "groups of experts": (moe.n_group or 1) > 1 and "n_group" not in keys,
+        "dense layers": bool(dense) and "mlp_only_layers" not in keys
+            and not ("first_k_dense_replace" in keys and prefix),
     }  # fmt: skip

@@ -18,9 +18,9 @@ from trainer.checkpoint.hugging_face import CONFIG, INDEX, class_on_disk, folder
 from trainer.checkpoint.store import MARKER
 from trainer.checkpoint.weights import module_layers, requested_weights
 from trainer.config.families import FAMILIES
-from trainer.config.hugging_face import class_differences
+from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
-from trainer.models.shapes import EXPERT_BIAS, adapter_shapes, parameter_shapes
+from trainer.models.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors.files import make_folder, write_failure
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def export(
         shard_bytes: Weights beyond it are spread over several files; not where `output` is a file.
 
     Raises:
-        UserError: There is nothing to export, the files are there already, or weights and model do not fit.
+        UserError: There is nothing to export, the files are there already, weights and model do not fit, or no class
+            has a config.json for the model.
         RunError: A file cannot be written.
     """
     if not config.load_checkpoint and config.pretrained_model_dir:
@@ -80,8 +81,9 @@ def export(
     _check(config, output, merge, force)
     weights, contents, notices = _weights(config, merge)
     settings = config.decoder.model_copy(update={"mtp_depth": len(module_layers(weights, config.decoder))})
-    kind = class_on_disk(config)
-    weights = to_disk(weights, kind)
+    if not is_file and config.classifier is None:
+        _check_class(config)
+    weights = to_disk(weights, class_on_disk(config))
     files = {output.name: list(weights)} if is_file else shards(weights, shard_bytes, dtype)
     more = {} if is_file else folder_files(config, dtype, settings)
     if len(files) > 1:
@@ -98,7 +100,7 @@ def export(
         _write(folder / name, lambda path, content=content: path.write_bytes(content))
     count = sum(array.size for array in weights.values())
     size = sum((folder / name).stat().st_size for name in files)
-    notices += _unknown_elsewhere(config, kind, weights) if config.classifier is None else []
+    notices += _class_notices(config, weights) if config.classifier is None else []
     path = output if is_file or len(files) > 1 else output / next(iter(files))
     return Exported(path, len(weights), count, size, contents, dtype, (*files, *more), tuple(notices))
 
@@ -116,22 +118,27 @@ def _weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, l
     return named, f"the weights of {config.load_checkpoint}", notices
 
 
-def _unknown_elsewhere(config: Config, kind: str, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
-    """What the class `kind` of transformers does not have, without which it computes something else."""
-    if kind != config.model.arch.type:
-        yield f"saved as {kind}, which in transformers computes what this {config.model.arch.type} does"
-    if not FAMILIES[kind].in_transformers:
+def _check_class(config: Config) -> None:
+    """Refuses a folder whose config.json would describe another model than the weights are."""
+    kind = config.model.arch.type
+    if not saved_class(config.decoder, kind):
+        others = ", ".join(class_differences(config.decoder, kind))
+        rule = f"no class of transformers computes this model, which has, unlike a {kind}, {others}"
+        raise UserError(
+            rule, where=config.source.where("model.arch.type"), key="model.arch.type", value=kind,
+            fix="write the weights alone: --output model.safetensors",
+        )  # fmt: skip
+
+
+def _class_notices(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
+    """What to know about the class under which a folder is saved."""
+    kind, asked = saved_class(config.decoder, config.model.arch.type), config.model.arch.type
+    if kind and not FAMILIES[kind].in_transformers:
         yield f"transformers has no class that computes this {kind}: the folder is for this trainer"
-    elif others := class_differences(config.decoder, kind):
-        yield f"transformers' {kind} computes something else: this model has {', '.join(others)}"
+    elif kind and kind != asked:
+        yield f"saved as {kind}, which in transformers computes what this {asked} does"
     if layers := module_layers(weights, config.decoder):
         yield f"transformers has no multi-token prediction: it leaves out {len(layers)} of the model's layers"
-    biases = [array for name, array in weights.items() if name.endswith(EXPERT_BIAS)]
-    if any(bias.any() for bias in biases) and not FAMILIES[kind].has_expert_bias:
-        yield (
-            f"transformers' {kind} has no expert bias: it leaves these {len(biases)} tensors"
-            f" ({EXPERT_BIAS}) out and sends tokens to other experts than the training did; Glm4MoeForCausalLM has one"
-        )
 
 
 def _check(config: Config, output: Path, merge: bool, force: bool) -> None:

@@ -10,7 +10,7 @@ from trainer.config.checks.moe import capacity_factor, watches_drop_rate
 from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import named_family
-from trainer.config.hugging_face import OTHERS
+from trainer.config.hugging_face import OTHERS, class_differences, saved_class
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.recompute import recompute_notices
 from trainer.config.schema.callbacks import MoEDropRate
@@ -184,6 +184,11 @@ def _run(config: Config) -> Iterator[str]:
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
     if config.trains and config.optimizer.type == "Muon" and decoder.multi_latent_attention:
         yield "optimizer.type Muon: queries and keys are not clipped; MindSpore Transformers has a QK-clip for them"
+    whole = config.trains and config.classifier is None and decoder.pet_config is None
+    if whole and not saved_class(decoder, config.model.arch.type):
+        others = ", ".join(class_differences(decoder, config.model.arch.type))
+        yield (f"model.arch.type {config.model.arch.type}: checkpoints have no config.json, as no class of transformers"
+               f" computes this model, which has {others}")
     for name in ("architectures", "model_type"):
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
