@@ -96,8 +96,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 that it does not have, what the code that is published with the weights takes."""
 
 _EVERY_CLASS = frozenset(
-    "architectures model_type head_dim rope_scaling rope_parameters quantization_config"
-    " auto_map".split()
+    "architectures model_type head_dim rope_scaling rope_parameters quantization_config auto_map".split()
 )
 _HARMLESS = frozenset(
     "_name_or_path bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version use_cache id2label"
