@@ -188,7 +188,7 @@ def _run(config: Config) -> Iterator[str]:
     if whole and not saved_class(decoder, config.model.arch.type):
         others = ", ".join(class_differences(decoder, config.model.arch.type))
         yield (f"model.arch.type {config.model.arch.type}: checkpoints have no config.json, as no class of transformers"
-               f" computes this model, which has {others}")
+               f" computes this model; unlike that one it has {others}")
     for name in ("architectures", "model_type"):
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
