@@ -36,6 +36,7 @@ SECONDS = {
     "parity/test_loss_scaling.py": 22, "integration/test_moe_checkpoints.py": 21, "integration/test_lora_run.py": 20,
     "parity/test_kernels.py": 19, "integration/test_moe_run.py": 18, "parity/test_freezing.py": 18,
     "integration/test_cli.py": 15, "parallel/test_data_parallel.py": 15, "parity/test_decoder_parity.py": 15,
+    "integration/test_smoke.py": 15, "parallel/test_smoke_job.py": 15,
     "integration/test_eval.py": 14, "integration/test_notebook.py": 13, "integration/test_resume.py": 12,
     "parity/test_whole_graph.py": 12, "parity/test_moe_ascend.py": 11,
     "integration/test_freeze_and_recompute_run.py": 10, "parity/test_train_step.py": 10,

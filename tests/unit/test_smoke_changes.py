@@ -183,7 +183,7 @@ def test_latent_attention_and_a_mapped_embedding_are_smaller_in_their_ratios():
 
 
 def test_weights_that_fit_are_loaded(tmp_path):
-    sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32, compute_dtype: bfloat16"
+    sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 512, compute_dtype: bfloat16"
     text = f"load_checkpoint: {tmp_path}\nmodel: {{model_config: {{{sizes}}}}}\n"
     assert small(text)[0].load_checkpoint == str(tmp_path)
     config, told = small(text.replace("num_layers: 2", "num_layers: 3"))

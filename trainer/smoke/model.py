@@ -15,8 +15,8 @@ from trainer.smoke.layers import kept_layers, layer_changes
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
-DTYPE_KEYS = (*PART_KEYS, "param_init_type")
-"""Keys of the model that are no sizes."""
+NO_SIZES = (*PART_KEYS, "param_init_type", "seq_length")
+"""Keys of the model that are no sizes of weights."""
 LARGEST_KEPT_WIDTH = 256
 """A model of this hidden_size or less keeps its widths."""
 _SEQ_LENGTH, _VOCABULARY = 128, 512

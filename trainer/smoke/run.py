@@ -22,7 +22,7 @@ from trainer.parallel.world import SINGLE_PROCESS
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
 from trainer.smoke.execute import CONFIG, LOG, execute
-from trainer.smoke.model import DTYPE_KEYS, model_changes
+from trainer.smoke.model import NO_SIZES, model_changes
 from trainer.smoke.needs import needs
 from trainer.smoke.rows import is_large, write_first_records, write_rows, write_tokens
 from trainer.smoke.training import training_changes
@@ -110,7 +110,7 @@ def smoke_changes(config: Config, setup: Setup) -> list[Change]:
     """All that the smoke run of a file changes; the file has passed its plan."""
     vocab_size = vocabulary(config, setup)
     model = list(model_changes(config, setup, vocab_size)) if config.classifier is None else []
-    is_smaller = any(not change.key.endswith(DTYPE_KEYS) for change in model)
+    is_smaller = any(not change.key.endswith(NO_SIZES) for change in model)
     changes = [*model, *data_changes(config, setup, vocab_size), *training_changes(config, setup, is_smaller)]
     return list({change.key: change for change in changes}.values())
 

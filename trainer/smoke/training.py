@@ -109,7 +109,8 @@ def _parallel(config: Config, ranks: int) -> Iterator[Change]:
     job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
     if config.use_parallel or ranks > 1:
         yield from changed(config, "use_parallel", ranks > 1, job)
-    yield from changed(config, "parallel_config.data_parallel", left, job if in_force else "")
+    shown = in_force and (left, section.data_parallel) != (1, None)
+    yield from changed(config, "parallel_config.data_parallel", left, job if shown else "")
     instead = "data_parallel in its place: explicit mode does not train it today"
     for name, degree in others.items():
         why = instead if name in UNBUILT_DEGREES else job
