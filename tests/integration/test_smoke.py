@@ -88,3 +88,18 @@ def test_too_few_steps_or_ranks(tmp_path, capsys, flag):
     with pytest.raises(SystemExit) as ended:
         main(["smoke", "--config", write(tmp_path, DENSE), flag, "0"])
     assert ended.value.code == 2 and "must be at least" in capsys.readouterr().err
+
+
+def test_weights_that_fit_are_trained_on(tmp_path, capsys):
+    sizes = "{num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 64, seq_length: 16}"
+    text = f"context: {{mode: 1}}\nmodel: {{model_config: {sizes}}}\nlr_schedule: {{learning_rate: 0.1}}\n"
+    text += "train_dataset: {data_loader: {type: SyntheticDataset, num_samples: 20}}\nrunner_config: {batch_size: 1}\n"
+    arguments = ["--json", "--steps", "2", "--output_dir", str(tmp_path)]
+    assert dispatch(["smoke", "--config", write(tmp_path, text), *arguments]) == 0
+    first = json.loads(capsys.readouterr().out)
+    (tmp_path / "smoke" / "peer").rename(tmp_path / "trained")
+    weights = ["--run_mode", "finetune", "--load_checkpoint", str(tmp_path / "trained" / "checkpoints")]
+    assert dispatch(["smoke", "--config", write(tmp_path, text), *arguments, *weights]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert "load_checkpoint" not in [change["key"] for change in second["changes"]]
+    assert second["losses"]["1"] != first["losses"]["1"] and second["resumed_loss"] == second["losses"]["2"]

@@ -27,8 +27,8 @@ def parameter_groups(
 
     Muon (`optimizer` is `optimizer.type`) leaves embeddings, head, norms and biases to AdamW.
     """
-    matrices = tuple(name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".bias"))
-    vectors = tuple(name for name in shapes if name not in set(matrices))
+    decays = {name: len(shape) > 1 and not name.endswith(".bias") for name, shape in shapes.items()}
+    matrices, vectors = (tuple(name for name in shapes if decays[name] == wanted) for wanted in (True, False))
     if optimizer != "Muon":
         return (
             ParameterGroup("matrices", weight_decay, matrices, optimizer),

@@ -74,11 +74,13 @@ def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> i
     from trainer.run.loop import run
 
     is_first = world_from_environment().rank == 0
-    again = [Override("resume_training", folder_name(steps - 1), "smoke")]
-    if resolve_device(load_config(str(folder / CONFIG))) == "CPU":
-        again.append(Override("context.mode", "1", "smoke"))
+    config, again = load_config(str(folder / CONFIG)), {"resume_training": folder_name(steps - 1)}
+    if config.decoder.pet_config is None:  # otherwise it is the base model, and not where to resume from
+        again["load_checkpoint"] = "''"
+    if resolve_device(config) == "CPU":
+        again["context.mode"] = "1"
     for resumed in (False, True):
-        overrides = again if resumed else []
+        overrides = [Override(key, text, "smoke") for key, text in again.items()] if resumed else []
         with (folder / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             code = run(load_config(str(folder / CONFIG), overrides), [_Progress(tell, resumed)] if is_first else ())
         if code != EXIT_OK:
