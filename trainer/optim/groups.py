@@ -23,7 +23,7 @@ _NOT_FOR_MUON = {"embed_tokens", "lm_head"}
 def parameter_groups(
     shapes: Mapping[str, tuple[int, ...]], weight_decay: float, optimizer: str = "AdamW"
 ) -> tuple[ParameterGroup, ...]:
-    """Matrices decay; norm weights and biases do not: those have one axis, and of all experts together two.
+    """Matrices decay; norm weights and biases do not. A bias has one axis, or two where those of experts are stacked.
 
     Muon (`optimizer` is `optimizer.type`) leaves embeddings, head, norms and biases to AdamW.
     """
