@@ -88,9 +88,10 @@ ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttent
     [
         ({}, ROPE | ATTENTION | SWIGLU | both("RmsNorm", 13)),
         ({"use_fused_rope": False, "use_fused_swiglu": False}, ATTENTION | both("RmsNorm", 13)),
-        ({"use_flash_attention": False, "use_qk_norm": True}, ROPE | SWIGLU | both("RmsNorm", 25)),
+        ({"use_flash_attention": False, "use_qk_norm": True, "post_self_attn_layernorm": True,
+          "post_mlp_layernorm": True}, ROPE | SWIGLU | both("RmsNorm", 37)),
     ],
-    ids=["all", "without rope and swiglu", "without attention"],
+    ids=["all", "without rope and swiglu", "without attention, all norms"],
 )
 def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
     audit = audit_ascend(config_of(**changes))

@@ -280,7 +280,7 @@ def _in_layer(settings: ModelConfig, kernel: str, kind: _Kind) -> int:
         "rotary_embedding": 2,
         "swiglu": 1 + shared,
         "attention": 1,
-        _NORM: 2 + norms,
+        _NORM: 2 + norms + settings.post_self_attn_layernorm + settings.post_mlp_layernorm,
         "grouped_matmul": 3 * kind.has_experts,
         "token_permute": 1 * kind.has_experts,
     }[kernel]
