@@ -2,8 +2,9 @@
 
 MindSpore keeps every function that it compiled, and its operators leak on a CPU: a process that runs file after file
 grows to several GB. So a process ends after a few files. There is one process for each core, which it keeps to, because
-MindSpore's threads poll and those of two processes on one core slow each other down. Only the tests of jobs use all
-cores. Tests of the launcher mostly wait for other processes: they run beside the others.
+MindSpore's threads poll and those of two processes on one core slow each other down. Beside them run the tests of jobs,
+one batch at a time on all cores, since the ranks of a job often wait for each other; and those of the launcher, which
+mostly wait.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ TOGETHER = (("parallel/test_collectives.py", "parallel/test_data_parallel.py"),)
 JOBS = ("parallel/", "semi_auto/test_sharded_numbers.py", "integration/test_mnist_run.py")
 # Those of them that compute next to nothing.
 WAITING = ("parallel/test_launcher_", "parallel/test_two_hosts.py")
+# Beside the batches that keep to a core: one with jobs, and one that mostly waits.
+JOB, WAIT = "job", "wait"
 WORDS = ("passed", "failed", "skipped", "error", "xfailed", "deselected")
 SLOWEST = 15
 
@@ -63,12 +66,12 @@ class Batch(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A pytest process; `core` is None for the one beside those of the cores."""
+    """A pytest process in its place: a core, `JOB` or `WAIT`."""
 
     batch: Batch
     process: subprocess.Popen
     output: IO[str]
-    core: int | None
+    place: int | str
     began: float
 
 
@@ -100,17 +103,17 @@ def spread(files: list[str], most: int) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def start(batch: Batch, core: int | None, root: Path) -> Running:
+def start(batch: Batch, place: int | str, root: Path) -> Running:
     output = tempfile.TemporaryFile("w+", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}", *batch.files]
-    keep = None if core is None or batch.jobs else lambda: os.sched_setaffinity(0, {core})
+    keep = None if batch.jobs else lambda: os.sched_setaffinity(0, {place})
     # With compiled modules on disk the many short processes of the tests start faster.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
         command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         preexec_fn=keep,
     )  # fmt: skip
-    return Running(batch, process, output, core, time.monotonic())
+    return Running(batch, process, output, place, time.monotonic())
 
 
 def finished(running: list[Running]) -> tuple[Running, int, resource.struct_rusage]:
@@ -142,12 +145,13 @@ def closing_line(total: dict[str, int], seconds: float) -> str:
     return f"{', '.join(shown)} in {seconds:.2f}s ({time.strftime('%H:%M:%S', time.gmtime(seconds))})"
 
 
-def next_batch(waiting: Sequence[Batch], core: int | None, has_job: bool = False) -> Batch | None:
-    """The first batch of the right kind, of those with jobs one at a time; a core without one takes one that waits."""
-    if core is None:
-        return next((batch for batch in waiting if batch.waits), None)
-    own = [batch for batch in waiting if not batch.waits and not (batch.jobs and has_job)]
-    return next(iter([*own, *(batch for batch in waiting if batch.waits)]), None)
+def next_batch(waiting: Sequence[Batch], place: int | str) -> Batch | None:
+    """The first batch of the right kind for a core, `JOB` or `WAIT`; a core without one takes one that waits."""
+    if place == JOB:
+        return next((batch for batch in waiting if batch.jobs and not batch.waits), None)
+    waits = [batch for batch in waiting if batch.waits]
+    own = [] if place == WAIT else [batch for batch in waiting if not batch.jobs]
+    return next(iter([*own, *waits]), None)
 
 
 def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -> int:
@@ -157,20 +161,20 @@ def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -
     running: list[Running] = []
     total: dict[str, int] = {}
     slowest: list[tuple[float, str]] = []
-    free: list[int | None] = [*cores, None]
+    free: list[int | str] = [*cores, JOB, WAIT]
     batches_in_all = len(waiting)
     try:
         while waiting or running:
-            for core in list(free):
-                batch = next_batch(waiting, core, any(one.batch.jobs and not one.batch.waits for one in running))
+            for place in list(free):
+                batch = next_batch(waiting, place)
                 if batch is not None:
                     waiting.remove(batch)
-                    free.remove(core)
-                    running.append(start(batch, core, root))
+                    free.remove(place)
+                    running.append(start(batch, place, root))
             one, code, usage = finished(running)
             cpu_seconds, memory_gb = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
             running.remove(one)
-            free.append(one.core)
+            free.append(one.place)
             one.output.seek(0)
             text = one.output.read()
             one.output.close()

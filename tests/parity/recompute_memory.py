@@ -15,6 +15,7 @@ import numpy as np
 from tiny_trainer import TinyTrainer
 
 from trainer.data import Batch
+from trainer.device.threads import set_up_cpu_threads
 
 LAYERS, ROWS, TOKENS = 16, 4, 256
 SIZES = {
@@ -34,6 +35,7 @@ def peak_mib() -> float:
 
 
 def main() -> None:
+    set_up_cpu_threads()
     ids_BT = np.random.default_rng(0).integers(0, 19, (ROWS, TOKENS), dtype=np.int32)
     positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (ROWS, 1))
     batch = Batch(ids_BT, ids_BT, positions_BT, np.zeros_like(ids_BT))

@@ -151,6 +151,13 @@ def test_what_a_reader_might_not_expect_is_noted(tmp_path: Path) -> None:
         assert part in told, told
 
 
+def test_adapters_of_a_matrix_that_transformers_joins_with_another_are_not_for_peft() -> None:
+    glm = ("model.arch.type=GlmForCausalLM", "load_checkpoint=/nowhere")
+    assert "PEFT cannot load adapters" in notices(with_adapters(target_modules=".*_proj"), *glm)
+    assert "PEFT" not in notices(with_adapters(target_modules=".*[qkvo]_proj|.*down_proj"), *glm)
+    assert "PEFT" not in notices(with_adapters(target_modules=".*_proj"))
+
+
 # Shapes and values
 
 

@@ -65,6 +65,19 @@ def test_layers_of_each_kind_remain():
     assert set(parts) == {"block", "attention", ""}
 
 
+@pytest.mark.parametrize(
+    ("window", "layers"),
+    [("max_window_layers: 20", [False, False, True]), ("max_window_layers: 4", [False, True, True]),
+     (f"layer_types: [{', '.join(['full_attention', 'sliding_attention'] * 14)}]", [False, True, False])],
+)  # fmt: skip
+def test_layers_with_and_without_a_window_remain(window, layers):
+    text = DENSE.replace("recompute: [5, 3]", "recompute: False").replace("pipeline_stage: 2", "pipeline_stage: 1")
+    keys = ("use_sliding_window: True", "sliding_window: 4096", window, "num_layers:")
+    decoder = small(text.replace("num_layers:", "\n    ".join(keys)))[0].decoder
+    assert [decoder.has_window(layer) for layer in range(decoder.num_layers)] == layers
+    assert decoder.sliding_window == 64 == decoder.seq_length // 2
+
+
 def test_degrees_are_replaced_and_the_table_says_by_what():
     config, told = small(DENSE)
     assert (config.use_parallel, config.parallel.parallel_mode) == (False, 0)

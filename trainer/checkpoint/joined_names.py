@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.config.families import FAMILIES
+
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
@@ -32,7 +34,6 @@ Weights = dict[str, np.ndarray]
 
 _PAIR, _ALL, _KEYS_AND_VALUES = "mlp.gate_up_proj", "self_attn.qkv_proj", "self_attn.kv_proj"
 _SHARED, _SHARED_HERE = ".mlp.shared_expert.", ".mlp.shared_experts."
-_WRITTEN_JOINED = ("GlmForCausalLM", "Glm4ForCausalLM")
 _NAMES = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -71,7 +72,7 @@ def join(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
     """Tensors as the files of a family have them; `family` is the class that they are saved as."""
     if family == "Qwen2MoeForCausalLM":
         return {name.replace(_SHARED_HERE, _SHARED): array for name, array in arrays.items()}
-    if family not in _WRITTEN_JOINED:
+    if family not in FAMILIES or not FAMILIES[family].joins_gate_up:
         return dict(arrays)
     found: Weights = {}
     for name, array in arrays.items():

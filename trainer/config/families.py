@@ -23,6 +23,8 @@ class Family(NamedTuple):
     """Whether attention_bias there means one on o_proj too."""
     has_default_sizes: bool = False
     """Whether a YAML may leave out sizes, which are those of the class then: there is one well-known model of it."""
+    joins_gate_up: bool = False
+    """Whether Hugging Face's class has gate_proj and up_proj as one matrix, gate_up_proj."""
     in_transformers: bool = True
     """Whether transformers has the class."""
     other_names: tuple[str, ...] = ()
@@ -50,8 +52,10 @@ FAMILIES = {
         is_mixture=True,
         has_expert_bias=True,
     ),
-    "GlmForCausalLM": Family("glm", _GLM, {}),
-    "Glm4ForCausalLM": Family("glm4", {**_GLM, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, {}),
+    "GlmForCausalLM": Family("glm", _GLM, {}, joins_gate_up=True),
+    "Glm4ForCausalLM": Family(
+        "glm4", {**_GLM, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, {}, joins_gate_up=True
+    ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm", _GLM, {}, in_transformers=False,
         other_names=("ChatGLMModel", "ChatGLMForConditionalGeneration", "glm2"),

@@ -96,8 +96,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 that it does not have, what the code that is published with the weights takes."""
 
 _EVERY_CLASS = frozenset(
-    "architectures model_type head_dim rope_scaling rope_parameters quantization_config"
-    " auto_map".split()
+    "architectures model_type head_dim rope_scaling rope_parameters quantization_config auto_map".split()
 )
 _HARMLESS = frozenset(
     "_name_or_path bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version use_cache id2label"
@@ -381,19 +380,20 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     moe, family, keys = settings.experts, FAMILIES[kind], DEFAULTS[kind]
     if kind == "ChatGLM2ForConditionalGeneration":  # never written: this class of transformers computes the same
         return class_differences(settings, "GlmForCausalLM")
-    if (moe is not None) != family.is_mixture and not (moe is not None and family.may_be_mixture):
-        return ["experts" if moe is not None else "no experts"]
-    if settings.multi_latent_attention != family.model.get("multi_latent_attention", False):
-        return [f"{'' if settings.multi_latent_attention else 'no '}multi-head latent attention"]
+    fits = family.is_mixture == (moe is not None) or (family.may_be_mixture and moe is not None)
+    latent = settings.multi_latent_attention
     has_norm = family.model.get("use_qk_norm", False)
     windows, every = settings.window_layers, kind in ("MistralForCausalLM", "MixtralForCausalLM")
     has_windows = kind in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or (every and len(windows) == settings.num_layers)
     norms_after = [getattr(settings, name) for name in _NORMS_AFTER]
     found = {
+        "experts" if moe is not None else "no experts": not fits,
+        "multi-head latent attention" if latent else "no multi-head latent attention":
+            latent != family.model.get("multi_latent_attention", False),
         "weights that layers share": settings.layers_group > 1 and "layers_group" not in keys,
         "an embedding of another width": settings.maps_embedding and "embedding_size" not in keys,
         "norms on query and key" if settings.use_qk_norm else "no norms on query and key":
-            settings.use_qk_norm != has_norm and "use_qk_norm" not in keys and not settings.multi_latent_attention,
+            settings.use_qk_norm != has_norm and "use_qk_norm" not in keys and not latent,
         "other biases in the attention":
             (settings.qkv_has_bias, settings.attn_proj_has_bias) not in _attention_biases(kind),
         "biases in the feed-forward layer": settings.mlp_has_bias and "mlp_bias" not in keys,
@@ -406,7 +406,9 @@ def class_differences(settings: ModelConfig, kind: str) -> list[str]:
         "layers with a sliding window": bool(windows) and not has_windows,
         "other norms after the sublayers": norms_after != [family.model.get(name, False) for name in _NORMS_AFTER],
     }  # fmt: skip
-    return [what for what, differs in (found | _expert_differences(settings, kind)).items() if differs]
+    if fits and moe is not None:
+        found |= _expert_differences(settings, moe, kind)
+    return [what for what, differs in found.items() if differs]
 
 
 def _attention_biases(kind: str) -> set[tuple[bool, bool]]:
@@ -418,10 +420,8 @@ def _attention_biases(kind: str) -> set[tuple[bool, bool]]:
     return {(bias, output) for bias in inputs for output in outputs or {bias and family.has_output_bias}}
 
 
-def _expert_differences(settings: ModelConfig, kind: str) -> dict[str, bool]:
-    moe, family, keys = settings.experts, FAMILIES[kind], _keys_of(settings, kind)
-    if moe is None:
-        return {}
+def _expert_differences(settings: ModelConfig, moe: MoEConfig, kind: str) -> dict[str, bool]:
+    family, keys = FAMILIES[kind], _keys_of(settings, kind)
     dense = _dense_layers(settings)
     prefix = dense == list(range(len(dense)))
     is_gated, may_share = "shared_expert_intermediate_size" in keys, "n_shared_experts" in keys

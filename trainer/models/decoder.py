@@ -174,7 +174,7 @@ class Decoder(DecoderWiring):
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
         self.mapping_in, self.mapping_out = map(self.parameters_by_name.get, (MAPPING_IN, MAPPING_OUT))
-        # By the place of each weight among the arguments of the head after x_ND.
+        # Number of an argument of the head after x_ND -> weight.
         of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
         frozen_argnums = tuple(argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad)
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain

@@ -93,9 +93,9 @@ class Gates(nn.Cell):
 
 
 class RouterLosses(nn.Cell):
-    """(logits_NE, scores_NE, experts_Nk, fields of `SequenceWeights`) -> auxiliary and z loss, sums over valid tokens.
+    """(logits_NE, scores_NE, load, fields of `SequenceWeights`) -> auxiliary and z loss, sums over valid tokens.
 
-    With gbs_aux_loss the third is shares_1E, the experts' parts of all assignments of the step: see `WindowLoad`.
+    `load` is experts_Nk; with gbs_aux_loss shares_1E, the experts' parts of all assignments of the step (`WindowLoad`).
 
     Auxiliary loss: DeepSeek-V3's loss of one sequence (equations 17 to 20), sum_e f_e P_e with f_e = E / (k T) x
     assignments to e and P_e the mean of the normalised scores, 1 for an even load, times the sequence's valid tokens. A
@@ -115,11 +115,11 @@ class RouterLosses(nn.Cell):
         self.ones_E1 = Tensor(np.ones((self.experts, 1), np.float32))
         self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
 
-    def construct(self, logits_NE, scores_NE, experts_Nk, mean_BN, mean_BR, tokens_B1, valid_N1):
+    def construct(self, logits_NE, scores_NE, load, mean_BN, mean_BR, tokens_B1, valid_N1):
         if self.of_step:
-            load_BE = ops.stop_gradient(experts_Nk * self.experts)
+            load_BE = ops.stop_gradient(load * self.experts)
         else:
-            assigned_RE = self.one_hot(experts_Nk.reshape(-1), self.experts, self.on, self.off)
+            assigned_RE = self.one_hot(load.reshape(-1), self.experts, self.on, self.off)
             load_BE = ops.stop_gradient(self.matmul(mean_BR, assigned_RE) * self.even)
         if self.normalise:
             scores_NE = scores_NE / (self.matmul(scores_NE, self.ones_EE) + 1e-20)

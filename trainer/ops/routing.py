@@ -189,10 +189,10 @@ class RoutingCounts:
 
 
 class WindowLoad:
-    """What experts got of a step's assignments so far: in its micro-batches up to this one, on all ranks.
+    """How many of a step's assignments each expert has had: in the micro-batches up to this one, on all ranks.
 
     The load of gbs_aux_loss (Qiu et al. 2025, "Demons in the Detail", section 3), which Megatron-LM calls
-    global_aux_loss: a later micro-batch is weighed with the load of all before it, and none is read twice.
+    global_aux_loss. The load of the whole step is known at its last micro-batch only; each takes what is known by then.
 
     Args:
         all_sum: Sums numbers over the ranks; every rank calls it equally often.

@@ -23,12 +23,12 @@ _NOT_FOR_MUON = {"embed_tokens", "lm_head"}
 def parameter_groups(
     shapes: Mapping[str, tuple[int, ...]], weight_decay: float, optimizer: str = "AdamW"
 ) -> tuple[ParameterGroup, ...]:
-    """Matrices decay; norm weights and biases do not: those have one axis, and of all experts together two.
+    """Matrices decay; norm weights and biases do not. A bias has one axis, or two where those of experts are stacked.
 
     Muon (`optimizer` is `optimizer.type`) leaves embeddings, head, norms and biases to AdamW.
     """
-    matrices = tuple(name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".bias"))
-    vectors = tuple(name for name in shapes if name not in set(matrices))
+    decays = {name: len(shape) > 1 and not name.endswith(".bias") for name, shape in shapes.items()}
+    matrices, vectors = (tuple(name for name in shapes if decays[name] == wanted) for wanted in (True, False))
     if optimizer != "Muon":
         return (
             ParameterGroup("matrices", weight_decay, matrices, optimizer),

@@ -72,7 +72,7 @@ def _stage(
     least = shard_threshold_bytes(config)
 
     def size(name: str, shared: bool) -> int:
-        parts = _parts(name, held[name], degrees)
+        parts = _parts(held[name], degrees)
         whole = math.prod(held[name]) * _FLOAT32_BYTES // parts
         # Ranks that share a sequence have the same weights, as ranks with other data have.
         copies = min(degrees.data_parallel * degrees.context_parallel, degrees.ranks // degrees.pipeline_stage // parts)
@@ -98,7 +98,7 @@ def _is_of_stage(name: str, layers: set[int], first: bool, last: bool) -> bool:
     return first if name == EMBEDDING else last
 
 
-def _parts(name: str, shape: tuple[int, ...], degrees: Degrees) -> int:
+def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
     """Into how many parts a parameter is cut by the other degrees than data_parallel."""
     if len(shape) == 1:
         return 1

@@ -102,7 +102,7 @@ class Plan:
     notices: tuple[str, ...]
     labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
-    attention: str = ""  # where it is not the usual one
+    attention: str = ""  # multi-head latent attention in words; empty for another
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
 

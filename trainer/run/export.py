@@ -123,7 +123,7 @@ def _check_class(config: Config) -> None:
     kind = config.model.arch.type
     if not saved_class(config.decoder, kind):
         others = ", ".join(class_differences(config.decoder, kind))
-        rule = f"no class of transformers computes this model, which has, unlike a {kind}, {others}"
+        rule = f"no class of transformers computes this model; unlike a {kind} it has {others}"
         raise UserError(
             rule, where=config.source.where("model.arch.type"), key="model.arch.type", value=kind,
             fix="write the weights alone: --output model.safetensors",

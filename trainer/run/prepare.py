@@ -77,7 +77,7 @@ def choose_backend(config: Config, world: World) -> TrainingBackend:
 
 
 def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
-    """Checks the run, opens its data and reads the checkpoint it resumes from.
+    """Checks the run, opens its data and reads the checkpoint it resumes from. `config` is that of `in_job`.
 
     Text that is not in the cache is tokenized into it here, with progress on a terminal.
 
@@ -85,7 +85,6 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
         UserError: The run could not start.
         RunError: The token file cannot be written, or the data changes while it is read.
     """
-    config = in_job(config, world)
     backend, device = choose_backend(config, world), resolve_device(config)
     backend.check_device(device)
     preflight(config, world, backend.problems())
@@ -106,7 +105,7 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
     """The plan of a run; errors as of `prepare`."""
-    return prepare(config, world).plan
+    return prepare(in_job(config, world), world).plan
 
 
 def show_build(done_bytes: int, total_bytes: int) -> None:

@@ -20,7 +20,7 @@ class Setup(NamedTuple):
     folder: Path  # of all its files
     device: str  # that it runs on
     missing: dict[str, str]  # data set sections whose data is not here -> the path that is written, or empty
-    large: frozenset[str] = frozenset()  # sections of more text than can be tokenized in passing
+    large: frozenset[str] = frozenset()  # sections whose text takes long to tokenize
 
 
 class Change(NamedTuple):

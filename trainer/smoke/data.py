@@ -63,7 +63,7 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
         yield from _section(config, setup, section, rows[section])
     if evaluates and config.eval_dataset is not None and config.eval_dataset.batch_size is not None:
         yield from changed(config, f"{EVAL}.batch_size", min(config.eval_dataset.batch_size, batch_size(config)))
-    yield from _special_ids(config, setup, vocab_size)
+    yield from _special_ids(config, vocab_size)
 
 
 def _section(config: Config, setup: Setup, section: str, rows: int) -> Iterator[Change]:
@@ -160,7 +160,7 @@ def _without_tokenizer(step: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if name != "tokenizer"}
 
 
-def _special_ids(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
+def _special_ids(config: Config, vocab_size: int) -> Iterator[Change]:
     """Each id beyond the vocabulary becomes one of its last; where bytes are read, the byte tokenizer has its own."""
     if config.classifier is not None:
         return

@@ -36,7 +36,6 @@ def kept_layers(config: Config) -> list[int]:
 def _kinds(config: Config) -> list[Any]:
     decoder, parts = config.decoder, recomputed_parts(config)
     frozen, adapters = frozen_names(config), decoder.pet_config
-    attention = getattr(decoder, "layer_types", None) or ()
     below: dict[int, list[str]] = {}
     for name in frozen:
         if found := _NUMBERED.search(name):
@@ -45,7 +44,7 @@ def _kinds(config: Config) -> list[Any]:
         (
             decoder.is_moe_layer(layer),
             layer % decoder.layers_group > 0,
-            attention[layer] if layer < len(attention) else "",
+            decoder.has_window(layer),
             parts[layer],
             tuple(sorted(below.get(layer, ()))),
             adapters.targets(layer, decoder.projections) if adapters else (),
@@ -61,9 +60,11 @@ def layer_changes(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     yield from changed(config, f"{_MODEL}.num_layers", len(kept), why)
     if len(kept) == decoder.num_layers:
         return
-    attention = getattr(decoder, "layer_types", None)
-    if attention:
-        yield from changed(config, f"{_MODEL}.layer_types", [attention[layer] for layer in kept], _REMAIN)
+    if decoder.layer_types:
+        yield from changed(config, f"{_MODEL}.layer_types", [decoder.layer_types[layer] for layer in kept], _REMAIN)
+    elif decoder.use_sliding_window and decoder.max_window_layers:
+        below = sum(layer < decoder.max_window_layers for layer in kept)
+        yield from changed(config, f"{_MODEL}.max_window_layers", below, _REMAIN)
     if decoder.layers_group > 1:  # so that one layer shares its attention with the next, and another does not
         yield from changed(config, f"{_MODEL}.layers_group", 2, _REMAIN)
     yield from _expert_layers(config, kept)

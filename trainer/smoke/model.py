@@ -35,8 +35,7 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
         yield from _widths(config, vocab_size)
     yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
     yield from changed(config, f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
-    window = getattr(decoder, "sliding_window", None)
-    if isinstance(window, int) and window >= seq_length(config):
+    if decoder.window_layers and decoder.sliding_window >= seq_length(config):
         why = "a window that is smaller than the sequence"
         yield from changed(config, f"{_MODEL}.sliding_window", seq_length(config) // 2, why)
     experts = list(_expert_number(config))

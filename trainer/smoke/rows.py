@@ -50,8 +50,8 @@ def write_rows(config: Config, section: str) -> None:
         rows = loader.num_samples or 1
         for path in _text_files(loader):
             _folder(path)
-            texts = _texts if path.suffix == ".txt" else _records
-            path.write_text("".join(texts(config, section, rows, draw)), encoding="utf-8")
+            texts = _texts(config, rows, draw) if path.suffix == ".txt" else _records(config, section, rows, draw)
+            path.write_text("".join(texts), encoding="utf-8")
 
 
 def is_large(config: Config, section: str) -> bool:
@@ -150,7 +150,7 @@ def _sentence(draw: random.Random, words: int) -> str:
     return " ".join(draw.choices(_WORDS, k=words))
 
 
-def _texts(config: Config, section: str, rows: int, draw: random.Random) -> Iterator[str]:
+def _texts(config: Config, rows: int, draw: random.Random) -> Iterator[str]:
     """Text of twice as many bytes as the sequences have tokens."""
     size = 0
     while size < 2 * (rows + 2) * config.decoder.seq_length:

@@ -9,7 +9,7 @@ from trainer.config.checks.model import targets_experts, targets_in_experts
 from trainer.config.checks.moe import capacity_factor, watches_drop_rate
 from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
-from trainer.config.families import named_family
+from trainer.config.families import FAMILIES, named_family
 from trainer.config.hugging_face import OTHERS, class_differences, saved_class
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.recompute import recompute_notices
@@ -188,7 +188,7 @@ def _run(config: Config) -> Iterator[str]:
     if whole and not saved_class(decoder, config.model.arch.type):
         others = ", ".join(class_differences(decoder, config.model.arch.type))
         yield (f"model.arch.type {config.model.arch.type}: checkpoints have no config.json, as no class of transformers"
-               f" computes this model, which has {others}")
+               f" computes this model; unlike that one it has {others}")
     for name in ("architectures", "model_type"):
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
@@ -242,6 +242,12 @@ def _adapters(config: Config) -> Iterator[str]:
         yield f"{key}.target_modules: {names} of layers with experts get no adapters: experts take none"
     elif targets_experts(config):
         yield f"{key}.target_modules: routers and experts get no adapters: they take none"
+    decoder, kind = config.decoder, saved_class(config.decoder, config.model.arch.type)
+    adapted = {name for layer in range(decoder.num_layers)
+               for name in decoder.pet_config.targets(layer, decoder.projections)}
+    if kind and FAMILIES[kind].joins_gate_up and adapted & {"mlp.gate_proj", "mlp.up_proj"}:
+        yield (f"{key}.target_modules: PEFT cannot load adapters of gate_proj and up_proj, which are one matrix in"
+               f" transformers' {kind}: `export --merge` writes the whole model")
     if not config.load_checkpoint:
         yield f"{key}: the adapters train on top of random weights, as load_checkpoint names no base model"
 

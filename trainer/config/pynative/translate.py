@@ -81,13 +81,12 @@ class Translation:
     notices: list[str] = field(default_factory=list)
 
     def renamed(self, problem: Problem) -> Problem:
-        """A mistake under the name that the key has in the file; a flag's is its own."""
+        """A problem under the file's name for its key; a flag keeps its own name."""
         where = problem.place.text
         if not where or where.startswith(("flag ", "--")):
             return problem
         error, ours = problem.error, "|".join(rf"\b{section}\b" for section in _WHERE_THERE)
-        texts = (re.sub(ours, lambda found: _WHERE_THERE[found[0]], text) for text in (error.rule, error.fix))
-        rule, fix = texts
+        rule, fix = (re.sub(ours, lambda found: _WHERE_THERE[found[0]], text) for text in (error.rule, error.fix))
         given = {} if error.value is None else {"value": error.value}
         key = self.name_there(error.key)
         return problem._replace(error=UserError(rule, where=error.where, key=key, fix=fix, **given))

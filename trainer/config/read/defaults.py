@@ -102,7 +102,7 @@ def _usual_class(found: Resolved, kind: Any) -> Any:
 
 
 def _from_class(found: Resolved, kind: Any) -> None:
-    """Sizes of the class for those that a file leaves out, as MindSpore Transformers reads it; those that fit."""
+    """Takes sizes that a file leaves out from its class, as MindSpore Transformers does, unless they contradict it."""
     settings = _section(found, _MODEL)
     if not isinstance(kind, str) or kind not in FAMILIES or not FAMILIES[kind].has_default_sizes:
         return
@@ -117,7 +117,7 @@ def _from_class(found: Resolved, kind: Any) -> None:
 
 
 def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
-    """Whether a size of the class does not contradict what the file has in its place."""
+    """Whether a size of the class does not contradict what the file says."""
     moe = settings.get("moe_config") if isinstance(settings.get("moe_config"), dict) else {}
     experts, groups, layers = moe.get("expert_num"), moe.get("n_group"), settings.get("num_layers")
     if name == "num_experts_per_tok":

@@ -83,7 +83,7 @@ def parse_config(
 def _translated(
     name: str, root: Table, overrides: Sequence[Override]
 ) -> tuple[Translation, Sequence[Override]]:
-    """The translation of a file of the newer schema, and the overrides that are of ours: of the rest first of all."""
+    """The translation of a file of the newer schema, and the overrides of our keys; those of its own are applied."""
     from trainer.config.pynative.translate import is_key_there, translate
 
     nulls = ("null", "None", "~")  # which remove what is written, whatever it is

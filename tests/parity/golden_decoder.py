@@ -1,0 +1,72 @@
+"""The decoder with the weights of a golden case, held to its logits, loss and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import mindspore
+import numpy as np
+from golden_files import ModelCase
+from mindspore import Tensor
+from numpy_kernels import distance
+from tolerances import decoder_limits
+
+from trainer.checkpoint.weights import fitting_weights
+from trainer.config.schema.model import ModelConfig
+from trainer.data import IGNORE_INDEX, Batch
+from trainer.models.decoder import Decoder
+from trainer.models.generate import Generator, Sampling
+from trainer.models.inputs import InputBuilder, ModelInputs
+from trainer.models.moe import RouterStatistics
+from trainer.ops.kernel_set import load_kernels
+from trainer.ops.select import select_kernels
+
+
+class GoldenDecoder(NamedTuple):
+    """A model with the weights of a case."""
+
+    case: ModelCase
+    model: Decoder
+    build_inputs: InputBuilder
+
+    @property
+    def inputs(self) -> ModelInputs:
+        case = self.case
+        return self.build_inputs(Batch(case.input_ids, case.labels, case.positions, case.segment_ids))
+
+    def check_numbers(self) -> None:
+        """Logits, loss and every gradient are those of the case."""
+        case, model, inputs = self.case, self.model, self.inputs
+        limits = decoder_limits(model.settings, rows=len(case.input_ids))
+        assert distance(model.logits(inputs).asnumpy().reshape(case.logits.shape), case.logits) < limits.loss
+        names, parameters = zip(*model.parameters_by_name.items(), strict=True)
+        gradient = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, parameters)
+        loss_sum, gradients = gradient()
+        assert distance(loss_sum.asnumpy(), np.float32(case.loss_sum)) < limits.loss
+        assert int(inputs.valid_N1.asnumpy().sum()) == case.valid_tokens
+        right = fitting_weights(case.gradients, model.settings, Path(case.name))
+        for name, value in zip(names, gradients, strict=True):
+            assert distance(value.asnumpy() / case.valid_tokens, right[name]) < limits.gradients, name
+
+    def check_generation(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Each generated token is the likeliest one of the whole row, which is computed without a cache."""
+        prompt = self.case.input_ids[0, :prompt_tokens].tolist()
+        generator = Generator(self.model, self.build_inputs, ())
+        tokens = [step[0] for step in generator.stream([prompt], [new_tokens], Sampling())]
+        ids = np.array([prompt + tokens], np.int32)
+        positions = np.arange(ids.size, dtype=np.int32)[None]
+        row = self.build_inputs(Batch(ids, np.full_like(ids, IGNORE_INDEX), positions, np.zeros_like(ids)))
+        likeliest = self.model.logits(row).asnumpy().argmax(-1)
+        assert likeliest[len(prompt) - 1 : -1].tolist() == tokens
+
+
+def golden_decoder(case: ModelCase, settings: ModelConfig, compiled: bool) -> GoldenDecoder:
+    """The model, with a parameter for each tensor of the case and no others."""
+    kernels = load_kernels(select_kernels(settings, "CPU"))
+    model = Decoder(settings, kernels, seed=1, compiled=compiled)
+    weights = fitting_weights(case.weights, settings, Path(case.name))
+    assert model.parameters_by_name.keys() == weights.keys()
+    for name, value in weights.items():
+        model.parameters_by_name[name].set_data(Tensor(value))
+    return GoldenDecoder(case, model, InputBuilder(settings, kernels))
