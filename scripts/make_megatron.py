@@ -48,6 +48,8 @@ def main(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__))
     try:
         print(*main(sys.argv[1:]), sep="\n")
     except TrainerError as error:

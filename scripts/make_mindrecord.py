@@ -58,6 +58,8 @@ def _rows(dataset: SequenceDataset) -> Iterator[dict[str, np.ndarray]]:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__))
     try:
         print(main(sys.argv[1:]))
     except TrainerError as error:

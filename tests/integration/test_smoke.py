@@ -61,6 +61,7 @@ def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
     verdict = json.loads(capsys.readouterr().out)
     assert (code, verdict["result"]) == (1, "fail") and "step 2" in verdict["problem"]
     assert verdict["needs"] and "Traceback" not in verdict["problem"]
+    assert verdict["losses"]["1"] < 7.0 and verdict["peak_rss_bytes"] > 0  # as far as it came
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
         ("run_mode: finetune", "run_mode: {", "not valid YAML"),
         ("hidden_size: 3584", "hiden_size: 3584", "you probably mean model.model_config.hidden_size"),
         ("num_heads: 28", "num_heads: 27", "must divide hidden_size"),
-        ("max_device_memory: 58GB", "max_device_memory: 1GB", "weights and optimizer state of a rank alone take"),
+        ("max_device_memory: 58GB", "max_device_memory: 1GB", "optimizer state of a rank alone take"),
         ("run_mode: finetune", "run_mode: eval", "smoke is for trainings"),
     ],
 )

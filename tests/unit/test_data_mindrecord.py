@@ -289,6 +289,8 @@ def test_an_index_without_rows_is_refused(tmp_path, files):
         ("tokens", {"train": {"input_columns": ["labels"]}}, "train_dataset.input_columns", "does not name input_ids"),
         ("tokens", {"train": {"input_columns": ["input_ids", "number"]}}, "train_dataset.input_columns",
          "number is none of the columns that are read"),
+        ("tokens", {"train": {"input_columns": ["input_ids", "lables"]}}, "Fix: you probably mean labels",
+         "lables is none of the columns"),
         ("tokens", {"train": {"input_columns": ["number"], "construct_args_key": ["input_ids"]}},
          "train_dataset.input_columns", "column number of tokens.mindrecord holds int64, not arrays"),
         ("labels", {"train": {"input_columns": ["input_ids", "input_ids"]}}, "train_dataset.input_columns", "are both"),

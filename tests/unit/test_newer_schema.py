@@ -261,6 +261,14 @@ def test_the_plan_is_that_of_the_smallest_job_of_its_degrees():
     assert (plan.ranks, plan.layout, plan.micro_batches) == (4, "pipeline_stage 2, model_parallel 2", 16)
 
 
+def test_a_model_without_sizes_is_planned_as_far_as_it_goes():
+    text = SMALL.replace(MODEL, MODEL.partition("  vocab_size")[0])
+    text = text.replace("device_target: CPU", "device_target: Ascend")
+    plan = plan_file(load(text), described_world(load(text), SINGLE_PROCESS), [])
+    assert not plan.memory_bytes and "the sizes of the model are not in the file" in "\n".join(plan.notices)
+    assert "not looked at: model" not in "\n".join(plan.notices)
+
+
 @pytest.mark.parametrize("text", [SMALL, FULL])
 def test_the_conversion_is_the_same_configuration(text: str):
     written, told = converted("a.yaml", text)

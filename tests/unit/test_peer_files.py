@@ -131,9 +131,14 @@ def test_memory_is_that_of_the_rank_that_needs_most():
 
 def test_weights_beyond_the_device_are_an_error():
     small = FINETUNE.replace('"58GB"', '"0.1GB"')
-    assert "max_device_memory = '0.1GB': weights and optimizer state of a rank alone" in failure(lambda: plan_of(small))
-    close = "\n".join(plan_of(FINETUNE.replace('"58GB"', '"0.6GB"')).notices)
-    assert "max_device_memory 0.6GB: a rank needs about" in close
+    certain = "weights, gradients and optimizer state of a rank alone take"
+    assert f"max_device_memory = '0.1GB': {certain}" in failure(lambda: plan_of(small))
+    memory = plan_of(FINETUNE).memory_bytes
+    sizes = memory["total"] - memory["activations"], memory["total"]
+    between = f"{sum(sizes) / 2 / 2**30:.4f}GB"
+    close = "\n".join(plan_of(FINETUNE.replace("58GB", between)).notices)
+    assert f"max_device_memory {between}: a rank needs about" in close
+    assert certain in failure(lambda: plan_of(FINETUNE.replace("58GB", f"{0.99 * sizes[0] / 2**30:.4f}GB")))
 
 
 def test_all_problems_are_told_at_once():
@@ -146,6 +151,18 @@ def test_all_problems_are_told_at_once():
         assert part in str(caught.value)
     lines = str(caught.value.short).splitlines()
     assert len(lines) == 1 + len(caught.value.errors) + 1 and lines[-1].startswith("  Fix: ")
+
+
+def test_a_key_that_resembles_no_other_hides_no_rule():
+    message = failure(lambda: plan_of(FINETUNE.replace("num_heads: 16", "num_heads: 15\n    zzz: 1")))
+    assert "zzz: unknown key" in message and "must divide hidden_size" in message, message
+
+
+def test_data_that_is_elsewhere_is_named_by_its_files():
+    loader = "{type: HFDataLoader, load_func: load_dataset, path: json, data_files: /data/alpaca.json}"
+    before = '{type: JsonlDataset, dataset_dir: "/data/on/another/machine", shuffle: True}'
+    told = "\n".join(plan_of(FINETUNE.replace(before, loader)).notices)
+    assert "not looked at: train_dataset.data_loader /data/alpaca.json" in told
 
 
 def test_data_tokenizer_and_memory_are_told_with_the_other_problems(tmp_path):

@@ -454,7 +454,11 @@ def _convert(
         return EXIT_OK
     if output.exists():
         raise UserError("is there already", where="flag --output", key=str(output), fix="give another --output")
-    output.write_text(text, encoding="utf-8")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        rule, fix = f"cannot be written: {error.strerror or error}", "give another --output"
+        raise UserError(rule, where="flag --output", key=str(output), fix=fix) from None
     print(output)
     return EXIT_OK
 

@@ -133,6 +133,16 @@ OTHERS = {
 """What is unlike a Llama in families that are not known here, by model_type: sentences."""
 
 
+_SUFFIX = "ForCausalLM"
+
+
+def of_other_class(name: str) -> str:
+    """What is unlike a Llama in a class of transformers that is not built; empty where nothing is known of it."""
+    stem = name.removesuffix(_SUFFIX).lower()
+    found = (text for kind, text in OTHERS.items() if stem in (kind.replace("_", ""), kind.removesuffix("_text")))
+    return next(found, "")
+
+
 def _head_size(found: Mapping[str, Any]) -> Any:
     width, heads = (found.get(key) for key in ("hidden_size", "num_attention_heads"))
     both = isinstance(width, int) and isinstance(heads, int) and heads

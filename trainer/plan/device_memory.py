@@ -51,7 +51,7 @@ def stage_memory(
 
 def fixed_bytes(parts: dict[str, int]) -> int:
     """The part of the memory that is certain."""
-    return parts["weights"] + parts.get("optimizer state", 0)
+    return sum(parts.get(name, 0) for name in ("weights", "gradients", "optimizer state"))
 
 
 def _stage(

@@ -138,7 +138,8 @@ def _class_notices(config: Config, weights: Mapping[str, np.ndarray]) -> Iterato
     elif kind and kind != asked:
         yield f"saved as {kind}, which in transformers computes what this {asked} does"
     if layers := module_layers(weights, config.decoder):
-        yield f"transformers has no multi-token prediction: it leaves out {len(layers)} of the model's layers"
+        yield (f"transformers has no multi-token prediction: it leaves out {len(layers)} of the model's layers, and may"
+               " call their weights unexpected")
 
 
 def _check(config: Config, output: Path, merge: bool, force: bool) -> None:

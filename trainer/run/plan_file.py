@@ -67,8 +67,9 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
     rules = {one.error.rule for one in misfits}
     unbuilt = [one for one in of_backend if one.error.rule not in rules] if elsewhere else []
     absent = [one for one in problems if one.is_absent] if elsewhere else []
+    model = config.source.name(_MODEL)
     if any(one.error.key.startswith("model.") for one in told):  # sizes that are missing may be those
-        problems = [one for one in problems if one.error.key != _MODEL or one.is_absent]
+        problems = [one for one in problems if one.error.key != model or one.is_absent]
     problems += [*of_backend, *(misfits if unbuilt else ())]  # the backend looks at one of the two
 
     def collect(check: Callable[[], Any]) -> None:
@@ -81,7 +82,7 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
     wrong = [one for one in problems if one not in unbuilt and one not in absent]
     sections = _sections_read(config)
     away = missing_data(config, sections) if elsewhere else {}
-    has_sizes = not any(one.error.key == _MODEL for one in absent)
+    has_sizes = not any(one.error.key == model for one in absent)
     try:
         raise_problems(wrong)
         if not elsewhere:
@@ -101,7 +102,7 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
         raise_problems(list({str(one.error): one for one in problems}.values()))
     missing = [f"{name}.data_loader {path or '(no path is written)'}" for name, path in away.items()]
     notices = [_unbuilt_notice(unbuilt)] if unbuilt else []
-    names = [f"{one.error.key} {one.error.value}" for one in absent if one.error.key != _MODEL] + missing
+    names = [f"{one.error.key} {one.error.value}" for one in absent if one.error.key != model] + missing
     if names:
         notices.append(Notice(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
     if not has_sizes:
@@ -147,7 +148,8 @@ def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
         paths += [item.path for item in getattr(loader, "sources", ())]
         paths += [os.environ.get(PATH_VARIABLE, "")] if loader.type == "MnistDataset" else []
         if loader.type != "SyntheticDataset" and not any(_is_here(path) for path in paths if path):
-            found[name] = next((path for path in paths if path), "")
+            # HFDataLoader's path may be the name of a format.
+            found[name] = next((path for path in paths if "/" in path or "." in path), next(filter(None, paths), ""))
     return found
 
 
@@ -193,7 +195,7 @@ def _memory_notices(config: Config, memory_bytes: Mapping[str, int]) -> list[str
     """Says where a rank's memory is probably above max_device_memory.
 
     Raises:
-        UserError: Weights and optimizer state alone are.
+        UserError: Weights, gradients and optimizer state alone are, whose size is certain.
     """
     limit = config.context.max_device_memory
     if limit is None:
@@ -201,7 +203,7 @@ def _memory_notices(config: Config, memory_bytes: Mapping[str, int]) -> list[str
     gib, most = 1 << 30, float(limit.removesuffix("GB"))
     fixed, total = fixed_bytes(memory_bytes) / gib, memory_bytes["total"] / gib
     if fixed > most:
-        rule = f"weights and optimizer state of a rank alone take {fixed:.1f} GB"
+        rule = f"weights, gradients and optimizer state of a rank alone take {fixed:.1f} GB"
         fix = "use more ranks: model_parallel and pipeline_stage divide them; enable_parallel_optimizer shares them"
         raise problem(config, _LIMIT, rule, fix).error
     if total > most:

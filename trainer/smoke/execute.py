@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.checkpoint.store import folder_name
 from trainer.config import Override, load_config
@@ -39,8 +39,8 @@ class Results(NamedTuple):
     peak_rss_bytes: int
 
 
-def execute(setup: Setup, tell: Callable[[str], None]) -> Results:
-    """Trains and resumes.
+def execute(setup: Setup, tell: Callable[[str], None]) -> None:
+    """Trains and resumes; `results` reads what came of it.
 
     Args:
         tell: Is given a line about each step.
@@ -63,7 +63,6 @@ def execute(setup: Setup, tell: Callable[[str], None]) -> Results:
     if code:
         log = setup.folder / ("job/rank-0.log" if setup.ranks > 1 else LOG)
         raise RunError(f"a process of the training ended with exit code {code}; log: {log}")
-    return _results(setup.folder)
 
 
 def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> int:
@@ -98,7 +97,7 @@ class _Progress(Monitor):
 
     def on_step(self, metrics: StepMetrics) -> None:
         why = metrics.skipped or ("overflow" if metrics.overflow else "")
-        loss = f"loss {metrics.loss:.4f}, lr {metrics.lr:.3e}, {metrics.step_seconds:.1f} s"
+        loss = f"loss {metrics.loss:.6f}, lr {metrics.lr:.3e}, {metrics.step_seconds:.1f} s"
         loss += f" ({why}: nothing was updated)" if why else ""
         self.tell(f"{self.begins}step {metrics.step} of {metrics.last_step}: {loss}")
 
@@ -143,12 +142,17 @@ def _stdout_as_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _results(folder: Path) -> Results:
-    """Reads what the runs wrote down."""
-    first, both = ([json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
-                   for name in (_FIRST_METRICS, _METRICS))
-    losses, resumed = ({record["step"]: record["loss"] for record in records if "loss" in record}
-                       for records in (first, both))
+def results(folder: Path) -> Results:
+    """Reads what the runs wrote down, as far as they came."""
+    first, resumed = _records(folder / _FIRST_METRICS), _records(folder / _METRICS)
+    if not first:  # the training did not come to its end
+        first, resumed = resumed, []
+    losses, again = ({record["step"]: record["loss"] for record in records if "loss" in record}
+                     for records in (first, resumed))
     evaluation = next((record["eval_loss"] for record in first if "eval_loss" in record), None)
-    peaks = [record["peak_rss_bytes"] for record in both if "peak_rss_bytes" in record]
-    return Results(losses, resumed, evaluation, max(peaks, default=0))
+    peaks = [record["peak_rss_bytes"] for record in (*first, *resumed) if "peak_rss_bytes" in record]
+    return Results(losses, again, evaluation, max(peaks, default=0))
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

@@ -21,7 +21,7 @@ from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
-from trainer.smoke.execute import CONFIG, LOG, execute
+from trainer.smoke.execute import CONFIG, LOG, execute, results
 from trainer.smoke.model import NO_SIZES, model_changes
 from trainer.smoke.needs import needs
 from trainer.smoke.rows import is_large, write_first_records, write_rows, write_tokens
@@ -85,9 +85,12 @@ def smoke(
         verdict.changes = smoke_changes(config, setup)
         show(verdict.changes)
         small = _prepare(config, setup, verdict.changes)
-        found = execute(setup, tell)
-        verdict.losses, verdict.eval_loss, verdict.peak_rss_bytes = found.losses, found.evaluation, found.peak_rss_bytes
-        verdict.resumed_loss = found.resumed.get(steps)
+        try:
+            execute(setup, tell)
+        finally:  # the steps before a failure, too
+            found = results(setup.folder)
+            verdict.losses, verdict.eval_loss = found.losses, found.evaluation
+            verdict.resumed_loss, verdict.peak_rss_bytes = found.resumed.get(steps), found.peak_rss_bytes
         _judge(verdict, steps, small.do_eval)
     except RunError as error:
         verdict.problem = str(error)

@@ -156,7 +156,7 @@ def _weights(config: Config, is_smaller: bool) -> Iterator[Change]:
             continue
         why = "new weights: those have the full size" if here else "new weights: it is not here"
         if key == "pretrained_model_dir":
-            why = "the folder gave sizes and tokenizer" if here else "it is not here: a small model in its place"
+            why = "the folder gave sizes and tokenizer" if here else f"it is not here: a small {config.model.arch.type}"
         yield from changed(config, key, "" if key == "load_checkpoint" else None, why)
     name = "model.model_config.checkpoint_name_or_path"
     if config.decoder.checkpoint_name_or_path:

@@ -34,6 +34,8 @@ class Problem(NamedTuple):
     error: UserError
     is_absent: bool = False
     """Whether a path is not there, which is no mistake in the plan of a run on another machine."""
+    is_extra: bool = False
+    """Whether it is about a key that resembles no other, so that all other values are those that were meant."""
 
 
 def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND, because: str = "") -> Problem:

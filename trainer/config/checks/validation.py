@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation, nearest, one_of, problem_at
+from trainer.config.hugging_face import of_other_class
 from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, meanings_of, shape_of
 from trainer.config.schema.root import Config
 
@@ -140,6 +141,8 @@ def _literals(items: list[Any]) -> list[str]:
 def _fix(path: tuple[str, ...], items: list[Any], value: Any, kind: type[Section]) -> str:
     types, names = {item["type"] for item in items}, _literals(items)
     if names and isinstance(value, str):
+        if path[-2:] == ("arch", "type") and (unlike := of_other_class(value)):
+            return f"use another model; unlike in a Llama, {unlike}"
         guess = nearest(value, names)
         return f"write {guess}" if guess else f"write {'one of ' * (len(names) > 1)}{one_of(names)}"
     if isinstance(value, str) and types & {"int_type", "float_type", "bool_type"}:

@@ -181,7 +181,7 @@ def _from_flat_yarn(found: Resolved) -> None:
     elif not whole and not all(scales) and numbers and factor >= 1:
         of, to = (0.1 * scale * math.log(factor) + 1 for scale in scales)
         _set(found, f"{_MODEL}.rope_scaling.attention_factor", of / to, because)
-    for name in (key, *names):
+    for name in (key, *names, "position_embedding_type"):  # rope_scaling says it now
         settings.pop(name, None)
 
 

@@ -118,7 +118,8 @@ def converted(name: str, text: str) -> tuple[str, list[str]]:
 
 def _independent(ruled: list[Problem], problems: list[Problem]) -> list[Problem]:
     """The broken rules that are none because of another problem: a wrong value has its default, which nobody wrote."""
-    unsure = {"model" if one.is_absent else one.error.key.rpartition(".")[0] for one in problems} - {""}
+    unsure = {"model" if one.is_absent else one.error.key.rpartition(".")[0] for one in problems if not one.is_extra}
+    unsure -= {""}
     unsure |= {section for section, of in (("optimizer", "lr_schedule"), ("model", "model.arch")) if of in unsure}
     return [
         one for one in ruled

@@ -106,7 +106,7 @@ def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, s
         is_short = len(known) <= _LISTED or schema is not Config
         fix = f"remove it; {listed if is_short else '`run_trainer.py schema` lists all'}"
     rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
-    return problem_at(place, f"{path}{name}", rule, fix)
+    return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess))
 
 
 def sections_with(name: str, schema: type[Section] = Config) -> list[str]:

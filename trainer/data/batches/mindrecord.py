@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.config.checks.problem import data_error
+from trainer.config.checks.problem import data_error, nearest
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, kept_apart, padding_batch
 from trainer.data.batches.packing import DocumentCounts, checked_indices
 from trainer.data.batches.split import Spans, hold_out
@@ -202,7 +202,9 @@ def _columns(config: Config, section: str, files: Sequence[MindRecordFile], loca
         role = _OTHER_NAMES.get(role, role)
         if role not in _ROLES:
             known = f"{_TOKENS}, {_LABELS} (or target_ids), {_MASK}, {_LOSS_MASK} and {_POSITIONS}"
-            raise data_error(config, key, f"{role} is none of the columns that are read: {known}", "leave it out")
+            guess = nearest(role, _ROLES)
+            fix = f"you probably mean {guess}" if guess else "leave it out"
+            raise data_error(config, key, f"{role} is none of the columns that are read: {known}", fix)
         if role in roles:
             raise data_error(config, key, f"{roles[role]} and {name} are both {role}", "name one of them")
         roles[role] = name
