@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import run_suite
-from run_suite import JOB, SECONDS, TOGETHER, WAIT, Batch, batches, closing_line, counts, run, seconds_of, spread
+from run_suite import SECONDS, TOGETHER, Batch, batches, closing_line, counts, next_batch, run, seconds_of, spread
 
 JOBS, UNIT = Batch(("tests/parallel/test_a.py",), True), Batch(("tests/unit/test_b.py",), False)
 LAUNCHER = Batch(("tests/parallel/test_launcher_c.py",), True, True)
@@ -39,12 +39,11 @@ def test_a_new_folder_is_run_too(tmp_path: Path) -> None:
     assert batches(tmp_path) == [Batch(("tests/new/test_b.py",), False), Batch(("tests/unit/test_a.py",), False)]
 
 
-def test_jobs_and_what_waits_run_beside_the_cores() -> None:
-    after = run_suite.next_batch
-    every = [LAUNCHER, JOBS, UNIT]
-    assert after(every, 0) == UNIT and after(every, JOB) == JOBS and after(every, WAIT) == LAUNCHER
-    assert after([JOBS, LAUNCHER], 1) == LAUNCHER  # nothing else is left for this core
-    assert after([JOBS], 1) is None and after([LAUNCHER], JOB) is None and after([JOBS, UNIT], WAIT) is None
+def test_what_waits_runs_beside_and_in_the_end_everywhere() -> None:
+    assert next_batch([LAUNCHER, JOBS, UNIT], 0) == JOBS and next_batch([UNIT, JOBS, LAUNCHER], None) == LAUNCHER
+    assert next_batch([LAUNCHER], 1) == LAUNCHER
+    assert next_batch([JOBS, UNIT], 0, has_job=True) == UNIT and next_batch([JOBS], 0, has_job=True) is None
+    assert next_batch([UNIT, JOBS], None) is None and next_batch([], 0) is None
 
 
 @pytest.mark.parametrize(
