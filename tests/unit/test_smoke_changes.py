@@ -180,7 +180,7 @@ def test_frozen_weights_and_adapters_of_layers_go_with_them():
 def test_a_folder_that_is_not_here_is_a_small_model_with_bytes():
     config, told = small(ALPACA)
     assert config.pretrained_model_dir is None and config.train_dataset.tokenizer.type == "bytes"
-    assert told["pretrained_model_dir"][2] == "it is not here: a small model in its place"
+    assert told["pretrained_model_dir"][2] == "it is not here: a small LlamaForCausalLM"
     assert config.decoder.num_layers == 2 and config.decoder.vocab_size >= 257
 
 
