@@ -143,13 +143,14 @@ def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in sections:
         loader = getattr(config, name).data_loader
-        keys = {"dataset_dir", "dataset_files", "path", "data_files", "config"}
-        paths = _paths(loader.model_dump(include=keys))
+        # Files first: an HFDataLoader's path may be the name of their format.
+        keys = ("dataset_dir", "dataset_files", "data_files", "path", "config")
+        values = loader.model_dump(include=set(keys))
+        paths = _paths([values[key] for key in keys if key in values])
         paths += [item.path for item in getattr(loader, "sources", ())]
         paths += [os.environ.get(PATH_VARIABLE, "")] if loader.type == "MnistDataset" else []
         if loader.type != "SyntheticDataset" and not any(_is_here(path) for path in paths if path):
-            # HFDataLoader's path may be the name of a format.
-            found[name] = next((path for path in paths if "/" in path or "." in path), next(filter(None, paths), ""))
+            found[name] = next(filter(None, paths), "")
     return found
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.schema.data import MegatronLoader
+from trainer.config.schema.data import HuggingFaceLoader, MegatronLoader
+from trainer.data.datasets import EVAL, TRAIN
 from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.model import seq_length, small_vocabulary
 from trainer.smoke.training import batch_size, rows_of_a_step
 
-TRAIN, EVAL = "train_dataset", "eval_dataset"
 TOKEN_FILES = ("MindDataset", "BlendedMegatronDatasetDataLoader")
-HUGGING_FACE = ("HFDataLoader", "CommonDataLoader")
 _MODEL = "model.model_config"
 _ABSENT = "not here: synthetic rows of the same form"
 
@@ -103,7 +102,7 @@ def _replaced(config: Config, key: str, folder: Path, why: str) -> Iterator[Chan
         yield from _mindrecord(config, key, folder, why)
     elif isinstance(loader, MegatronLoader):
         yield from _megatron(config, key, loader, folder)
-    elif loader.type in HUGGING_FACE:
+    elif isinstance(loader, HuggingFaceLoader):
         name = loader.split or {TRAIN: "train", EVAL: "validation"}[section]
         shown = loader.data_files or loader.dataset_dir or loader.path
         yield Change(f"{key}.data_files", shown, str(folder / f"{name}.json"), why)

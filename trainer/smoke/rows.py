@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from trainer.config import Config
-from trainer.config.schema.data import MegatronLoader
+from trainer.config.schema.data import HuggingFaceLoader, MegatronLoader
 from trainer.data.source.compression import open_content
 from trainer.data.source.files import RECORDS
 from trainer.data.source.find import find_sources
+from trainer.data.source.huggingface import handler_steps
 from trainer.data.source.indexed import write_indexed
 from trainer.data.source.records import read_records
-from trainer.smoke.data import HUGGING_FACE
 
 _SEED = 1
 _DOCUMENTS = 256
@@ -141,7 +141,7 @@ def _documents(config: Config, loader: MegatronLoader) -> Iterator[np.ndarray]:
 
 
 def _text_files(loader: Any) -> list[Path]:
-    if loader.type in HUGGING_FACE:
+    if isinstance(loader, HuggingFaceLoader):
         return [Path(loader.data_files)]
     return [Path(source.path) for source in loader.sources] or [Path(loader.dataset_dir)]
 
@@ -176,16 +176,10 @@ def _records(config: Config, section: str, rows: int, draw: random.Random) -> It
         yield json.dumps(named) + "\n"
 
 
-def _steps(handler: Any) -> list[tuple[str, dict[str, Any]]]:
-    if isinstance(handler, list):
-        return [(str(step.get("type", "")), step) for step in handler]
-    return [(name, step or {}) for name, step in handler.items()]
-
-
 def _column_names(loader: Any) -> dict[str, str]:
     """Our name of a field -> the column of the file that has it."""
     columns = dict(loader.columns)
-    for kind, step in _steps(getattr(loader, "handler", [])):
+    for kind, step in handler_steps(getattr(loader, "handler", [])):
         if kind == "rename_column":
             columns[step.get("new_column_name", "")] = step.get("original_column_name", "")
     return columns
@@ -194,7 +188,7 @@ def _column_names(loader: Any) -> dict[str, str]:
 def _form(config: Config, section: str) -> str:
     """The form of a record: that of a handler or of the named columns, a conversation for a finetuning, else text."""
     loader = getattr(config, section).data_loader
-    if any(kind == "AlpacaInstructDataHandler" for kind, _ in _steps(getattr(loader, "handler", []))):
+    if any(kind == "AlpacaInstructDataHandler" for kind, _ in handler_steps(getattr(loader, "handler", []))):
         return "instruction"
     named = _column_names(loader)
     for form in _FORMS:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.config.schema.data import HuggingFaceLoader
 from trainer.data.source import files
 from trainer.data.source.files import RECORDS, STDLIB, TEXT, Source, describe_file, matching_files, suffix_of
 from trainer.data.source.huggingface import Request, read_request
@@ -30,7 +31,7 @@ def find_sources(config: Config, section: str) -> tuple[tuple[Source, float], ..
     """
     loader = getattr(config, section).data_loader
     prefix = f"{section}.data_loader"
-    if loader.type in ("HFDataLoader", "CommonDataLoader"):
+    if isinstance(loader, HuggingFaceLoader):
         return ((_record_source(config, section, read_request(config, section)), 1.0),)
     key = f"{prefix}.dataset_dir"
     where = config.source.where(key)

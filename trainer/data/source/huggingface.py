@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,7 +96,7 @@ def _handled(
 ) -> tuple[dict[str, str], int | None, tuple[str, ...]]:
     """The columns, the limit and the notices that the handlers, steps of processing in their order, come to."""
     columns, limit, notices = dict(loader.columns), None, []
-    for number, (kind, handler) in enumerate(_steps(loader.handler)):
+    for number, (kind, handler) in enumerate(handler_steps(loader.handler)):
         key = f"{section}.data_loader.handler.{number}"
         where = config.source.where(key) or config.source.where(f"{section}.data_loader.handler")
         if kind == "take" and isinstance(handler.get("n"), int) and handler["n"] > 0:
@@ -115,7 +115,8 @@ def _handled(
     return columns, limit, tuple(notices)
 
 
-def _steps(handlers: list[dict[str, Any]] | Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+def handler_steps(handlers: list[dict[str, Any]] | Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Kind and keys of each step of an HFDataLoader's processing, however they are written."""
     if isinstance(handlers, list):
         return [(str(handler.get("type", "")), handler) for handler in handlers]
     return [(kind, handler or {}) for kind, handler in handlers.items()]
