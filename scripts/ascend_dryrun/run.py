@@ -3,7 +3,7 @@
     python scripts/ascend_dryrun/run.py my_script.py ARGUMENTS
     RANK_SIZE=8 RANK_ID=3 python scripts/ascend_dryrun/run.py my_script.py      # as one rank of a job
 
-The script calls `mindspore.set_device("Ascend")`; docs/ascend.md says what a dry run shows. For a training file there is
+The script calls `mindspore.set_device("Ascend")`; docs/ascend.md says what a dry run shows. For a training file use
 `run_trainer.py plan --dryrun ascend`.
 """
 

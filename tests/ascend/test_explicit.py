@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import DENSE, EXPERTS, on_ascend
+from ascend_cases import DENSE, on_ascend
 
 from trainer.dryrun.process import Measurement
 
