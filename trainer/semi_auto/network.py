@@ -12,6 +12,7 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +30,7 @@ from trainer.config.layer_ranges import layer_text
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
-from trainer.models.shapes import all_shapes
+from trainer.models.shapes import all_shapes, is_buffer
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
@@ -38,6 +39,7 @@ from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
+from trainer.semi_auto.experts import ExpertLayer, ExpertRanks, expert_group, statistics_of
 from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems
 from trainer.semi_auto.step import GradientCell
 
@@ -76,7 +78,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
-        loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask)
+        experts = experts_maker(config, world, kernels, load_kernels(choices, precision, device=device))
+        loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask, experts)
         set_strategies(loss, settings, degrees)
         inner = loss
         if degrees.pipeline_stage > 1:
@@ -105,6 +108,28 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         network.set_jit_config(JitConfig(**options))
     network.set_train()
     return SemiAuto(network, step, loss, kernels.sum_of_squares)
+
+
+def experts_maker(
+    config: Config, world: World, kernels: KernelSet, local: KernelSet
+) -> Callable[[str, list[Parameter]], ExpertLayer]:
+    """(prefix of a layer's names, its weights) -> its experts. `kernels` are sharded, `local` those of a single rank."""
+    settings, degrees = config.decoder, degrees_of(config, world)
+    group, _ = expert_group(world.rank, degrees.expert_parallel)
+    tokens = config.runner_config.batch_size * settings.seq_length
+    ranks = ExpertRanks(
+        degrees.data_parallel, degrees.model_parallel, degrees.expert_parallel, group, tokens, is_dry_run()
+    )
+
+    def make(prefix: str, weights: list[Parameter]) -> ExpertLayer:
+        return ExpertLayer(settings, kernels, local, weights, statistics_of(prefix, settings.experts.expert_num), ranks)
+
+    return make
+
+
+def is_dry_run() -> bool:
+    """Whether MindSpore only simulates the device, where no kernel computes."""
+    return os.environ.get("MS_SIMULATION_LEVEL", "") not in ("", "0")
 
 
 def stages(layers: int, number: int) -> dict[str, int]:
@@ -142,15 +167,21 @@ class LossCell(nn.Cell):
         kernels: KernelSet,
         tables: plain_kernels.RotaryTables,
         mask: plain_kernels.AttentionMask,
+        make_experts: Callable[[str, list[Parameter]], nn.Cell],
     ) -> None:
         super().__init__(auto_prefix=False)
         settings = config.decoder
         shapes, frozen = all_shapes(settings), frozen_names(config)
         self.by_name = {
-            name: Parameter(initializer("zeros", shape, mstype.float32), name, requires_grad=name not in frozen)
+            name: Parameter(
+                initializer("zeros", shape, mstype.float32),
+                name,
+                requires_grad=name not in frozen and not is_buffer(name),
+                parallel_optimizer=not is_buffer(name),
+            )
             for name, shape in shapes.items()
         }
-        self.depth, self.decoder = settings.mtp_depth, SemiAutoDecoder(settings, kernels, self.by_name)
+        self.depth, self.decoder = settings.mtp_depth, SemiAutoDecoder(settings, kernels, self.by_name, make_experts)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.tables, self.mask = tables, mask
@@ -205,8 +236,8 @@ class StagedLossCell(LossCell):
     """`LossCell` for a pipeline, whose micro-batches must be calls of one graph."""
 
     @lazy_inline
-    def __init__(self, config, kernels, tables, mask) -> None:
-        super().__init__(config, kernels, tables, mask)
+    def __init__(self, config, kernels, tables, mask, make_experts) -> None:
+        super().__init__(config, kernels, tables, mask, make_experts)
 
 
 def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:

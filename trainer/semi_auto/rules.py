@@ -93,9 +93,27 @@ def _degrees(config: Config) -> Iterator[Problem]:
     if section.model_parallel > 1 and not config.parallel.full_batch:
         # MindSpore would take the rows of tensor-parallel ranks for different ones.
         yield problem(config, "parallel.full_batch", f"{_NOT_YET} with model_parallel above 1", "set it to True")
-    for name in ("context_parallel", "expert_parallel"):
-        if getattr(section, name) > 1:
-            yield problem(config, f"parallel_config.{name}", _NOT_YET, "set it to 1")
+    if section.context_parallel > 1:
+        yield problem(config, "parallel_config.context_parallel", _NOT_YET, "set it to 1")
+    yield from _expert_parallel(config)
+
+
+def _expert_parallel(config: Config) -> Iterator[Problem]:
+    section, settings, key = config.parallel_config, config.decoder, "parallel_config.expert_parallel"
+    if settings.experts is None:
+        if section.expert_parallel > 1:
+            yield problem(config, key, "the model has no experts", "set it to 1")
+        return
+    number, tokens = settings.experts.expert_num, config.runner_config.batch_size * settings.seq_length
+    if number % section.expert_parallel:
+        fix = "set it to a divisor of the number of experts"
+        yield problem(config, key, f"the ranks of a group share the {number} experts of a layer equally", fix)
+    if tokens % section.model_parallel:
+        rule = f"its ranks share the {tokens} tokens of a micro-batch for the experts, which it must divide"
+        yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
+    if settings.down_has_bias:
+        fix = f"set it to False, {_INSTEAD}"
+        yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -144,8 +162,5 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
     if settings.window_layers:
         yield problem(config, f"{model}.sliding_window", _NOT_YET, f"use a model without a window, {_INSTEAD}")
-    if settings.experts is not None:
-        key = f"{model}.moe_config.expert_num"
-        yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")

@@ -13,8 +13,10 @@ from trainer.data.batches.batch import padding_batch
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.collectives import make_group
 from trainer.parallel.communicator import ProcessGroup, SingleProcess
 from trainer.run.session import set_up_device
+from trainer.semi_auto.experts import expert_group
 from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.rules import data_config
 from trainer.semi_auto.shards import ShardedParameters
@@ -45,6 +47,9 @@ def open_semi_auto_training(
     """
     set_up_device(config, device, world)
     communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
+    expert_parallel = degrees_of(config, world).expert_parallel
+    if expert_parallel > 1:
+        make_group(*expert_group(world.rank, expert_parallel))
     built = build_semi_auto(config, world, device)
     window = window_of(config, world)
     with graph_mode():
