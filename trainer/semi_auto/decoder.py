@@ -83,8 +83,8 @@ class EmbeddingCell(nn.Cell):
     def construct(self, ids_N):
         return self.gather(self.weight, ids_N, 0)
 
-    def shard_over(self, data: int, vocabulary: int) -> None:
-        self.gather.shard(((vocabulary, 1), (data,)))
+    def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
+        self.gather.shard(((vocabulary, 1), (data,)), **({"out_strategy": ((tokens, 1),)} if tokens > data else {}))
 
 
 class LayerCell(nn.Cell):
@@ -97,17 +97,20 @@ class LayerCell(nn.Cell):
     def construct(self, x_ND, tables, mask):
         return self.block(x_ND, *tables, mask, None, None, None, None, *self.weights)
 
-    def shard_over(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its
         outputs, the second along its inputs; all else along the batch, or like the columns of its input.
+
+        The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
+        (Korthikanti et al. 2022, section 4.2) data * tensor.
         """
-        attention, mlp, row = self.block.attention, self.block.mlp, (data, 1)
+        attention, mlp, row = self.block.attention, self.block.mlp, (tokens, 1)
         for norm in (attention.norm, attention.post_norm, mlp.norm, mlp.post_norm):
-            norm.shard_over(data)
+            norm.shard_over(tokens)
         for projection in (attention.query, attention.key, attention.value, mlp.gate, mlp.up):
             projection.linear.shard_over(data, columns=tensor)
         for projection in (attention.out, mlp.down):
-            projection.linear.shard_over(data, rows=tensor)
+            projection.linear.shard_over(data, rows=tensor, tokens=tokens)
         for part in (attention.query_rotary, attention.key_rotary, attention.attention, mlp.swiglu):
             part.shard_over(data, tensor)
         for norm in (attention.query_norm, attention.key_norm) if attention.qk_norm else ():
@@ -126,12 +129,12 @@ class MergeCell(nn.Cell):
     def construct(self, mtp_ids_N, x_ND):
         return self.merge(self.embed(mtp_ids_N), x_ND, *self.weights)
 
-    def shard_over(self, data: int, vocabulary: int) -> None:
+    def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
         merge = self.merge
-        self.embed.shard_over(data, vocabulary)
+        self.embed.shard_over(data, vocabulary, tokens)
         for part in (merge.final_norm, merge.embedding_norm, merge.hidden_norm, merge.project):
-            part.shard_over(data)
-        merge.concat.shard(((data, 1), (data, 1)))
+            part.shard_over(tokens)
+        merge.concat.shard(((tokens, 1), (tokens, 1)))
 
 
 class HeadCell(nn.Cell):
@@ -144,6 +147,6 @@ class HeadCell(nn.Cell):
     def construct(self, x_ND, targets):
         return self.head(x_ND, self.norm, self.weight, targets[0], targets[1])
 
-    def shard_over(self, data: int, vocabulary: int) -> None:
-        self.head.norm.shard_over(data)
+    def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
+        self.head.norm.shard_over(tokens)
         self.head.cross_entropy.shard_over(data, vocabulary)
