@@ -55,7 +55,8 @@ def sharing_level(config: Config) -> str:
     """
     section = config.parallel.parallel_optimizer_config
     again = config.recompute_config.parallel_optimizer_comm_recompute and any(recomputed_parts(config))
-    return max(section.optimizer_level, "level2" if section.gradient_accumulation_shard else "", "level3" if again else "")
+    asked = {"level2": section.gradient_accumulation_shard, "level3": again}
+    return max(section.optimizer_level, *(level for level, wanted in asked.items() if wanted), "")
 
 
 def semi_auto_problems(config: Config, world: World) -> list[Problem]:
