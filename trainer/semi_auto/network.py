@@ -134,8 +134,10 @@ def stages(config: Config) -> dict[str, int]:
     layers = {layer: stage for stage, own in enumerate(stage_layers(config)) for layer in own}
     layers |= dict.fromkeys(range(settings.num_layers, settings.num_layers + settings.mtp_depth), last)
     found = {f"decoder.layers.{layer}": stage for layer, stage in sorted(layers.items())}
-    found |= {f"decoder.merges.{module}": last for module in range(settings.mtp_depth)}
-    return {"decoder.embed": 0, **found} | {f"decoder.heads.{head}": last for head in range(settings.mtp_depth + 1)}
+    found |= {"decoder.embed": 0} | ({"decoder.matrix": 0} if settings.tie_word_embeddings else {})
+    for module in range(settings.mtp_depth):
+        found |= {f"decoder.mtp_embeds.{module}": 0, f"decoder.merges.{module}": last}
+    return found | {f"decoder.heads.{head}": last for head in range(settings.mtp_depth + 1)}
 
 
 def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, sequence: bool = False) -> None:
@@ -151,7 +153,8 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
     for layer in decoder.layers:
         layer.shard_over(data, tensor, tokens)
     # Embedding and head may be one matrix, so they are sharded alike.
-    for part in (decoder.embed, *decoder.merges, *decoder.heads):
+    matrix = [decoder.matrix] if decoder.hands_on else []
+    for part in (decoder.embed, *decoder.mtp_embeds, *matrix, *decoder.merges, *decoder.heads):
         part.shard_over(data, vocabulary, tokens)
 
 
@@ -178,6 +181,8 @@ class LossCell(nn.Cell):
     cells `tables` and `mask` make rotary tables and attention mask from positions and segments.
     """
 
+    staged = False
+
     def __init__(
         self,
         config: Config,
@@ -192,7 +197,8 @@ class LossCell(nn.Cell):
             name: Parameter(initializer("zeros", shape, mstype.float32), name, requires_grad=name not in frozen)
             for name, shape in shapes.items()
         }
-        self.depth, self.decoder = settings.mtp_depth, SemiAutoDecoder(settings, kernels, self.by_name)
+        self.depth = settings.mtp_depth
+        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, staged=self.staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.tables, self.mask = tables, mask
@@ -245,6 +251,8 @@ class LossCell(nn.Cell):
 
 class StagedLossCell(LossCell):
     """`LossCell` for a pipeline, whose micro-batches must be calls of one graph."""
+
+    staged = True
 
     @lazy_inline
     def __init__(self, config, kernels, tables, mask) -> None:
