@@ -29,9 +29,9 @@ class SemiAutoDecoder(DecoderWiring):
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
     multi-token prediction module. The model has no experts and no dropout.
 
-    MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the modules'
-    tokens too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were an
-    activation. The gradient comes back the same way.
+    MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
+    of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were
+    an activation. The gradient comes back the same way.
     """
 
     def __init__(
@@ -101,8 +101,9 @@ class EmbeddingCell(nn.Cell):
 
 
 class MatrixCell(nn.Cell):
-    """() -> the matrix [1, V, D] in the dtype of the products. The axis makes it the result of an operator: a stage does
-    not hand on parameters and casts.
+    """() -> the matrix [1, V, D] in the dtype of the products.
+
+    The axis makes it the result of an operator: a stage does not hand on parameters and casts.
     """
 
     def __init__(self, weight: Parameter, dtype: mstype.Type) -> None:

@@ -82,6 +82,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask)
         set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
         set_recomputation(loss, config)
+        set_fusion(loss, config, degrees)
         inner = loss
         if degrees.pipeline_stage > 1:
             inner = Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stages(config))
@@ -170,6 +171,14 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
                 mp_comm_recompute=section.mp_comm_recompute,
                 recompute_slice_activation=section.recompute_slice_activation,
             )
+
+
+def set_fusion(loss: LossCell, config: Config, degrees: Degrees) -> None:
+    """Numbers the groups of layers whose gradients MindSpore may sum in one collective, as MindSpore Transformers."""
+    layers = loss.decoder.layers
+    size = max((len(layers) + 1) // config.parallel_config.gradient_aggregation_group, 1)
+    for number, layer in enumerate(layers):
+        layer.set_comm_fusion(number // size + 1 if degrees.pipeline_stage == 1 else 2)
 
 
 class LossCell(nn.Cell):
