@@ -141,13 +141,15 @@ def test_a_rank_hands_over_its_part_of_every_micro_batch() -> None:
 
 
 def test_what_is_computed_again() -> None:
-    section = {"recompute": 1, "select_recompute": {"attention": [1]}, "mp_comm_recompute": False}
+    section = {"recompute": 1, "select_recompute": {"attention": [1]}, "mp_comm_recompute": False,
+               "select_comm_recompute": {".*\\.norm": [3]}}  # fmt: skip
     layers = built({"recompute_config": section}).loss.decoder.layers
     assert [layer._has_config_recompute for layer in layers] == [True, False, False, False]
     assert [layer.block.attention._has_config_recompute for layer in layers] == [True, True, False, False]
     assert not layers[1].block.mlp._has_config_recompute
     first, last = (layer.block.mlp.down.linear.product.attrs for layer in (layers[0], layers[2]))
     assert first["recompute_comm_op"] is False and "recompute_comm_op" not in last
+    assert layers[3].block.mlp.norm.norm.attrs["recompute_comm_op"] is True
 
 
 def test_sequence_parallelism_shards_what_is_between_the_products() -> None:

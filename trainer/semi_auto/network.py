@@ -26,7 +26,7 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
-from trainer.config.recompute import recomputed_parts
+from trainer.config.recompute import gathered_again, recomputed_parts
 from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
@@ -171,6 +171,9 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
                 mp_comm_recompute=section.mp_comm_recompute,
                 recompute_slice_activation=section.recompute_slice_activation,
             )
+    for number in gathered_again(config):
+        for norm in (layers[number].block.attention.norm, layers[number].block.mlp.norm):
+            norm._mp_comm_recompute(True)  # of the communication that follows its operators
 
 
 def set_fusion(loss: LossCell, config: Config, degrees: Degrees) -> None:

@@ -116,7 +116,8 @@ class RecomputeConfig(Section):
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
         False, "Sublayers to keep after all: written like select_recompute; True for both.")
     select_comm_recompute: _Layers | dict[str, _Layers] = setting(
-        False, "Semi-automatic mode: layers whose communication within a product's group is repeated.")
+        False, "Semi-automatic mode with use_seq_parallel: layers that gather the tokens before a product again in the"
+        " backward pass, written like recompute.")
     mp_comm_recompute: bool = setting(
         True, "Semi-automatic mode: recomputation repeats the communication of model_parallel too.")
     parallel_optimizer_comm_recompute: bool = setting(
