@@ -24,9 +24,9 @@ from collective_cases import (
 )
 
 from trainer.checkpoint.store import read_checkpoint
+from trainer.parallel.sharding import range_of_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
-from trainer.parallel.sharding import range_of_rank
 
 Found = list[dict[str, np.ndarray]]
 
@@ -67,7 +67,7 @@ def test_gradients_are_summed_to_the_same_bits_on_all_ranks(found: Found, way: s
 def test_sums_during_a_backward_pass_are_those_after_it(found: Found) -> None:
     """Whole gradients, and of sharded ones each rank's own range; of two equal micro-batches."""
     for number, rank in enumerate(found):
-        for place, shape in enumerate(SHAPES):
+        for place in range(len(SHAPES)):
             right = 2 * rank[f"together {place}"]
             if place in SHARDED:
                 right = right.reshape(-1)[range_of_rank(right.size, number, len(found))]

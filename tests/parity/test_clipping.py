@@ -10,7 +10,8 @@ import pytest
 from mindspore import Parameter, Tensor
 from tolerances import rounding_limit
 
-from trainer.config import RunnerWrapper, parse_config
+from trainer.config import parse_config
+from trainer.config.schema.runner import RunnerWrapper
 from trainer.ops.cpu import measures
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
