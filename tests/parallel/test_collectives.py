@@ -68,7 +68,7 @@ def test_sums_during_a_backward_pass_are_those_after_it(found: Found) -> None:
     """Whole gradients, and of sharded ones each rank's own range; of two equal micro-batches."""
     for number, rank in enumerate(found):
         for place in range(len(SHAPES)):
-            right = 2 * rank[f"together {place}"]
+            right = np.add(*2 * [rank[f"together {place}"]])
             if place in SHARDED:
                 right = right.reshape(-1)[range_of_rank(right.size, number, len(found))]
             ours, limit = rank[f"as on a device {place}"], 2e-3 if place in SUBLAYERS else 1e-6
