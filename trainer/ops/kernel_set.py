@@ -139,7 +139,7 @@ def load_kernels(
         swiglu=part("swiglu", "SwiGLU", compute),
         attention=partial(module_of["attention"].Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
-        router_linear=reference.Linear,
+        router_linear=plain.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
