@@ -80,9 +80,11 @@ def as_on_a_device(world: World, gradients: list[Tensor]) -> dict[str, np.ndarra
     parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
 
     def backward() -> SimpleNamespace:
-        pairs = zip(parameters, gradients, strict=True)
-        losses = lambda: sum((parameter * each).astype(mindspore.float32).sum() for parameter, each in pairs)  # noqa: E731
-        return SimpleNamespace(gradients=mindspore.value_and_grad(losses, None, parameters)()[1])
+        def loss() -> Tensor:
+            pairs = zip(parameters, gradients, strict=True)
+            return sum((parameter * each).astype(mindspore.float32).sum() for parameter, each in pairs)
+
+        return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
     reducer = SumDuringBackward(parameters, is_sharded, world.rank, world.size, bucket_bytes=4000)
