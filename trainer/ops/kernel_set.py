@@ -81,7 +81,6 @@ class KernelSet:
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
-    sum_of_squares: Callable
     compute_dtype: mstype.Type = mstype.float32
 
     @property
@@ -150,7 +149,6 @@ def load_kernels(
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
-        sum_of_squares=reference.sum_of_squares,
         compute_dtype=compute,
     )
 

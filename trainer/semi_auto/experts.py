@@ -18,7 +18,9 @@ row of zeros for each expert. R rows that a rank's experts compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,13 +29,20 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
 
+from trainer.config.checks.parallel import degrees_of
 from trainer.models.moe import Gates, Router, SharedExperts
-from trainer.models.shapes import EXPERT_BIAS, moe_shapes
-from trainer.parallel.collectives import all_to_all, all_to_all_rows
+from trainer.models.shapes import EXPERT_BIAS, balanced_layers, layer_prefix, moe_shapes
+from trainer.ops.measures import device_measures
+from trainer.ops.routing import RoutingCounts
+from trainer.optim.freeze import frozen_names
+from trainer.parallel.collectives import all_to_all, all_to_all_rows, has_all_operators
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config import Config, ModelConfig
     from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.communicator import Communicator
+    from trainer.parallel.world import World
+    from trainer.semi_auto.shards import ShardedParameters
 
 STATISTICS = ("requested", "kept", "entropy")
 """What a layer with experts counts, [1, E] each: assignments, those that are computed, and the sum over tokens of
@@ -376,3 +385,71 @@ class ExpertLayer(nn.Cell):
             part.shard((row,))
         self.least.shard((row, ()))
         self.entropy.shard((row, row))
+
+
+def experts_maker(
+    config: Config, world: World, kernels: KernelSet, local: KernelSet
+) -> Callable[[str, list[Parameter]], ExpertLayer]:
+    """(prefix of a layer's names, its weights) -> its experts; `kernels` and `local` as in `ExpertLayer`."""
+    settings, degrees = config.decoder, degrees_of(config, world)
+    group, _ = expert_group(world.rank, degrees.expert_parallel)
+    tokens = config.runner_config.batch_size * settings.seq_length
+    # In MindSpore's dry run no kernel computes.
+    is_dry = os.environ.get("MS_SIMULATION_LEVEL", "") not in ("", "0")
+    ranks = ExpertRanks(
+        degrees.data_parallel, degrees.model_parallel, degrees.expert_parallel, group, tokens, is_dry
+    )
+
+    def make(prefix: str, weights: list[Parameter]) -> ExpertLayer:
+        return ExpertLayer(settings, kernels, local, weights, statistics_of(prefix, settings.experts.expert_num), ranks)
+
+    return make
+
+
+class GraphRouters:
+    """What the routers of all layers did in a step, and the bias that balances them.
+
+    Args:
+        decoder: Its layers have the statistics.
+        parameters: Of this rank.
+        speaks: Whether this rank tells the other stages of a pipeline; None without a pipeline.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        decoder: nn.Cell,
+        parameters: ShardedParameters,
+        communicator: Communicator,
+        speaks: bool | None,
+    ) -> None:
+        settings = config.decoder
+        self.moe, self.layers = settings.experts, tuple(settings.moe_layers)
+        self.communicator, self.speaks = communicator, speaks
+        layers = {layer: decoder.layers[layer].experts.statistics for layer in self.layers}
+        self.own = {layer: found for layer, found in layers.items() if found[0].name in parameters.sums}
+        biases = {layer: f"{layer_prefix(layer)}{EXPERT_BIAS}" for layer in balanced_layers(settings, frozen_names(config))}
+        self.biases = {layer: parameters.own[name] for layer, name in biases.items() if layer in self.own}
+
+    def counts(self) -> RoutingCounts:
+        """Over all ranks and micro-batches."""
+        zeros = Tensor(np.zeros((len(STATISTICS), self.moe.expert_num), np.float32))
+        of_layers = [ops.concat(tuple(self.own[layer])) if layer in self.own else zeros for layer in self.layers]
+        counted_LSE = ops.stack(of_layers)
+        if self.speaks is not None:
+            counted_LSE = self.communicator.sums([counted_LSE * float(self.speaks)])[0]
+        if not has_all_operators():
+            counted_LSE = counted_LSE.asnumpy()
+        requested_LE, kept_LE, entropy_LE = (counted_LSE[:, number] for number in range(len(STATISTICS)))
+        return RoutingCounts(self.layers, kept_LE, requested_LE, entropy_LE.sum(1) * self.moe.num_experts_chosen)
+
+    def update_bias(self, counts: RoutingCounts) -> None:
+        """As `Decoder.update_expert_bias`."""
+        for layer, bias_E in self.biases.items():
+            requested_E = counts.requested[self.layers.index(layer)]
+            device_measures().move_bias(bias_E, requested_E, self.moe.topk_bias_update_rate)
+
+    def clear(self) -> None:
+        """Before the next step."""
+        for parameter in itertools.chain(*self.own.values()):
+            ops.assign(parameter, ops.zeros_like(parameter))

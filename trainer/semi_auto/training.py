@@ -16,7 +16,7 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import make_group
 from trainer.parallel.communicator import ProcessGroup, SingleProcess
 from trainer.run.session import set_up_device
-from trainer.semi_auto.experts import expert_group
+from trainer.semi_auto.experts import GraphRouters, expert_group
 from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.rules import data_config
 from trainer.semi_auto.shards import ShardedParameters
@@ -60,6 +60,10 @@ def open_semi_auto_training(
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}  # this rank's parts
     stages = degrees_of(config, world).pipeline_stage
+    routers = None
+    if config.decoder.moe_layers:
+        speaks = world.rank % (world.size // stages) == 0 if stages > 1 else None
+        routers = GraphRouters(config, built.loss.decoder, parameters, communicator, speaks)
     return GraphStep(
         built.network,
         built.step,
@@ -68,9 +72,9 @@ def open_semi_auto_training(
         config.runner_wrapper,
         window=window,
         parameters=parameters,
-        sum_of_squares=built.sum_of_squares,
         communicator=communicator,
         gives_loss=world.rank // (world.size // stages) == stages - 1,
+        routers=routers,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
     )
 
@@ -79,11 +83,11 @@ def window_of(config: Config, world: World) -> Window:
     """The batch of a step, and which of its rows this rank hands to the graph."""
     degrees, read = degrees_of(config, world), data_config(config, world).runner_config
     rows = read.batch_size * read.gradient_accumulation_steps
-    own = slice(None)
+    own: slice | np.ndarray = slice(None)
     if not config.parallel.full_batch:
-        place = world.rank % degrees.data_parallel  # its data-parallel rank within its stage
-        part = rows // degrees.data_parallel
-        own = slice(place * part, (place + 1) * part)
+        # Ranks of a stage are numbered by data-parallel rank first. It has its part of every micro-batch.
+        place = world.rank // degrees.model_parallel % degrees.data_parallel
+        own = np.arange(rows).reshape(read.gradient_accumulation_steps, degrees.data_parallel, -1)[:, place].reshape(-1)
     return Window(rows, config.decoder.seq_length, own)
 
 
