@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.notices import Notice
+from trainer.config.device_defaults import device_default_notice
 from trainer.device.doctor import find_ascend, missing_for_ascend
 from trainer.device.settings import device_calls, jit_options, unused_keys
 from trainer.errors import UserError
@@ -63,6 +64,9 @@ def plans_elsewhere(config: Config) -> bool:
 def device_notices(config: Config, device: str) -> Iterator[str]:
     """What of the section `context` is different, or unused, on the device of this run."""
     wanted, lacks = config.context.device_target, _lacks(config)
+    defaults = device_default_notice(config, device)
+    if defaults:
+        yield defaults
     if device == "Ascend" and "parallel_speed_up_json_path" in (config.context.ascend_config or {}):
         text = "context.ascend_config.parallel_speed_up_json_path: not read, it overlaps communication with computation"
         yield Notice(text, "ignored")

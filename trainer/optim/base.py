@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
+import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
+from trainer.ops.ascend.optim import assign
 from trainer.optim.groups import ParameterGroup
 from trainer.parallel.sharding import OptimizerShard
+
+Factor: TypeAlias = float | Tensor
+"""A factor on a gradient."""
 
 
 class Optimizer(ABC):
@@ -32,6 +38,7 @@ class Optimizer(ABC):
         shard: OptimizerShard | None = None,
     ) -> None:
         self.parameters, self.shard = dict(parameters), shard
+        self.assign = ops.assign if mindspore.get_context("device_target") == "CPU" else assign
         self.own_ranges: dict[str, slice] = {}  # of the parameters whose state is sharded
         if shard is not None:
             sizes = {name: each.size for name, each in self.parameters.items() if shard.divides(each.size)}
@@ -56,29 +63,34 @@ class Optimizer(ABC):
         return Parameter(Tensor(np.zeros(shape, np.float32)), name=name, requires_grad=False)
 
     @abstractmethod
-    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: Factor | Sequence[Factor] = 1.0) -> None:
         """Updates the parameters in place; `gradients`, one for each parameter in order, are not changed.
 
-        `scale` is the factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing.
+        `scale` is the factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing. On
+        an Ascend it may be a float32 scalar on the device, which the host does not wait for.
         """
 
     def scaled(
-        self, gradients: Sequence[Tensor], scale: float | Sequence[float]
+        self, gradients: Sequence[Tensor], scale: Factor | Sequence[Factor]
     ) -> Iterator[tuple[str, Parameter, Tensor]]:
         """For an update by operators: each name, the parameter to update, and its gradient times its factor.
 
         For a sharded parameter the second is a copy of the rank's own range, which `all_gather` writes back.
         """
         scales = one_for_each(scale, len(gradients))
-        factors = {scale: scalar(scale) for scale in set(scales)}
+        factors = {number: scalar(number) for number in {each for each in scales if not isinstance(each, Tensor)}}
         for (name, parameter), gradient, scale in zip(self.parameters.items(), gradients, scales, strict=True):
             if name in self.own_ranges:
                 gradient, own = self.slice_own(gradient, name), self.slice_own(parameter, name)
                 if name not in self.own_copies:
                     self.own_copies[name] = Parameter(own, name=f"own.{name}", requires_grad=False)
                 parameter = self.own_copies[name]
-                ops.assign(parameter, own)
-            yield name, parameter, gradient if scale == 1.0 else gradient * factors[scale]
+                self.assign(parameter, own)
+            if isinstance(scale, Tensor):
+                gradient = gradient * scale
+            elif scale != 1.0:
+                gradient = gradient * factors[scale]
+            yield name, parameter, gradient
 
     def slice_own(self, tensor: Tensor, name: str) -> Tensor:
         """This rank's range of a gradient or parameter, flattened."""
@@ -117,8 +129,8 @@ class Optimizer(ABC):
         self.updates = updates
 
 
-def one_for_each(scale: float | Sequence[float], count: int) -> list[float]:
-    return [float(scale)] * count if isinstance(scale, (int, float)) else list(scale)
+def one_for_each(scale: Factor | Sequence[Factor], count: int) -> list[Factor]:
+    return [scale] * count if isinstance(scale, (int, float, Tensor)) else list(scale)
 
 
 def scalar(number: float) -> Tensor:
