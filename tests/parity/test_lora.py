@@ -67,7 +67,7 @@ def merged_dense(tiny: TinyTrainer) -> TinyTrainer:
 def losses_and_gradients(tiny: TinyTrainer, batch, number: int = 0) -> tuple[float, dict[str, np.ndarray]]:
     step = tiny.step()
     part = step.backward(batch, number, 1.0)
-    return part.loss_sum, {
+    return float(part.loss_sum.asnumpy()), {
         name: gradient.asnumpy() for name, gradient in zip(step.optimizer.parameters, part.gradients, strict=True)
     }
 

@@ -84,7 +84,6 @@ class KernelSet:
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
-    sum_of_squares: Callable
     compute_dtype: mstype.Type = mstype.float32
 
     @property
@@ -148,7 +147,7 @@ def load_kernels(
         swiglu=part("swiglu", "SwiGLU", compute),
         attention=partial(module_of["attention"].Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
-        router_linear=reference.Linear,
+        router_linear=plain.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
@@ -161,6 +160,5 @@ def load_kernels(
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
-        sum_of_squares=reference.sum_of_squares,
         compute_dtype=compute,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from trainer.ops.ascend.optim import FusedAdamW
-from trainer.optim.base import Factor, Optimizer, one_for_each
+from trainer.optim.base import Optimizer, one_for_each
 from trainer.optim.groups import ParameterGroup
 from trainer.optim.host_adamw import HostAdamW, ParameterUpdate
 from trainer.parallel.sharding import OptimizerShard
@@ -50,7 +50,7 @@ class AdamW(Optimizer):
             return super().new_array(shape, name)
         return np.zeros(shape, np.float32)
 
-    def update(self, gradients: Sequence[Tensor], lr: float, scale: Factor | Sequence[Factor] = 1.0) -> None:
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
         if self.fused is not None:
             first, second = self.state["exp_avg"], self.state["exp_avg_sq"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 import mindspore
 import numpy as np
@@ -19,9 +18,6 @@ from mindspore.ops import operations as P
 from trainer.ops.ascend.optim import assign
 from trainer.optim.groups import ParameterGroup
 from trainer.parallel.sharding import OptimizerShard
-
-Factor: TypeAlias = float | Tensor
-"""A factor on a gradient."""
 
 
 class Optimizer(ABC):
@@ -63,22 +59,21 @@ class Optimizer(ABC):
         return Parameter(Tensor(np.zeros(shape, np.float32)), name=name, requires_grad=False)
 
     @abstractmethod
-    def update(self, gradients: Sequence[Tensor], lr: float, scale: Factor | Sequence[Factor] = 1.0) -> None:
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         """Updates the parameters in place; `gradients`, one for each parameter in order, are not changed.
 
-        `scale` is the factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing. On
-        an Ascend it may be a float32 scalar on the device, which the host does not wait for.
+        `scale` is the factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing.
         """
 
     def scaled(
-        self, gradients: Sequence[Tensor], scale: Factor | Sequence[Factor]
+        self, gradients: Sequence[Tensor], scale: float | Sequence[float]
     ) -> Iterator[tuple[str, Parameter, Tensor]]:
         """For an update by operators: each name, the parameter to update, and its gradient times its factor.
 
         For a sharded parameter the second is a copy of the rank's own range, which `all_gather` writes back.
         """
         scales = one_for_each(scale, len(gradients))
-        factors = {number: scalar(number) for number in {each for each in scales if not isinstance(each, Tensor)}}
+        factors = {scale: scalar(scale) for scale in set(scales)}
         for (name, parameter), gradient, scale in zip(self.parameters.items(), gradients, scales, strict=True):
             if name in self.own_ranges:
                 gradient, own = self.slice_own(gradient, name), self.slice_own(parameter, name)
@@ -86,15 +81,13 @@ class Optimizer(ABC):
                     self.own_copies[name] = Parameter(own, name=f"own.{name}", requires_grad=False)
                 parameter = self.own_copies[name]
                 self.assign(parameter, own)
-            if isinstance(scale, Tensor):
-                gradient = gradient * scale
-            elif scale != 1.0:
-                gradient = gradient * factors[scale]
-            yield name, parameter, gradient
+            yield name, parameter, gradient if scale == 1.0 else gradient * factors[scale]
 
     def slice_own(self, tensor: Tensor, name: str) -> Tensor:
-        """This rank's range of a gradient or parameter, flattened."""
+        """This rank's range of a gradient or parameter, flattened; a gradient may be this range already."""
         own = self.own_ranges[name]
+        if tensor.size == own.stop - own.start:
+            return tensor
         return P.Slice()(tensor.reshape(-1), (own.start,), (own.stop - own.start,))
 
     def all_gather(self) -> None:
@@ -129,8 +122,8 @@ class Optimizer(ABC):
         self.updates = updates
 
 
-def one_for_each(scale: Factor | Sequence[Factor], count: int) -> list[Factor]:
-    return [scale] * count if isinstance(scale, (int, float, Tensor)) else list(scale)
+def one_for_each(scale: float | Sequence[float], count: int) -> list[float]:
+    return [float(scale)] * count if isinstance(scale, (int, float)) else list(scale)
 
 
 def scalar(number: float) -> Tensor:

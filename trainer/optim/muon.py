@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.ops import operations as P
 
 from trainer.optim.adamw import AdamW
-from trainer.optim.base import Factor, Optimizer, one_for_each, scalar
+from trainer.optim.base import Optimizer, one_for_each, scalar
 from trainer.optim.groups import ParameterGroup
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Muon(Optimizer):
         self.eps = scalar(_EPS)
         self.coefficients = tuple(scalar(coefficient) for coefficient in _COEFFICIENTS)
 
-    def update(self, gradients: Sequence[Tensor], lr: float, scale: Factor | Sequence[Factor] = 1.0) -> None:
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
         given = dict(
             zip(self.parameters, zip(gradients, one_for_each(scale, len(gradients)), strict=True), strict=True)
@@ -63,10 +63,10 @@ class Muon(Optimizer):
         for name, matrix in self.matrices.items():
             self.update_matrix(name, matrix, *given[name], lr)
 
-    def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: Factor, lr: float) -> None:
+    def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: float, lr: float) -> None:
         """Updates one matrix, or the matrices of a layer's experts [E, rows, columns], in place."""
-        if isinstance(scale, Tensor) or scale != 1.0:
-            gradient = gradient * (scale if isinstance(scale, Tensor) else scalar(scale))
+        if scale != 1.0:
+            gradient = gradient * scalar(scale)
         buffer = self.state["momentum_buffer"][name]
         self.assign(buffer, buffer * self.momentum + gradient)
         direction = gradient + buffer * self.momentum if self.nesterov else buffer

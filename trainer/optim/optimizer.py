@@ -11,7 +11,7 @@ from mindspore.ops import operations as P
 
 from trainer.ops.ascend.optim import momentum_update
 from trainer.optim.adamw import AdamW
-from trainer.optim.base import Factor, Optimizer, scalar
+from trainer.optim.base import Optimizer, scalar
 from trainer.optim.groups import ParameterGroup
 from trainer.optim.muon import Muon
 from trainer.parallel.sharding import OptimizerShard
@@ -40,7 +40,7 @@ class SGD(Optimizer):
         self.on_device = mindspore.get_context("device_target") != "CPU"
         self.factor, self.apply = scalar(settings.momentum), P.ApplyMomentum()
 
-    def update(self, gradients: Sequence[Tensor], lr: float, scale: Factor | Sequence[Factor] = 1.0) -> None:
+    def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
         rate = scalar(lr)
         for name, parameter, gradient in self.scaled(gradients, scale):

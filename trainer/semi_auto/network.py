@@ -12,7 +12,6 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -56,8 +55,6 @@ class SemiAuto(NamedTuple):
     """Around the step; called with the batch of a whole window, see `LossCell`."""
     step: GradientCell
     loss: LossCell
-    sum_of_squares: Callable
-    """Gradient -> float."""
 
 
 def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> SemiAuto:
@@ -104,7 +101,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     if options:
         network.set_jit_config(JitConfig(**options))
     network.set_train()
-    return SemiAuto(network, step, loss, kernels.sum_of_squares)
+    return SemiAuto(network, step, loss)
 
 
 def stages(layers: int, number: int) -> dict[str, int]:

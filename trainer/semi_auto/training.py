@@ -63,7 +63,6 @@ def open_semi_auto_training(
         config.runner_wrapper,
         window=window,
         parameters=parameters,
-        sum_of_squares=built.sum_of_squares,
         communicator=communicator,
         gives_loss=world.rank // (world.size // stages) == stages - 1,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
