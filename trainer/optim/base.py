@@ -87,7 +87,7 @@ class Optimizer(ABC):
         """This rank's range of a gradient or parameter, flattened; a gradient may be this range already."""
         own = self.own_ranges[name]
         if tensor.size == own.stop - own.start:
-            return tensor
+            return tensor.reshape(-1)
         return P.Slice()(tensor.reshape(-1), (own.start,), (own.stop - own.start,))
 
     def all_gather(self) -> None:
