@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
     rows: int
     length: int
-    own: slice = slice(None)
+    own: slice | np.ndarray = slice(None)
     """The rows that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel rank."""
 
     def tensors(self, micro_batches: Sequence[Batch], share: float) -> list[Tensor]:
@@ -133,8 +133,7 @@ class GraphStep:
             return WindowGradients(0.0, 0, 0, None)
         with graph_mode():
             loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens))
-        names = [weight.name for weight in self.cell.weights]
-        by_name = self.sums if self.cell.returns_accumulated else dict(zip(names, gradients, strict=True))
+        by_name = self.sums if self.cell.returns_accumulated else self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
         own_loss = [device_measures().add_up([loss]), 1.0] if self.gives_loss else [0.0, 0.0]
@@ -146,6 +145,15 @@ class GraphStep:
         loss = float(total) / max(float(count), 1) / scale
         # 0: a micro-batch without labels is not left out
         return WindowGradients(loss, tokens, 0, own, norms=groups.norms(sums))
+
+    def by_name(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The gradients by the names of their weights.
+
+        Of a pipeline's weights MindSpore leaves out those of other stages, and keeps the order of the rest.
+        """
+        own = {weight.name: weight.shape for weight in self.cell.weights if weight.name in self.parameters.own}
+        assert list(own.values()) == [gradient.shape for gradient in gradients], "not the gradients of this rank"
+        return dict(zip(own, gradients, strict=True))
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """As `TrainStep.load_optimizer`."""
