@@ -27,7 +27,8 @@ class SemiAutoDecoder(DecoderWiring):
     """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module. The model has no dropout. `make_experts` is (prefix of a layer's names, weights) -> cell.
+    multi-token prediction module. The model has no dropout.
+    `make_experts` is (prefix of a layer's names, its weights) -> the cell of its experts.
 
     MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
     of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were

@@ -80,7 +80,7 @@ def statistics_of(prefix: str, experts: int) -> list[Parameter]:
 class ExpertChoice(nn.Cell):
     """(scores_NE, bias_E) -> experts_Nk, kept_Nk (1 where the expert computes it, else 0), requested_BE, kept_BE."""
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, ranks: ExpertRanks) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, ranks: ExpertRanks, capacity: int | None) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
         self.route = kernels.route(
@@ -90,7 +90,7 @@ class ExpertChoice(nn.Cell):
             chosen_groups=moe.topk_group or moe.n_group or 1,
             group_score=moe.group_score,
         )
-        self.capacity, self.policy = moe.capacity(ranks.tokens), moe.drop_policy
+        self.capacity, self.policy = capacity, moe.drop_policy
         self.length, self.experts, self.chosen = settings.seq_length, moe.expert_num, moe.num_experts_chosen
         self.every_11E = Tensor(np.arange(self.experts, dtype=np.int32)[None, None])
         self.morph = P.Morph(self.choose, self.infer_shape, self.infer_dtype).add_prim_attr("self_define_shard", True)
@@ -139,8 +139,6 @@ class RoutedExperts(nn.Cell):
             moe.expert_num, moe.num_experts_chosen, ranks.expert, ranks.group
         )  # fmt: skip
         self.own, self.is_dry = moe.expert_num // ranks.expert, ranks.is_dry
-        rows = ranks.tokens // ranks.tensor * self.chosen + self.experts
-        self.even = tuple((rows + place) // self.ranks for place in range(self.ranks))
         self.every_E = Tensor(np.arange(self.experts, dtype=np.int32))
         self.dispatch, self.combine, self.reorder = _Dispatch(), _Combine(), _Reorder()
         self.gate, self.up, self.down = (kernels.grouped_matmul(True) for _ in range(3))
@@ -176,9 +174,7 @@ class RoutedExperts(nn.Cell):
         """The same rows, computed where their experts are."""
         counts_Se = counts_E.reshape(self.ranks, self.own)
         theirs_Se = all_to_all(counts_Se, self.group, self.ranks)
-        send, receive = self.even, self.even
-        if not self.is_dry:  # sizes of what is exchanged, so the host needs them
-            send, receive = self.on_host(counts_Se), self.on_host(theirs_Se)
+        send, receive = self.rows_of_ranks(counts_Se, rows_AD), self.rows_of_ranks(theirs_Se, rows_AD)
         rows_RD = all_to_all_rows(rows_AD, send, receive, self.group)
         own_A1 = ops.floor_mod(expert_A, self.own).astype(mstype.float32).reshape(-1, 1)
         order_R = _order(all_to_all_rows(own_A1, send, receive, self.group).reshape(-1))
@@ -187,8 +183,13 @@ class RoutedExperts(nn.Cell):
         out_RD = self.reorder(out_RD, inverse_R, order_R)
         return all_to_all_rows(out_RD, receive, send, self.group).reshape(rows_AD.shape)
 
-    def on_host(self, counts_Se):
-        """How many rows each rank of the group gets, or sends."""
+    def rows_of_ranks(self, counts_Se, rows_AD):
+        """How many rows each rank of the group gets, or sends. They are sizes of arrays, so the host needs them."""
+        if self.is_dry:
+            even = ()
+            for rank in range(self.ranks):
+                even += ((rows_AD.shape[0] + rank) // self.ranks,)
+            return even
         return self.to_host(counts_Se.sum(1).astype(mstype.int64), "CPU", True)
 
     def products(self, rows_RD, counts_e, gate_eFD, up_eFD, down_eDF):
@@ -253,11 +254,13 @@ class RouterLosses(nn.Cell):
     def __init__(self, settings: ModelConfig, ranks: ExpertRanks) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
-        self.experts, self.normalises, self.with_z = moe.expert_num, moe.score_function == "sigmoid", moe.z_loss_factor > 0
+        self.experts, self.with_z = moe.expert_num, moe.z_loss_factor > 0
+        self.normalises = moe.score_function == "sigmoid"
         self.tokens = ranks.tokens if moe.balances_step else settings.seq_length
         self.total, self.at_least, self.divide = P.ReduceSum(keep_dims=True), P.Add(), P.Div()
         self.reshape, self.mean, self.weigh, self.scale = P.Reshape(), P.ReduceMean(), P.Mul(), P.Mul()
-        self.uneven, self.of_group, self.pick, self.sum = P.ReduceSum(keep_dims=True), P.ReduceSum(), P.Mul(), P.ReduceSum()
+        self.uneven, self.of_group, self.pick = P.ReduceSum(keep_dims=True), P.ReduceSum(), P.Mul()
+        self.sum = P.ReduceSum()
         self.largest, self.centre, self.exp, self.log = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp(), P.Log()
         self.rest, self.back, self.square, self.pick_z = P.ReduceSum(keep_dims=True), P.Add(), P.Square(), P.Mul()
         self.sum_z, self.no_loss = P.ReduceSum(), Tensor(0.0, mstype.float32)
@@ -281,7 +284,9 @@ class RouterLosses(nn.Cell):
 
     def shard_over(self, data: int, *, load_is_shared: bool) -> None:
         row = (data, 1)
-        for part in (self.total, self.uneven, self.sum, self.exp, self.largest, self.rest, self.log, self.square, self.sum_z):
+        for part in (self.total, self.uneven, self.sum, self.exp, self.largest):
+            part.shard((row,))
+        for part in (self.rest, self.log, self.square, self.sum_z):
             part.shard((row,))
         for part in (self.at_least, self.scale):
             part.shard((row, ()))
@@ -321,7 +326,9 @@ class ExpertLayer(nn.Cell):
         self.drops, self.of_step = moe.effective_capacity is not None, moe.balances_step
         self.assigned = 1.0 / (settings.seq_length * moe.num_experts_chosen)
         self.router, self.gates, self.losses = Router(settings, kernels), Gates(settings), RouterLosses(settings, ranks)
-        self.choice, self.experts = ExpertChoice(settings, local, ranks), RoutedExperts(settings, local, ranks)
+        self.choice = ExpertChoice(settings, local, ranks, moe.capacity(ranks.tokens))
+        self.choice_of_all = ExpertChoice(settings, local, ranks, None)  # an evaluation drops nothing
+        self.experts = RoutedExperts(settings, local, ranks)
         self.shared = SharedExperts(settings, kernels) if self.has_shared else None
         self.keep, self.add_shared, self.add = P.Mul(), P.Add(), P.Add()
         self.share, self.all_shares, self.divide = P.Mul(), P.ReduceSum(keep_dims=True), P.Div()
@@ -336,10 +343,19 @@ class ExpertLayer(nn.Cell):
         y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
         bias_E = weights[self.bias] if self.bias >= 0 else self.no_bias_E
         constant_NE = ops.stop_gradient(scores_NE)
-        experts_Nk, kept_Nk, requested_BE, kept_BE = self.choice(constant_NE, bias_E)
+        if self.training:
+            experts_Nk, kept_Nk, requested_BE, kept_BE = self.choice(constant_NE, bias_E)
+        else:
+            experts_Nk, kept_Nk, requested_BE, kept_BE = self.choice_of_all(constant_NE, bias_E)
         gates_Nk = self.gates(scores_NE, experts_Nk)
         if self.drops:
             gates_Nk = self.keep(gates_Nk, kept_Nk)
+        added_ND = self.experts(y_ND, gates_Nk, experts_Nk, *weights[self.first : self.first_shared])
+        if self.has_shared:
+            added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
+        x_ND = self.add(x_ND, added_ND)
+        if not self.training:
+            return x_ND, None, None
         requested_1E = self.count(0, requested_BE)
         if self.of_step:
             load_GE = self.divide(requested_1E, self.all_shares(requested_1E, 1))
@@ -347,10 +363,7 @@ class ExpertLayer(nn.Cell):
             load_GE = self.share(requested_BE, self.assigned)
         aux_loss, z_loss = self.losses(logits_NE, scores_NE, load_GE, weight_N1)
         counted = requested_1E, self.count(1, kept_BE), self.count(2, self.entropies(constant_NE))
-        added_ND = self.experts(y_ND, gates_Nk, experts_Nk, *weights[self.first : self.first_shared])
-        if self.has_shared:
-            added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
-        return ops.depend(self.add(x_ND, added_ND), counted), aux_loss, z_loss
+        return ops.depend(x_ND, counted), aux_loss, z_loss
 
     def count(self, number, values_GE):
         """Adds to the statistics of the step, and returns what they are then, [1, E]."""
@@ -396,9 +409,7 @@ def experts_maker(
     tokens = config.runner_config.batch_size * settings.seq_length
     # In MindSpore's dry run no kernel computes.
     is_dry = os.environ.get("MS_SIMULATION_LEVEL", "") not in ("", "0")
-    ranks = ExpertRanks(
-        degrees.data_parallel, degrees.model_parallel, degrees.expert_parallel, group, tokens, is_dry
-    )
+    ranks = ExpertRanks(degrees.data_parallel, degrees.model_parallel, degrees.expert_parallel, group, tokens, is_dry)
 
     def make(prefix: str, weights: list[Parameter]) -> ExpertLayer:
         return ExpertLayer(settings, kernels, local, weights, statistics_of(prefix, settings.experts.expert_num), ranks)
@@ -428,8 +439,8 @@ class GraphRouters:
         self.communicator, self.speaks = communicator, speaks
         layers = {layer: decoder.layers[layer].experts.statistics for layer in self.layers}
         self.own = {layer: found for layer, found in layers.items() if found[0].name in parameters.sums}
-        biases = {layer: f"{layer_prefix(layer)}{EXPERT_BIAS}" for layer in balanced_layers(settings, frozen_names(config))}
-        self.biases = {layer: parameters.own[name] for layer, name in biases.items() if layer in self.own}
+        balanced = set(balanced_layers(settings, frozen_names(config))) & self.own.keys()
+        self.biases = {layer: parameters.own[layer_prefix(layer) + EXPERT_BIAS] for layer in sorted(balanced)}
 
     def counts(self) -> RoutingCounts:
         """Over all ranks and micro-batches."""

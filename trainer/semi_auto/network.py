@@ -78,7 +78,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
-        experts = experts_maker(config, world, kernels, load_kernels(choices, precision))
+        experts = experts_maker(config, world, kernels, load_kernels(choices, precision, device=device))
         loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask, experts)
         set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
         set_recomputation(loss, config)
@@ -166,8 +166,8 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
     # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
     for layer, part in zip(layers, parts + parts[-1:] * config.decoder.mtp_depth, strict=True):
         if part:
-            sublayer = layer.experts if part == "mlp" and layer.experts is not None else getattr(layer.block, part, None)
-            cell = layer if part == "block" else sublayer
+            has_experts = part == "mlp" and layer.experts is not None
+            cell = layer if part == "block" else layer.experts if has_experts else getattr(layer.block, part)
             cell.recompute(
                 mp_comm_recompute=section.mp_comm_recompute,
                 recompute_slice_activation=section.recompute_slice_activation,
@@ -228,9 +228,13 @@ class LossCell(nn.Cell):
         self.clear, self.fill = P.Mul(), P.Add()
 
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
+        return self.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, self.depth)
+
+    def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules):
+        """With the losses of so many multi-token prediction modules."""
         tables, mask = self.tables(self.cos, self.sin, positions_BT), self.mask(segment_ids_BT)
         mtp = ()
-        for offset in range(1, self.depth + 1):
+        for offset in range(1, modules + 1):
             same_BT = self.equal(self.shifted(segment_ids_BT, offset, -1), segment_ids_BT)
             ahead_BT = self.shifted(labels_BT, offset, IGNORE_INDEX)
             ahead_BT = self.select(same_BT, ahead_BT, self.all_alike(ahead_BT, IGNORE_INDEX))
