@@ -36,11 +36,13 @@ from trainer.ops.measures import device_measures
 from trainer.ops.routing import RoutingCounts
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.collectives import all_to_all, all_to_all_rows, has_all_operators
+from trainer.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.communicator import Communicator
+    from trainer.parallel.mesh import Degrees
     from trainer.parallel.world import World
     from trainer.semi_auto.shards import ShardedParameters
 
@@ -64,10 +66,10 @@ class ExpertRanks(NamedTuple):
     """Whether nothing is computed: no count is known then, and every rank sends equally many rows to all."""
 
 
-def expert_group(rank: int, size: int) -> tuple[str, range]:
+def expert_group(degrees: Degrees, rank: int) -> tuple[str, range]:
     """Name and ranks of the expert-parallel group of a rank."""
-    first = rank - rank % size
-    return f"{size}-experts-{first}", range(first, first + size)
+    ranks = Mesh(degrees).group_of("ep", rank)
+    return f"{len(ranks)}-experts-{ranks[0]}", ranks
 
 
 def statistics_of(prefix: str, experts: int) -> list[Parameter]:
@@ -405,7 +407,7 @@ def experts_maker(
 ) -> Callable[[str, list[Parameter]], ExpertLayer]:
     """(prefix of a layer's names, its weights) -> its experts; `kernels` and `local` as in `ExpertLayer`."""
     settings, degrees = config.decoder, degrees_of(config, world)
-    group, _ = expert_group(world.rank, degrees.expert_parallel)
+    group, _ = expert_group(degrees, world.rank)
     tokens = config.runner_config.batch_size * settings.seq_length
     # In MindSpore's dry run no kernel computes.
     is_dry = os.environ.get("MS_SIMULATION_LEVEL", "") not in ("", "0")

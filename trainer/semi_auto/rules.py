@@ -44,8 +44,12 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
         yield Notice(text, "ignored")
     if config.context.mode == 1:
         yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
-    if config.network.labels_text == "tokens" and config.decoder.mtp_depth:
-        yield "mtp_depth: the loss of a step is what is minimised, the multi-token prediction modules included"
+    if config.network.labels_text == "tokens":
+        parts = "multi-token prediction modules" if config.decoder.mtp_depth else ""
+        if config.decoder.moe_layers:
+            parts += (" and " if parts else "") + "balance losses of the experts"
+        if parts:
+            yield f"the loss of a training step is what is minimised, the {parts} included"
 
 
 def sharing_level(config: Config) -> str:

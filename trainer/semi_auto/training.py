@@ -48,9 +48,9 @@ def open_semi_auto_training(
     """
     set_up_device(config, device, world)
     communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
-    expert_parallel = degrees_of(config, world).expert_parallel
-    if expert_parallel > 1:
-        make_group(*expert_group(world.rank, expert_parallel))
+    degrees = degrees_of(config, world)
+    if degrees.expert_parallel > 1:
+        make_group(*expert_group(degrees, world.rank))
     built = build_semi_auto(config, world, device)
     window = window_of(config, world)
     with graph_mode():
@@ -60,7 +60,7 @@ def open_semi_auto_training(
     shapes = trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}  # this rank's parts
-    stages = degrees_of(config, world).pipeline_stage
+    stages = degrees.pipeline_stage
     routers = None
     if config.decoder.moe_layers:
         speaks = world.rank % (world.size // stages) == 0 if stages > 1 else None
