@@ -14,6 +14,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from trainer.config.checks.parallel import degrees_of
 from trainer.data.batches.batch import Batch, padding_batch
 from trainer.ops.measures import device_measures, read_together
 from trainer.step.accumulate import WindowGradients, valid_tokens
@@ -22,9 +23,11 @@ from trainer.step.guards import Guards
 from trainer.step.train_step import Saved, StepResult, apply_window
 
 if TYPE_CHECKING:
-    from trainer.config import RunnerWrapper
+    from trainer.config import Config, RunnerWrapper
+    from trainer.models.inputs import LossSums
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
+    from trainer.parallel.world import World
     from trainer.semi_auto.shards import ShardedParameters
 
 
@@ -71,7 +74,7 @@ class Window(NamedTuple):
 
     rows: int
     length: int
-    own: slice = slice(None)
+    own: slice | np.ndarray = slice(None)
     """The rows that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel rank."""
 
     def tensors(self, micro_batches: Sequence[Batch], share: float) -> list[Tensor]:
@@ -83,6 +86,16 @@ class Window(NamedTuple):
         return [Tensor(np.ascontiguousarray(array[self.own])) for array in arrays]
 
 
+def own_rows(config: Config, world: World, rows: int, micro_batches: int) -> slice | np.ndarray:
+    """The rows of a window that a rank passes to the graph, for `Window.own`: its part of every micro-batch."""
+    degrees = degrees_of(config, world)
+    if config.parallel.full_batch:
+        return slice(None)
+    # Ranks of a stage are numbered by data-parallel rank first.
+    place = world.rank // degrees.model_parallel % degrees.data_parallel
+    return np.arange(rows).reshape(micro_batches, degrees.data_parallel, -1)[:, place].reshape(-1)
+
+
 class GraphStep:
     """`TrainStep` with loss and gradients from one graph, which returns the minimised loss alone.
 
@@ -91,11 +104,13 @@ class GraphStep:
         optimizer: Updates this rank's shards.
         schedule: Learning rate of update number `n`, from 0.
         window: Shape of the batch of a step, all micro-batches and ranks together.
+        model: For evaluations: batch -> the sum of the losses of its tokens.
         gives_loss: Whether this rank has the loss.
         stop_at_bad_loss: As in `TrainStep`.
     """
 
-    model = build_inputs = None  # nothing to evaluate with
+    computes_together = True
+    """Every rank computes each batch of an evaluation, together with all others."""
 
     def __init__(
         self,
@@ -108,12 +123,13 @@ class GraphStep:
         window: Window,
         parameters: ShardedParameters,
         communicator: Communicator,
+        model: Callable[[Batch], LossSums] | None = None,
         gives_loss: bool = True,
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.network, self.cell, self.optimizer, self.schedule = network, cell, optimizer, schedule
         self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
-        self.gives_loss = gives_loss
+        self.gives_loss, self.model = gives_loss, model
         self.guards = Guards(wrapper, stop_at_bad_loss)
         self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
 
@@ -126,6 +142,10 @@ class GraphStep:
             ops.assign(total, ops.zeros_like(total))
         return result
 
+    def build_inputs(self, batch: Batch) -> Batch:
+        """What `model` takes: it cuts the batch itself."""
+        return batch
+
     def differentiate(self, micro_batches: Sequence[Batch], scale: float) -> WindowGradients:
         """Loss of the window, and the gradients of this rank's shards times the loss scale."""
         tokens = sum(valid_tokens(batch) for batch in micro_batches)
@@ -133,8 +153,7 @@ class GraphStep:
             return WindowGradients(0.0, 0, 0, None)
         with graph_mode():
             loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens))
-        names = [weight.name for weight in self.cell.weights]
-        by_name = self.sums if self.cell.returns_accumulated else dict(zip(names, gradients, strict=True))
+        by_name = self.sums if self.cell.returns_accumulated else self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
         own_loss = [device_measures().add_up([loss]), 1.0] if self.gives_loss else [0.0, 0.0]
@@ -146,6 +165,15 @@ class GraphStep:
         loss = float(total) / max(float(count), 1) / scale
         # 0: a micro-batch without labels is not left out
         return WindowGradients(loss, tokens, 0, own, norms=groups.norms(sums))
+
+    def by_name(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The gradients by the names of their weights.
+
+        Of a pipeline's weights MindSpore leaves out those of other stages, and keeps the order of the rest.
+        """
+        own = {weight.name: weight.shape for weight in self.cell.weights if weight.name in self.parameters.own}
+        assert list(own.values()) == [gradient.shape for gradient in gradients], "not the gradients of this rank"
+        return dict(zip(own, gradients, strict=True))
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """As `TrainStep.load_optimizer`."""
