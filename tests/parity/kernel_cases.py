@@ -12,7 +12,7 @@ import numpy as np
 import numpy_kernels
 from mindspore import Tensor, nn, ops
 
-from trainer.models.dropout import DropoutKey, dropout_mask
+from trainer.ops.dropout import DropoutKey, dropout_mask
 from trainer.ops.cpu import kernels as reference
 
 ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4

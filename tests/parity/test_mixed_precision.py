@@ -22,7 +22,7 @@ from numpy_kernels import distance
 from tiny_trainer import TOKENS, VOCABULARY, config_of, make_batch
 
 from trainer.models.decoder import Decoder
-from trainer.models.dropout import DropoutKey
+from trainer.ops.dropout import DropoutKey
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
 from trainer.ops.cpu import kernels as reference

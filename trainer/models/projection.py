@@ -37,7 +37,7 @@ class Projection(nn.Cell):
             self.a, self.b = (argnums[part] for part in adapter_names(name))
             self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
             self.down, self.up, self.scale = kernels.linear(), kernels.linear(), settings.pet_config.scale
-            self.product = P.MatMul()
+            self.product, self.drop = P.MatMul(), kernels.dropout(settings.pet_config.lora_dropout)
 
     def matrix(self, weights):
         """The matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
@@ -52,7 +52,7 @@ class Projection(nn.Cell):
             y_NO = self.linear(x_NI, weights[self.weight])
         if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
             return y_NO
-        mask_NI = None if self.mask is None else weights[self.mask]
-        x_NR = self.down(x_NI if mask_NI is None else x_NI * mask_NI, weights[self.a])
+        mask = None if self.mask is None else weights[self.mask]
+        x_NR = self.down(x_NI if mask is None else self.drop(x_NI, mask), weights[self.a])
         # The factor multiplies the smallest of the matrices.
         return y_NO + self.up(x_NR, weights[self.b] * self.scale)

@@ -12,7 +12,9 @@ from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
+from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
+from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
@@ -71,18 +73,37 @@ class KernelSet:
     swiglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
+    piecewise_loss: MakeCell | None
     router_linear: MakeCell
     route: MakeCell
     grouped_matmul: MakeCell
     permute: MakeCell
     unpermute: MakeCell
     rotary_tables: Callable
-    attention_mask: Callable
+    attention_masks: Callable
+    attention_options: Callable
+    dropout: MakeCell
+    draw_mask: Callable
+    draw_attention_mask: Callable
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
     sum_of_squares: Callable
     compute_dtype: mstype.Type = mstype.float32
+
+    def window(self, settings: ModelConfig, layer: int) -> int | None:
+        """The window that the attention of a layer must know; None where it has none or the mask has it."""
+        knows = self.attention_options is ascend_attention.attention_options and settings.has_window(layer)
+        return settings.sliding_window if knows else None
+
+    def mask_form(self, shape: tuple[int, ...], of_scores: bool = False) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of what `draw_mask`, or `draw_attention_mask`, draws for numbers of this shape."""
+        draw = self.draw_attention_mask if of_scores else self.draw_mask
+        if draw is ascend_attention.draw_mask:
+            return (ascend_attention.mask_bytes(shape),), "uint8"
+        if draw is ascend_attention.draw_attention_mask:
+            return (*shape[:-1], shape[-1] // 8), "uint8"
+        return shape, "float32"
 
     @property
     def cpu_experts(self) -> MakeCell | None:
@@ -119,6 +140,11 @@ def load_kernels(
         getattr(mstype, part.dtype) for part in (precision.compute, precision.norm, precision.softmax, precision.rotary)
     )
 
+    of_flash = module_of["attention"] is ascend
+    masks = ascend_attention if of_flash else reference
+    on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
+    drawing = ascend_attention if on_ascend else reference
+
     def product(kernel: MakeCell) -> MakeCell:
         return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
 
@@ -138,15 +164,20 @@ def load_kernels(
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
-        attention=partial(module_of["attention"].Attention, dtype=compute, softmax_dtype=softmax),
+        attention=partial((masks if of_flash else module_of["attention"]).Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
+        piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
         router_linear=reference.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
         unpermute=sorting[1],
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
-        attention_mask=(ascend if fused.get("attention") else reference).attention_mask,
+        attention_masks=masks.AttentionMasks,
+        attention_options=masks.attention_options,
+        dropout=drawing.Dropout,
+        draw_mask=drawing.draw_mask,
+        draw_attention_mask=masks.draw_attention_mask if of_flash else drawing.draw_factors,
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),

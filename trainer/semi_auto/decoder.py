@@ -145,5 +145,5 @@ class HeadCell(nn.Cell):
         return self.head(x_ND, self.norm, self.weight, targets[0], targets[1])
 
     def shard_over(self, data: int, vocabulary: int) -> None:
-        self.head.norm.shard_over(data)
+        self.head.normed.norm.shard_over(data)
         self.head.cross_entropy.shard_over(data, vocabulary)

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.data.batches.batch import Batch
-from trainer.models.dropout import DropoutKey
+from trainer.ops.dropout import DropoutKey
 from trainer.models.inputs import InputBuilder, LossSums
 from trainer.models.moe import RouterStatistics
 from trainer.ops.routing import RoutingCounts, WindowLoad
@@ -106,8 +106,8 @@ class TrainStep:
             sums = model(inputs, dropout, statistics)
             return sums.total * factor, *sums[1:]
 
-        parameters = list(optimizer.parameters.values())
-        self.gradients_of = mindspore.value_and_grad(scaled_loss, None, parameters, has_aux=True)
+        leaves = model.compute_weights.leaves(optimizer.parameters)
+        self.gradients_of = mindspore.value_and_grad(scaled_loss, None, leaves, has_aux=True)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Runs one window of micro-batches, one or more of int32 arrays [B, T], and updates the weights.
@@ -125,6 +125,7 @@ class TrainStep:
         squares = {name: self.sum_of_squares(gradient) for name, gradient in gradients}
         result = apply_window(window, squares, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
+            self.model.compute_weights.refresh()
             self.model.update_expert_bias(window.routing)
         return result
 
@@ -135,6 +136,9 @@ class TrainStep:
         statistics = RouterStatistics(load=self.load)
         # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator gets.
         outputs, gradients = self.gradients_of(inputs, dropout, statistics, Tensor(np.float32(factor)))
+        gradients = self.model.compute_weights.gradients(
+            self.optimizer.parameters, gradients, self.wrapper.accumulate_allreduce_grads_in_fp32
+        )
         sums = LossSums(*outputs)
         settings, tokens = self.model.settings, valid_tokens(batch)
         others = {}
