@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 
 TESTS = Path(__file__).resolve().parent
 MOST_PROCESSES = 4
-FILES_PER_PROCESS = {"parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
+FILES_PER_PROCESS = {"ascend": 14, "parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
 # CPU seconds of the files that take long, their processes included. A file that is not here counts as a short one.
 SECONDS = {
     "parity/test_ascend_audit.py": 115, "parallel/test_launched_training.py": 140,
@@ -42,7 +42,7 @@ SECONDS = {
     "integration/test_bad_input.py": 8, "parity/test_muon.py": 7, "parallel/test_launcher_script.py": 6,
     "parity/test_ascend_kernels.py": 6, "unit/test_device.py": 6, "parity/test_dropout_training.py": 5,
     "parity/test_moe_kernels.py": 5, "parity/test_latent_attention.py": 12, "parity/test_telechat.py": 12,
-    "unit/test_newer_schema.py": 8,
+    "unit/test_newer_schema.py": 8, "ascend/test_explicit.py": 120,
 }  # fmt: skip
 SHORT = 2
 # Files that one process runs because they share a job.

@@ -22,6 +22,7 @@ from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
 from trainer.data import Batch
 from trainer.errors import RunError, UserError
+from trainer.models.shapes import all_shapes
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
@@ -193,6 +194,8 @@ def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor
         ({"use_qk_norm": True, "tie_word_embeddings": True, "seq_length": 7, "rotary_pct": 0.5, "rope_interleave": True,
           "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, None),
         ({"n_kv_heads": 4, "rotary_pct": 0.5, "qkv_has_bias": False}, None),
+        # Adapters in one layer of two: the other one has none.
+        ({"num_layers": 2, "pet_config": {"lora_rank": 4, "target_modules": r"model.layers.1.*(q|v|down)_proj"}}, None),
         # Half precision: the kernels round in other places, by 2^-8 each time; the errors do not add up to more.
         ({"compute_dtype": "bfloat16"}, 3e-2),
     ],
@@ -200,10 +203,14 @@ def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor
 def test_gradients_are_those_of_the_kernels_of_a_run(changes: dict[str, Any], close: float | None) -> None:
     config = config_of({"optimizer": {"type": "SGD", "momentum": 0.0}}, **{"num_layers": 1} | changes)
     limits = decoder_limits(config.decoder, rows=ROWS) if close is None else DecoderLimits(close, close)
-    window = [batch(length=config.decoder.seq_length)]
-    run = open_training(config, lambda update: 0.0)
+    window, random = [batch(length=config.decoder.seq_length)], np.random.default_rng(1)
+    weights = None
+    if config.decoder.pet_config is not None:  # at first an adapter's B is zero, and so is the gradient of its A
+        shapes = all_shapes(config.decoder)
+        weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    run = open_training(config, lambda update: 0.0, weights)
     right = run.backward(window[0], 0, 1 / (window[0].labels != -100).sum())
-    step = open_semi_auto_training(config, lambda update: 0.0, None, SINGLE_PROCESS, "CPU")
+    step = open_semi_auto_training(config, lambda update: 0.0, weights, SINGLE_PROCESS, "CPU")
     loss, gradients = computed(step, window)
     assert distance(loss.asnumpy(), np.float32(right.loss_sum / (window[0].labels != -100).sum())) < limits.loss
     for name, mine, its in zip(run.optimizer.parameters, gradients, right.gradients, strict=True):

@@ -31,9 +31,9 @@ ROOMS = (
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
         "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device.settings",
-        "trainer.device.doctor", "trainer.cli.flags", "trainer.launch",
+        "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
-    ("trainer.optim.freeze", "trainer.device"),
+    ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process"),
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan",),
@@ -53,6 +53,7 @@ ROOMS = (
     ("trainer.run.prepare",),
     ("trainer.audit",),
     ("trainer.run",),
+    ("trainer.dryrun",),
     ("trainer.smoke",),
     ("trainer.cli",),
 )

@@ -74,6 +74,13 @@ class Router(nn.Cell):
         scores_NE = self.sigmoid(logits_NE) if self.sigmoid_scores else self.softmax(logits_NE)
         return y_ND, logits_NE, scores_NE
 
+    def shard_over(self, data: int) -> None:
+        """Shards the tokens over `data` ranks, in semi-automatic mode."""
+        self.norm.shard_over(data)
+        self.product.shard_over(data)
+        for part in (self.softmax, self.sigmoid):
+            part.shard(((data, 1),))
+
 
 class Gates(nn.Cell):
     """(scores_NE, experts_Nk) -> gates_Nk, the factor of each chosen expert's output."""
@@ -83,13 +90,23 @@ class Gates(nn.Cell):
         moe = settings.experts
         self.normalised, self.factor = moe.norm_topk_prob, moe.routed_scaling_factor
         self.gather, self.matmul = P.GatherD(), P.MatMul()
+        self.add, self.divide, self.multiply = P.Add(), P.Div(), P.Mul()
         self.ones_kk = Tensor(np.ones((moe.num_experts_chosen,) * 2, np.float32))
 
     def construct(self, scores_NE, experts_Nk):
         gates_Nk = self.gather(scores_NE, 1, experts_Nk)
         if self.normalised:
-            gates_Nk = gates_Nk / (self.matmul(gates_Nk, self.ones_kk) + 1e-20)
-        return gates_Nk if self.factor == 1 else gates_Nk * self.factor
+            gates_Nk = self.divide(gates_Nk, self.add(self.matmul(gates_Nk, self.ones_kk), 1e-20))
+        return gates_Nk if self.factor == 1 else self.multiply(gates_Nk, self.factor)
+
+    def shard_over(self, data: int) -> None:
+        """Shards the tokens over `data` ranks, in semi-automatic mode."""
+        row = (data, 1)
+        for part in (self.gather, self.divide):
+            part.shard((row, row))
+        self.matmul.shard((row, (1, 1)))
+        for part in (self.add, self.multiply):
+            part.shard((row, ()))
 
 
 class RouterLosses(nn.Cell):
@@ -144,14 +161,26 @@ class SharedExperts(nn.Cell):
         self.gate, self.up, self.down = kernels.linear(), kernels.linear(), kernels.linear()
         self.swiglu, self.has_gate = kernels.swiglu(), settings.has_shared_gate
         self.score, self.sigmoid, self.spread, self.cast = kernels.router_linear(), P.Sigmoid(), P.MatMul(), P.Cast()
-        self.ones_1D = Tensor(np.ones((1, settings.hidden_size), np.float32))
+        self.ones_1D, self.multiply = Tensor(np.ones((1, settings.hidden_size), np.float32)), P.Mul()
 
     def construct(self, y_ND, gate_SD, up_SD, down_DS, weight_1D=None):
         out_ND = self.down(self.swiglu(self.gate(y_ND, gate_SD), self.up(y_ND, up_SD)), down_DS)
         if not self.has_gate:
             return out_ND
         share_N1 = self.sigmoid(self.score(self.cast(y_ND, mstype.float32), weight_1D))
-        return out_ND * self.cast(self.spread(share_N1, self.ones_1D), out_ND.dtype)
+        return self.multiply(out_ND, self.cast(self.spread(share_N1, self.ones_1D), out_ND.dtype))
+
+    def shard_over(self, data: int, tensor: int) -> None:
+        """Shards the tokens over `data` ranks and the width over `tensor` ranks, in semi-automatic mode."""
+        row = (data, 1)
+        for linear in (self.gate, self.up):
+            linear.shard_over(data, columns=tensor)
+        self.down.shard_over(data, rows=tensor)
+        self.swiglu.shard_over(data, tensor)
+        self.score.shard_over(data)
+        self.sigmoid.shard((row,))
+        self.spread.shard((row, (1, 1)))
+        self.multiply.shard((row, row))
 
 
 class ExpertBiases(nn.Cell):

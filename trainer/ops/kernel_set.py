@@ -142,6 +142,7 @@ def load_kernels(
 
     of_flash = module_of["attention"] is ascend
     masks = ascend_attention if of_flash else reference
+    attention = ascend_attention if of_flash else module_of["attention"]
     on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
     drawing = ascend_attention if on_ascend else reference
 
@@ -164,10 +165,10 @@ def load_kernels(
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
-        attention=partial((masks if of_flash else module_of["attention"]).Attention, dtype=compute, softmax_dtype=softmax),
+        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
         piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
-        router_linear=reference.Linear,
+        router_linear=plain.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
@@ -175,7 +176,7 @@ def load_kernels(
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
         attention_masks=masks.AttentionMasks,
         attention_options=masks.attention_options,
-        dropout=drawing.Dropout,
+        dropout=(drawing if plain is reference else plain).Dropout,
         draw_mask=drawing.draw_mask,
         draw_attention_mask=masks.draw_attention_mask if of_flash else drawing.draw_factors,
         cached_mask=reference.cached_mask,

@@ -26,7 +26,7 @@ class SemiAutoDecoder(DecoderWiring):
     """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module. The model has no experts, adapters and dropout.
+    multi-token prediction module. The model has no experts and no dropout.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, parameters: Mapping[str, Parameter]) -> None:
@@ -35,8 +35,8 @@ class SemiAutoDecoder(DecoderWiring):
         embedding = parameters[EMBEDDING]
         output = embedding if settings.tie_word_embeddings else parameters[HEAD]
 
-        def weights(layer: int, names: Iterable[str]) -> list[Parameter]:
-            return [parameters[layer_prefix(layer) + name] for name in names]
+        def weights(layer: int, names: Iterable[str]) -> list[Parameter | None]:
+            return [parameters.get(layer_prefix(layer) + name) for name in names]
 
         norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in all_layers[depth:])]
         self.embed = EmbeddingCell(embedding)
@@ -88,14 +88,19 @@ class EmbeddingCell(nn.Cell):
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask) -> x_ND."""
+    """(x_ND, tables, mask) -> x_ND. A weight that only other layers have is None."""
 
-    def __init__(self, block: Block, weights: Sequence[Parameter]) -> None:
+    def __init__(self, block: Block, weights: Sequence[Parameter | None]) -> None:
         super().__init__(auto_prefix=False)
-        self.block, self.weights = block, ParameterTuple(weights)
+        own = [number for number, weight in enumerate(weights) if weight is not None]
+        self.block, self.weights = block, ParameterTuple([weights[number] for number in own])
+        self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
 
     def construct(self, x_ND, tables, mask):
-        return self.block(x_ND, *tables, mask, None, None, None, None, *self.weights)
+        weights = ()
+        for place in self.places:
+            weights += (self.weights[place],) if place >= 0 else (None,)
+        return self.block(x_ND, *tables, mask, None, None, None, None, *weights)
 
     def shard_over(self, data: int, tensor: int) -> None:
         """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its
@@ -105,9 +110,9 @@ class LayerCell(nn.Cell):
         for norm in (attention.norm, attention.post_norm, mlp.norm, mlp.post_norm):
             norm.shard_over(data)
         for projection in (attention.query, attention.key, attention.value, mlp.gate, mlp.up):
-            projection.linear.shard_over(data, columns=tensor)
+            projection.shard_over(data, columns=tensor)
         for projection in (attention.out, mlp.down):
-            projection.linear.shard_over(data, rows=tensor)
+            projection.shard_over(data, rows=tensor)
         for part in (attention.query_rotary, attention.key_rotary, attention.attention, mlp.swiglu):
             part.shard_over(data, tensor)
         for norm in (attention.query_norm, attention.key_norm) if attention.qk_norm else ():

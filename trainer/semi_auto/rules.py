@@ -133,8 +133,9 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
         if getattr(settings, name):
             rule = f"{_NOT_YET}, whose graph draws no masks"
             yield problem(config, f"{model}.{name}", rule, "set it to 0")
-    if settings.pet_config is not None:
-        yield problem(config, f"{model}.pet_config", _NOT_YET, f"remove it, {_INSTEAD}", value="lora")
+    if settings.pet_config is not None and settings.pet_config.lora_dropout:
+        rule = f"{_NOT_YET}, whose graph draws no masks"
+        yield problem(config, f"{model}.pet_config.lora_dropout", rule, "set it to 0")
     if settings.multi_latent_attention:
         fix = f"use a model with n_kv_heads, {_INSTEAD}"
         yield problem(config, f"{model}.multi_latent_attention", _NOT_YET, fix)

@@ -66,7 +66,8 @@ class Route(nn.Cell):
         else:
             order_A = _sorted(probability_A, descending=True)
             order_A = ops.gather(order_A, _sorted(ops.gather(expert_A, order_A, 0)), 0)
-        first_E = (ops.cumsum(requested_E, 0) - requested_E).astype(mstype.int32)
+        requested_E = requested_E.astype(mstype.int32)
+        first_E = _ends(requested_E) - requested_E
         return _sorted(order_A) - ops.gather(first_E, expert_A, 0)
 
     def rows(self, group_A, safe_E):
@@ -76,8 +77,9 @@ class Route(nn.Cell):
         row_A = _sorted(_sorted(group_A))  # sorting a permutation inverts it
         if self.rule.safe_tokens:
             # Safe tokens before an expert's rows, and before those of dropped assignments.
-            shift_E = ops.cumsum(safe_E, 0)
-            shift = ops.concat((shift_E - safe_E, shift_E[-1:])).astype(mstype.int32)
+            safe_E = safe_E.astype(mstype.int32)
+            shift_E = _ends(safe_E)
+            shift = ops.concat((shift_E - safe_E, shift_E[-1:]))
             row_A, size = row_A + ops.gather(shift, group_A, 0), size + self.rule.experts
         return row_A, ops.tensor_scatter_elements(ops.full((size,), tokens, dtype=mstype.int32), row_A, token_A)
 
@@ -91,6 +93,11 @@ def _best(scores, number: int):
     return _sorted(scores, descending=True)[:, :number]
 
 
+def _ends(counts_E):
+    """Where each group ends. int32 only: an Ascend has no cumsum of int64."""
+    return ops.cumsum(counts_E, 0)
+
+
 class GroupedMatmul(nn.Cell):
     """GroupedMatmul of one x and one stacked weight. The operator requires that the last group ends with the last row:
     the last expert takes the rows of no group too, which are set to zero before and after."""
@@ -102,7 +109,7 @@ class GroupedMatmul(nn.Cell):
 
     def construct(self, x_RI, weight_EOI, counts_E):
         rows = x_RI.shape[0]
-        ends_E = ops.cumsum(counts_E, 0)
+        ends_E = _ends(counts_E.astype(mstype.int32)).astype(mstype.int64)
         in_group_R1 = (ops.arange(rows, dtype=mstype.int64) < ends_E[-1]).expand_dims(1)
         ends_E = ops.stop_gradient(ops.concat((ends_E[:-1], ops.full((1,), rows, dtype=mstype.int64))))
         weight_EIO = ops.transpose(self.weight(weight_EOI, counts_E).astype(x_RI.dtype), (0, 2, 1))

@@ -1,0 +1,79 @@
+"""Small configurations for an Ascend, and how a test file of this folder declares its cases."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from trainer.dryrun.process import TRAIN, Case
+
+_SWITCHES = {
+    "compute_dtype": "bfloat16", "use_flash_attention": True, "use_fused_rope": True, "use_fused_swiglu": True,
+}  # fmt: skip
+_SIZES = {
+    "num_layers": 2, "hidden_size": 128, "num_heads": 4, "n_kv_heads": 2, "head_dim": 32, "intermediate_size": 256,
+    "vocab_size": 512, "seq_length": 64,
+}  # fmt: skip
+DENSE: dict[str, Any] = {
+    "context": {"device_target": "Ascend"},
+    "runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2},
+    "runner_wrapper": {"use_clip_grad": True},
+    "optimizer": {"type": "AdamW", "weight_decay": 0.1},
+    "model": {"arch": {"type": "Qwen3ForCausalLM"}, "model_config": _SIZES | _SWITCHES},
+}
+"""A Qwen3 of two layers."""
+_MOE = {
+    "expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "use_gmm": True,
+    "use_fused_ops_permute": True, "aux_loss_factor": 0.001,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = DENSE | {
+    "model": {"arch": {"type": "Qwen3MoeForCausalLM"}, "model_config": _SIZES | _SWITCHES | {"moe_config": _MOE}}
+}
+"""The same with experts in every layer."""
+SEMI: dict[str, Any] = DENSE | {
+    "use_parallel": True,
+    "parallel": {"parallel_mode": 1, "enable_parallel_optimizer": False},
+    "parallel_config": {"data_parallel": 8},
+    "runner_config": {"batch_size": 1},
+    "model": {"arch": {"type": "LlamaForCausalLM"}, "model_config": _SIZES | _SWITCHES},
+}
+"""A Llama in semi-automatic mode, for eight ranks."""
+
+
+class OnAscend(NamedTuple):
+    """A case, and the rank of a job that it runs as. All cases of one rank share a process."""
+
+    case: Case
+    ranks: int = 1
+    rank: int = 0
+
+
+def on_ascend(
+    base: Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    model: Mapping[str, Any] | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    task: str = TRAIN,
+    steps: int = 2,
+    **options: Any,
+) -> OnAscend:
+    """A case: a configuration with changes, which replace single keys however deep they lie.
+
+    Args:
+        model: Changes of `model.model_config`.
+        task, steps, options: As in `trainer.dryrun.process.Case`.
+    """
+    changes = {**(changes or {}), **({"model": {"model_config": model}} if model else {})}
+    return OnAscend(Case(json.dumps(_merged(base, changes)), task, steps, options), ranks, rank)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    found = copy.deepcopy(dict(base))
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+        found[key] = _merged(found[key], value) if both else value
+    return found

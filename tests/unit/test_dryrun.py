@@ -1,0 +1,92 @@
+"""The parts of a dry run that need neither MindSpore nor a compiler."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.dryrun import process, stand_ins
+from trainer.dryrun.process import Case, Collective, run_cases
+from trainer.errors import RunError, UserError
+
+WORKER = """
+import json, os, sys
+from pathlib import Path
+folder = Path(sys.argv[-1])
+job = json.loads((folder / "cases.json").read_text())
+numbers = {"seconds": 1.0, "host_bytes": 5, "host_reads": {"a.py:1": [1, 5]}, "peak_bytes": 7, "failure": None,
+           "legacy": {}, "current": {}, "collectives": [["AllReduce", "float32", 4]], "found": {"rank": job["rank"]}}
+with (folder / "results.jsonl").open("a") as file:
+    for name, case in job["cases"].items():
+        print(json.dumps({"case": name, "says": "started"}), file=file, flush=True)
+        if case["config"] == "dies":
+            print("it was the kernel", flush=True)
+            os.abort()
+        print(json.dumps({"case": name, "measurement": numbers}), file=file, flush=True)
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that answers at once."""
+    (tmp_path / "pretended_worker.py").write_text(WORKER)
+    launcher = tmp_path / "python"
+    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/pretended_worker.py "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr(process.sys, "executable", str(launcher))
+    monkeypatch.setattr(process, "stand_ins", lambda: tmp_path)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_case_that_kills_its_process_leaves_the_others() -> None:
+    said = []
+    cases = {"first": Case("{}"), "bad": Case("dies"), "last": Case("{}")}
+    found = run_cases(cases, 8, 3, lambda name, text: said.append((name, text)))
+    assert list(found) == ["first", "bad", "last"]
+    assert found["first"].failure is None and found["last"].found == {"rank": 3}
+    assert found["first"].collectives == [Collective("AllReduce", "float32", 4)]
+    assert found["first"].host_reads == {"a.py:1": (1, 5)}
+    assert "signal 6" in found["bad"].failure.message and "it was the kernel" in found["bad"].failure.message
+    assert said == [("first", "started"), ("bad", "started"), ("last", "started")]
+
+
+def test_the_environment_is_that_of_a_rank_and_of_no_job() -> None:
+    given = {"MS_WORKER_NUM": "2", "RANK_ID": "1", "HOME": "/home/x", "PYTHONPATH": "/own"}
+    made = process.environment(given, Path("/cann"), 8, 3)
+    assert (made["RANK_SIZE"], made["RANK_ID"], made["HOME"]) == ("8", "3", "/home/x")
+    assert "MS_WORKER_NUM" not in made and made["MS_SIMULATION_LEVEL"] == "1"
+    assert made["PYTHONPATH"].split(os.pathsep)[::2] == ["/cann/python", "/own"]
+
+
+def test_without_a_compiler_the_error_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="g\\+\\+") as error:
+        stand_ins.stand_ins(tmp_path)
+    assert "apt-get install g++" in error.value.fix and not list(tmp_path.iterdir())
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho 'a.cc:1: error: unknown flag' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent))
+    with pytest.raises(RunError, match="unknown flag"):
+        stand_ins.stand_ins(tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_libraries_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent))
+    folder = stand_ins.stand_ins(tmp_path / "cache")
+    monkeypatch.setenv("PATH", "")
+    assert stand_ins.stand_ins(tmp_path / "cache") == folder
+    assert (folder / "lib64/libascendcl.so").resolve() == (folder / "lib64" / stand_ins.LIBRARY).resolve()
+    assert folder.name == "cann", "MindSpore looks for this name"

@@ -1,0 +1,167 @@
+"""What can be tried of a configuration: a training, an evaluation, a prediction, a checkpoint, the collectives.
+
+A task is the code of a run, called with made-up tokens. Reading a tensor of the dry backend gives zeros.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor
+
+from trainer.checkpoint.evaluations import EvalHistory
+from trainer.checkpoint.state import Position, load_weights, save
+from trainer.config.checks.parallel import is_semi_auto
+from trainer.data.batches.batch import Batch
+from trainer.data.source.mnist import ImageBatch
+from trainer.models.generate import Generator, Sampling
+from trainer.parallel import collectives
+from trainer.parallel.world import World
+from trainer.run.session import open_session, open_training, set_up_device
+from trainer.semi_auto.training import open_semi_auto_training
+from trainer.step.evaluate import evaluate
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.dryrun.measure import Run
+
+_RATE = 1e-3
+_GATHER = collectives.gather_float64
+
+
+def prepare_process(config: Config, world: World) -> None:
+    """Sets up the device, and answers for the ranks that are not there: each says what this one says."""
+    set_up_device(config, "Ascend", world)
+    mindspore.runtime.launch_blocking()
+    collectives.gather_float64 = lambda values: [list(values)] * world.size
+    collectives.gather_bytes = lambda data: [data] * world.size
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Steps of a training; the last one is measured."""
+    step = open_step(run)
+    result = None
+
+    def one(number: int) -> None:
+        nonlocal result
+        result = step(windows(run, step, number))
+
+    run.measured_steps(one)
+    return {"updated": result.updated, "skipped": result.skipped, "parameters": parameters_of(step)}
+
+
+def open_step(run: Run) -> Any:
+    """The step of a training, explicit or semi-automatic."""
+    run.say("building the model")
+    if not is_semi_auto(run.config):
+        return open_training(run.config, _schedule, None, run.world, "Ascend")
+    step = open_semi_auto_training(run.config, _schedule, None, run.world, "Ascend")
+    step.gives_loss = True  # other stages have it, and they are not there
+    return step
+
+
+def _schedule(update: int) -> float:
+    return _RATE
+
+
+def parameters_of(step: Any) -> int:
+    """Numbers in all parameters of this rank."""
+    parameters = step.parameters.own if step.model is None else step.model.parameters_by_name
+    return sum(parameter.size for parameter in parameters.values())
+
+
+def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
+    """The micro-batches of a step."""
+    runner = run.config.runner_config
+    if step.model is None:  # the graph of semi-automatic mode takes all at once
+        return [tokens_batch(run, step.window.rows, number)]
+    count = runner.gradient_accumulation_steps
+    return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
+
+
+def batch_of(run: Run, rows: int, seed: int) -> Batch | ImageBatch:
+    if run.config.classifier is None:
+        return tokens_batch(run, rows, seed)
+    settings, stream = run.config.classifier, np.random.default_rng(seed)
+    pixels = stream.integers(0, 256, (rows, settings.pixels)).astype(np.uint8)
+    return ImageBatch(pixels, stream.integers(0, settings.classes, rows).astype(np.int32))
+
+
+def tokens_batch(run: Run, rows: int, seed: int) -> Batch:
+    """Sequences of random tokens, each with as many documents of one length as the option `documents` says."""
+    settings, documents = run.config.decoder, run.options.get("documents", 1)
+    length, stream = settings.seq_length, np.random.default_rng(seed)
+    ids = stream.integers(0, settings.vocab_size, (rows, length + 1)).astype(np.int32)
+    places = np.arange(length, dtype=np.int32)
+    size = -(-length // documents)
+    positions, segments = (np.tile(row.astype(np.int32), (rows, 1)) for row in (places % size, places // size))
+    return Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions, segments)
+
+
+def evaluation(run: Run) -> dict[str, Any]:
+    """Evaluates batches; each is a step."""
+    session = open_session(run.config, None, run.world, "Ascend")
+    found = None
+
+    def one(number: int) -> None:
+        nonlocal found
+        batches = [batch_of(run, run.config.runner_config.batch_size, number)]
+        found = evaluate(session.model, session.build_inputs, batches, lambda: False, session.communicator)
+
+    run.measured_steps(one)
+    return {"tokens": found.tokens}
+
+
+def prediction(run: Run) -> dict[str, Any]:
+    """Continues prompts of different lengths with a key/value cache; a step is one new token of each."""
+    session = open_session(run.config, None, run.world, "Ascend")
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    stream = Generator(session.model, session.build_inputs, []).stream(prompts, [run.steps] * 2, Sampling())
+    found = []
+    run.measured_steps(lambda number: found.append(next(stream)))
+    return {"tokens": len(found)}
+
+
+def checkpoint(run: Run) -> dict[str, Any]:
+    """Trains a step, saves, loads what was saved, and trains again."""
+    step = open_step(run)
+    step(windows(run, step, 0))
+    saved = step.to_save()
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(
+            Path(folder), Position(step=1), saved, step_state=step.state(), config=run.config, layout={}, base=None,
+            keep_max=1, evaluations=EvalHistory(),
+        )  # fmt: skip
+        names = sorted(each.name for each in path.iterdir())
+    if step.model is not None:
+        load_weights(step.model, saved.weights)
+    step.load_optimizer(saved.optimizer, saved.updates)
+    step.load_state(step.state())
+    run.measured_steps(lambda number: step(windows(run, step, number + 1)))
+    return {"files": names, "updates": step.optimizer.updates}
+
+
+def every_collective(run: Run) -> dict[str, Any]:
+    """Each cell and function of `trainer.parallel.collectives`, forwards and backwards."""
+    collectives.start(run.world)
+    x_RD = Tensor(np.ones((2 * run.world.size, 8), np.float32))
+    shapes = {}
+
+    def all_of_them(number: int) -> None:
+        cells = (
+            collectives.AllReduce(), collectives.AllGather(), collectives.ReduceScatter(), collectives.AllToAll(),
+            collectives.Broadcast(0),
+        )  # fmt: skip
+        for cell in cells:
+            _, gradient = mindspore.value_and_grad(lambda x, cell=cell: cell(x).sum())(x_RD)
+            shapes[type(cell).__name__] = gradient.shape
+        shapes["gather"] = len(_GATHER([1.0, 2.0]))
+        collectives.barrier()
+
+    run.measured_steps(all_of_them)
+    return {"shapes": shapes}
