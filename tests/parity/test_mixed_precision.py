@@ -77,8 +77,10 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
         loss = model.decoder(inputs, dropout).total
         return loss * scale, loss
 
-    backward = mindspore.value_and_grad(scaled, None, list(parameters.values()), has_aux=True)
-    (_, loss), gradients = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
+    weights = model.decoder.compute_weights
+    backward = mindspore.value_and_grad(scaled, None, weights.leaves(parameters), has_aux=True)
+    (_, loss), found = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
+    gradients = weights.gradients(parameters, found)
     assert loss.dtype == FULL
     return Result(float(loss.asnumpy()), dict(zip(parameters, gradients, strict=True)))
 

@@ -106,6 +106,7 @@ class TrainStep:
             sums = model(inputs, dropout, statistics)
             return sums.total * factor, *sums[1:]
 
+        model.compute_weights.refresh()
         leaves = model.compute_weights.leaves(optimizer.parameters)
         self.gradients_of = mindspore.value_and_grad(scaled_loss, None, leaves, has_aux=True)
 
