@@ -215,5 +215,6 @@ def test_a_frozen_head_has_no_gradient_in_pieces(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
     labels, valid = Tensor(np.zeros(N, np.int32)), Tensor(np.ones((N, 1), np.float32))
     kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, False)
-    gradients = mindspore.grad(lambda x, w: kernel(x, w, labels, valid), (0, 1))(Tensor(normal(N, 8)), Tensor(normal(9, 8)))
+    arrays = Tensor(normal(N, 8)), Tensor(normal(9, 8))
+    gradients = mindspore.grad(lambda x, w: kernel(x, w, labels, valid), (0, 1))(*arrays)
     assert np.abs(gradients[0].asnumpy()).min() > 0 and not gradients[1].asnumpy().any()

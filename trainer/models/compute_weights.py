@@ -14,7 +14,8 @@ from mindspore import dtype as mstype
 
 from trainer.models.shapes import EMBEDDING, EXPERT_DOWN_BIAS, ROUTER, SHARED_GATE
 
-_IN_FLOAT32 = (ROUTER, SHARED_GATE, EXPERT_DOWN_BIAS)
+_IN_FLOAT32 = (EMBEDDING, ROUTER, SHARED_GATE, EXPERT_DOWN_BIAS)
+"""Rows of the embedding are looked up in float32, also where it is the matrix of the head."""
 _STACKED = "mlp.experts."
 
 
@@ -24,17 +25,16 @@ class ComputeWeights:
     Args:
         parameters: All parameters of the model by name.
         dtype: Dtype of the matrix products.
-        tied: Whether the embedding is the matrix of the head too. Rows are looked up in float32 all the same.
         experts: Whether the products of experts take copies.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], dtype: mstype.Type, *, tied: bool, experts: bool) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], dtype: mstype.Type, experts: bool = False) -> None:
         self.masters, self.dtype = parameters, dtype
         self.copies: dict[str, Parameter] = {}
         for name, master in parameters.items() if dtype != mstype.float32 else ():
             # Adapters are multiplied by their factor first, which is float32.
-            casts = master.ndim > 1 and ".lora_" not in name and not name.endswith(_IN_FLOAT32)
-            if casts and (tied if name == EMBEDDING else experts or _STACKED not in name):
+            is_product = master.ndim > 1 and ".lora_" not in name and not name.endswith(_IN_FLOAT32)
+            if is_product and (experts or _STACKED not in name):
                 self.copies[name] = Parameter(master.astype(dtype), f"compute.{name}", master.requires_grad)
 
     def refresh(self) -> None:
@@ -43,27 +43,14 @@ class ComputeWeights:
             ops.assign(copy, self.masters[name].astype(self.dtype))
 
     def get(self, name: str) -> Parameter | None:
-        """What a product takes: the copy, or the parameter where there is none."""
+        """What a product takes, and what its gradient comes from: the copy, or the parameter where there is none."""
         return self.copies.get(name, self.masters.get(name))
 
     def leaves(self, names: Iterable[str]) -> list[Parameter]:
-        """What to differentiate for the gradients of these parameters: one or, for a tied embedding, two each."""
-        return [leaf for name in names for leaf in self._of(name)]
+        """What to differentiate for the gradients of these parameters."""
+        return [self.get(name) for name in names]
 
-    def gradients(self, names: Iterable[str], found: Sequence[Tensor], in_float32: bool = True) -> list[Tensor]:
-        """The gradients of these parameters from those of their `leaves`.
 
-        `in_float32` False: those of copies stay in half precision.
-        """
-        gradients, rest = [], iter(found)
-        for name in names:
-            parts = [next(rest) for _ in self._of(name)]
-            if in_float32:
-                parts = [part if part.dtype == mstype.float32 else part.astype(mstype.float32) for part in parts]
-            gradients.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
-        return gradients
-
-    def _of(self, name: str) -> list[Parameter]:
-        if name not in self.copies:
-            return [self.masters[name]]
-        return [self.masters[name], self.copies[name]] if name == EMBEDDING else [self.copies[name]]
+def in_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of `ComputeWeights.leaves` in the dtype of the parameters."""
+    return [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]

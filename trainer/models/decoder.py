@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from trainer.config.recompute import SUBLAYERS
@@ -44,6 +43,7 @@ from trainer.models.shapes import (
     parameter_name,
     sublayer_of,
 )
+from trainer.ops.measures import device_measures
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -161,10 +161,8 @@ class Decoder(DecoderWiring):
             )
             for name, shape in all_shapes(settings).items()
         }
-        self.compute_weights = ComputeWeights(
-            self.parameters_by_name, kernels.compute_dtype, tied=settings.tie_word_embeddings,
-            experts=kernels.cpu_router is None,
-        )  # fmt: skip
+        experts_take_copies = kernels.cpu_router is None
+        self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype, experts_take_copies)
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
@@ -309,9 +307,7 @@ class Decoder(DecoderWiring):
         for layer, requested_E in zip(counts.layers, counts.requested, strict=True) if counts is not None else ():
             if layer in self.balanced_layers:
                 bias_E = self.parameters_by_name[layer_prefix(layer) + EXPERT_BIAS]
-                rate = self.settings.experts.topk_bias_update_rate
-                step_E = np.sign(requested_E.mean() - requested_E) * rate
-                bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))
+                device_measures().move_bias(bias_E, requested_E, self.settings.experts.topk_bias_update_rate)
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Logits of every token, [N, V]; for evaluation and tests, not for training."""

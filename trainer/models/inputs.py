@@ -142,15 +142,25 @@ class InputBuilder:
 
 def _mtp_inputs(batch: Batch, offset: int) -> MtpInputs:
     """Tokens and labels `offset` positions later in the same document."""
-    rows, length = batch.input_ids.shape
-    ids_BT, labels_BT = np.zeros((rows, length), np.int32), np.full((rows, length), IGNORE_INDEX, np.int32)
-    if offset < length:
-        ids_BT[:, :-offset], labels_BT[:, :-offset] = batch.input_ids[:, offset:], batch.labels[:, offset:]
-        same_BT = batch.segment_ids[:, offset:] == batch.segment_ids[:, :-offset]
-        labels_BT[:, :-offset][~same_BT] = IGNORE_INDEX
+    ids_BT, labels_BT = np.zeros_like(batch.input_ids), _mtp_labels(batch, offset)
+    ids_BT[:, : max(0, ids_BT.shape[1] - offset)] = batch.input_ids[:, offset:]
     valid_BT = labels_BT != IGNORE_INDEX
     return MtpInputs(
         Tensor(ids_BT.reshape(-1)),
         Tensor(np.where(valid_BT, labels_BT, 0).reshape(-1)),
         Tensor(valid_BT.reshape(-1, 1).astype(np.float32)),
     )
+
+
+def _mtp_labels(batch: Batch, offset: int) -> np.ndarray:
+    labels_BT = np.full_like(batch.labels, IGNORE_INDEX)
+    if offset < labels_BT.shape[1]:
+        same_BT = batch.segment_ids[:, offset:] == batch.segment_ids[:, :-offset]
+        labels_BT[:, :-offset] = np.where(same_BT, batch.labels[:, offset:], IGNORE_INDEX)
+    return labels_BT
+
+
+def mtp_labels(batch: Batch, modules: int) -> int:
+    """Number of labels of all multi-token prediction modules together."""
+    labels = (_mtp_labels(batch, offset) for offset in range(1, modules + 1))
+    return sum(int(np.count_nonzero(labels_BT != IGNORE_INDEX)) for labels_BT in labels)

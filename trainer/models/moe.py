@@ -18,6 +18,7 @@ from mindspore.ops import operations as P
 
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
+from trainer.ops.measures import device_measures
 from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
 
 if TYPE_CHECKING:
@@ -40,22 +41,11 @@ class RouterStatistics:
     load: WindowLoad | None = None
 
     def counts(self) -> RoutingCounts | None:
-        """The counts of all layers, on the host; None without experts."""
+        """The counts of all layers; None without experts."""
         if not self.routings:
             return None
         layers, routings, scores = zip(*self.routings, strict=True)
-        return RoutingCounts(
-            layers=layers,
-            kept=np.stack([np.asarray(Routing(*routing).kept_E) for routing in routings]),
-            requested=np.stack([np.asarray(Routing(*routing).requested_E) for routing in routings]),
-            entropy=np.array([_entropy(np.asarray(scores_NE)) for scores_NE in scores]),
-        )
-
-
-def _entropy(scores_NE: np.ndarray) -> float:
-    """Mean over tokens of the entropy of the normalised scores, in nats."""
-    p_NE = scores_NE / (scores_NE.sum(axis=1, keepdims=True) + np.float32(1e-20))
-    return float(-(p_NE * np.log(p_NE + np.float32(1e-20))).sum(axis=1, dtype=np.float64).mean())
+        return device_measures().routing_counts(layers, [Routing(*routing) for routing in routings], scores)
 
 
 class Router(nn.Cell):
@@ -278,7 +268,9 @@ class MoeLayer(nn.Cell):
     def shares_of(self, requested_E, shares):
         """The experts' parts of the assignments, [1, E]."""
         if shares is not None:
-            return Tensor(shares(requested_E.asnumpy())[None], mstype.float32)
+            share_E = shares(requested_E)
+            share_E = share_E if isinstance(share_E, Tensor) else Tensor(share_E)
+            return ops.cast(share_E, mstype.float32).reshape(1, -1)
         requested_E = ops.cast(requested_E, mstype.float32)
         return (requested_E / ops.reduce_sum(requested_E)).reshape(1, -1)
 

@@ -58,9 +58,9 @@ class Projection(nn.Cell):
         # The factor multiplies the smallest of the matrices.
         return self.add(y_NO, self.up(x_NR, self.scale_up(weights[self.b], self.scale)))
 
-    def shard_over(self, data: int, columns: int = 1, rows: int = 1) -> None:
+    def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0) -> None:
         """As `Linear.shard_over` of semi-automatic mode. What the adapter has between its matrices is whole."""
-        self.linear.shard_over(data, columns, rows)
+        self.linear.shard_over(data, columns, rows, tokens)
         if self.has_adapter:
             self.down.shard_over(data, rows=rows)
             self.up.shard_over(data, columns=columns)
@@ -68,4 +68,5 @@ class Projection(nn.Cell):
             # Where the ranks stand must be said: by numbers alone MindSpore would take neighbours for copies.
             layout = Layout((data, columns * rows), ("data", "tensor"))
             self.scale_up.shard((layout("tensor" if columns > 1 else "None", "None"), layout()))
-            self.add.shard(((data, columns), (data, columns)))
+            whole = max(data, tokens), columns
+            self.add.shard((whole, whole))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mindspore import dtype as mstype
 from mindspore import nn
@@ -22,6 +23,9 @@ from trainer.ops.cpu.experts import CpuExperts
 from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
 
 MakeCell = Callable[..., nn.Cell]
 
@@ -88,7 +92,6 @@ class KernelSet:
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
-    sum_of_squares: Callable
     compute_dtype: mstype.Type = mstype.float32
 
     def window(self, settings: ModelConfig, layer: int) -> int | None:
@@ -182,7 +185,6 @@ def load_kernels(
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
-        sum_of_squares=reference.sum_of_squares,
         compute_dtype=compute,
     )
 

@@ -81,8 +81,10 @@ class Optimizer(ABC):
             yield name, parameter, gradient if scale == 1.0 else gradient * factors[scale]
 
     def slice_own(self, tensor: Tensor, name: str) -> Tensor:
-        """This rank's range of a gradient or parameter, flattened."""
+        """This rank's range of a gradient or parameter, flattened; a gradient may be this range already."""
         own = self.own_ranges[name]
+        if tensor.size == own.stop - own.start:
+            return tensor
         return P.Slice()(tensor.reshape(-1), (own.start,), (own.stop - own.start,))
 
     def all_gather(self) -> None:

@@ -280,8 +280,8 @@ class _Training:
         kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
         if self.world.size > 1 and result.reduce_seconds is not None:
             kept["reduce_seconds"] = result.reduce_seconds
-        watched = result.routing is not None and watches_drop_rate(self.config)
-        return kept | (routing_details(result.routing) if watched else {})
+        watched = result.router_rates is not None and watches_drop_rate(self.config)
+        return kept | (routing_details(result.router_rates) if watched else {})
 
     def tell_what_was_skipped(self, result: StepResult) -> None:
         """Overflow has a line of its own on the console, other reasons get a notice."""

@@ -63,7 +63,6 @@ def open_semi_auto_training(
         config.runner_wrapper,
         window=window,
         parameters=parameters,
-        sum_of_squares=built.sum_of_squares,
         communicator=communicator,
         gives_loss=world.rank // (world.size // stages) == stages - 1,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
@@ -74,11 +73,11 @@ def window_of(config: Config, world: World) -> Window:
     """The batch of a step, and which of its rows this rank hands to the graph."""
     degrees, read = degrees_of(config, world), data_config(config, world).runner_config
     rows = read.batch_size * read.gradient_accumulation_steps
-    own = slice(None)
+    own: slice | np.ndarray = slice(None)
     if not config.parallel.full_batch:
-        place = world.rank % degrees.data_parallel  # its data-parallel rank within its stage
-        part = rows // degrees.data_parallel
-        own = slice(place * part, (place + 1) * part)
+        # Ranks of a stage are numbered by data-parallel rank first. It has its part of every micro-batch.
+        place = world.rank // degrees.model_parallel % degrees.data_parallel
+        own = np.arange(rows).reshape(read.gradient_accumulation_steps, degrees.data_parallel, -1)[:, place].reshape(-1)
     return Window(rows, config.decoder.seq_length, own)
 
 

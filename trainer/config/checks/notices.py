@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from trainer.config.checks.model import targets_experts, targets_in_experts
 from trainer.config.checks.moe import capacity_factor, watches_drop_rate
-from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, runs_semi_auto
+from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_auto, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import FAMILIES, named_family
 from trainer.config.hugging_face import OTHERS, class_differences, saved_class
@@ -68,7 +68,18 @@ def _bound(config: Config) -> str:
     return f"capacity_factor {'null' if factor is None else f'{factor:g}'} sets no bound"
 
 
+_GRAPH_ALONE = "only semi-automatic mode has it"
 _UNUSED = (
+    _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("parallel.parallel_optimizer_config",
+            "optimizer_weight_shard_size optimizer_level gradient_accumulation_shard",
+            lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler", lambda c: not is_semi_auto(c),
+            _GRAPH_ALONE),
+    _Unused("parallel_config", "use_seq_parallel gradient_aggregation_group", lambda c: not is_semi_auto(c),
+            _GRAPH_ALONE),
+    _Unused("recompute_config", "select_comm_recompute mp_comm_recompute parallel_optimizer_comm_recompute"
+            " recompute_slice_activation", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("optimizer", "betas eps ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "SGD",
             "optimizer.type is SGD"),
     _Unused("optimizer", "momentum nesterov ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "AdamW",

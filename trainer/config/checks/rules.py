@@ -65,8 +65,6 @@ def _training(config: Config) -> Iterator[Problem]:
     if scale > _LARGEST_FLOAT32:
         rule = f"is beyond float32, in which the loss is multiplied: at most {_LARGEST_FLOAT32:.3g}"
         yield problem(config, key, rule, "write a smaller one: 65536 is a usual start")
-
-
     key = "runner_wrapper.accumulate_allreduce_grads_in_fp32"
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32 and config.classifier is None:
         if asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float16":

@@ -2,7 +2,7 @@
 
 It has no CPU kernel; tests/parity/test_ascend_attention.py compares what its documentation says with the reference.
 
-Legend: B sequences of T tokens, N = B * T, H query heads, C = H * d, K = key/value heads * d, d width of a query or key.
+Legend: B sequences of T tokens, N = B * T, H query heads, d width of a head, C = H * d, K = key/value heads * d.
 """
 
 from __future__ import annotations
