@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mindspore
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from trainer.data.batches.batch import Batch
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
@@ -76,6 +76,7 @@ class FunctionalDecoder(DecoderWiring):
         self.merges = nn.CellList([MergeTokens(settings, kernels) for _ in range(modules)])
         self.heads = nn.CellList([Head(settings, kernels) for _ in range(1 + modules)])
         self.maps, self.mapping = settings.maps_embedding, EmbeddingMapping(kernels)
+        self.gather_rows = kernels.gather_rows
 
     def construct(self, inputs, tables, masks, sequence_weights, mtp, dropped, weights):
         """The minimised loss: a sum, to be divided by the valid tokens of the window.
@@ -94,7 +95,7 @@ class FunctionalDecoder(DecoderWiring):
     # The parts. Every call site has a cell of its own: see trainer/ops/__init__.py.
 
     def run_embedding(self, ids_N, call):
-        x_NE = ops.gather(call[2][0][0], ids_N, 0)
+        x_NE = self.gather_rows(call[2][0][0], ids_N)
         return self.mapping(x_NE, call[2][0][3]) if self.maps else x_NE
 
     def run_layer(self, number, x_ND, call):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import is_semi_auto
+from trainer.config.device_defaults import device_default_notice
 from trainer.device.doctor import find_ascend, missing_for_ascend
 from trainer.device.settings import SPEED_UP_KEY, device_calls, jit_options, unused_keys
 from trainer.errors import UserError
@@ -64,6 +65,9 @@ def plans_elsewhere(config: Config) -> bool:
 def device_notices(config: Config, device: str) -> Iterator[str]:
     """What of the section `context` is different, or unused, on the device of this run."""
     wanted, lacks = config.context.device_target, _lacks(config)
+    defaults = device_default_notice(config, device)
+    if defaults:
+        yield defaults
     if device == "Ascend" and SPEED_UP_KEY in (config.context.ascend_config or {}) and not is_semi_auto(config):
         text = f"context.ascend_config.{SPEED_UP_KEY}: not read, only semi-automatic mode has it"
         yield Notice(text, "ignored")

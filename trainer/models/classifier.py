@@ -94,7 +94,7 @@ class Classifier(nn.Cell):
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = Layers(settings, kernels)
         self.run_layers = Differentiable(self.layers, compiled).stopped_at(argnums)
-        self.log_softmax = P.LogSoftmax(-1)
+        self.log_softmax, self.best = P.LogSoftmax(-1), P.ArgMaxWithValue(axis=1)
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
@@ -109,7 +109,7 @@ class Classifier(nn.Cell):
         loss = -(self.log_softmax(logits_BC) * inputs.targets_BC).sum()
         if statistics is not None:
             return LossSums(loss, loss)
-        found_B1 = ops.argmax(logits_BC, -1).reshape(-1, 1).astype(mstype.int64)
+        found_B1 = self.best(logits_BC)[0].reshape(-1, 1).astype(mstype.int64)
         return LossSums(loss, loss, correct=ops.gather_elements(inputs.targets_BC, 1, found_B1).sum())
 
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:

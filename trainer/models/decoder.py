@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
@@ -258,7 +258,7 @@ class Decoder(DecoderWiring):
     # The parts: compiled functions, which are called with views of the weights.
 
     def run_embedding(self, ids_N: Tensor, call: _Call | None = None) -> Tensor:
-        x_NE = ops.gather(_view(self.embedding), ids_N, 0)
+        x_NE = self.kernels.gather_rows(_view(self.embedding), ids_N)
         return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_layer(self, number: int, x_ND: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -111,29 +111,30 @@ class RouterLosses(nn.Cell):
     z loss: sum over valid tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
     """
 
-    def __init__(self, settings: ModelConfig) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         moe = settings.experts
         self.experts, self.even = moe.expert_num, moe.expert_num / moe.num_experts_chosen
         self.normalise, self.with_z = moe.score_function == "sigmoid", moe.z_loss_factor > 0
         self.of_step = moe.balances_step
-        self.one_hot, self.matmul, self.matmul_at = P.OneHot(), P.MatMul(), P.MatMul(transpose_a=True)
+        self.one_hot = kernels.one_hot(self.experts)
+        self.matmul, self.matmul_at = P.MatMul(), P.MatMul(transpose_a=True)
         self.ones_EE = Tensor(np.ones((self.experts, self.experts), np.float32))
         self.ones_E1 = Tensor(np.ones((self.experts, 1), np.float32))
-        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.no_loss = Tensor(0.0, mstype.float32)
 
     def construct(self, logits_NE, scores_NE, load, mean_BN, mean_BR, tokens_B1, valid_N1):
         if self.of_step:
             load_BE = ops.stop_gradient(load * self.experts)
         else:
-            assigned_RE = self.one_hot(load.reshape(-1), self.experts, self.on, self.off)
+            assigned_RE = self.one_hot(load.reshape(-1))
             load_BE = ops.stop_gradient(self.matmul(mean_BR, assigned_RE) * self.even)
         if self.normalise:
             scores_NE = scores_NE / (self.matmul(scores_NE, self.ones_EE) + 1e-20)
         uneven_BE = load_BE * self.matmul(mean_BN, scores_NE)
         aux_loss = self.matmul_at(tokens_B1, self.matmul(uneven_BE, self.ones_E1)).reshape(())
         if not self.with_z:
-            return aux_loss, self.off
+            return aux_loss, self.no_loss
         largest_N1 = ops.stop_gradient(ops.amax(logits_NE, 1, True))
         rest_N1 = self.matmul(ops.exp(logits_NE - largest_N1), self.ones_E1)
         total_N1 = largest_N1 + ops.log1p(rest_N1 - 1.0)
@@ -179,17 +180,16 @@ class ExpertBiases(nn.Cell):
     Assignments of which no expert computes a row, those after the rows of all experts, have none.
     """
 
-    def __init__(self, settings: ModelConfig) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         moe = settings.experts
-        self.experts, self.one_hot, self.matmul, self.cast = moe.expert_num, P.OneHot(), P.MatMul(), P.Cast()
-        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.one_hot, self.matmul, self.cast = kernels.one_hot(moe.expert_num), P.MatMul(), P.Cast()
         self.drops = moe.effective_capacity is not None
 
     def construct(self, gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED):
         if self.drops:
             gates_Nk = gates_Nk * self.cast(row_Nk < counts_E.sum(), gates_Nk.dtype)
-        share_NkE = self.one_hot(experts_Nk, self.experts, self.on, self.off) * gates_Nk.expand_dims(-1)
+        share_NkE = self.one_hot(experts_Nk) * gates_Nk.expand_dims(-1)
         return self.matmul(share_NkE.sum(1), bias_ED)
 
 
@@ -212,10 +212,10 @@ class MoeLayer(nn.Cell):
             kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
             Gates(settings),
-            RouterLosses(settings),
+            RouterLosses(settings, kernels),
             SharedExperts(settings, kernels),
             kernels.swiglu(),
-            ExpertBiases(settings),
+            ExpertBiases(settings, kernels),
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
@@ -231,7 +231,9 @@ class MoeLayer(nn.Cell):
         )
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.drop = kernels.dropout(settings.hidden_dropout)
-        self.gate, self.up, self.down = (kernels.grouped_matmul() for _ in range(3))
+        # Without a capacity and without safe tokens every row is one of an expert.
+        fills_rows = moe.effective_capacity is None and not (moe.use_gmm and moe.enable_gmm_safe_tokens)
+        self.gate, self.up, self.down = (kernels.grouped_matmul(fills_rows) for _ in range(3))
 
     def construct(self, x_ND, weights, sequence_weights, dropped, capacity):
         """In a graph: residual stream, auxiliary and z loss of `train`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -83,6 +83,9 @@ class KernelSet:
     grouped_matmul: MakeCell
     permute: MakeCell
     unpermute: MakeCell
+    gather_rows: Callable
+    one_hot: MakeCell
+    write_rows: Callable
     rotary_tables: Callable
     attention_masks: Callable
     attention_options: Callable
@@ -126,11 +129,16 @@ def load_kernels(
     precision: Precision = FLOAT32,
     plain: ModuleType = reference,
     of_device: ModuleType = ascend,
+    device: str = "CPU",
 ) -> KernelSet:
     """The chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
-    `plain` and `of_device` are the modules that have the reference kernels and the fused operators of a dense model.
+    Args:
+        plain, of_device: The modules that have the reference kernels and the fused operators of a dense model.
+        device: Where the kernels run: some that nobody chooses have another operator on an Ascend.
     """
+    on_ascend = device == "Ascend"
+    own = ascend if on_ascend else reference
     fused = {choice.kernel: choice.fused for choice in choices}
     # A classifier has no choices: it uses none of the kernels that have a fused form.
     module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
@@ -163,7 +171,7 @@ def load_kernels(
     rms_norm = part("rms_norm", "RmsNorm", norm)
     return KernelSet(
         linear=product(plain.Linear),
-        linear_bias=product(plain.LinearBias),
+        linear_bias=product((ascend if on_ascend else plain).LinearBias),
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
@@ -176,6 +184,9 @@ def load_kernels(
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
         unpermute=sorting[1],
+        gather_rows=own.gather_rows,
+        one_hot=own.OneHot,
+        write_rows=own.write_rows,
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
         attention_masks=masks.AttentionMasks,
         attention_options=masks.attention_options,
@@ -187,29 +198,3 @@ def load_kernels(
         logits=partial(reference.logits, dtype=compute),
         compute_dtype=compute,
     )
-
-
-def for_one_graph(kernels: KernelSet) -> KernelSet:
-    """The same kernels, if one graph can hold them. Experts that compute on the host are replaced by stand-ins
-    that are good for counting operators, not for computing.
-    """
-    if kernels.route is not moe_reference.Route:
-        return kernels
-    return replace(
-        kernels,
-        route=moe_ascend.Route,
-        grouped_matmul=_FirstExpert,
-        permute=moe_ascend.Permute,
-        unpermute=moe_ascend.Unpermute,
-    )
-
-
-class _FirstExpert(nn.Cell):
-    """Stand-in for a grouped product: all rows times the first expert's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = reference.Linear()
-
-    def construct(self, x_RI, weight_EOI, counts_E):
-        return self.linear(x_RI, weight_EOI[0].astype(x_RI.dtype))

@@ -63,6 +63,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     config = in_job(config, world)
     heartbeat.start()
     prepared = prepare(config, world)
+    config = prepared.config
     if config.run_mode in ("predict", "chat"):
         from trainer.run.chat import chat
         from trainer.run.predict import predict

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.checkpoint.state import load_weights
 from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
+from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
@@ -65,8 +66,9 @@ def open_session(
     device = device or resolve_device(config)
     set_up_device(config, device, world)
     communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
+    config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
-    kernels = load_kernels(select_kernels(config.network, device, precision), precision)
+    kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
     model, build_inputs = build_model(config, kernels, device)
     if weights is not None:
         load_weights(model, weights)

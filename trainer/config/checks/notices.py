@@ -149,20 +149,20 @@ def _unused(config: Config) -> Iterator[str]:
     return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
 
 
-def rule_notices(config: Config) -> list[str]:
+def rule_notices(config: Config, device: str) -> list[str]:
     """Every notice that does not depend on the number of ranks."""
     unused = [Notice(text, "ignored") for text in _unused(config)]
-    dtypes = [Notice(text, "dtype") for text in _precision(config)]
+    dtypes = [Notice(text, "dtype") for text in _precision(config, device)]
     recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
     return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
 
 
-def _precision(config: Config) -> Iterator[str]:
+def _precision(config: Config, device: str) -> Iterator[str]:
     level, settings = config.amp_level, config.decoder
     keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
     for key in PART_KEYS:
         keys[asked_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
-    if keys["bfloat16"] and config.context.device_target in (None, "CPU"):
+    if keys["bfloat16"] and device == "CPU":
         names = ", ".join(keys["bfloat16"])
         yield f"{names}: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16"
     if settings.param_init_type != "float32":

@@ -10,8 +10,10 @@ Legend: as in cpu/kernels.py.
 from __future__ import annotations
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
+
+from trainer.ops.cpu.kernels import Linear
 
 
 class RmsNorm(nn.Cell):
@@ -48,3 +50,38 @@ class SwiGLU(nn.Cell):
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
     """The tables that the operator takes, [1, N, 1, d]: it repeats them for the heads itself."""
     return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
+
+
+# What nobody chooses: on an Ascend the reference's operator is a legacy one (ACLOP), which is compiled for each shape.
+
+
+class LinearBias(nn.Cell):
+    """As in cpu/kernels.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Linear()
+
+    def construct(self, x_NI, weight_OI, bias_O):
+        return self.linear(x_NI, weight_OI) + bias_O
+
+
+class OneHot(nn.Cell):
+    """As in cpu/kernels.py."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.numbers = Tensor(np.arange(size, dtype=np.int32))
+
+    def construct(self, index):
+        return (index.expand_dims(-1) == self.numbers).astype(mstype.float32)
+
+
+def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
+    """As in cpu/kernels.py. The gradient is EmbeddingDenseBackward."""
+    return mint.nn.functional.embedding(index_N, x_RD)
+
+
+def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
+    """As in cpu/kernels.py."""
+    store_RD.index_copy_(0, index_N.astype(mstype.int64), x_ND)

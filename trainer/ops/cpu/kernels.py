@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SiLU, SiLUGrad
@@ -131,7 +131,8 @@ class Rotary(nn.Cell):
 
     def bprop(self, x_NC, cos_NC, sin_NC, out, grad_NC):
         turned_NC = self.matmul_bt((grad_NC * sin_NC).reshape(-1, self.head_size), self.rotate_dd).reshape(x_NC.shape)
-        return grad_NC * cos_NC + turned_NC, ops.zeros_like(cos_NC), ops.zeros_like(sin_NC)
+        no_grad = ops.zeros(cos_NC.shape, cos_NC.dtype)
+        return grad_NC * cos_NC + turned_NC, no_grad, no_grad
 
 
 class SwiGLU(nn.Cell):
@@ -330,6 +331,28 @@ class _CrossEntropyCore(nn.Cell):
         grad_x_ND = self.matmul(centred_NV, weight_VD) * weight_ND
         grad_weight_VD = self.transpose(self.matmul_at(x_ND * weight_ND, centred_NV), (1, 0))
         return grad_x_ND, grad_weight_VD, ops.zeros_like(labels_N), ops.zeros_like(valid_N1)
+
+
+class OneHot(nn.Cell):
+    """index -> float32 [..., size], 1 at the index."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.size, self.one_hot = size, P.OneHot()
+        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+
+    def construct(self, index):
+        return self.one_hot(index, self.size, self.on, self.off)
+
+
+def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
+    """x[index], [N, D]."""
+    return ops.gather(x_RD, index_N, 0)
+
+
+def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
+    """store[index] = x, in place."""
+    P.ScatterUpdate()(store_RD, index_N, x_ND)
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
