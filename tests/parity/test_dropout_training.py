@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny: TinyTraine
 
 def loss_of(step: TrainStep, batch: Batch, number: int, updates: int = 0) -> float:
     step.optimizer.updates = updates
-    return step.backward(batch, number, 1.0).loss_sum.asnumpy()
+    return float(step.backward(batch, number, 1.0).loss_sum.asnumpy())
 
 
 def test_step_micro_batch_and_rank_each_change_the_masks(tiny: TinyTrainer, window: list[Batch]) -> None:
