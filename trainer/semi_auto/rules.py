@@ -99,9 +99,6 @@ def _cannot(config: Config) -> Iterator[Problem]:
     yield from _degrees(config)
     yield from _pipeline(config)
     yield from _not_in_one_graph(config)
-    if config.do_eval:
-        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
-        yield problem(config, "do_eval", _NOT_YET, fix)
 
 
 def _degrees(config: Config) -> Iterator[Problem]:

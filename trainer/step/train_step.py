@@ -91,6 +91,8 @@ class TrainStep:
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
     """
 
+    computes_together = False  # each rank evaluates batches of its own
+
     def __init__(
         self,
         model: Decoder,
