@@ -190,5 +190,7 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
     if settings.window_layers:
         yield problem(config, f"{model}.sliding_window", _NOT_YET, f"use a model without a window, {_INSTEAD}")
+    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
+        yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")
