@@ -12,6 +12,8 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -25,13 +27,13 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
-from trainer.config.recompute import gathered_again, recomputed_parts
+from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
 from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
 from trainer.models.shapes import all_shapes
-from trainer.ops.kernel_set import load_kernels
+from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
@@ -72,6 +74,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     choices = select_kernels(settings, device, precision)
     kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
     fused = {choice.kernel for choice in choices if choice.fused}
+    if "rms_norm" in fused and any(recomputed_parts(config)):
+        kernels = replace(kernels, rms_norm=partial(unjoined_norm, getattr(mstype, precision.norm.dtype), kernels))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
@@ -101,6 +105,18 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         network.set_jit_config(JitConfig(**options))
     network.set_train()
     return SemiAuto(network, step, loss)
+
+
+def unjoined_norm(inside: mstype.Type, kernels: KernelSet, size: int, eps: float) -> nn.Cell:
+    """A norm that MindSpore does not join with the residual connection before it.
+
+    MindSpore 2.10 makes one operator, AddRmsNorm, of an addition and a norm of one dtype. If the backward pass computes
+    the norm again, the addition then waits for the gradient that needs it ("Graph cycle exists").
+    """
+    if inside == kernels.compute_dtype == mstype.float32:
+        return plain_kernels.RmsNorm(size, eps)
+    # The weight stays float32, and operators of two dtypes are not joined.
+    return InDtype(kernels_ascend.RmsNorm(size, eps), inside, kernels.compute_dtype, first=True)
 
 
 def set_parallelism(network: AutoParallel, config: Config, world: World) -> None:
@@ -284,16 +300,25 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
     network, loss, cells = built.network, built.loss, [built.network]
     while cells[-1] is not loss:
         cells.append(cells[-1].network)
-    shared = network._enable_parallel_optimizer
-    threshold = f"shared by data-parallel ranks (hsdp), of parameters from {network._parallel_optimizer_threshold} KB"
+    shared, interleaved = network._enable_parallel_optimizer, network._pipeline_interleave
+    threshold = (
+        f"shared by data-parallel ranks (hsdp, {sharing_level(config)}), of parameters from"
+        f" {network._parallel_optimizer_threshold} KB"
+    )
+    order = f", {'interleaved ' if interleaved else ''}{network._pipeline_scheduler}"
+    again = recompute_text(recomputed_parts(config))
+    sequence = "by tensor-parallel ranks too (sequence parallelism)" if config.parallel_config.use_seq_parallel else ""
     rows = [
         ("network", " ( ".join(_name(cell) for cell in cells) + " )" * (len(cells) - 1)),
-        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"),
+        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"
+         + (order if network._pipeline_stages > 1 else "")),
         ("data of a rank", "the whole batch" if network._full_batch else "its part of the batch"),
         ("optimizer", config.optimizer.type),
         ("optimizer state", threshold if shared else "whole on every rank"),
         ("weights", f"{len(loss.by_name)}, allocated once MindSpore has sharded them (no_init_parameters)"),
     ]
+    rows += [("tokens are shared", sequence)] if sequence else []
+    rows += [("activations", again)] if again else []
     return [*rows, *_stages(loss), *_strategies(loss), *(("note", notice) for notice in semi_auto_notices(config))]
 
 

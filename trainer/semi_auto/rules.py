@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.parallel.world import World
 
 _NOT_YET = "not yet supported in semi-automatic mode"
+_FUSED = ("openstate", "allreduce", "allgather", "reducescatter")
 _INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
 
 
@@ -116,9 +117,23 @@ def _degrees(config: Config) -> Iterator[Problem]:
     if section.use_seq_parallel and tokens % section.model_parallel:
         rule = f"the {tokens} tokens of a micro-batch are not divisible by model_parallel {section.model_parallel}"
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
+    yield from _communication(config)
     for name in ("context_parallel", "expert_parallel"):
         if getattr(section, name) > 1:
             yield problem(config, f"parallel_config.{name}", _NOT_YET, "set it to 1")
+
+
+def _communication(config: Config) -> Iterator[Problem]:
+    unknown = [name for name in config.parallel.comm_fusion or () if name not in _FUSED]
+    if unknown:
+        rule = f"MindSpore joins {', '.join(_FUSED[1:])}"
+        yield problem(config, "parallel.comm_fusion", rule, f"write one of {', '.join(_FUSED)}", value=unknown[0])
+    size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    copies = config.parallel_config.data_parallel
+    if size == 0 or (size > 0 and copies and size <= copies and copies % size):
+        key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+        rule = f"must divide data_parallel {copies}" if size else "must be the number of ranks that share a weight"
+        yield problem(config, key, rule, "write -1 for all of them")
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
