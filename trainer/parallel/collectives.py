@@ -190,7 +190,7 @@ def sum_on_device(values: Sequence[Tensor | np.ndarray | float]) -> list[Tensor]
     """Each value summed over all ranks, in float32; they travel together, and the host does not wait."""
     tensors = [value if isinstance(value, Tensor) else Tensor(np.asarray(value, np.float32)) for value in values]
     flat = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors])
-    parts = ops.split(_sum(None)(flat), [tensor.size for tensor in tensors])
+    parts = ops.split(start_all_reduce(flat).wait(), [tensor.size for tensor in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
@@ -227,19 +227,26 @@ def all_gather_ranges(
 
 
 def _all_gather_on_device(tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-    """In buckets that are all under way before the first is waited for."""
+    """In buckets: while one is put into its place the next one travels."""
     rank, ranks = communication.get_rank(), group_size()
     given = [tensor.reshape(-1)[range_of_rank(tensor.size, rank, ranks)] for tensor in tensors] if own is None else own
-    pairs = iter(zip(tensors, given, strict=True))
-    under_way = []
+    pairs, under_way = iter(zip(tensors, given, strict=True)), None
     for bucket in buckets(tensors, BUCKET_BYTES):
         parts = [_filled(part, tensor.size, ranks) for tensor, part in itertools.islice(pairs, len(bucket))]
-        under_way.append((bucket, start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts))))
-    for bucket, gathered in under_way:
-        lengths = [-(-tensor.size // ranks) for tensor in bucket]
-        columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
-        for tensor, rows in zip(bucket, columns, strict=True):
-            ops.assign(tensor, whole_of_rows(rows, tensor.size).reshape(tensor.shape))
+        started = start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts))
+        if under_way:
+            _assign_gathered(*under_way)
+        under_way = bucket, started
+    if under_way:
+        _assign_gathered(*under_way)
+
+
+def _assign_gathered(tensors: Sequence[Parameter], gathered: Started) -> None:
+    ranks = group_size()
+    lengths = [-(-tensor.size // ranks) for tensor in tensors]
+    columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
+    for tensor, rows in zip(tensors, columns, strict=True):
+        ops.assign(tensor, whole_of_rows(rows, tensor.size).reshape(tensor.shape))
 
 
 def _filled(part: Tensor, numbers: int, ranks: int) -> Tensor:

@@ -186,5 +186,7 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if settings.experts is not None:
         key = f"{model}.moe_config.expert_num"
         yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")
+    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
+        yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")
