@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -75,7 +74,9 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
     fused = {choice.kernel for choice in choices if choice.fused}
     if "rms_norm" in fused and any(recomputed_parts(config)):
-        kernels = replace(kernels, rms_norm=partial(unjoined_norm, getattr(mstype, precision.norm.dtype), kernels))
+        inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
+        separate = kernels_ascend.SeparateRmsNorm
+        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes), inside, outside))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
@@ -105,18 +106,6 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         network.set_jit_config(JitConfig(**options))
     network.set_train()
     return SemiAuto(network, step, loss)
-
-
-def unjoined_norm(inside: mstype.Type, kernels: KernelSet, size: int, eps: float) -> nn.Cell:
-    """A norm that MindSpore does not join with the residual connection before it.
-
-    MindSpore 2.10 makes one operator, AddRmsNorm, of an addition and a norm of one dtype. If the backward pass computes
-    the norm again, the addition then waits for the gradient that needs it ("Graph cycle exists").
-    """
-    if inside == kernels.compute_dtype == mstype.float32:
-        return plain_kernels.RmsNorm(size, eps)
-    # The weight stays float32, and operators of two dtypes are not joined.
-    return InDtype(kernels_ascend.RmsNorm(size, eps), inside, kernels.compute_dtype, first=True)
 
 
 def set_parallelism(network: AutoParallel, config: Config, world: World) -> None:
