@@ -21,7 +21,7 @@ STAGES = {
     },
     "recompute_config": {"recompute": True},
 }  # fmt: skip
-TIED = {"tie_word_embeddings": True, "mtp_depth": 1, "num_layers": 3, "offset": [1, 0]}
+TIED = {"tie_word_embeddings": True, "mtp_depth": 1}
 INTERLEAVED = {
     "parallel": {"pipeline_config": {"pipeline_interleave": True}},
     "parallel_config": {"data_parallel": 2, "pipeline_stage": 4, "micro_batch_num": 4},
