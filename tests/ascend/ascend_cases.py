@@ -42,6 +42,13 @@ SEMI: dict[str, Any] = DENSE | {
 """A Llama in semi-automatic mode, for eight ranks."""
 
 
+CLASSIFIER: dict[str, Any] = {name: DENSE[name] for name in ("context", "runner_config", "optimizer")} | {
+    "model": {"arch": {"type": "MlpClassifier"}, "classifier": {"hidden_sizes": [32]}},
+    "train_dataset": {"data_loader": {"type": "MnistDataset", "dataset_dir": "digits"}},
+}
+"""The classifier of images."""
+
+
 class OnAscend(NamedTuple):
     """A case, and the rank of a job that it runs as. All cases of one rank share a process."""
 

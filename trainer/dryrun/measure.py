@@ -82,7 +82,6 @@ class Run:
             "host_bytes": sum(size for _, size in self.reads.values()),
             "host_reads": self.reads,
             "legacy": {name: int(count) for name, count in self.notes("aclop")},
-            "current": {name: int(count) for name, count in self.notes("aclnn")},
             "collectives": self.collectives,
             "peak_bytes": mindspore.runtime.max_memory_allocated() - self.base_bytes,
         }

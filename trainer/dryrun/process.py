@@ -73,8 +73,8 @@ class Measurement:
     Attributes:
         host_bytes: Bytes that the host read from the device in the last step.
         host_reads: These reads, by the line of this project: how many, and their bytes.
-        legacy: Kernels of CANN's legacy library (ACLOP, GE), by name: how often one was prepared.
-        current: Functions of CANN's current library (aclnn), by name: how often one was called.
+        legacy: Kernels of CANN's legacy library (ACLOP, GE), by name: how often one was prepared. MindSpore keeps what
+            it has prepared, so what an earlier case of the process used may be missing.
         collectives: Of the last step, in the order of calls.
         peak_bytes: Largest device memory that MindSpore's pool had in use, over all steps.
         found: What the task returned.
@@ -84,7 +84,6 @@ class Measurement:
     host_bytes: int = 0
     host_reads: dict[str, tuple[int, int]] = field(default_factory=dict)
     legacy: dict[str, int] = field(default_factory=dict)
-    current: dict[str, int] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
     peak_bytes: int = 0
     seconds: float = 0.0

@@ -1,13 +1,12 @@
 // What MindSpore's Ascend backend finds in the place of CANN in a dry run: functions that do nothing, return 0 and note
 // what they were asked for. `symbols.txt` lists the functions that do not even take notes; see `stand_ins.py`.
 //
-// The notes are read through `dry_run_notes`, a line for each: kind, name, number. They are of three kinds:
-//   aclnn       a call of a function of CANN's current operator library, or the look-up of its name
-//   aclop       a kernel of the legacy library, GE's
+// The notes are read through `dry_run_notes`, a line for each: kind, name, number. They are of two kinds:
+//   aclop       a kernel of the legacy library, GE's, that is prepared
 //   collective  a call of HCCL, with its bytes; in the order of calls
 #include <dlfcn.h>
+#include <pthread.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +15,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -39,64 +37,34 @@ EXPORTED void stand_in_object(void *object) { std::memset(object, 0, 16); }
 // ---- notes ----------------------------------------------------------------------------------------------------------
 
 namespace {
-constexpr int kFunctions = 1024;
-
 // Made when first used, because other libraries ask for functions before this one's constructors run, and never freed.
 struct Notes {
   std::mutex mutex;
-  std::map<std::string, long> legacy;
+  std::map<std::string, long> kernels;  // name -> how often
   std::vector<std::string> collectives;
-  std::map<std::string, int> number_of;  // of the functions of the current library that were looked up
   std::string text;
 };
 Notes &notes() {
   static Notes *all = new Notes;
   return *all;
 }
-std::atomic<long> calls[kFunctions];
-
-void note_legacy(const std::string &name) {
+void note_kernel(const std::string &name) {
   std::lock_guard<std::mutex> lock(notes().mutex);
-  ++notes().legacy[name];
-}
-
-// Each function has a stand-in of its own, which counts its calls.
-template <int number>
-long counted() {
-  calls[number].fetch_add(1, std::memory_order_relaxed);
-  return 0;
-}
-using Function = long (*)();
-template <int... numbers>
-const Function *functions_of(std::integer_sequence<int, numbers...>) {
-  static const Function all[] = {counted<numbers>...};
-  return all;
-}
-Function function_of(const char *name) {
-  std::lock_guard<std::mutex> lock(notes().mutex);
-  auto found = notes().number_of.emplace(name, static_cast<int>(notes().number_of.size())).first;
-  if (found->second >= kFunctions) return stand_in;
-  return functions_of(std::make_integer_sequence<int, kFunctions>())[found->second];
+  ++notes().kernels[name];
 }
 }  // namespace
 
 EXPORTED void dry_run_forget() {
   std::lock_guard<std::mutex> lock(notes().mutex);
-  notes().legacy.clear();
+  notes().kernels.clear();
   notes().collectives.clear();
-  for (auto &number : calls) number = 0;
 }
 
 EXPORTED const char *dry_run_notes() {
   std::lock_guard<std::mutex> lock(notes().mutex);
   std::string &text = notes().text;
   text.clear();
-  for (auto &each : notes().number_of) {
-    if (each.second < kFunctions && calls[each.second]) {
-      text += "aclnn " + each.first + " " + std::to_string(calls[each.second]) + "\n";
-    }
-  }
-  for (auto &each : notes().legacy) text += "aclop " + each.first + " " + std::to_string(each.second) + "\n";
+  for (auto &each : notes().kernels) text += "aclop " + each.first + " " + std::to_string(each.second) + "\n";
   for (auto &each : notes().collectives) text += "collective " + each + "\n";
   return text.c_str();
 }
@@ -106,13 +74,13 @@ EXPORTED const char *dry_run_notes() {
 EXPORTED long
 _ZN9mindspore6device6ascend12AclConverter21ConvertInputToAclAttrERKSt6vectorIPNS_6kernel12KernelTensorESaIS6_EERKSs(
     void *, void *, const std::string *name) {
-  note_legacy(*name);
+  note_kernel(*name);
   return 0;
 }
 EXPORTED long
 _ZN9mindspore6device6ascend12AclConverter16ConvertToAclAttrERKN10robin_hood6detail5TableILb0ELm80ESsSt10shared_ptrINS_5ValueEENS3_4hashISsvEESt8equal_toISsEEERKSsPSt6vectorISsSaISsEE(
     void *, void *, const std::string *name) {
-  note_legacy(*name);
+  note_kernel(*name);
   return 0;
 }
 EXPORTED int aclopCompileAndExecuteV2(const char *, ...) { return 0; }
@@ -145,7 +113,6 @@ bool contains_one_of(const char *text, std::initializer_list<const char *> parts
 EXPORTED void *dlsym(void *library, const char *name) {
   static auto original = libc_function<void *(*)(void *, const char *)>("dlsym");
   void *found = original(library, name);
-  if (starts_with_one_of(name, {"aclnn"})) return reinterpret_cast<void *>(function_of(name));
   if (!found && starts_with_one_of(name, {"acl", "Hccl", "InitHugeMem", "UnInitHugeMem", "ReleaseHugeMem",
                                           "InitPTACache", "PTA", "InitCache", "CanUsePTA"})) {
     return reinterpret_cast<void *>(stand_in);
@@ -159,6 +126,22 @@ EXPORTED void *dlopen(const char *file, int mode) {
     return original((std::string(folder ? folder : "") + "/lib64/libascendcl.so").c_str(), mode);
   }
   return original(file, mode);
+}
+
+// ---- threads ----------------------------------------------------------------------------------------------------------
+
+// Two threads of MindSpore's wait for reports of the device, in calls that return at once in a dry run: each would take a
+// whole core. They end before they begin.
+namespace {
+void *no_reports(void *) { return nullptr; }
+}  // namespace
+EXPORTED int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*start)(void *), void *given) {
+  using Create = int (*)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+  static auto original = libc_function<Create>("pthread_create");
+  Dl_info place;
+  bool waits = dladdr(reinterpret_cast<void *>(start), &place) && place.dli_fname &&
+               std::strstr(place.dli_fname, "libmindspore_ascend_res_manager");
+  return original(thread, attributes, waits ? no_reports : start, given);
 }
 
 // ---- HCCL -------------------------------------------------------------------------------------------------------------
