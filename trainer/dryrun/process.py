@@ -75,7 +75,8 @@ class Measurement:
         host_reads: These reads, by the line of this project: how many, and their bytes.
         legacy: Kernels of CANN's legacy library (ACLOP, GE), by name: how often one was prepared. MindSpore keeps what
             it has prepared, so what an earlier case of the process used may be missing.
-        collectives: Of the last step, in the order of calls.
+        collectives: Of the last step, in the order of execution: first those of the graphs that were compiled, of which
+            each runs once a step.
         peak_bytes: Largest device memory that MindSpore's pool had in use, over all steps.
         found: What the task returned.
     """
@@ -122,6 +123,7 @@ def _run_process(
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer.dryrun.worker", str(folder)],
             env=environment(os.environ, toolkit, ranks, rank), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            cwd=folder,  # MindSpore writes the order of execution there
         )  # fmt: skip
         try:
             for line in _lines(folder / RESULTS, process):
@@ -148,7 +150,7 @@ def environment(given: Mapping[str, str], toolkit: Path, ranks: int, rank: int) 
     libraries, package = toolkit / "lib64", Path(__file__).resolve().parents[2]
     paths = {
         "LD_LIBRARY_PATH": [libraries, given.get("LD_LIBRARY_PATH")],
-        "PYTHONPATH": [toolkit / "python", package, given.get("PYTHONPATH")],
+        "PYTHONPATH": [toolkit / "python", package, *map(os.path.abspath, _entries(given.get("PYTHONPATH")))],
     }
     joined = {name: os.pathsep.join(str(part) for part in parts if part) for name, parts in paths.items()}
     return kept | joined | {
@@ -159,6 +161,10 @@ def environment(given: Mapping[str, str], toolkit: Path, ranks: int, rank: int) 
         "ASCEND_OPP_PATH": str(toolkit / "opp"),
         "LD_PRELOAD": str(libraries / LIBRARY),
     }  # fmt: skip
+
+
+def _entries(paths: str | None) -> list[str]:
+    return [path for path in (paths or "").split(os.pathsep) if path]
 
 
 def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:

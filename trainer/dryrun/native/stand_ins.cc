@@ -1,9 +1,5 @@
-// What MindSpore's Ascend backend finds in the place of CANN in a dry run: functions that do nothing, return 0 and note
-// what they were asked for. `symbols.txt` lists the functions that do not even take notes; see `stand_ins.py`.
-//
-// The notes are read through `dry_run_notes`, a line for each: kind, name, number. They are of two kinds:
-//   aclop       a kernel of the legacy library, GE's, that is prepared
-//   collective  a call of HCCL, with its bytes; in the order of calls
+// What MindSpore's Ascend backend finds in the place of CANN in a dry run: functions that do nothing and return 0. Most of
+// them are listed in `symbols.txt`, see `stand_ins.py`; those that must do more are here.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -15,7 +11,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -40,8 +35,7 @@ namespace {
 // Made when first used, because other libraries ask for functions before this one's constructors run, and never freed.
 struct Notes {
   std::mutex mutex;
-  std::map<std::string, long> kernels;  // name -> how often
-  std::vector<std::string> collectives;
+  std::map<std::string, long> kernels;  // legacy ones, by name: how often one was prepared
   std::string text;
 };
 Notes &notes() {
@@ -57,15 +51,14 @@ void note_kernel(const std::string &name) {
 EXPORTED void dry_run_forget() {
   std::lock_guard<std::mutex> lock(notes().mutex);
   notes().kernels.clear();
-  notes().collectives.clear();
 }
 
-EXPORTED const char *dry_run_notes() {
+// A line for each: name, number.
+EXPORTED const char *dry_run_kernels() {
   std::lock_guard<std::mutex> lock(notes().mutex);
   std::string &text = notes().text;
   text.clear();
-  for (auto &each : notes().kernels) text += "aclop " + each.first + " " + std::to_string(each.second) + "\n";
-  for (auto &each : notes().collectives) text += "collective " + each + "\n";
+  for (auto &each : notes().kernels) text += each.first + " " + std::to_string(each.second) + "\n";
   return text.c_str();
 }
 
@@ -143,75 +136,3 @@ EXPORTED int pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
                std::strstr(place.dli_fname, "libmindspore_ascend_res_manager");
   return original(thread, attributes, waits ? no_reports : start, given);
 }
-
-// ---- HCCL -------------------------------------------------------------------------------------------------------------
-
-namespace {
-const char *const kTypes[] = {"int8",   "int16",  "int32",  "float16", "float32", "int64",
-                              "uint64", "uint8",  "uint16", "uint32",  "float64", "bfloat16"};
-const int kSizes[] = {1, 2, 4, 2, 4, 8, 8, 1, 2, 4, 8, 2};
-
-long note_collective(const char *name, uint64_t count, int type) {
-  bool known = type >= 0 && type < 12;
-  std::lock_guard<std::mutex> lock(notes().mutex);
-  notes().collectives.push_back(std::string(name) + " " + (known ? kTypes[type] : "bytes") + " " +
-                                std::to_string(count * (known ? kSizes[type] : 1)));
-  return 0;
-}
-}  // namespace
-
-// MindSpore's own functions around HCCL's, which return at once in a dry run: these are called in their place. Counts are
-// elements that the rank sends, for a gather those of one rank.
-#define ADAPTER(name) _ZNK9mindspore4hccl11HcclAdapter##name
-#define NOTED(symbol, name, arguments) \
-  EXPORTED long ADAPTER(symbol) arguments { return note_collective(name, count, type); }
-
-NOTED(13HcclAllReduceEPvS2_m12HcclDataType12HcclReduceOpS2_S2_, "AllReduce",
-      (void *, void *, void *, uint64_t count, int type, int, void *, void *))
-NOTED(13HcclAllGatherEPvS2_m12HcclDataTypeS2_S2_, "AllGather",
-      (void *, void *, void *, uint64_t count, int type, void *, void *))
-NOTED(17HcclReduceScatterEPvS2_m12HcclDataType12HcclReduceOpS2_S2_, "ReduceScatter",
-      (void *, void *, void *, uint64_t count, int type, int, void *, void *))
-NOTED(13HcclBroadcastEPvm12HcclDataTypejS2_S2_, "Broadcast",
-      (void *, void *, uint64_t count, int type, unsigned, void *, void *))
-NOTED(10HcclReduceEPvS2_m12HcclDataType12HcclReduceOpjS2_S2_, "Reduce",
-      (void *, void *, void *, uint64_t count, int type, int, unsigned, void *, void *))
-NOTED(11HcclScatterEPvS2_m12HcclDataTypejS2_S2_, "Scatter",
-      (void *, void *, void *, uint64_t count, int type, unsigned, void *, void *))
-NOTED(8HcclSendEPvm12HcclDataTypejS2_S2_, "Send",
-      (void *, void *, uint64_t count, int type, unsigned, void *, void *))
-NOTED(8HcclRecvEPvm12HcclDataTypejS2_S2_, "Receive",
-      (void *, void *, uint64_t count, int type, unsigned, void *, void *))
-
-namespace {
-struct AllToAllParams {
-  uint64_t send, receive;
-};
-struct AllToAllVParams {
-  std::vector<uint64_t> send, send_offsets, receive, receive_offsets;
-};
-struct VectorParams {  // of AllGatherV and ReduceScatterV
-  uint64_t count;
-  std::vector<uint64_t> counts, offsets;
-};
-}  // namespace
-EXPORTED long ADAPTER(12HcclAllToAllEPvS2_NS0_18HcclAllToAllParamsE12HcclDataTypeS2_S2_)(
-    void *, void *, void *, AllToAllParams given, int type, void *, void *) {
-  return note_collective("AllToAll", given.send, type);
-}
-// A struct with vectors is passed by its address.
-EXPORTED long ADAPTER(13HcclAlltoAllVEPvS2_NS0_19HcclAllToAllVParamsE12HcclDataTypeS2_S2_)(
-    void *, void *, void *, const AllToAllVParams *given, int type, void *, void *) {
-  uint64_t count = 0;
-  for (uint64_t each : given->send) count += each;
-  return note_collective("AllToAllV", count, type);
-}
-EXPORTED long ADAPTER(14HcclAllGatherVEPvS2_NS0_20HcclAllGatherVParamsE12HcclDataTypeS2_S2_)(
-    void *, void *, void *, const VectorParams *given, int type, void *, void *) {
-  return note_collective("AllGatherV", given->count, type);
-}
-EXPORTED long ADAPTER(18HcclReduceScatterVEPvS2_NS0_24HcclReduceScatterVParamsE12HcclDataType12HcclReduceOpS2_S2_)(
-    void *, void *, void *, const VectorParams *given, int type, int, void *, void *) {
-  return note_collective("ReduceScatterV", given->count, type);
-}
-EXPORTED long ADAPTER(11HcclBarrierEPvS2_)(void *, void *, void *) { return note_collective("Barrier", 0, 12); }
