@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore
 
-from trainer.dryrun.observe import collectives_called, graph_collectives, host_reads, ours
+from trainer.dryrun.observe import ExecutionOrder, host_reads, ours
 from trainer.dryrun.process import Failure
 from trainer.errors import UserError
 
@@ -30,7 +30,7 @@ class Run:
     """A case in this process: its configuration, and the measuring of its steps.
 
     Args:
-        libraries: The stand-ins for CANN's, which note what is called.
+        libraries: The stand-ins for CANN's, which note legacy kernels.
         say: Is given a line about the progress.
     """
 
@@ -45,7 +45,7 @@ class Run:
     ) -> None:
         self.config, self.world, self.steps, self.options, self.say = config, world, steps, options, say
         self.libraries, self.reads, self.collectives, self.base_bytes = libraries, {}, [], 0
-        self.graphs_before = 0
+        self.order, self.kernels = ExecutionOrder(), {}
 
     def measured_steps(self, step: Callable[[int], None]) -> None:
         """Calls `step` with the numbers of the steps; the last one is measured."""
@@ -57,15 +57,16 @@ class Run:
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """A step: of its reads and collectives the last one's count."""
-        with host_reads() as self.reads, collectives_called() as self.collectives:
+        self.order.forget()
+        with host_reads() as self.reads:
             yield
-            mindspore.runtime.synchronize()
+        self.kernels, self.collectives = self.order.read()
 
     def legacy_kernels(self) -> dict[str, int]:
-        """What the libraries noted, see `native/stand_ins.cc`."""
+        """Those of the last step: the libraries note the name of a kernel when it is first prepared."""
         self.libraries.dry_run_kernels.restype = ctypes.c_char_p
-        pairs = (line.rsplit(" ", 1) for line in self.libraries.dry_run_kernels().decode().splitlines())
-        return {name: int(count) for name, count in pairs}
+        legacy = set(self.libraries.dry_run_kernels().decode().splitlines())
+        return {name: count for name, count in sorted(self.kernels.items()) if name in legacy}
 
     def results(self) -> dict[str, Any]:
         """The fields of a `Measurement` that are known here."""
@@ -73,7 +74,7 @@ class Run:
             "host_bytes": sum(size for _, size in self.reads.values()),
             "host_reads": self.reads,
             "legacy": self.legacy_kernels(),
-            "collectives": [*graph_collectives()[self.graphs_before :], *self.collectives],
+            "collectives": self.collectives,
             "peak_bytes": mindspore.runtime.max_memory_allocated() - self.base_bytes,
         }
 
@@ -83,8 +84,6 @@ class Run:
         mindspore.runtime.empty_cache()
         mindspore.runtime.reset_peak_memory_stats()
         self.base_bytes = mindspore.runtime.memory_allocated()
-        self.graphs_before = len(graph_collectives())
-        self.libraries.dry_run_forget()
 
 
 def failure_of(error: Exception) -> Failure:

@@ -1,17 +1,16 @@
-"""Watches what a step does that MindSpore does not count: reads by the host, collectives."""
+"""Watches what a step does: reads by the host, kernels and collectives in the order of execution."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import importlib
+import ctypes
 import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import mindspore
 
@@ -21,15 +20,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _OWN = str(_PACKAGE / "dryrun")
 _READERS = ("asnumpy", "_item", "_tolist", "get_bytes")
 """The methods of a tensor through which Python reads it: all others call one of these."""
-_PRIMITIVES = frozenset((
-    "AllReduce", "AllGather", "ReduceScatter", "Broadcast", "AlltoAll", "AlltoAllV", "Send", "Receive", "Reduce",
-    "Barrier", "NeighborExchange", "CollectiveScatter", "CollectiveGather",
-))  # fmt: skip
-_FUNCTION = re.compile(r"(?:dist|inner)_comm_(\w+?)(?:_into_tensor|_tensor|_single|_uneven)*_op")
-"""The functions that MindSpore's functional collectives call, in a module of its own."""
-_FUNCTIONS_IN = "mindspore.ops.function.comm_func"
-_GRAPH_FILES = "rank_*/execute_order/comm_execute_order.csv"
-"""Where MindSpore writes the collectives of each graph that it compiles, below the working directory."""
+_NUMBER = re.compile(r"-op\d+$")
 
 
 @contextlib.contextmanager
@@ -80,48 +71,43 @@ def ours(file: str, line: int) -> str:
     return f"{Path(file).relative_to(_PACKAGE.parent)}:{line}"
 
 
-@contextlib.contextmanager
-def collectives_called() -> Iterator[list[Collective]]:
-    """Fills the yielded list with the collectives that Python calls; those within graphs are in `graph_collectives`."""
-    found: list[Collective] = []
-    functions, primitives = importlib.import_module(_FUNCTIONS_IN), importlib.import_module("mindspore.ops.primitive")
-    kept = {name: function for name, function in vars(functions).items() if _FUNCTION.fullmatch(name)}
-    run_operator = primitives._run_op
+class ExecutionOrder:
+    """What MindSpore notes of every kernel that it starts operator by operator or in a graph, up to now.
 
-    def noted(name: str, function: Callable) -> Callable:
-        def call(*args: Any, **more: Any) -> Any:
-            # Of two tensors the first one takes the result.
-            given = [each for each in args if isinstance(each, mindspore.Tensor)]
-            found.append(_collective(name, given[-1:]))
-            return function(*args, **more)
+    It collects the order of execution in a dry run and writes it below the working directory when it forgets it. Kernels
+    of CANN's current library that Python calls operator by operator are not in it.
+    """
 
-        return call
+    def __init__(self) -> None:
+        library = ctypes.CDLL(str(Path(mindspore.__file__).parent / "lib" / "libmindspore_backend_common.so"))
+        tracker = library._ZN9mindspore19ExecuteOrderTracker11GetInstanceEv
+        tracker.restype = ctypes.c_void_p
+        self._write = library._ZN9mindspore19ExecuteOrderTracker5ClearEv
+        self._write.argtypes = [ctypes.c_void_p]
+        self._tracker = tracker
 
-    def run(primitive: Any, name: str, args: tuple[Any, ...]) -> Any:
-        if name in _PRIMITIVES:
-            given = args[0] if args and isinstance(args[0], (tuple, list)) else args
-            found.append(_collective(name, [each for each in given if isinstance(each, mindspore.Tensor)]))
-        return run_operator(primitive, name, args)
+    def forget(self) -> None:
+        """Begins anew."""
+        mindspore.runtime.synchronize()
+        self._write(self._tracker())
+        for path in Path().glob("**/execute_order/*.csv"):
+            path.unlink()
 
-    for name, function in kept.items():
-        words = _FUNCTION.fullmatch(name)[1].split("_")
-        setattr(functions, name, noted("".join(word.capitalize() for word in words), function))
-    primitives._run_op = run
-    try:
-        yield found
-    finally:
-        primitives._run_op = run_operator
-        for name, function in kept.items():
-            setattr(functions, name, function)
+    def read(self) -> tuple[Counter[str], list[Collective]]:
+        """How often each operator was started since `forget`, and the collectives in their order."""
+        mindspore.runtime.synchronize()
+        self._write(self._tracker())
+        kernels = (_NUMBER.sub("", row["node_name"].rpartition("/")[2]) for row in _rows("execute_order.csv"))
+        return Counter(kernels), [_collective(row) for row in _rows("comm_execute_order.csv")]
 
 
-def _collective(name: str, given: list[mindspore.Tensor]) -> Collective:
-    dtype = str(given[0].dtype).lower() if given else ""
-    return Collective(name, dtype, sum(tensor.size * tensor.itemsize for tensor in given))
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    for path in Path().glob(f"**/execute_order/{name}"):
+        with path.open(newline="") as file:
+            yield from csv.DictReader(file)
 
 
-def graph_collectives() -> list[Collective]:
-    """The collectives of all graphs that this process has compiled, in the order of their execution."""
-    rows = (row for path in sorted(Path().glob(_GRAPH_FILES)) for row in csv.DictReader(path.open()))
-    sizes = ((row, "output" if row["primitive"] == "Receive" else "input") for row in rows)
-    return [Collective(row["primitive"], row[f"{end}_type"].lower(), int(row[f"{end}_size"])) for row, end in sizes]
+def _collective(row: Mapping[str, str]) -> Collective:
+    end = "output" if row["primitive"] == "Receive" else "input"
+    ranks = tuple(map(int, row["comm_rank"].split()))
+    return Collective(row["primitive"], row[f"{end}_type"].lower(), int(row[f"{end}_size"]), ranks)

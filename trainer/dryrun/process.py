@@ -54,6 +54,7 @@ class Collective(NamedTuple):
     name: str
     dtype: str
     bytes: int  # that this rank gives; for a Receive those it gets
+    ranks: tuple[int, ...]  # of the group
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,8 @@ class Measurement:
     Attributes:
         host_bytes: Bytes that the host read from the device in the last step.
         host_reads: These reads, by the line of this project: how many, and their bytes.
-        legacy: Kernels of CANN's legacy library (ACLOP, GE), by name: how often one was prepared. MindSpore keeps what
-            it has prepared, so what an earlier case of the process used may be missing.
-        collectives: Of the last step, in the order of execution: first those of the graphs that were compiled, of which
-            each runs once a step.
+        legacy: Kernels of CANN's legacy library (ACLOP, GE) by name, and how often the last step starts one.
+        collectives: Of the last step, in the order of execution.
         peak_bytes: Largest device memory that MindSpore's pool had in use, over all steps.
         found: What the task returned.
     """
@@ -184,7 +183,7 @@ def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:
 def _measurement(values: Mapping[str, Any]) -> Measurement:
     failure = values["failure"] and Failure(**values["failure"])
     reads = {where: tuple(numbers) for where, numbers in values["host_reads"].items()}
-    collectives = [Collective(*each) for each in values["collectives"]]
+    collectives = [Collective(*each[:3], tuple(each[3])) for each in values["collectives"]]
     return Measurement(**{**values, "failure": failure, "host_reads": reads, "collectives": collectives})
 
 

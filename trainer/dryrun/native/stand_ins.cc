@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -35,7 +36,7 @@ namespace {
 // Made when first used, because other libraries ask for functions before this one's constructors run, and never freed.
 struct Notes {
   std::mutex mutex;
-  std::map<std::string, long> kernels;  // legacy ones, by name: how often one was prepared
+  std::set<std::string> kernels;  // legacy ones that were prepared
   std::string text;
 };
 Notes &notes() {
@@ -44,21 +45,16 @@ Notes &notes() {
 }
 void note_kernel(const std::string &name) {
   std::lock_guard<std::mutex> lock(notes().mutex);
-  ++notes().kernels[name];
+  notes().kernels.insert(name);
 }
 }  // namespace
 
-EXPORTED void dry_run_forget() {
-  std::lock_guard<std::mutex> lock(notes().mutex);
-  notes().kernels.clear();
-}
-
-// A line for each: name, number.
+// The names of the legacy kernels that were prepared, a line each.
 EXPORTED const char *dry_run_kernels() {
   std::lock_guard<std::mutex> lock(notes().mutex);
   std::string &text = notes().text;
   text.clear();
-  for (auto &each : notes().kernels) text += each.first + " " + std::to_string(each.second) + "\n";
+  for (auto &each : notes().kernels) text += each + "\n";
   return text.c_str();
 }
 
