@@ -70,8 +70,9 @@ def build_bare_step(config: Config) -> Callable[[], None]:
     import mindspore
 
     from trainer.data import build_datasets
+    from trainer.ops.cpu.measures import squares
     from trainer.run.session import open_training
-    from trainer.step.clip import clip_coefficient, global_norm
+    from trainer.step.clip import clip_coefficient
 
     training = open_training(config, lambda update: 1e-3)
     model, optimizer = training.model, training.optimizer
@@ -84,7 +85,7 @@ def build_bare_step(config: Config) -> Callable[[], None]:
 
     def step() -> None:
         loss, gradients = gradients_of()
-        norm = global_norm(gradients, model.kernels.sum_of_squares)
+        norm = squares(gradients).sum() ** 0.5
         optimizer.update(gradients, 1e-3, clip_coefficient(norm, config.runner_wrapper.max_grad_norm))
         float(loss.asnumpy())
 

@@ -6,7 +6,7 @@ import numpy as np
 
 SHAPES = ((7, 5), (3,), (), (50, 40), (1, 1, 9), (300,), (64, 64))
 SUBLAYERS = (1, 4)  # those in float16
-ON_DEVICE = (0, 2, 3)  # those that are also summed as on a device
+SHARDED = (0, 3, 4, 5)  # those of which a rank gets its range alone where they are summed as on a device
 
 
 def numbers_of(rank: int) -> list[float]:

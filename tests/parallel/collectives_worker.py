@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from msrun_helpers import take_a_core
@@ -17,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[1] / "parity"))
 import mindspore  # noqa: E402
 import numpy as np  # noqa: E402
 from collective_cases import (  # noqa: E402
-    ON_DEVICE,
     SHAPES,
+    SHARDED,
     ends_of_sending,
     factors_of,
     gradients_of,
@@ -40,6 +41,7 @@ from trainer.optim.groups import parameter_groups  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
+from trainer.parallel.gradients import SumDuringBackward  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, range_of_rank  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 
@@ -63,9 +65,7 @@ def main(folder: Path) -> None:
     for way, bucket_bytes in (("one by one", 0), ("in buckets", 4000), ("together", 1 << 20)):
         sums = collectives.all_reduce_in_buckets(gradients, bucket_bytes=bucket_bytes)
         found |= {f"{way} {number}": each.asnumpy() for number, each in enumerate(sums)}
-    all_reduce = collectives._operator("AllReduce", collectives._name(None))
-    on_device = collectives._device_bucket([gradients[number] for number in ON_DEVICE], all_reduce)
-    found |= {f"as on a device {number}": each.asnumpy() for number, each in enumerate(on_device)}
+    found |= as_on_a_device(world, gradients)
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
     found |= shared(world) | pairs(world)
@@ -73,6 +73,24 @@ def main(folder: Path) -> None:
     found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
     collectives.barrier()
     np.savez(folder / f"rank-{world.rank}.npz", **found)
+
+
+def as_on_a_device(world: World, gradients: list[Tensor]) -> dict[str, np.ndarray]:
+    """Two micro-batches with these gradients, which are summed during the backward pass of the second."""
+    parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
+
+    def backward() -> SimpleNamespace:
+        def loss() -> Tensor:
+            pairs = zip(parameters, gradients, strict=True)
+            return sum((parameter * each).astype(mindspore.float32).sum() for parameter, each in pairs)
+
+        return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
+
+    is_sharded = [number in SHARDED for number in range(len(gradients))]
+    reducer = SumDuringBackward(parameters, is_sharded, world.rank, world.size, bucket_bytes=4000)
+    _, reduced = reducer.last([each * 1 for each in gradients], backward)
+    found = {f"as on a device {number}": each.asnumpy() for number, each in enumerate(reduced.gradients)}
+    return found | {"counted": reduced.counted}
 
 
 def shared(world: World) -> dict[str, np.ndarray]:
@@ -183,7 +201,7 @@ def native_operators(world: World, folder: Path) -> dict[str, list[str]]:
     other = (rank + 1) % ranks
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     x, found = Tensor(pair_input(rank, ranks)), {}
-    with mock.patch.object(collectives, "_has_all_operators", return_value=True):
+    with mock.patch.object(collectives, "has_all_operators", return_value=True):
         cells = {
             "AllReduce": (collectives.AllReduce, x.shape),
             "AllGather": (collectives.AllGather, (2 * ranks * ranks, 3)),

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from collective_cases import (
-    ON_DEVICE,
     PAIRS,
     SHAPES,
+    SHARDED,
     SUBLAYERS,
     ends_of_sending,
     factors_of,
@@ -24,6 +24,7 @@ from collective_cases import (
 )
 
 from trainer.checkpoint.store import read_checkpoint
+from trainer.parallel.sharding import range_of_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -63,10 +64,18 @@ def test_gradients_are_summed_to_the_same_bits_on_all_ranks(found: Found, way: s
         np.testing.assert_allclose(sums[0], exact, rtol=accuracy, atol=accuracy)
 
 
-def test_buckets_in_the_memory_of_a_device_sum_alike(found: Found) -> None:
-    for rank in found:
-        for place, number in enumerate(ON_DEVICE):
-            np.testing.assert_allclose(rank[f"as on a device {place}"], rank[f"together {number}"], 1e-6, 1e-6)
+def test_sums_during_a_backward_pass_are_those_after_it(found: Found) -> None:
+    """Whole gradients, and of sharded ones each rank's own range; of two equal micro-batches."""
+    for number, rank in enumerate(found):
+        for place in range(len(SHAPES)):
+            right = np.add(*2 * [rank[f"together {place}"]])
+            if place in SHARDED:
+                right = right.reshape(-1)[range_of_rank(right.size, number, len(found))]
+            ours, limit = rank[f"as on a device {place}"], 2e-3 if place in SUBLAYERS else 1e-6
+            assert ours.dtype == right.dtype and ours.shape == right.shape
+            np.testing.assert_allclose(ours, right, limit, limit)
+        whole = float(number == 0)
+        assert rank["counted"].tolist() == [1.0 if place in SHARDED else whole for place in range(len(SHAPES))]
 
 
 @pytest.mark.parametrize("way", ["in chunks", "together", "from parts", "on a device", "from parts on a device"])

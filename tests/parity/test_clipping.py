@@ -11,10 +11,11 @@ from mindspore import Parameter, Tensor
 from tolerances import rounding_limit
 
 from trainer.config import parse_config
-from trainer.ops.cpu.kernels import sum_of_squares
+from trainer.config.schema.runner import RunnerWrapper
+from trainer.ops.cpu import measures
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
-from trainer.step.clip import clip, clip_by_value, global_norm
+from trainer.step.clip import GradientNorms, clip, clip_by_value, norm_groups
 
 OF_NORMS = rounding_limit(1024, scale=0.5)  # sums of 1024 squares; a root halves the relative error
 
@@ -23,12 +24,23 @@ def gradients_of(*arrays: list) -> list[Tensor]:
     return [Tensor(np.array(array, np.float32)) for array in arrays]
 
 
+def norms_of(gradients: list[Tensor], wrapper: RunnerWrapper, group_of: dict[str, str]) -> GradientNorms:
+    """As a step computes them."""
+    wanted = norm_groups(list(group_of), wrapper, group_of)
+    sums = measures.square_sums(measures.squares(gradients), list(wanted.groups.values()), wanted.each)
+    return wanted.norms(sums)
+
+
+def global_norm(gradients: list[Tensor]) -> float:
+    return float(np.sqrt(measures.square_sums(measures.squares(gradients), [], False)[0]))
+
+
 def clipped(gradients: list[Tensor], scale: float = 1.0, **settings: object) -> list[np.ndarray]:
     """What reaches the optimizer: gradients times factors."""
     wrapper = parse_config("clip", json.dumps({"runner_wrapper": {"use_clip_grad": True} | settings})).runner_wrapper
     names = [str(number) for number in range(len(gradients))]
-    groups = {name: name for name in names}
-    kept, factors = clip(gradients, [sum_of_squares(g) for g in gradients], names, wrapper, groups, scale)
+    group_of = {name: name for name in names}
+    kept, factors = clip(gradients, norms_of(gradients, wrapper, group_of), names, wrapper, group_of, scale)
     return [gradient.asnumpy() * np.float32(factor) for gradient, factor in zip(kept, factors, strict=True)]
 
 
@@ -61,15 +73,28 @@ def test_all_zero_gradients_stay_zero() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_is_reported_by_the_norm(bad: float) -> None:
-    assert not math.isfinite(global_norm(gradients_of([1.0, 2.0], [bad, 1.0]), sum_of_squares))
+    assert not math.isfinite(global_norm(gradients_of([1.0, 2.0], [bad, 1.0])))
+
+
+def test_many_small_gradients_are_not_lost_beside_a_large_one() -> None:
+    """Added one by one to 1e16, each 1.0 would be rounded away."""
+    squares_P = np.array([1e16] + [1.0] * 1000)
+    assert measures.square_sums(squares_P, [[0, 1]], True).tolist() == [1e16 + 1000, 0, 1e16, *squares_P]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_sums_of_squares_name_the_first_gradient_that_is_not_finite(bad: float) -> None:
+    """Counted from the end, so that 0 means none."""
+    found = measures.square_sums(np.array([1.0, bad, 2.0, bad]), [[0, 2], [1]], False)
+    assert found[1:3].tolist() == [3.0, 3.0] and not np.isfinite(found[[0, 3]]).any()
 
 
 def test_squares_of_float16_gradients_are_summed_in_float32() -> None:
     """Bug 5 of trainers. 1000 squared is beyond float16's 65504."""
     gradient = Tensor(np.full((64, 64), 1000.0, np.float16))
-    assert global_norm([gradient], sum_of_squares) == pytest.approx(64 * 1000.0, rel=OF_NORMS)
+    assert global_norm([gradient]) == pytest.approx(64 * 1000.0, rel=OF_NORMS)
     small = Tensor(np.full((64, 64), 1e-4, np.float16))  # its square is below float16's smallest number
-    assert global_norm([small], sum_of_squares) == pytest.approx(64 * float(np.float16(1e-4)), rel=OF_NORMS)
+    assert global_norm([small]) == pytest.approx(64 * float(np.float16(1e-4)), rel=OF_NORMS)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])

@@ -113,7 +113,7 @@ def test_front_end_builds_the_fused_operators_and_their_gradients(
     assert backward.shapes[:3] == [(TOKENS, HIDDEN), (EXPERTS, HIDDEN, HIDDEN), (TOKENS, CHOSEN)]
     assert backward.dtypes[1:3] == [FLOAT, FLOAT], "gradients of weights and gates leave in float32"
     # The gradient of a grouped product is two more of them: of the rows, and of the weight.
-    assert (forward.operators["GroupedMatmul"], backward.operators["GroupedMatmul"]) == (1, 3)
+    assert (forward.operators["GroupedMatmulV4"], backward.operators["GroupedMatmulV4"]) == (1, 3)
     permutes = {name for name in forward.operators if "MoeToken" in name}
     assert permutes == ({"MoeTokenPermute", "InnerMoeTokenUnpermute"} if fused else set())
     gradients = {name for name in backward.operators if "MoeToken" in name and name.endswith("Grad")}
@@ -124,9 +124,19 @@ def test_front_end_builds_the_fused_operators_and_their_gradients(
 
 def argsort_as_documented(input: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
     """Stable: the relative order of equivalent elements is kept."""
-    assert stable and dim == -1
+    assert stable and dim == -1 and input.dtype == mindspore.float32
     values = input.asnumpy()
     return Tensor(np.argsort(-values if descending else values, -1, kind="stable"))
+
+
+@pytest.fixture
+def operators_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators without a CPU kernel."""
+    monkeypatch.setattr(mint, "argsort", argsort_as_documented)
+    monkeypatch.setattr(mint, "cumsum", lambda x, dim: Tensor(np.cumsum(x.asnumpy(), dim, dtype=x.asnumpy().dtype)))
+    monkeypatch.setattr(mint, "arange", lambda end, dtype: ops.arange(end, dtype=dtype))
+    monkeypatch.setattr(mint, "index_select", lambda x, dim, index: ops.gather(x, index, dim))
+    monkeypatch.setattr(moe_ascend, "grouped_product", grouped_product_as_documented)
 
 
 @pytest.mark.parametrize("policy", ["position", "probability"])
@@ -134,9 +144,8 @@ def argsort_as_documented(input: Tensor, dim: int, descending: bool, stable: boo
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_routing_is_that_of_the_reference(
-    name: str, ties: bool, capacity: int | None, policy: str, monkeypatch: pytest.MonkeyPatch
+    name: str, ties: bool, capacity: int | None, policy: str, operators_as_documented: None
 ) -> None:
-    monkeypatch.setattr(mint, "argsort", argsort_as_documented)
     rule = RULES[name]
     scores = RANDOM.integers(1, 4, (TOKENS, EXPERTS)) / 4 if ties else RANDOM.random((TOKENS, EXPERTS))
     scores = scores.astype(np.float32)
@@ -151,38 +160,29 @@ def test_routing_is_that_of_the_reference(
             assert mine.asnumpy().dtype == expected.dtype, field
 
 
-class GroupedMatmulAsDocumented(nn.Cell):
-    """y of group e is x of group e times weight e, [I, O]; groups end where `group_list` says, the last with x.
+def grouped_product_as_documented(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
+    """Groups have `counts` rows of x, one after the other: y of group e is x of group e times weight e, [I, O]. With
+    group_type 2 they have columns of x and rows of the second matrix.
 
-    What the gradient of an expert's weight is when it has no rows, the documentation does not say.
+    What stands in rows after the last group, and in the matrix of a group without rows, the documentation does not say.
     """
-
-    def __call__(self, x: list, weight: list, *others) -> list[Tensor]:
-        *nothing, group_list = others
-        assert len(x) == len(weight) == 1 and nothing == [None] * 5
-        assert group_list.dtype == mindspore.int64 and group_list.asnumpy()[-1] == len(x[0])
-        return [super().__call__(x[0], weight[0], group_list)]
-
-    def construct(self, x, weight, ends):
-        return Tensor(np.concatenate([part @ weight.asnumpy()[expert] for expert, part in groups(x, ends)]))
-
-    def bprop(self, x, weight, ends, out, grad):
-        grad_x = [part @ weight.asnumpy()[expert].T for expert, part in groups(grad, ends)]
-        grad_weight = np.full(weight.shape, np.nan, np.float32)
-        for (expert, part), (_, above) in zip(groups(x, ends), groups(grad, ends), strict=True):
-            if len(part):
-                grad_weight[expert] = part.T @ above
-        return Tensor(np.concatenate(grad_x)), Tensor(grad_weight), None
-
-
-def groups(x: Tensor, ends: Tensor) -> list[tuple[int, np.ndarray]]:
-    return list(enumerate(np.split(x.asnumpy(), ends.asnumpy()[:-1])))
+    x, weight, counts = x.asnumpy(), weight.asnumpy(), counts.asnumpy()
+    assert counts.dtype == np.int64 and counts.sum() <= x.shape[1 if group_type else 0]
+    pairs = enumerate(zip(np.cumsum(counts), counts, strict=True))
+    groups = [(expert, slice(end - count, end)) for expert, (end, count) in pairs if count]
+    shape = (len(counts), x.shape[0], weight.shape[1]) if group_type else (x.shape[0], weight.shape[2])
+    out = np.full(shape, np.nan, np.float32)
+    for expert, rows in groups:
+        if group_type:
+            out[expert] = x[:, rows] @ weight[rows]
+        else:
+            out[rows] = x[rows] @ weight[expert]
+    return Tensor(out)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 7, 0], [2, 0, 1, 0], [1, 0, 2, 1], [0, 0, 0, 0]], ids=str)
-def test_grouped_matmul_is_that_of_the_reference(counts: list[int]) -> None:
-    ours, right = moe_ascend.GroupedMatmul(), moe_reference.GroupedMatmul()
-    ours.product = GroupedMatmulAsDocumented()
+def test_grouped_matmul_is_that_of_the_reference(counts: list[int], operators_as_documented: None) -> None:
+    ours, right = moe_ascend.GroupedMatmul(fills_rows=sum(counts) == 7), moe_reference.GroupedMatmul()
     x, weight, upstream = (Tensor(normal(*shape)) for shape in ((7, HIDDEN), (4, WIDTH, HIDDEN), (7, WIDTH)))
     results = []
     for kernel in (ours, right):
@@ -197,7 +197,9 @@ def test_grouped_matmul_is_that_of_the_reference(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("safe_tokens", [False, True])
 @pytest.mark.parametrize("capacity", [None, 2])
-def test_gathers_are_those_of_the_reference(safe_tokens: bool, capacity: int | None) -> None:
+def test_gathers_are_those_of_the_reference(
+    safe_tokens: bool, capacity: int | None, operators_as_documented: None
+) -> None:
     """These have CPU kernels, and gradients written by hand."""
     scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
     scores[:, 3] = 0
@@ -246,9 +248,9 @@ def test_fused_sorting_is_that_of_the_reference(capacity: int | None, monkeypatc
     ("product", "permute", "kernels"),
     [
         ("reference", "reference", (moe_reference.GroupedMatmul, moe_reference.Permute, moe_reference.Unpermute)),
-        ("GroupedMatmul", "reference", (moe_ascend.GroupedMatmul, moe_ascend.Permute, moe_ascend.Unpermute)),
+        ("GroupedMatmulV4", "reference", (moe_ascend.GroupedMatmul, moe_ascend.Permute, moe_ascend.Unpermute)),
         (
-            "GroupedMatmul", "moe_token_permute",
+            "GroupedMatmulV4", "moe_token_permute",
             (moe_ascend.GroupedMatmul, moe_ascend.FusedPermute, moe_ascend.FusedUnpermute),
         ),
     ],

@@ -447,15 +447,15 @@ ON_CPU, FUSED = "exists only on Ascend; device is CPU", "fused operator of Ascen
     [
         ("CPU", {}, ("reference", ON_CPU), ("reference", "use_fused_ops_permute is off; device is CPU")),
         ("CPU", {"use_fused_ops_permute": True}, ("reference", ON_CPU), ("reference", ON_CPU)),
-        ("Ascend", {}, ("GroupedMatmul", FUSED), ("reference", "use_fused_ops_permute is off")),
-        ("Ascend", {"use_fused_ops_permute": True}, ("GroupedMatmul", FUSED), ("moe_token_permute", FUSED)),
+        ("Ascend", {}, ("GroupedMatmulV4", FUSED), ("reference", "use_fused_ops_permute is off")),
+        ("Ascend", {"use_fused_ops_permute": True}, ("GroupedMatmulV4", FUSED), ("moe_token_permute", FUSED)),
         (
             "Ascend", {"use_fused_ops_permute": True, "enable_gmm_safe_tokens": True},
-            ("GroupedMatmul", FUSED), ("reference", "enable_gmm_safe_tokens adds rows"),
+            ("GroupedMatmulV4", FUSED), ("reference", "enable_gmm_safe_tokens adds rows"),
         ),
         (
             "Ascend", {"use_fused_ops_permute": True, "use_gmm": False},
-            ("reference", "use_gmm is off: experts compute on the host"), ("reference", "use_gmm is off"),
+            ("GroupedMatmulV4", "experts never compute on the host"), ("reference", "use_gmm is off"),
         ),
     ],
 )

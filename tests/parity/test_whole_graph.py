@@ -7,7 +7,7 @@ import json
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from numpy_kernels import distance
 
 from trainer.audit.graph import FunctionalDecoder, StepGraph, flat_arguments
@@ -56,7 +56,7 @@ def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
     )(build(data))
 
     weights = {name: Tensor(parameter.asnumpy()) for name, parameter in model.parameters_by_name.items()}
-    arguments, structure, names = flat_arguments(settings, build(data), range(settings.num_layers), weights)
+    arguments, structure, names = flat_arguments(settings, kernels, build(data), range(settings.num_layers), weights)
     step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), structure, tuple(names))
     loss, found = mindspore.jit(step.construct)(*arguments)
     assert distance(loss.asnumpy(), expected.asnumpy()) < 1e-6
@@ -70,13 +70,12 @@ def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
 KERNELS = ("rotary_embedding", "swiglu", "attention", "rms_norm")
 
 
-class OneProductEach(nn.Cell):
-    """GroupedMatmul's documentation, in PyNative operators: group e of the rows times weight e, [E, I, O]."""
-
-    def __call__(self, x: list, weight: list, *others) -> list[Tensor]:
-        parts = np.split(np.arange(x[0].shape[0]), others[-1].asnumpy()[:-1])
-        products = [x[0][Tensor(rows)] @ weight[0][place] for place, rows in enumerate(parts) if len(rows)]
-        return [mindspore.ops.concat(products)]
+def one_product_each(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
+    """GroupedMatmulV4's documentation, in PyNative operators: group e of the rows times weight e, [E, I, O]."""
+    assert group_type == 0
+    parts = np.split(np.arange(x.shape[0]), np.cumsum(counts.asnumpy())[:-1])
+    products = [x[Tensor(rows)] @ weight[place] for place, rows in enumerate(parts) if len(rows)]
+    return mindspore.ops.concat(products)
 
 
 def stable_argsort(x: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
@@ -88,18 +87,18 @@ def stable_argsort(x: Tensor, dim: int, descending: bool, stable: bool) -> Tenso
 def test_experts_and_mtp_modules_give_the_same_loss(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operator by operator, with the kernels whose routing is in the graph, and against the run's own on the host."""
     monkeypatch.setattr(moe_ascend.mint, "argsort", stable_argsort)
+    monkeypatch.setattr(moe_ascend.mint, "index_select", lambda x, dim, index: mindspore.ops.gather(x, index, dim))
+    monkeypatch.setattr(moe_ascend, "grouped_product", one_product_each)
     settings, data = settings_of(moe_config=EXPERTS, **changes), batch()
     plain = [KernelChoice(name, "", REFERENCE, "") for name in KERNELS]
     reference = load_kernels([*plain, KernelChoice("grouped_matmul", "", REFERENCE, "")])
-    ascend = load_kernels([*plain, KernelChoice("grouped_matmul", "", "GroupedMatmul", "")])
+    ascend = load_kernels([*plain, KernelChoice("grouped_matmul", "", "GroupedMatmulV4", "")])
     model, build = Decoder(settings, reference, seed=3, compiled=False), InputBuilder(settings, reference)
     inputs = build(data)
     expected = model(inputs, None, RouterStatistics()).total
 
     whole = FunctionalDecoder(settings, ascend, ROWS * TOKENS)
-    for cell in (cell for _, cell in whole.cells_and_names() if isinstance(cell, moe_ascend.GroupedMatmul)):
-        cell.product = OneProductEach()
     layers = range(settings.num_layers + settings.mtp_depth)
-    arguments, structure, _ = flat_arguments(settings, inputs, layers, model.parameters_by_name)
+    arguments, structure, _ = flat_arguments(settings, ascend, inputs, layers, model.parameters_by_name)
     found = StepGraph(whole, structure, ())(*arguments)
     assert distance(found.asnumpy(), expected.asnumpy()) < 1e-6

@@ -54,10 +54,11 @@ def main(folder: Path) -> None:
         names = [weight.name for weight in graph.built.step.weights]
         folded = folded_factor(config, graph, world)
         parts = {each: gradient / folded for each, gradient in zip(names, gradients, strict=True)}
-        squares = parameters.squares({each: float((part**2).sum(dtype=np.float64)) for each, part in parts.items()})
+        own = np.array([(part**2).sum(dtype=np.float64) for part in parts.values()])
+        [squares] = communicator.sums([parameters.squares(list(parts), own)])
         whole = parameters.whole(parts, parts)
         arrays = {f"gradient {each}": array for each, array in whole.items()}
-        arrays |= {f"square {each}": np.array(value) for each, value in squares.items()}
+        arrays |= {f"square {each}": np.array(value) for each, value in zip(parameters.trained, squares, strict=True)}
         np.savez(folder / f"{name}-{world.rank}.npz", loss=loss, **arrays)
 
 

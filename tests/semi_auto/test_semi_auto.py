@@ -22,12 +22,14 @@ from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
 from trainer.data import Batch
 from trainer.errors import RunError, UserError
-from trainer.parallel.world import SINGLE_PROCESS, world_of
+from trainer.models.shapes import all_shapes
+from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
-from trainer.semi_auto.network import LossCell, SemiAuto, StagedLossCell, build_semi_auto, stages
+from trainer.semi_auto.network import LossCell, SemiAuto, StagedLossCell, build_semi_auto
+from trainer.semi_auto.rules import sharing_level
 from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
-from trainer.semi_auto.training import open_semi_auto_training
+from trainer.semi_auto.training import open_semi_auto_training, window_of
 
 ROWS, TOKENS, VOCABULARY = 4, 8, 19
 SIZES = {
@@ -82,26 +84,81 @@ def test_a_pipeline_takes_the_place_of_accumulation() -> None:
 
 
 def test_stages_of_layers() -> None:
-    found = stages(5, 3)
-    assert [found[f"decoder.layers.{layer}"] for layer in range(5)] == [0, 0, 1, 1, 2]
-    assert (found["decoder.embed"], found["decoder.heads.0"]) == (0, 2)
+    parallel = {"pipeline_stage": 2, "micro_batch_num": 4, "data_parallel": 4}
+    decoder = built({"parallel_config": parallel}, num_layers=5, offset=[1, 0], mtp_depth=1).loss.decoder
+    assert [layer.pipeline_stage for layer in decoder.layers] == [0, 0, 0, 1, 1, 1]  # the last one is the module's
+    assert decoder.embed.pipeline_stage == 0
+    assert {part.pipeline_stage for part in (*decoder.heads, *decoder.merges)} == {1}
+    order = {"pipeline_interleave": True, "pipeline_scheduler": "seqpipe"}
+    interleaved = {"parallel_mode": 1, "pipeline_config": order}
+    found = built({"parallel_config": parallel, "parallel": interleaved}, pp_interleave_num=2)
+    assert [layer.pipeline_stage for layer in found.loss.decoder.layers] == [0, 1, 0, 1]
+    assert found.network._pipeline_interleave and found.network._pipeline_scheduler == "seqpipe"
 
 
 def test_shared_optimizer_state() -> None:
     found = built({"parallel": {
         "parallel_mode": 1, "enable_parallel_optimizer": True, "full_batch": False,
-        "parallel_optimizer_config": {"parallel_optimizer_threshold": 16},
+        "parallel_optimizer_config": {"parallel_optimizer_threshold": 16, "optimizer_weight_shard_size": 4},
     }})  # fmt: skip
-    assert found.network._enable_parallel_optimizer and found.network._parallel_optimizer_threshold == 16
-    assert not found.network._full_batch and found.network._dataset_strategy_config == "data_parallel"
+    network = found.network
+    assert network._enable_parallel_optimizer and network._parallel_optimizer_threshold == 16
+    assert network._optimizer_weight_shard_size == 4 and network._optimizer_level == "level1"
+    assert not network._full_batch and network._dataset_strategy_config == ((8, 1),) * 5
 
 
-@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"mtp_depth": 1}])
-def test_what_two_stages_would_share_is_refused(changes: dict[str, Any]) -> None:
-    pipeline = {"parallel_config": {"pipeline_stage": 2, "micro_batch_num": 2}}
-    with pytest.raises(UserError, match="not yet supported in semi-automatic mode with a pipeline"):
-        built(pipeline, **changes)
-    built(**changes)
+def level_of(recompute: dict, **section: Any) -> str:
+    parallel = {"parallel_mode": 1, "enable_parallel_optimizer": True, "parallel_optimizer_config": section}
+    return sharing_level(config_of({"parallel": parallel, "recompute_config": recompute}))
+
+
+def test_levels_of_sharing() -> None:
+    again = {"parallel_optimizer_comm_recompute": True}
+    assert level_of({}, gradient_accumulation_shard=True) == level_of({}, optimizer_level="level2") == "level2"
+    assert level_of(again) == "level1" and level_of(again | {"recompute": True}) == "level3"
+    assert level_of({}, gradient_accumulation_shard=True, optimizer_level="level3") == "level3"
+
+
+def test_settings_of_communication_reach_the_graph(tmp_path: Path) -> None:
+    file, fusion = tmp_path / "speed_up.json", {"allreduce": {"mode": "size", "config": 32}}
+    file.write_text(json.dumps({"enable_communication_fusion": True}))
+    context = {"ascend_config": {"parallel_speed_up_json_path": str(file)}}
+    parallel = {"parallel_mode": 1, "comm_fusion": fusion, "force_fp32_communication": True}
+    network = built({"parallel": parallel, "context": context}).network
+    assert network._comm_fusion_config == fusion and network._force_fp32_communication
+    assert network._transformer_opt_config == str(file)
+    file.unlink()
+    with pytest.raises(UserError, match="speed_up.json'.*: there is no such file"):
+        SemiAutoBackend(config_of({"context": context}), SINGLE_PROCESS).open(lambda update: 0.0, None, "CPU")
+
+
+def test_a_rank_hands_over_its_part_of_every_micro_batch() -> None:
+    runner = {"batch_size": 1, "gradient_accumulation_steps": 2}
+    degrees = {"data_parallel": 2, "model_parallel": 2}
+    top = {"parallel": {"parallel_mode": 1, "full_batch": False}, "parallel_config": degrees, "runner_config": runner}
+    windows = [window_of(config_of(top), World(rank, 4, rank, 4)) for rank in range(4)]
+    assert [list(window.own) for window in windows] == [[0, 2], [0, 2], [1, 3], [1, 3]] and windows[0].rows == 4
+
+
+def test_what_is_computed_again() -> None:
+    section = {"recompute": 1, "select_recompute": {"attention": [1]}, "mp_comm_recompute": False,
+               "select_comm_recompute": {".*\\.norm": [3]}}  # fmt: skip
+    layers = built({"recompute_config": section}).loss.decoder.layers
+    assert [layer._has_config_recompute for layer in layers] == [True, False, False, False]
+    assert [layer.block.attention._has_config_recompute for layer in layers] == [True, True, False, False]
+    assert not layers[1].block.mlp._has_config_recompute
+    first, last = (layer.block.mlp.down.linear.product.attrs for layer in (layers[0], layers[2]))
+    assert first["recompute_comm_op"] is False and "recompute_comm_op" not in last
+    assert layers[3].block.mlp.norm.norm.attrs["recompute_comm_op"] is True
+
+
+def test_sequence_parallelism_shards_what_is_between_the_products() -> None:
+    degrees = {"data_parallel": 4, "model_parallel": 2, "use_seq_parallel": True}
+    decoder = built({"parallel_config": degrees}, vocab_size=20).loss.decoder
+    block = decoder.layers[0].block
+    assert block.add_mlp.in_strategy == ((8, 1), (8, 1)) and block.attention.norm.norm.in_strategy == ((8, 1), (1,))
+    assert block.mlp.down.linear.product.out_strategy == decoder.embed.gather.out_strategy == ((8, 1),)
+    assert block.mlp.up.linear.product.in_strategy == ((4, 1), (2, 1))
 
 
 def test_jit_options_reach_the_graph() -> None:
@@ -157,7 +214,7 @@ def test_the_audit_shows_what_is_built(tmp_path: Path, capsys: pytest.CaptureFix
     pairs = json.loads(capsys.readouterr().out)["semi_auto"]
     found = dict(pairs)
     assert found["network"] == "AutoParallel ( GradientCell ( Pipeline, 2 micro-batches ( StagedLossCell ) ) )"
-    assert (found["stage 0"], found["stage 1"]) == ("layers 0-1", "layer 2")
+    assert (found["stage 0"], found["stage 1"]) == ("layer 0", "layers 1-2")
     assert found["mlp.down"] == "input (2, 2), weight (1, 2)" and found["mlp.up"] == "input (2, 1), weight (2, 1)"
     assert "hsdp" in found["optimizer state"] and "no_init_parameters" in found["weights"]
     assert "gradient_accumulation_steps 2: no effect in a pipeline" in found["note"]
@@ -193,6 +250,8 @@ def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor
         ({"use_qk_norm": True, "tie_word_embeddings": True, "seq_length": 7, "rotary_pct": 0.5, "rope_interleave": True,
           "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, None),
         ({"n_kv_heads": 4, "rotary_pct": 0.5, "qkv_has_bias": False}, None),
+        # Adapters in one layer of two: the other one has none.
+        ({"num_layers": 2, "pet_config": {"lora_rank": 4, "target_modules": r"model.layers.1.*(q|v|down)_proj"}}, None),
         # Half precision: the kernels round in other places, by 2^-8 each time; the errors do not add up to more.
         ({"compute_dtype": "bfloat16"}, 3e-2),
     ],
@@ -200,12 +259,16 @@ def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor
 def test_gradients_are_those_of_the_kernels_of_a_run(changes: dict[str, Any], close: float | None) -> None:
     config = config_of({"optimizer": {"type": "SGD", "momentum": 0.0}}, **{"num_layers": 1} | changes)
     limits = decoder_limits(config.decoder, rows=ROWS) if close is None else DecoderLimits(close, close)
-    window = [batch(length=config.decoder.seq_length)]
-    run = open_training(config, lambda update: 0.0)
+    window, random = [batch(length=config.decoder.seq_length)], np.random.default_rng(1)
+    weights = None
+    if config.decoder.pet_config is not None:  # at first an adapter's B is zero, and so is the gradient of its A
+        shapes = all_shapes(config.decoder)
+        weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    run = open_training(config, lambda update: 0.0, weights)
     right = run.backward(window[0], 0, 1 / (window[0].labels != -100).sum())
-    step = open_semi_auto_training(config, lambda update: 0.0, None, SINGLE_PROCESS, "CPU")
+    step = open_semi_auto_training(config, lambda update: 0.0, weights, SINGLE_PROCESS, "CPU")
     loss, gradients = computed(step, window)
-    assert distance(loss.asnumpy(), np.float32(right.loss_sum / (window[0].labels != -100).sum())) < limits.loss
+    assert distance(loss.asnumpy(), right.loss_sum.asnumpy() / (window[0].labels != -100).sum()) < limits.loss
     for name, mine, its in zip(run.optimizer.parameters, gradients, right.gradients, strict=True):
         assert distance(mine.asnumpy(), its.asnumpy()) < limits.gradients, name
 
@@ -270,29 +333,33 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SemiAutoBackend, "check_device", lambda backend, device: None)
 
 
-def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], Any]:
-    """Steps of the metrics, and the last checkpoint."""
+def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], list[tuple[float, int]], Any]:
+    """Steps of the metrics, loss and tokens of the evaluations, and the last checkpoint."""
     top = {
         "output_dir": str(folder), "report": False, "parallel": {"parallel_mode": mode}, "use_parallel": mode == 1,
         "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 60}},
+        "do_eval": True, "eval_step_interval": 5,
+        "eval_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 6}},
         "runner_config": {"batch_size": ROWS, "epochs": 2, "gradient_accumulation_steps": 2},
         "optimizer": {"type": "AdamW", "weight_decay": 0.1}, "lr_schedule": {"learning_rate": 0.01},
     }  # fmt: skip
     assert trainer.run.loop.run(config_of(top | more, num_layers=1)) == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     newest = max((folder / "checkpoints").glob("step-*"))
-    return [line for line in lines if "loss" in line], read_checkpoint(newest)
+    evaluated = [(line["eval_loss"], line["eval_tokens"]) for line in lines if "eval_loss" in line]
+    return [line for line in lines if "loss" in line], evaluated, read_checkpoint(newest)
 
 
 def test_a_run_and_one_that_goes_on_from_its_checkpoint(tmp_path: Path, on_a_cpu: None) -> None:
-    whole, last = trained(tmp_path / "whole", 1)
-    right, expected = trained(tmp_path / "explicit", 0)
+    whole, evaluated, last = trained(tmp_path / "whole", 1, recompute_config={"recompute": True})
+    right, evaluated_right, expected = trained(tmp_path / "explicit", 0)
     assert [line["tokens"] for line in whole] == [line["tokens"] for line in right] and len(whole) > 6
     np.testing.assert_allclose([line["loss"] for line in whole], [line["loss"] for line in right], 1e-5)
-    assert set(last.tensors["model"]) == set(expected.tensors["model"])
+    np.testing.assert_allclose(evaluated, evaluated_right, 1e-5)
+    assert len(evaluated) > 1 and set(last.tensors["model"]) == set(expected.tensors["model"])
     half = {"batch_size": ROWS, "epochs": 2, "gradient_accumulation_steps": 2, "stop_step": 3}
     trained(tmp_path / "resumed", 1, runner_config=half)
-    rest, again = trained(tmp_path / "resumed", 1, resume_training=True)
+    rest, _, again = trained(tmp_path / "resumed", 1, resume_training=True)
     assert [line["step"] for line in rest][-len(whole) + 3 :] == [line["step"] for line in whole[3:]]
     for part in ("model", "optimizer"):
         for name, array in last.tensors[part].items():

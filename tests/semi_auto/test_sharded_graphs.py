@@ -47,6 +47,7 @@ def case(rank: int = 0, sizes: dict | None = None, **top: Any) -> dict[str, Any]
 CASES = {
     "data": case(sizes=ONE, parallel={"parallel_mode": 1, "full_batch": False}),
     "tensor": case(parallel_config=TENSOR, sizes=GLM),
+    "adapters": case(parallel_config=TENSOR, sizes=ONE | {"pet_config": {"target_modules": ".*(q|o|up|down)_proj"}}),
     "fused": case(parallel_config=TENSOR, sizes=FUSED | {"use_qk_norm": True, "tie_word_embeddings": True}),
     "mtp": case(parallel_config=TENSOR, sizes=FUSED | ONE | {"mtp_depth": 1}, runner_config={"batch_size": 1}),
     "micro-batches": case(sizes=ONE, runner_config=TWO),
@@ -89,12 +90,15 @@ def sharded_like_megatron(shape: list[int], name: str) -> list[int]:
     """Of two tensor-parallel ranks."""
     rows = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "q_proj.bias",
             "k_proj.bias", "v_proj.bias", "embed_tokens.weight", "lm_head.weight")  # fmt: skip
+    # Of the two matrices of an adapter B is sharded along the outputs like its projection, A along the inputs.
+    rows += ("q_proj.lora_B.weight", "up_proj.lora_B.weight")
+    columns = ("o_proj.weight", "down_proj.weight", "o_proj.lora_A.weight", "down_proj.lora_A.weight")
     if name.endswith(rows):
         return [shape[0] // 2, *shape[1:]]
-    return [shape[0], shape[1] // 2] if name.endswith(("o_proj.weight", "down_proj.weight")) else shape
+    return [shape[0], shape[1] // 2] if name.endswith(columns) else shape
 
 
-@pytest.mark.parametrize("name", ["tensor", "fused", "mtp"])
+@pytest.mark.parametrize("name", ["tensor", "adapters", "fused", "mtp"])
 def test_tensor_parallel_ranks_have_shards_and_redistribute_nothing(found: dict[str, Any], name: str) -> None:
     expected = {weight: sharded_like_megatron(shape, weight) for weight, shape in weights_of(name).items()}
     parameters = found[name]["parameters"]

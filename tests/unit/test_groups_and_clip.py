@@ -11,7 +11,7 @@ import pytest
 from trainer.config import parse_config
 from trainer.models.shapes import is_buffer, parameter_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.step.clip import clip, clip_coefficient, global_norm
+from trainer.step.clip import NormGroups, clip, clip_coefficient, norm_groups
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 11, "multiple_of": 8}
 ALL_OPTIONS = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
@@ -56,30 +56,12 @@ def test_groups_keep_the_order_of_the_model() -> None:
     assert [group.parameters for group in parameter_groups(shapes, 0.1)] == [("a", "c", "e"), ("b", "d")]
 
 
-def squares(array: np.ndarray) -> float:
-    return float((array.astype(np.float64) ** 2).sum())
-
-
-def test_global_norm_is_that_of_all_gradients_concatenated() -> None:
-    random = np.random.default_rng(0)
-    gradients = [random.standard_normal(shape) * 10.0**power for shape, power in (((3, 4), 2), ((5,), -3), ((2, 2), 0))]
-    together = np.concatenate([gradient.reshape(-1) for gradient in gradients])
-    assert global_norm(gradients, squares) == pytest.approx(np.linalg.norm(together), rel=1e-15)
-    assert global_norm([np.array([3.0]), np.array([4.0])], squares) == 5.0
-
-
-def test_many_small_gradients_are_not_lost_beside_a_large_one() -> None:
-    """Added one by one to 1e16, each 1.0 would be rounded away."""
-    assert global_norm([1e16] + [1.0] * 1000, float) == math.sqrt(1e16 + 1000)
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_shows_in_the_norm(value: float) -> None:
-    assert not math.isfinite(global_norm([np.array([1.0]), np.array([value])], squares))
-
-
-def test_no_gradient_and_zero_gradients_have_norm_zero() -> None:
-    assert global_norm([], squares) == global_norm([np.zeros((2, 2))], squares) == 0.0
+def test_norms_of_the_sums_of_squares() -> None:
+    """Of all, of two groups and of each; the second gradient is not finite."""
+    wanted = NormGroups(["a", "b", "c"], {"first": [0, 2], "second": [1]}, each=True)
+    found = wanted.norms(np.array([np.inf, 2.0, 25.0, np.inf, 9.0, np.inf, 16.0]))
+    assert found == (math.inf, {"first": 5.0, "second": math.inf}, {"a": 3.0, "b": math.inf, "c": 4.0}, "b")
+    assert NormGroups(["a", "b"], {}, each=False).norms(np.array([4.0, 0.0])) == (2.0, {}, None, "")
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 0.5, math.nextafter(1.0, 0.0), 1.0])
@@ -104,7 +86,10 @@ SQUARES = [9.0, 0.25, 16.0]  # norms: 5 of the matrices, 0.5 of the rest, sqrt(2
 def factors(squares: list[float] = SQUARES, scale: float = 1.0, **settings: object) -> list[float]:
     wrapper = parse_config("clip", json.dumps({"runner_wrapper": {"use_clip_grad": True} | settings})).runner_wrapper
     gradients = [object() for _ in NAMES]
-    same, found = clip(gradients, [square * scale**2 for square in squares], NAMES, wrapper, GROUP_OF, scale)
+    wanted = norm_groups(NAMES, wrapper, GROUP_OF)
+    of_groups = [sum(squares[place] for place in group) for group in wanted.groups.values()]
+    norms = wanted.norms(np.array([sum(squares), 0.0, *of_groups]) * scale**2)
+    same, found = clip(gradients, norms, NAMES, wrapper, GROUP_OF, scale)
     assert same is gradients
     return found
 

@@ -23,7 +23,7 @@ COUNTS = RoutingCounts(
     layers=(1, 2, 4),
     kept=np.array([[3, 3, 3, 3], [4, 4, 1, 0], [3, 0, 0, 0]]),
     requested=np.array([[3, 3, 3, 3], [6, 5, 1, 0], [12, 0, 0, 0]]),
-    entropy=np.array([math.log(4), 0.5, 0.0]),
+    entropy_sum=np.array([12 * math.log(4), 12 * 0.5, 0.0]),
 )
 
 

@@ -143,14 +143,15 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nfreeze: {layers: 0}\n",
          ["freeze = {'layers': 0}: not yet supported in semi-automatic mode with a pipeline", "pipeline_stage to 1"]),
         ("parallel_config: {model_parallel: 8}\n", ["= 8: must divide what it cuts: 4 heads, 4 heads of k"]),
-        ("parallel_config: {model_parallel: 2}\nparallel.full_batch=False", ["full_batch = False: not yet", "to True"]),
+        ("parallel_config: {model_parallel: 4, use_seq_parallel: True}\nmodel.model_config.seq_length=7",
+         ["use_seq_parallel = True: the 7 tokens of a micro-batch are not divisible by model_parallel 4"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.pp_interleave_num=2",
+         ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave True"]),
         ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 is for 3 ranks, and this job has 8"]),
         ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: not yet supported in semi-automatic"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: not yet supported in semi-automatic"]),
         ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
         ("run_mode: eval\nload_checkpoint: .\n", ["run_mode = 'eval': semi-automatic mode trains only"]),
-        ("do_eval: True\neval_dataset: {data_loader: {type: SyntheticDataset}}\n", ["do_eval = True: not yet"]),
-        ("model.model_config.pet_config.pet_type=lora", ["pet_config = 'lora': not yet", "remove it, or use data"]),
         ("model.model_config.hidden_dropout=0.1", ["hidden_dropout = 0.1: not yet", "draws no masks", "set it to 0"]),
         ("model.model_config.moe_config.expert_num=4", ["expert_num = 4: not yet", "set it to 1"]),
     ],
@@ -180,10 +181,13 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
 
 def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     pipeline = "parallel: {parallel_mode: 1}\nparallel_config: {pipeline_stage: 2, micro_batch_num: 4}\n"
-    more = "runner_config: {gradient_accumulation_steps: 4}\nrecompute_config: {recompute: True}\n"
+    more = "runner_config: {gradient_accumulation_steps: 4}\n"
     notices = told(pipeline + more, EIGHT)
     assert "gradient_accumulation_steps 4: no effect in a pipeline" in notices
-    assert "micro_batch_num 4 says how many" in notices and "recompute_config: no effect" in notices
+    assert "micro_batch_num 4 says how many" in notices
+    graph_alone = "parallel_config: {use_seq_parallel: True}\nrecompute_config: {mp_comm_recompute: False}\n"
+    said = "parallel_config.use_seq_parallel True, recompute_config.mp_comm_recompute False: not used, only semi"
+    assert said in told(graph_alone, EIGHT) and said not in told("parallel: {parallel_mode: 1}\n" + graph_alone, EIGHT)
     differs = load(BASE + pipeline + "runner_config: {gradient_accumulation_steps: 8}\n")
     preflight(differs, EIGHT, choose_backend(differs, EIGHT).problems())  # a problem only beside use_parallel True
     alone = "parallel: {parallel_mode: 1}\nparallel_config: {micro_batch_num: 4}\ncontext: {mode: 1}\n"

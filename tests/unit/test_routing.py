@@ -173,15 +173,15 @@ def test_rates_of_layers() -> None:
         layers=(1, 3),
         kept=np.array([[4, 4, 0, 2], [0, 0, 0, 0]]),
         requested=np.array([[4, 9, 0, 3], [0, 0, 0, 0]]),
-        entropy=np.zeros(2),
+        entropy_sum=np.zeros(2),
     )
     assert counts.drop_rate.tolist() == [6 / 16, 0]
     assert counts.load_imbalance.tolist() == [9 / 4, 1]
 
 
 def test_counts_of_micro_batches_add_up() -> None:
-    first = RoutingCounts((2,), np.array([[3, 0]]), np.array([[4, 0]]), np.array([0.5]))
-    second = RoutingCounts((2,), np.array([[3, 5]]), np.array([[3, 9]]), np.array([0.1]))
+    first = RoutingCounts((2,), np.array([[3, 0]]), np.array([[4, 0]]), np.array([0.5 * 4]))
+    second = RoutingCounts((2,), np.array([[3, 5]]), np.array([[3, 9]]), np.array([0.1 * 12]))
     both = first + second
     assert (both.layers, both.kept.tolist(), both.requested.tolist()) == ((2,), [[6, 5]], [[7, 9]])
     assert both.drop_rate.tolist() == [5 / 16]

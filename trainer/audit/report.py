@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.audit.graph import Node, export_step, trained_names
 from trainer.config.checks.parallel import in_job, is_semi_auto
+from trainer.config.device_defaults import with_device_defaults
 from trainer.device.settings import device_calls, jit_options
 from trainer.errors import UserError
 from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
 from trainer.ops.ascend.support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
-from trainer.ops.kernel_set import KernelSet, for_one_graph, load_kernels
+from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import KernelChoice, select_kernels
 from trainer.optim.freeze import frozen_names
@@ -36,13 +37,9 @@ _OPERATORS = {
     "swiglu": ("Swiglu", "SwigluGrad"),
     "attention": ("FlashAttentionScore", "FlashAttentionScoreGrad"),
     _NORM: ("RmsNorm", "RmsNormGrad"),
-    "grouped_matmul": ("GroupedMatmul",),
+    "grouped_matmul": ("GroupedMatmulV4",),
     "token_permute": ("MoeTokenPermute", "MoeTokenPermuteGrad", "InnerMoeTokenUnpermute", "MoeTokenUnpermuteGrad"),
 }
-_EXPERTS_ON_HOST = (
-    "routing, sorting and the products of experts run in NumPy on the host, in every layer with experts:"
-    " moe_config.use_gmm keeps them on the device (the graph here holds stand-ins)"
-)
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ class Audit:
         fused: Every operator that some switch may ask for.
         others: Operators without a kernel of MindSpore's own for Ascend, by who computes them.
         checked: The number of different operators that were looked up.
-        host: Descriptions of what the host computes.
         semi_auto: Names and values of what semi-automatic mode is given; empty in explicit mode.
         limits: What this audit does not show.
     """
@@ -91,7 +87,6 @@ class Audit:
     fused: tuple[Fused, ...]
     others: tuple[Other, ...]
     checked: int
-    host: tuple[str, ...]
     semi_auto: tuple[tuple[str, str], ...]
     limits: tuple[str, ...]
 
@@ -136,14 +131,14 @@ def audit_ascend(
         key, kind = "model.arch.type", config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
-    config = in_job(config, world)
+    config = with_device_defaults(in_job(config, world), "Ascend")
     for checked in (device_calls, jit_options):
         checked(config, "Ascend")  # a run there refuses what these refuse
     settings = config.decoder
     precision = resolve_precision(settings, config.amp_level, "Ascend")
     choices = select_kernels(settings, "Ascend", precision)
-    kernels = load_kernels(choices, precision)
-    kernels = for_one_graph(kernels if change is None else change(kernels))
+    kernels = load_kernels(choices, precision, device="Ascend")
+    kernels = kernels if change is None else change(kernels)
     trained = trained_names(settings, frozen_names(config))
     kinds = _kinds(settings, trained)
     graphs = _Graphs(settings, kernels, trained)
@@ -156,7 +151,6 @@ def audit_ascend(
         fused,
         () if sources is None else tuple(_others(counts, sources)),
         len(total),
-        (_EXPERTS_ON_HOST,) if any(each.kernel == "grouped_matmul" and not each.fused for each in choices) else (),
         tuple(semi_auto_rows(config, world)) if is_semi_auto(config) else (),
         tuple(_limits(config, sources is not None)),
     )
@@ -334,7 +328,5 @@ def audit_sections(audit: Audit) -> list[tuple[str, list[tuple[str, ...]]]]:
     ]
     if audit.semi_auto:
         sections.append(("Semi-automatic parallelism, built and not compiled", [("", ""), *audit.semi_auto]))
-    if audit.host:
-        sections.append(("On the host", [("",), *((text,) for text in audit.host)]))
     sections.append(("What this shows", [("",), *((text,) for text in audit.limits)]))
     return [*sections, ("Result", [("",), (verdict,)])]

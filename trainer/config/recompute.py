@@ -71,6 +71,18 @@ def recomputed_parts(config: Config) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def gathered_again(config: Config) -> set[int]:
+    """The layers whose gathering of tokens before a product is repeated: select_comm_recompute.
+
+    MindSpore Transformers' patterns name the norms before the products, in all their spellings.
+    """
+    written = config.recompute_config.select_comm_recompute
+    if isinstance(written, dict):
+        return {layer for layers in written.values() for layer in _layers(layers, config)}
+    names = isinstance(written, list) and any(isinstance(item, str) and not item[:1].isdigit() for item in written)
+    return set(_layers(True if names else written, config))
+
+
 def _layers(written: Any, config: Config) -> list[int]:
     """The layers that a key names. True: all; an integer: so many from the first; a string or a list: these.
 
@@ -116,7 +128,8 @@ def _sublayers(written: Any, config: Config, meant: tuple[str, ...] = ("mlp",)) 
 
 def recompute_problems(config: Config) -> Iterator[Problem]:
     """Layers and parts that the model does not have."""
-    readers = {"recompute": _layers, "select_recompute": _sublayers, "select_recompute_exclude": _sublayers}
+    readers = {"recompute": _layers, "select_recompute": _sublayers, "select_recompute_exclude": _sublayers,
+               "select_comm_recompute": lambda written, config: gathered_again(config)}  # fmt: skip
     for name, read in readers.items():
         written = getattr(config.recompute_config, name)
         try:

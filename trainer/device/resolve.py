@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.notices import Notice
+from trainer.config.checks.parallel import is_semi_auto
+from trainer.config.device_defaults import device_default_notice
 from trainer.device.doctor import find_ascend, missing_for_ascend
-from trainer.device.settings import device_calls, jit_options, unused_keys
+from trainer.device.settings import SPEED_UP_KEY, device_calls, jit_options, unused_keys
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,8 +65,11 @@ def plans_elsewhere(config: Config) -> bool:
 def device_notices(config: Config, device: str) -> Iterator[str]:
     """What of the section `context` is different, or unused, on the device of this run."""
     wanted, lacks = config.context.device_target, _lacks(config)
-    if device == "Ascend" and "parallel_speed_up_json_path" in (config.context.ascend_config or {}):
-        text = "context.ascend_config.parallel_speed_up_json_path: not read, it overlaps communication with computation"
+    defaults = device_default_notice(config, device)
+    if defaults:
+        yield defaults
+    if device == "Ascend" and SPEED_UP_KEY in (config.context.ascend_config or {}) and not is_semi_auto(config):
+        text = f"context.ascend_config.{SPEED_UP_KEY}: not read, only semi-automatic mode has it"
         yield Notice(text, "ignored")
     if lacks and device == wanted:
         yield Notice(f"{_KEY} {wanted}: planned for another machine; {lacks}", "parallel")

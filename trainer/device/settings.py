@@ -28,7 +28,8 @@ _ASCEND_CONFIG = {
     "jit_compile": (f"{_ASCEND}.op_tuning.op_compile", bool),
     "op_debug_option": (f"{_ASCEND}.op_debug.debug_option", str),
 }
-_SPEED_UP = "parallel_speed_up_json_path"  # how communication overlaps; `device_notices` says that it is not read
+SPEED_UP_KEY = "parallel_speed_up_json_path"
+"""How communication overlaps with computation: semi-automatic mode hands it to MindSpore."""
 _JIT = {"jit_level": ("O0", "O1"), "exec_order": ("bfs", "dfs")}
 _KEYS = (
     *_MEMORY, "memory_optimize_level", "deterministic", "max_call_depth", "inter_op_parallel_num",
@@ -138,7 +139,7 @@ def _ascend(config: Config) -> list[Call]:
     found = []
     for name, value in (config.context.ascend_config or {}).items():
         key = f"ascend_config.{name}"
-        if name == _SPEED_UP:
+        if name == SPEED_UP_KEY:
             continue
         if name not in _ASCEND_CONFIG:
             known = ", ".join(_ASCEND_CONFIG)

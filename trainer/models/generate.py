@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from mindspore import Parameter, Tensor, ops
-from mindspore.ops import operations as P
+from mindspore import Parameter, Tensor
 
 from trainer.errors import RunError
 
@@ -143,7 +142,7 @@ class Generator:
             experts = model.layers[layer].get("experts")
             x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
         ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
-        logits_BV = model.logits_of(ops.gather(x_ND, ends, 0)).asnumpy()
+        logits_BV = model.logits_of(model.kernels.gather_rows(x_ND, ends)).asnumpy()
         if not np.isfinite(logits_BV).all():
             rule = "the model's output is not finite: its weights have diverged or are damaged"
             raise RunError(rule, fix="use another checkpoint")
@@ -158,7 +157,7 @@ class Cache:
 
     def __init__(self, model: Decoder, rows: int, capacity: int) -> None:
         settings, dtype = model.settings, model.kernels.compute_dtype
-        self.rows, self.capacity, self.write = rows, capacity, P.ScatterUpdate()
+        self.rows, self.capacity, self.write = rows, capacity, model.kernels.write_rows
 
         def empty(name: str, width: int) -> Parameter:
             zeros = Tensor(np.zeros((rows * capacity, width), np.float32), dtype)

@@ -18,6 +18,7 @@ from mindspore.ops import operations as P
 
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
+from trainer.ops.measures import device_measures
 from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
 
 if TYPE_CHECKING:
@@ -40,22 +41,11 @@ class RouterStatistics:
     load: WindowLoad | None = None
 
     def counts(self) -> RoutingCounts | None:
-        """The counts of all layers, on the host; None without experts."""
+        """The counts of all layers; None without experts."""
         if not self.routings:
             return None
         layers, routings, scores = zip(*self.routings, strict=True)
-        return RoutingCounts(
-            layers=layers,
-            kept=np.stack([np.asarray(Routing(*routing).kept_E) for routing in routings]),
-            requested=np.stack([np.asarray(Routing(*routing).requested_E) for routing in routings]),
-            entropy=np.array([_entropy(np.asarray(scores_NE)) for scores_NE in scores]),
-        )
-
-
-def _entropy(scores_NE: np.ndarray) -> float:
-    """Mean over tokens of the entropy of the normalised scores, in nats."""
-    p_NE = scores_NE / (scores_NE.sum(axis=1, keepdims=True) + np.float32(1e-20))
-    return float(-(p_NE * np.log(p_NE + np.float32(1e-20))).sum(axis=1, dtype=np.float64).mean())
+        return device_measures().routing_counts(layers, [Routing(*routing) for routing in routings], scores)
 
 
 class Router(nn.Cell):
@@ -74,6 +64,13 @@ class Router(nn.Cell):
         scores_NE = self.sigmoid(logits_NE) if self.sigmoid_scores else self.softmax(logits_NE)
         return y_ND, logits_NE, scores_NE
 
+    def shard_over(self, data: int) -> None:
+        """Shards the tokens over `data` ranks, in semi-automatic mode."""
+        self.norm.shard_over(data)
+        self.product.shard_over(data)
+        for part in (self.softmax, self.sigmoid):
+            part.shard(((data, 1),))
+
 
 class Gates(nn.Cell):
     """(scores_NE, experts_Nk) -> gates_Nk, the factor of each chosen expert's output."""
@@ -83,13 +80,23 @@ class Gates(nn.Cell):
         moe = settings.experts
         self.normalised, self.factor = moe.norm_topk_prob, moe.routed_scaling_factor
         self.gather, self.matmul = P.GatherD(), P.MatMul()
+        self.add, self.divide, self.multiply = P.Add(), P.Div(), P.Mul()
         self.ones_kk = Tensor(np.ones((moe.num_experts_chosen,) * 2, np.float32))
 
     def construct(self, scores_NE, experts_Nk):
         gates_Nk = self.gather(scores_NE, 1, experts_Nk)
         if self.normalised:
-            gates_Nk = gates_Nk / (self.matmul(gates_Nk, self.ones_kk) + 1e-20)
-        return gates_Nk if self.factor == 1 else gates_Nk * self.factor
+            gates_Nk = self.divide(gates_Nk, self.add(self.matmul(gates_Nk, self.ones_kk), 1e-20))
+        return gates_Nk if self.factor == 1 else self.multiply(gates_Nk, self.factor)
+
+    def shard_over(self, data: int) -> None:
+        """Shards the tokens over `data` ranks, in semi-automatic mode."""
+        row = (data, 1)
+        for part in (self.gather, self.divide):
+            part.shard((row, row))
+        self.matmul.shard((row, (1, 1)))
+        for part in (self.add, self.multiply):
+            part.shard((row, ()))
 
 
 class RouterLosses(nn.Cell):
@@ -104,29 +111,30 @@ class RouterLosses(nn.Cell):
     z loss: sum over valid tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
     """
 
-    def __init__(self, settings: ModelConfig) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         moe = settings.experts
         self.experts, self.even = moe.expert_num, moe.expert_num / moe.num_experts_chosen
         self.normalise, self.with_z = moe.score_function == "sigmoid", moe.z_loss_factor > 0
         self.of_step = moe.balances_step
-        self.one_hot, self.matmul, self.matmul_at = P.OneHot(), P.MatMul(), P.MatMul(transpose_a=True)
+        self.one_hot = kernels.one_hot(self.experts)
+        self.matmul, self.matmul_at = P.MatMul(), P.MatMul(transpose_a=True)
         self.ones_EE = Tensor(np.ones((self.experts, self.experts), np.float32))
         self.ones_E1 = Tensor(np.ones((self.experts, 1), np.float32))
-        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.no_loss = Tensor(0.0, mstype.float32)
 
     def construct(self, logits_NE, scores_NE, load, mean_BN, mean_BR, tokens_B1, valid_N1):
         if self.of_step:
             load_BE = ops.stop_gradient(load * self.experts)
         else:
-            assigned_RE = self.one_hot(load.reshape(-1), self.experts, self.on, self.off)
+            assigned_RE = self.one_hot(load.reshape(-1))
             load_BE = ops.stop_gradient(self.matmul(mean_BR, assigned_RE) * self.even)
         if self.normalise:
             scores_NE = scores_NE / (self.matmul(scores_NE, self.ones_EE) + 1e-20)
         uneven_BE = load_BE * self.matmul(mean_BN, scores_NE)
         aux_loss = self.matmul_at(tokens_B1, self.matmul(uneven_BE, self.ones_E1)).reshape(())
         if not self.with_z:
-            return aux_loss, self.off
+            return aux_loss, self.no_loss
         largest_N1 = ops.stop_gradient(ops.amax(logits_NE, 1, True))
         rest_N1 = self.matmul(ops.exp(logits_NE - largest_N1), self.ones_E1)
         total_N1 = largest_N1 + ops.log1p(rest_N1 - 1.0)
@@ -144,14 +152,26 @@ class SharedExperts(nn.Cell):
         self.gate, self.up, self.down = kernels.linear(), kernels.linear(), kernels.linear()
         self.swiglu, self.has_gate = kernels.swiglu(), settings.has_shared_gate
         self.score, self.sigmoid, self.spread, self.cast = kernels.router_linear(), P.Sigmoid(), P.MatMul(), P.Cast()
-        self.ones_1D = Tensor(np.ones((1, settings.hidden_size), np.float32))
+        self.ones_1D, self.multiply = Tensor(np.ones((1, settings.hidden_size), np.float32)), P.Mul()
 
     def construct(self, y_ND, gate_SD, up_SD, down_DS, weight_1D=None):
         out_ND = self.down(self.swiglu(self.gate(y_ND, gate_SD), self.up(y_ND, up_SD)), down_DS)
         if not self.has_gate:
             return out_ND
         share_N1 = self.sigmoid(self.score(self.cast(y_ND, mstype.float32), weight_1D))
-        return out_ND * self.cast(self.spread(share_N1, self.ones_1D), out_ND.dtype)
+        return self.multiply(out_ND, self.cast(self.spread(share_N1, self.ones_1D), out_ND.dtype))
+
+    def shard_over(self, data: int, tensor: int) -> None:
+        """Shards the tokens over `data` ranks and the width over `tensor` ranks, in semi-automatic mode."""
+        row = (data, 1)
+        for linear in (self.gate, self.up):
+            linear.shard_over(data, columns=tensor)
+        self.down.shard_over(data, rows=tensor)
+        self.swiglu.shard_over(data, tensor)
+        self.score.shard_over(data)
+        self.sigmoid.shard((row,))
+        self.spread.shard((row, (1, 1)))
+        self.multiply.shard((row, row))
 
 
 class ExpertBiases(nn.Cell):
@@ -160,17 +180,16 @@ class ExpertBiases(nn.Cell):
     Assignments of which no expert computes a row, those after the rows of all experts, have none.
     """
 
-    def __init__(self, settings: ModelConfig) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         moe = settings.experts
-        self.experts, self.one_hot, self.matmul, self.cast = moe.expert_num, P.OneHot(), P.MatMul(), P.Cast()
-        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.one_hot, self.matmul, self.cast = kernels.one_hot(moe.expert_num), P.MatMul(), P.Cast()
         self.drops = moe.effective_capacity is not None
 
     def construct(self, gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED):
         if self.drops:
             gates_Nk = gates_Nk * self.cast(row_Nk < counts_E.sum(), gates_Nk.dtype)
-        share_NkE = self.one_hot(experts_Nk, self.experts, self.on, self.off) * gates_Nk.expand_dims(-1)
+        share_NkE = self.one_hot(experts_Nk) * gates_Nk.expand_dims(-1)
         return self.matmul(share_NkE.sum(1), bias_ED)
 
 
@@ -193,10 +212,10 @@ class MoeLayer(nn.Cell):
             kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
             Gates(settings),
-            RouterLosses(settings),
+            RouterLosses(settings, kernels),
             SharedExperts(settings, kernels),
             kernels.swiglu(),
-            ExpertBiases(settings),
+            ExpertBiases(settings, kernels),
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
@@ -208,22 +227,25 @@ class MoeLayer(nn.Cell):
             groups=moe.n_group or 1,
             chosen_groups=moe.topk_group or moe.n_group or 1,
             group_score=moe.group_score,
-            safe_tokens=moe.use_gmm and moe.enable_gmm_safe_tokens,
+            safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens,
         )
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
-        self.gate, self.up, self.down = (kernels.grouped_matmul() for _ in range(3))
+        self.drop = kernels.dropout(settings.hidden_dropout)
+        # Without a capacity and without safe tokens every row is one of an expert.
+        fills_rows = moe.effective_capacity is None and not (moe.use_gmm and moe.enable_gmm_safe_tokens)
+        self.gate, self.up, self.down = (kernels.grouped_matmul(fills_rows) for _ in range(3))
 
-    def construct(self, x_ND, weights, sequence_weights, dropped_ND, capacity):
+    def construct(self, x_ND, weights, sequence_weights, dropped, capacity):
         """In a graph: residual stream, auxiliary and z loss of `train`."""
-        x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, dropped_ND, capacity)
+        x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, dropped, capacity)
         return x_ND, aux_loss, z_loss
 
-    def train(self, x_ND, weights, sequence_weights, dropped_ND, capacity, routing=None, shares=None):
+    def train(self, x_ND, weights, sequence_weights, dropped, capacity, routing=None, shares=None):
         """A layer in training: residual stream, auxiliary and z loss, routing, the router's scores.
 
         Args:
             weights: In the order of `moe_shapes`.
-            dropped_ND: Mask of the dropout on what is added, or None.
+            dropped: Mask of the dropout on what is added, or None.
             capacity: Most tokens that an expert computes, or None.
             routing: The routing of an earlier pass, to be repeated; None: the router decides.
             shares: For gbs_aux_loss: `WindowLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
@@ -242,13 +264,15 @@ class MoeLayer(nn.Cell):
             load = self.shares_of(routing[4], shares) if self.losses_of_step else routing[0]
             aux_loss, z_loss = self.losses(logits_NE, scores_NE, load, *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
-        added_ND = added_ND if dropped_ND is None else added_ND * dropped_ND
+        added_ND = added_ND if dropped is None else self.drop(added_ND, dropped)
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
 
     def shares_of(self, requested_E, shares):
         """The experts' parts of the assignments, [1, E]."""
         if shares is not None:
-            return Tensor(shares(requested_E.asnumpy())[None], mstype.float32)
+            share_E = shares(requested_E)
+            share_E = share_E if isinstance(share_E, Tensor) else Tensor(share_E)
+            return ops.cast(share_E, mstype.float32).reshape(1, -1)
         requested_E = ops.cast(requested_E, mstype.float32)
         return (requested_E / ops.reduce_sum(requested_E)).reshape(1, -1)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.ops.routing import RoutingCounts
+    from trainer.ops.routing import RouterRates
 
 DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY = "drop_rate", "load_imbalance", "router_entropy"
 """Fields of metrics.jsonl, each a list with a number for each MoE layer."""
@@ -142,14 +142,14 @@ def eval_record(metrics: EvalMetrics) -> dict[str, object]:
     return {name if name in ("step", "epoch") else f"eval_{name}": value for name, value in fields.items()}
 
 
-def routing_details(counts: RoutingCounts) -> dict[str, list[float]]:
+def routing_details(rates: RouterRates) -> dict[str, list[float]]:
     """The router statistics of a step for metrics.jsonl.
 
     The drop rate is counted (assignments dropped / requested), not estimated from the router's scores. The load
     imbalance is the busiest expert's load over the mean, 1 for an even load. The entropy of scores is in nats
     and at most log(experts).
     """
-    found = {DROP_RATE: counts.drop_rate, LOAD_IMBALANCE: counts.load_imbalance, ROUTER_ENTROPY: counts.entropy}
+    found = {DROP_RATE: rates.drop_rate, LOAD_IMBALANCE: rates.load_imbalance, ROUTER_ENTROPY: rates.entropy}
     return {name: [float(value) for value in values] for name, values in found.items()}
 
 

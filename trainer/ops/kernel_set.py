@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
+from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
+from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
@@ -20,6 +23,9 @@ from trainer.ops.cpu.experts import CpuExperts
 from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
 
 MakeCell = Callable[..., nn.Cell]
 
@@ -71,18 +77,39 @@ class KernelSet:
     swiglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
+    piecewise_loss: MakeCell | None
     router_linear: MakeCell
     route: MakeCell
     grouped_matmul: MakeCell
     permute: MakeCell
     unpermute: MakeCell
+    gather_rows: Callable
+    one_hot: MakeCell
+    write_rows: Callable
     rotary_tables: Callable
-    attention_mask: Callable
+    attention_masks: Callable
+    attention_options: Callable
+    dropout: MakeCell
+    draw_mask: Callable
+    draw_attention_mask: Callable
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
-    sum_of_squares: Callable
     compute_dtype: mstype.Type = mstype.float32
+
+    def window(self, settings: ModelConfig, layer: int) -> int | None:
+        """The window that the attention of a layer must know; None where it has none or the mask has it."""
+        knows = self.attention_options is ascend_attention.attention_options and settings.has_window(layer)
+        return settings.sliding_window if knows else None
+
+    def mask_form(self, shape: tuple[int, ...], of_scores: bool = False) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of what `draw_mask`, or `draw_attention_mask`, draws for numbers of this shape."""
+        draw = self.draw_attention_mask if of_scores else self.draw_mask
+        if draw is ascend_attention.draw_mask:
+            return (ascend_attention.mask_bytes(shape),), "uint8"
+        if draw is ascend_attention.draw_attention_mask:
+            return (*shape[:-1], shape[-1] // 8), "uint8"
+        return shape, "float32"
 
     @property
     def cpu_experts(self) -> MakeCell | None:
@@ -102,11 +129,16 @@ def load_kernels(
     precision: Precision = FLOAT32,
     plain: ModuleType = reference,
     of_device: ModuleType = ascend,
+    device: str = "CPU",
 ) -> KernelSet:
     """The chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
-    `plain` and `of_device` are the modules that have the reference kernels and the fused operators of a dense model.
+    Args:
+        plain, of_device: The modules that have the reference kernels and the fused operators of a dense model.
+        device: Where the kernels run: some that nobody chooses have another operator on an Ascend.
     """
+    on_ascend = device == "Ascend"
+    own = ascend if on_ascend else reference
     fused = {choice.kernel: choice.fused for choice in choices}
     # A classifier has no choices: it uses none of the kernels that have a fused form.
     module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
@@ -118,6 +150,12 @@ def load_kernels(
     compute, norm, softmax, rotary = (
         getattr(mstype, part.dtype) for part in (precision.compute, precision.norm, precision.softmax, precision.rotary)
     )
+
+    of_flash = module_of["attention"] is ascend
+    masks = ascend_attention if of_flash else reference
+    attention = ascend_attention if of_flash else module_of["attention"]
+    on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
+    drawing = ascend_attention if on_ascend else reference
 
     def product(kernel: MakeCell) -> MakeCell:
         return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
@@ -133,49 +171,30 @@ def load_kernels(
     rms_norm = part("rms_norm", "RmsNorm", norm)
     return KernelSet(
         linear=product(plain.Linear),
-        linear_bias=product(plain.LinearBias),
+        linear_bias=product((ascend if on_ascend else plain).LinearBias),
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
-        attention=partial(module_of["attention"].Attention, dtype=compute, softmax_dtype=softmax),
+        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
-        router_linear=reference.Linear,
+        piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
+        router_linear=plain.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
         unpermute=sorting[1],
+        gather_rows=own.gather_rows,
+        one_hot=own.OneHot,
+        write_rows=own.write_rows,
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
-        attention_mask=(ascend if fused.get("attention") else reference).attention_mask,
+        attention_masks=masks.AttentionMasks,
+        attention_options=masks.attention_options,
+        dropout=(drawing if plain is reference else plain).Dropout,
+        draw_mask=drawing.draw_mask,
+        draw_attention_mask=masks.draw_attention_mask if of_flash else drawing.draw_factors,
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
-        sum_of_squares=reference.sum_of_squares,
         compute_dtype=compute,
     )
-
-
-def for_one_graph(kernels: KernelSet) -> KernelSet:
-    """The same kernels, if one graph can hold them. Experts that compute on the host are replaced by stand-ins
-    that are good for counting operators, not for computing.
-    """
-    if kernels.route is not moe_reference.Route:
-        return kernels
-    return replace(
-        kernels,
-        route=moe_ascend.Route,
-        grouped_matmul=_FirstExpert,
-        permute=moe_ascend.Permute,
-        unpermute=moe_ascend.Unpermute,
-    )
-
-
-class _FirstExpert(nn.Cell):
-    """Stand-in for a grouped product: all rows times the first expert's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = reference.Linear()
-
-    def construct(self, x_RI, weight_EOI, counts_E):
-        return self.linear(x_RI, weight_EOI[0].astype(x_RI.dtype))

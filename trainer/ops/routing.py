@@ -156,23 +156,33 @@ def _rows(
 class RoutingCounts:
     """What the routers of all layers decided for the micro-batches of a step.
 
+    They are arrays, or tensors on a device that counts there; rates are those of arrays.
+
     Attributes:
         layers: Numbers of the layers; multi-token prediction modules follow the last layer.
-        kept: Assignments that each expert computed, [L, E] int64.
-        requested: Assignments before dropping, [L, E] int64.
-        entropy: Entropy of a token's scores, a mean over tokens, [L], nats.
+        kept: Assignments that each expert computed, [L, E].
+        requested: Assignments before dropping, [L, E].
+        entropy_sum: Entropy of a token's scores in nats, a mean over tokens, times the layer's assignments, [L].
     """
 
     layers: tuple[int, ...]
-    kept: np.ndarray
-    requested: np.ndarray
-    entropy: np.ndarray
+    kept: Any
+    requested: Any
+    entropy_sum: Any
 
     def __add__(self, other: RoutingCounts) -> RoutingCounts:
-        """Both together; the entropy is the mean, weighted by the assignments of each layer."""
-        weight, more = self.requested.sum(1), other.requested.sum(1)
-        entropy = (self.entropy * weight + other.entropy * more) / np.maximum(weight + more, 1)
-        return RoutingCounts(self.layers, self.kept + other.kept, self.requested + other.requested, entropy)
+        """Both together."""
+        return RoutingCounts(
+            self.layers,
+            self.kept + other.kept,
+            self.requested + other.requested,
+            self.entropy_sum + other.entropy_sum,
+        )
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """Entropy of a token's scores, a mean over tokens, [L], nats."""
+        return self.entropy_sum / np.maximum(self.requested.sum(1), 1)
 
     @property
     def drop_rate(self) -> np.ndarray:
@@ -188,6 +198,15 @@ class RoutingCounts:
         return np.where(total_L > 0, busiest_L / np.maximum(total_L, 1), 1.0)
 
 
+class RouterRates(NamedTuple):
+    """Rates of a step as the host reads them, each [L]; see `RoutingCounts`."""
+
+    layers: tuple[int, ...]
+    drop_rate: np.ndarray
+    load_imbalance: np.ndarray
+    entropy: np.ndarray
+
+
 class WindowLoad:
     """How many of a step's assignments each expert has had: in the micro-batches up to this one, on all ranks.
 
@@ -195,24 +214,25 @@ class WindowLoad:
     global_aux_loss. The load of the whole step is known at its last micro-batch only; each takes what is known by then.
 
     Args:
-        all_sum: Sums numbers over the ranks; every rank calls it equally often.
+        sums: Sums arrays, or tensors, over the ranks; every rank calls it equally often.
     """
 
-    def __init__(self, all_sum: Callable[[Sequence[float]], list[float]]) -> None:
-        self.all_sum, self.requested = all_sum, dict[int, np.ndarray]()
+    def __init__(self, sums: Callable[[Sequence[Any]], list[Any]]) -> None:
+        self.sums, self.requested = sums, dict[int, Any]()
 
     def start(self) -> None:
         """Begins a step."""
         self.requested = {}
 
-    def of_layer(self, layer: int) -> Callable[[np.ndarray], np.ndarray]:
-        """A function of a micro-batch: assignments of the layer to each expert, [E] -> the shares of the step, [E]
-        float64, which sum to 1. A second call, of a recomputation, counts nothing and returns the same."""
-        known: list[np.ndarray] = []
+    def of_layer(self, layer: int) -> Callable[[Any], Any]:
+        """A function of a micro-batch: assignments of the layer to each expert, [E] -> the shares of the step, [E],
+        which sum to 1: an array in float64 from an array, a float32 tensor from a tensor. A second call, of a
+        recomputation, counts nothing and returns the same."""
+        known: list[Any] = []
 
-        def shares(requested_E: np.ndarray) -> np.ndarray:
+        def shares(requested_E: Any) -> Any:
             if not known:
-                total_E = np.array(self.all_sum(np.asarray(requested_E, float).tolist()))
+                [total_E] = self.sums([requested_E * 1.0])
                 self.requested[layer] = total_E = total_E + self.requested.get(layer, 0.0)
                 known.append(total_E / total_E.sum())
             return known[0]

@@ -38,7 +38,7 @@ _KERNELS = (
 )
 # The same for models with experts; their switches stand in moe_config.
 _EXPERT_KERNELS = (
-    ("grouped_matmul", "use_gmm", "GroupedMatmul"),
+    ("grouped_matmul", "use_gmm", "GroupedMatmulV4"),
     ("token_permute", "use_fused_ops_permute", "moe_token_permute"),
 )
 
@@ -67,20 +67,20 @@ def _choose(
     if device != "Ascend":
         why = f"{operator} exists only on Ascend" if wanted else f"{switch} is off"
         return KernelChoice(kernel, asked, REFERENCE, f"{why}; device is {device}")
-    if not wanted:
-        instead = ": experts compute on the host" if kernel == "grouped_matmul" else ""
-        return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off{instead}")
+    if not wanted and kernel != "grouped_matmul":
+        return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
     obstacle = _obstacle(kernel, settings, precision)
     if obstacle:
         return KernelChoice(kernel, asked, REFERENCE, obstacle)
     more = "; its softmax is float32" if kernel == "attention" else ""
+    more = more if wanted else f"; {switch} False only keeps the capacity, experts never compute on the host"
     return KernelChoice(kernel, asked, operator, f"fused operator of {device}{more}")
 
 
 def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     """Why the fused operator cannot compute this part of the model; empty if it can."""
-    if kernel == "attention" and settings.attention_dropout > 0:
-        return "flash_attention_score cannot apply this trainer's dropout masks; set attention_dropout: 0"
+    if kernel == "attention" and settings.attention_dropout > 0 and settings.seq_length % 16:
+        return f"flash_attention_score drops with sequences of a multiple of 16 tokens, here {settings.seq_length}"
     if kernel == "attention" and precision.compute.dtype == "float32":
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if kernel == "attention" and (settings.head_size % 16 or settings.head_size > 512):
@@ -98,7 +98,7 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
         here = f"here {settings.num_heads} of {turned}"
         return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"
     if kernel == "token_permute" and not settings.experts.use_gmm:
-        return "use_gmm is off: experts compute on the host, and tokens are sorted there"
+        return "use_gmm is off"
     if kernel == "token_permute" and settings.experts.enable_gmm_safe_tokens:
         return "enable_gmm_safe_tokens adds rows that belong to no token; moe_token_permute makes none"
     return ""

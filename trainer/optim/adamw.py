@@ -1,16 +1,16 @@
-"""AdamW: on a CPU in one pass over each block of memory, elsewhere with the device's fused kernel."""
+"""AdamW: on a CPU in one pass over each block of memory, on an Ascend with its fused operator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor
-from mindspore.ops import operations as P
 
-from trainer.optim.base import Optimizer, one_for_each, scalar
+from trainer.ops.ascend.optim import FusedAdamW
+from trainer.optim.base import Optimizer, one_for_each
 from trainer.optim.groups import ParameterGroup
 from trainer.optim.host_adamw import HostAdamW, ParameterUpdate
 from trainer.parallel.sharding import OptimizerShard
@@ -25,7 +25,7 @@ class AdamW(Optimizer):
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     p = p - lr decay p;     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Both implementations apply the bias corrections to the scalars instead of the arrays, which gives the same value:
+    On a CPU the bias corrections are applied to the scalars instead of the arrays, which gives the same value:
     p - lr' m / (sqrt(v) + eps') with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t).
     """
 
@@ -38,14 +38,12 @@ class AdamW(Optimizer):
         shard: OptimizerShard | None = None,
     ) -> None:
         """As `Optimizer`; `device` None means MindSpore's current target."""
-        self.host = HostAdamW() if (device or mindspore.get_context("device_target")) == "CPU" else None
+        on_host = (device or mindspore.get_context("device_target")) == "CPU"
+        self.host = HostAdamW() if on_host else None
         super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"), shard)
         self.beta1, self.beta2 = settings.betas
         self.eps = settings.eps
-        self.betas = scalar(self.beta1), scalar(self.beta2)
-        # Zero beta powers: lr' and eps' contain the bias corrections already, computed in float64.
-        self.powers = scalar(0.0), scalar(0.0)
-        self.adam, self.descend = P.Adam(), P.ApplyGradientDescent()
+        self.fused = None if on_host else FusedAdamW((self.beta1, self.beta2), self.eps)
 
     def new_array(self, shape: tuple[int, ...], name: str) -> Parameter | np.ndarray:
         if self.host is None:
@@ -54,13 +52,18 @@ class AdamW(Optimizer):
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
+        if self.fused is not None:
+            first, second = self.state["exp_avg"], self.state["exp_avg_sq"]
+            items = (
+                (parameter, first[name], second[name], gradient, self.decay[name])
+                for name, parameter, gradient in self.scaled(gradients, scale)
+            )
+            self.fused(items, lr, self.updates)
+            self.all_gather()
+            return
         # lr' and eps' of this update, in float64.
         root2 = (1 - self.beta2**self.updates) ** 0.5
         rate, eps = lr * root2 / (1 - self.beta1**self.updates), self.eps * root2
-        if self.host is None:
-            self.update_by_operators(self.scaled(gradients, scale), lr, scalar(rate), scalar(eps))
-            self.all_gather()
-            return
         scales = one_for_each(scale, len(gradients))
         updates = []
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
@@ -73,14 +76,3 @@ class AdamW(Optimizer):
             updates.append(ParameterUpdate(weight, first, second, gradient, scale=factor, keep=keep))
         self.host.update(updates, rate=rate, eps=eps, betas=(self.beta1, self.beta2))
         self.all_gather()
-
-    def update_by_operators(
-        self, scaled: Iterable[tuple[str, Parameter, Tensor]], lr: float, rate: Tensor, eps: Tensor
-    ) -> None:
-        """The update with the device's kernels: `rate` and `eps` are lr' and eps'."""
-        decays = {decay: scalar(lr * decay) for decay in set(self.decay.values()) if lr * decay}
-        for name, parameter, gradient in scaled:
-            if self.decay[name] in decays:
-                self.descend(parameter, decays[self.decay[name]], parameter)
-            first, second = self.state["exp_avg"][name], self.state["exp_avg_sq"][name]
-            self.adam(parameter, first, second, *self.powers, rate, *self.betas, eps, gradient)

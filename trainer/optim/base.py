@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
+import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
+from trainer.ops.ascend.optim import assign
 from trainer.optim.groups import ParameterGroup
 from trainer.parallel.sharding import OptimizerShard
 
@@ -32,6 +34,7 @@ class Optimizer(ABC):
         shard: OptimizerShard | None = None,
     ) -> None:
         self.parameters, self.shard = dict(parameters), shard
+        self.assign = ops.assign if mindspore.get_context("device_target") == "CPU" else assign
         self.own_ranges: dict[str, slice] = {}  # of the parameters whose state is sharded
         if shard is not None:
             sizes = {name: each.size for name, each in self.parameters.items() if shard.divides(each.size)}
@@ -77,12 +80,14 @@ class Optimizer(ABC):
                 if name not in self.own_copies:
                     self.own_copies[name] = Parameter(own, name=f"own.{name}", requires_grad=False)
                 parameter = self.own_copies[name]
-                ops.assign(parameter, own)
+                self.assign(parameter, own)
             yield name, parameter, gradient if scale == 1.0 else gradient * factors[scale]
 
     def slice_own(self, tensor: Tensor, name: str) -> Tensor:
-        """This rank's range of a gradient or parameter, flattened."""
+        """This rank's range of a gradient or parameter, flattened; a gradient may be this range already."""
         own = self.own_ranges[name]
+        if tensor.size == own.stop - own.start:
+            return tensor.reshape(-1)
         return P.Slice()(tensor.reshape(-1), (own.start,), (own.stop - own.start,))
 
     def all_gather(self) -> None:

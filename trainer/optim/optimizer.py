@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import mindspore
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import operations as P
 
+from trainer.ops.ascend.optim import momentum_update
 from trainer.optim.adamw import AdamW
 from trainer.optim.base import Optimizer, scalar
 from trainer.optim.groups import ParameterGroup
@@ -34,22 +36,26 @@ class SGD(Optimizer):
         shard: OptimizerShard | None = None,
     ) -> None:
         super().__init__(parameters, groups, ("momentum_buffer",), shard)
-        self.momentum, self.apply = scalar(settings.momentum), P.ApplyMomentum()
-        self.nesterov = settings.nesterov
+        self.momentum, self.nesterov = settings.momentum, settings.nesterov
+        self.on_device = mindspore.get_context("device_target") != "CPU"
+        self.factor, self.apply = scalar(settings.momentum), P.ApplyMomentum()
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
         rate = scalar(lr)
         for name, parameter, gradient in self.scaled(gradients, scale):
-            if self.decay[name]:
-                gradient = gradient + parameter * self.decay[name]
-            buffer = self.state["momentum_buffer"][name]
+            buffer, decay = self.state["momentum_buffer"][name], self.decay[name]
+            if self.on_device:
+                momentum_update(parameter, buffer, gradient, lr, self.momentum, decay, self.nesterov)
+                continue
+            if decay:
+                gradient = gradient + parameter * decay
             if not self.nesterov:
-                self.apply(parameter, buffer, rate, gradient, self.momentum)
+                self.apply(parameter, buffer, rate, gradient, self.factor)
                 continue
             # ApplyMomentum(use_nesterov=True) of MindSpore 2.10 computes something else on a CPU.
-            ops.assign(buffer, buffer * self.momentum + gradient)
-            ops.assign(parameter, parameter - (gradient + buffer * self.momentum) * rate)
+            ops.assign(buffer, buffer * self.factor + gradient)
+            ops.assign(parameter, parameter - (gradient + buffer * self.factor) * rate)
         self.all_gather()
 
 

@@ -17,10 +17,11 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, communication, nn, ops
+from mindspore import Parameter, Tensor, communication, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
@@ -129,10 +130,7 @@ def all_reduce_in_buckets(
     sums = []
     for bucket in buckets(tensors, bucket_bytes):
         in_float32 = [tensor if tensor.dtype == mstype.float32 else tensor.astype(mstype.float32) for tensor in bucket]
-        if len(bucket) == 1:
-            found = [all_reduce(in_float32[0])]
-        else:
-            found = (_device_bucket if _has_all_operators() else _host_bucket)(in_float32, all_reduce)
+        found = [all_reduce(in_float32[0])] if len(bucket) == 1 else _host_bucket(in_float32, all_reduce)
         sums += [
             total if total.dtype == tensor.dtype else total.astype(tensor.dtype)
             for total, tensor in zip(found, bucket, strict=True)
@@ -152,10 +150,47 @@ def _host_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list[T
     ]
 
 
-def _device_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list[Tensor]:
-    """Sums float32 tensors in a device's memory, where they stay."""
-    total = all_reduce(ops.concat([tensor.reshape(-1) for tensor in tensors]))
-    parts = ops.split(total, [tensor.size for tensor in tensors])
+class Started(NamedTuple):
+    """A collective under way: its result, which must not be used before `wait`."""
+
+    result: Tensor
+    handle: Any = None  # None: it is done
+
+    def wait(self) -> Tensor:
+        """The result. What is dispatched after this call waits for it on the device; the host does not."""
+        if self.handle is not None:
+            self.handle.wait()
+        return self.result
+
+
+def start_all_reduce(flat: Tensor) -> Started:
+    """Begins to sum a float32 tensor over all ranks; on a device in place, while other operators run."""
+    if not has_all_operators():
+        return Started(_sum(None)(flat))
+    return Started(flat, ops.communication.all_reduce(flat, async_op=True))
+
+
+def start_reduce_scatter(rows: Tensor) -> Started:
+    """Begins to sum [ranks, n] over all ranks, of which each rank gets its own row: [n]."""
+    if not has_all_operators():
+        return Started(_reduce_scatter(None)(rows).reshape(-1))
+    own = mint.empty(rows.shape[1], dtype=rows.dtype)
+    return Started(own, ops.communication.reduce_scatter_tensor(own, rows.reshape(-1), async_op=True))
+
+
+def start_all_gather(own: Tensor) -> Started:
+    """Begins to gather [n] of every rank: [ranks n]."""
+    if not has_all_operators():
+        return Started(_all_gather(None)(own))
+    whole = mint.empty(own.size * group_size(), dtype=own.dtype)
+    return Started(whole, ops.communication.all_gather_into_tensor(whole, own, async_op=True))
+
+
+def sum_on_device(values: Sequence[Tensor | np.ndarray | float]) -> list[Tensor]:
+    """Each value summed over all ranks, in float32; they travel together, and the host does not wait."""
+    tensors = [value if isinstance(value, Tensor) else Tensor(np.asarray(value, np.float32)) for value in values]
+    flat = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors])
+    parts = ops.split(start_all_reduce(flat).wait(), [tensor.size for tensor in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
@@ -169,7 +204,7 @@ def all_gather_ranges(
         own: This rank's range of each tensor, flat; None where the tensor contains it already.
         chunk_bytes: Limit of what arrives at once in host memory.
     """
-    if _has_all_operators():
+    if has_all_operators():
         _all_gather_on_device(tensors, own)
         return
     rank, ranks = communication.get_rank(), group_size()
@@ -192,17 +227,56 @@ def all_gather_ranges(
 
 
 def _all_gather_on_device(tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+    """In buckets: while one is put into its place the next one travels."""
     rank, ranks = communication.get_rank(), group_size()
-    all_gather = _operator("AllGather", _name(None))
-    for number, tensor in enumerate(tensors):
-        ranges = [range_of_rank(tensor.size, each, ranks) for each in range(ranks)]
-        given = (own[number] if own else tensor.reshape(-1)[ranges[rank]]).astype(tensor.dtype)
-        most = -(-tensor.size // ranks)
-        whole = all_gather(given if given.size == most else ops.concat([given, ops.zeros(1, given.dtype)]))
-        if tensor.size % ranks:
-            sizes = [each.stop - each.start for each in ranges]
-            whole = ops.concat([whole[at * most : at * most + size] for at, size in enumerate(sizes)])
-        ops.assign(tensor, whole.reshape(tensor.shape))
+    given = [tensor.reshape(-1)[range_of_rank(tensor.size, rank, ranks)] for tensor in tensors] if own is None else own
+    pairs, under_way = iter(zip(tensors, given, strict=True)), None
+    for bucket in buckets(tensors, BUCKET_BYTES):
+        parts = [_filled(part, tensor.size, ranks) for tensor, part in itertools.islice(pairs, len(bucket))]
+        started = start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts))
+        if under_way:
+            _assign_gathered(*under_way)
+        under_way = bucket, started
+    if under_way:
+        _assign_gathered(*under_way)
+
+
+def _assign_gathered(tensors: Sequence[Parameter], gathered: Started) -> None:
+    ranks = group_size()
+    lengths = [-(-tensor.size // ranks) for tensor in tensors]
+    columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
+    for tensor, rows in zip(tensors, columns, strict=True):
+        ops.assign(tensor, whole_of_rows(rows, tensor.size).reshape(tensor.shape))
+
+
+def _filled(part: Tensor, numbers: int, ranks: int) -> Tensor:
+    """A rank's range of so many numbers, as long as the longest of any rank."""
+    missing = -(-numbers // ranks) - part.size
+    return ops.concat([part, ops.zeros(missing, part.dtype)]) if missing else part
+
+
+def rows_of_whole(tensor: Tensor, ranks: int) -> Tensor:
+    """A flattened tensor as rows [ranks, n], the range of a rank in each; shorter ranges end with zeros."""
+    flat = tensor.reshape(-1)
+    if flat.size % ranks == 0:
+        return flat.reshape(ranks, -1)
+    ranges = [range_of_rank(flat.size, rank, ranks) for rank in range(ranks)]
+    return ops.stack([_filled(flat[each], flat.size, ranks) for each in ranges])
+
+
+def own_range(row: Tensor, numbers: int) -> Tensor:
+    """This rank's range of so many numbers from its row of `rows_of_whole`."""
+    own = range_of_rank(numbers, communication.get_rank(), group_size())
+    return row[: own.stop - own.start] if own.stop - own.start < row.size else row
+
+
+def whole_of_rows(rows: Tensor, numbers: int) -> Tensor:
+    """The flattened tensor of so many numbers that `rows_of_whole` made rows of."""
+    ranks = rows.shape[0]
+    if numbers % ranks == 0:
+        return rows.reshape(-1)
+    ranges = [range_of_rank(numbers, rank, ranks) for rank in range(ranks)]
+    return ops.concat([rows[rank][: each.stop - each.start] for rank, each in enumerate(ranges)])
 
 
 def _gather(array: np.ndarray) -> np.ndarray:
@@ -319,18 +393,19 @@ class Receive(nn.Cell):
         return (ops.zeros_like(trained),)
 
 
-def _has_all_operators() -> bool:
+def has_all_operators() -> bool:
+    """Whether the device has every collective, and sums all dtypes; a CPU has a few of them."""
     return mindspore.get_context("device_target") != "CPU"
 
 
 def _sum(group: str | None) -> Callable[[Tensor], Tensor]:
     all_reduce = _operator("AllReduce", _name(group))
-    return all_reduce if _has_all_operators() else _in_float32(all_reduce)
+    return all_reduce if has_all_operators() else _in_float32(all_reduce)
 
 
 def _all_gather(group: str | None) -> Callable[[Tensor], Tensor]:
     all_gather = _operator("AllGather", _name(group))
-    if _has_all_operators():
+    if has_all_operators():
         return all_gather
     if group is None:
         return _in_float32(all_gather)
@@ -345,7 +420,7 @@ def _all_gather(group: str | None) -> Callable[[Tensor], Tensor]:
 
 
 def _reduce_scatter(group: str | None) -> Callable[[Tensor], Tensor]:
-    if _has_all_operators():
+    if has_all_operators():
         return _operator("ReduceScatter", _name(group))
     summed, ranks, rank = _sum(group), group_size(group), communication.get_rank(_name(group))
     return lambda x: _rows(summed(x), rank, ranks)
@@ -353,7 +428,7 @@ def _reduce_scatter(group: str | None) -> Callable[[Tensor], Tensor]:
 
 def _all_to_all(group: str | None) -> Callable[[Tensor], Tensor]:
     ranks = group_size(group)
-    if _has_all_operators():
+    if has_all_operators():
         return _operator("AlltoAll", _name(group), split_count=ranks, split_dim=0, concat_dim=0)
     gathered, rank = _all_gather(group), communication.get_rank(_name(group))
     # This rank's part of what each rank has sent.
@@ -361,7 +436,7 @@ def _all_to_all(group: str | None) -> Callable[[Tensor], Tensor]:
 
 
 def _broadcast(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
-    if _has_all_operators() or group is None:
+    if has_all_operators() or group is None:
         broadcast = _operator("Broadcast", _name(group), root_rank=root)
         return lambda x: broadcast((x,))[0]
     summed, is_root = _sum(group), communication.get_rank() == root
@@ -369,14 +444,14 @@ def _broadcast(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
 
 
 def _send(to: int, group: str) -> Callable[[Tensor], object]:
-    if _has_all_operators():
+    if has_all_operators():
         rank = communication.get_group_rank_from_world_rank(to, group)
         return _operator("Send", group, sr_tag=0, dest_rank=rank)
     return _broadcast(communication.get_rank(), group)
 
 
 def _receive(source: int, group: str) -> Callable[[tuple[int, ...], mstype.Type], Tensor]:
-    if _has_all_operators():
+    if has_all_operators():
         rank = communication.get_group_rank_from_world_rank(source, group)
         return lambda shape, dtype: ops.Receive(0, rank, list(shape), dtype, group=group)(Tensor(0.0))
     spread = _broadcast(source, group)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from trainer.errors import RunError
+from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
 
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
@@ -29,8 +32,15 @@ class Communicator(Protocol):
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
 
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Each gradient summed over all ranks; the same bits on every rank."""
+    def sums(self, values: Sequence[Any]) -> list[Any]:
+        """Each number, array or tensor summed over all ranks. A device sums in float32 and keeps the results, tensors;
+        a CPU has arrays, as `all_sum` rounds them. A single process gets its own values."""
+
+    def gradient_reducer(
+        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool]
+    ) -> SumAfterBackward | SumDuringBackward:
+        """Sums the gradients of these parameters over all ranks, step by step; the optimizer state of those that
+        `is_sharded` names is divided among the ranks."""
 
     def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
         """Completes parameters in place from the ranges of all ranks; see `OptimizerShard`."""
@@ -53,8 +63,11 @@ class SingleProcess:
     def all_sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
 
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        return list(gradients)
+    def sums(self, values: Sequence[Any]) -> list[Any]:
+        return list(values)
+
+    def gradient_reducer(self, parameters: Sequence[Parameter], is_sharded: Sequence[bool]) -> SumAfterBackward:
+        return SumAfterBackward()
 
     def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
         assert own is None, "one rank has all of every parameter"
@@ -76,13 +89,30 @@ class ProcessGroup:
         from trainer.parallel import collectives
 
         self.rank, self.size, self.gather_float64 = world.rank, world.size, collectives.gather_float64
-        self.sum_gradients, self.all_gather_ranges = collectives.all_reduce_in_buckets, collectives.all_gather_ranges
+        self.all_gather_ranges = collectives.all_gather_ranges
+        self.keeps_sums = collectives.has_all_operators()
+        self.sum_on_device, self.sum_gradients = collectives.sum_on_device, collectives.all_reduce_in_buckets
         self.gather_bytes, self.barrier = collectives.gather_bytes, collectives.barrier
         collectives.start(world)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         every = zip(*self.gather_float64(values), strict=True)
         return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in every]
+
+    def sums(self, values: Sequence[Any]) -> list[Any]:
+        if self.keeps_sums:
+            return self.sum_on_device(values)
+        arrays = [np.asarray(value) for value in values]
+        total = np.array(self.all_sum([float(number) for array in arrays for number in array.ravel()]))
+        parts = np.split(total, np.cumsum([array.size for array in arrays])[:-1])
+        return [part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, arrays, strict=True)]
+
+    def gradient_reducer(
+        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool]
+    ) -> SumAfterBackward | SumDuringBackward:
+        if self.keeps_sums:
+            return SumDuringBackward(parameters, is_sharded, self.rank, self.size)
+        return SumAfterBackward(self.sum_gradients)
 
     def any(self, flag: bool) -> bool:
         return self.all_sum([float(flag)])[0] > 0

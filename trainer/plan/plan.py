@@ -125,7 +125,7 @@ def plan_run(
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
     memory_bytes = memory_estimate(config, trains, device, world)
-    notices = [*config_notices(config, world), *backend.notices(), *device_notices(config, device)]
+    notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
     notices += freeze_notices(config)
     notices += memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ()
     data = None

@@ -63,6 +63,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     config = in_job(config, world)
     heartbeat.start()
     prepared = prepare(config, world)
+    config = prepared.config
     if config.run_mode in ("predict", "chat"):
         from trainer.run.chat import chat
         from trainer.run.predict import predict
@@ -180,7 +181,8 @@ class _Training:
         backend = self.plan.backend
         schedule = build_schedule(self.config.lr_schedule, self.plan.total_steps, where=self.config.source.where)
         self.step = backend.open(schedule, self.weights, self.plan.device)
-        self.session = Session(self.step.model, self.step.build_inputs, self.step.communicator)
+        step = self.step
+        self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together)
         backend.check_layout(self.layout, self.session.communicator)
         if self.resumed:
             self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)
@@ -280,8 +282,8 @@ class _Training:
         kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
         if self.world.size > 1 and result.reduce_seconds is not None:
             kept["reduce_seconds"] = result.reduce_seconds
-        watched = result.routing is not None and watches_drop_rate(self.config)
-        return kept | (routing_details(result.routing) if watched else {})
+        watched = result.router_rates is not None and watches_drop_rate(self.config)
+        return kept | (routing_details(result.router_rates) if watched else {})
 
     def tell_what_was_skipped(self, result: StepResult) -> None:
         """Overflow has a line of its own on the console, other reasons get a notice."""

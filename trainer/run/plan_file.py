@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems, in_job
 from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems
 from trainer.config.checks.rules import run_problems
+from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import EVAL, TRAIN, build_eval_dataset, build_train_dataset, check_tokenizer
 from trainer.data.source.find import find_sources
 from trainer.data.source.mnist import PATH_VARIABLE
@@ -60,6 +62,8 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
         UserError: The run could not start on its machine; with all problems.
     """
     config = in_job(config, world)
+    with contextlib.suppress(UserError):  # a device that is not there is told below
+        config = with_device_defaults(config, planned_device(config))
     backend = choose_backend(config, world)
     elsewhere = plans_elsewhere(config) or not opens_data
     problems, of_backend = [*told, *run_problems(config, world)], backend.problems()

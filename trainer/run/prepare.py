@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
 from trainer.config.checks.parallel import in_job, runs_semi_auto
+from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -32,6 +33,7 @@ _PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast f
 class Prepared:
     """Everything a run needs that can be known without MindSpore."""
 
+    config: Config  # with the defaults of the device
     plan: Plan
     layout: dict[str, Any]  # what a position in the training data means, see `data_layout`
     resume_from: Path | None  # the checkpoint that the run continues from, None for a fresh start
@@ -77,7 +79,8 @@ def choose_backend(config: Config, world: World) -> TrainingBackend:
 
 
 def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
-    """Checks the run, opens its data and reads the checkpoint it resumes from. `config` is that of `in_job`.
+    """Checks the run, opens its data and reads the checkpoint it resumes from. `config` is that of `in_job`; the run
+    reads the one in the result.
 
     Text that is not in the cache is tokenized into it here, with progress on a terminal.
 
@@ -85,11 +88,13 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
         UserError: The run could not start.
         RunError: The token file cannot be written, or the data changes while it is read.
     """
-    backend, device = choose_backend(config, world), resolve_device(config)
+    device = resolve_device(config)
+    config = with_device_defaults(config, device)
+    backend = choose_backend(config, world)
     backend.check_device(device)
     preflight(config, world, backend.problems())
     if not config.trains:
-        return Prepared(plan_run(config, world, backend, device, show_build), {}, None, None)
+        return Prepared(config, plan_run(config, world, backend, device, show_build), {}, None, None)
     resume_from = None
     if config.resume_training:  # looked for before the data, which may take long to tokenize
         from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed
@@ -98,9 +103,9 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     plan = plan_run(config, world, backend, device, show_build)
     layout = data_layout(backend.data_config, plan.data.dataset, backend.data_ranks[1])
     if resume_from is None:
-        return Prepared(plan, layout, None, None)
+        return Prepared(config, plan, layout, None, None)
     resumed = read_resumed(resume_from, config, layout)
-    return Prepared(plan_resumed(plan, resumed), layout, resume_from, resumed)
+    return Prepared(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
 
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.checkpoint.state import load_weights
 from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
+from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
@@ -44,6 +45,8 @@ class Session:
     model: Model
     build_inputs: InputBuilder | ImageInputBuilder
     communicator: Communicator
+    computes_together: bool = False
+    """Whether the ranks evaluate each batch together; otherwise each has batches of its own."""
 
 
 def open_session(
@@ -65,8 +68,9 @@ def open_session(
     device = device or resolve_device(config)
     set_up_device(config, device, world)
     communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
+    config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
-    kernels = load_kernels(select_kernels(config.network, device, precision), precision)
+    kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
     model, build_inputs = build_model(config, kernels, device)
     if weights is not None:
         load_weights(model, weights)

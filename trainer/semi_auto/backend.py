@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from trainer.semi_auto.rules import data_config, semi_auto_notices, semi_auto_problems, semi_auto_without_device
+from trainer.config.checks.problem import raise_problems
+from trainer.semi_auto.rules import (
+    data_config,
+    missing_files,
+    semi_auto_notices,
+    semi_auto_problems,
+    semi_auto_without_device,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +51,7 @@ class SemiAutoBackend:
     def open(
         self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str
     ) -> GraphStep:
+        raise_problems(missing_files(self.config))
         from trainer.semi_auto.training import open_semi_auto_training
 
         return open_semi_auto_training(self.config, schedule, weights, self.world, device)

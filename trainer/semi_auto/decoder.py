@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mindspore import Parameter, ParameterTuple, nn
+from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
@@ -26,31 +27,43 @@ class SemiAutoDecoder(DecoderWiring):
     """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module. The model has no experts, adapters and dropout.
+    multi-token prediction module. The model has no experts and no dropout.
+
+    MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
+    of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were
+    an activation. The gradient comes back the same way.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(
+        self, settings: ModelConfig, kernels: KernelSet, parameters: Mapping[str, Parameter], *, staged: bool = False
+    ) -> None:
         depth, all_layers = settings.num_layers, range(settings.num_layers + settings.mtp_depth)
         super().__init__(settings, depth, settings.mtp_depth)
-        embedding = parameters[EMBEDDING]
-        output = embedding if settings.tie_word_embeddings else parameters[HEAD]
+        embedding, tied = parameters[EMBEDDING], settings.tie_word_embeddings
+        self.hands_on = staged and tied
+        output = None if self.hands_on else embedding if tied else parameters[HEAD]
 
-        def weights(layer: int, names: Iterable[str]) -> list[Parameter]:
-            return [parameters[layer_prefix(layer) + name] for name in names]
+        def weights(layer: int, names: Iterable[str]) -> list[Parameter | None]:
+            return [parameters.get(layer_prefix(layer) + name) for name in names]
 
         norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in all_layers[depth:])]
         self.embed = EmbeddingCell(embedding)
+        self.mtp_embeds = _cells(EmbeddingCell(embedding) for _ in range(settings.mtp_depth))
+        self.matrix = MatrixCell(embedding, kernels.compute_dtype) if self.hands_on else None
         self.layers = _cells(
             LayerCell(Block(settings, kernels), weights(layer, block_weights(settings))) for layer in all_layers
         )
         self.merges = _cells(
-            MergeCell(MergeTokens(settings, kernels), embedding, [norm, *weights(layer, MTP_WEIGHTS)])
+            MergeCell(MergeTokens(settings, kernels), [norm, *weights(layer, MTP_WEIGHTS)])
             for layer, norm in zip(all_layers[depth:], norms, strict=False)
         )
         self.heads = _cells(HeadCell(Head(settings, kernels), norm, output) for norm in norms)
 
     def construct(self, ids_N, targets, tables, mask, mtp):
-        return self.losses(ids_N, self.mtp_modules, (targets, tables, mask, mtp))[0]
+        embedded, matrix_1VD = (), self.matrix() if self.hands_on else None
+        for module in range(len(mtp)):
+            embedded += (self.mtp_embeds[module](mtp[module][0]),)
+        return self.losses(ids_N, len(mtp), (targets, tables, mask, mtp, embedded, matrix_1VD))[0]
 
     # The parts: cells that hold the weights that they use, because MindSpore takes the pipeline stage of a weight from
     # its cell.
@@ -62,10 +75,10 @@ class SemiAutoDecoder(DecoderWiring):
         return self.layers[number](x_ND, call[1], call[2]), None, None
 
     def run_merge(self, module, x_ND, call):
-        return self.merges[module](call[3][module][0], x_ND)
+        return self.merges[module](call[4][module], x_ND)
 
     def run_head(self, number, x_ND, call):
-        return self.heads[number](x_ND, call[0] if number == 0 else call[3][number - 1][1:])
+        return self.heads[number](x_ND, call[0] if number == 0 else call[3][number - 1][1:], call[5])
 
 
 def _cells(cells: Iterable[nn.Cell]) -> nn.CellList:
@@ -83,31 +96,56 @@ class EmbeddingCell(nn.Cell):
     def construct(self, ids_N):
         return self.gather(self.weight, ids_N, 0)
 
-    def shard_over(self, data: int, vocabulary: int) -> None:
-        self.gather.shard(((vocabulary, 1), (data,)))
+    def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
+        self.gather.shard(((vocabulary, 1), (data,)), **({"out_strategy": ((tokens, 1),)} if tokens > data else {}))
+
+
+class MatrixCell(nn.Cell):
+    """() -> the matrix [1, V, D] in the dtype of the products.
+
+    The axis makes it the result of an operator: a stage does not hand on parameters and casts.
+    """
+
+    def __init__(self, weight: Parameter, dtype: mstype.Type) -> None:
+        super().__init__(auto_prefix=False)
+        self.weight, self.dtype, self.cast, self.expand = weight, dtype, P.Cast(), P.ExpandDims()
+
+    def construct(self):
+        return self.expand(self.cast(self.weight, self.dtype), 0)
+
+    def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
+        self.expand.shard(((vocabulary, 1),))
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask) -> x_ND."""
+    """(x_ND, tables, mask) -> x_ND. A weight that only other layers have is None."""
 
-    def __init__(self, block: Block, weights: Sequence[Parameter]) -> None:
+    def __init__(self, block: Block, weights: Sequence[Parameter | None]) -> None:
         super().__init__(auto_prefix=False)
-        self.block, self.weights = block, ParameterTuple(weights)
+        own = [number for number, weight in enumerate(weights) if weight is not None]
+        self.block, self.weights = block, ParameterTuple([weights[number] for number in own])
+        self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
 
     def construct(self, x_ND, tables, mask):
-        return self.block(x_ND, *tables, mask, None, None, None, None, *self.weights)
+        weights = ()
+        for place in self.places:
+            weights += (self.weights[place],) if place >= 0 else (None,)
+        return self.block(x_ND, *tables, mask, None, None, None, None, *weights)
 
-    def shard_over(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its
         outputs, the second along its inputs; all else along the batch, or like the columns of its input.
+
+        The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
+        (Korthikanti et al. 2022, section 4.2) data * tensor.
         """
-        attention, mlp, row = self.block.attention, self.block.mlp, (data, 1)
+        attention, mlp, row = self.block.attention, self.block.mlp, (tokens, 1)
         for norm in (attention.norm, attention.post_norm, mlp.norm, mlp.post_norm):
-            norm.shard_over(data)
+            norm.shard_over(tokens)
         for projection in (attention.query, attention.key, attention.value, mlp.gate, mlp.up):
-            projection.linear.shard_over(data, columns=tensor)
+            projection.shard_over(data, columns=tensor)
         for projection in (attention.out, mlp.down):
-            projection.linear.shard_over(data, rows=tensor)
+            projection.shard_over(data, rows=tensor, tokens=tokens)
         for part in (attention.query_rotary, attention.key_rotary, attention.attention, mlp.swiglu):
             part.shard_over(data, tensor)
         for norm in (attention.query_norm, attention.key_norm) if attention.qk_norm else ():
@@ -117,33 +155,34 @@ class LayerCell(nn.Cell):
 
 
 class MergeCell(nn.Cell):
-    """(mtp_ids_N, x_ND) -> x_ND of the module's block."""
+    """(embeddings of a module's tokens [N, D], x_ND) -> x_ND of the module's block."""
 
-    def __init__(self, merge: MergeTokens, embedding: Parameter, weights: Sequence[Parameter]) -> None:
+    def __init__(self, merge: MergeTokens, weights: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
-        self.merge, self.embed, self.weights = merge, EmbeddingCell(embedding), ParameterTuple(weights)
+        self.merge, self.weights = merge, ParameterTuple(weights)
 
-    def construct(self, mtp_ids_N, x_ND):
-        return self.merge(self.embed(mtp_ids_N), x_ND, *self.weights)
+    def construct(self, embedded_ND, x_ND):
+        return self.merge(embedded_ND, x_ND, *self.weights)
 
-    def shard_over(self, data: int, vocabulary: int) -> None:
+    def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
         merge = self.merge
-        self.embed.shard_over(data, vocabulary)
         for part in (merge.final_norm, merge.embedding_norm, merge.hidden_norm, merge.project):
-            part.shard_over(data)
-        merge.concat.shard(((data, 1), (data, 1)))
+            part.shard_over(tokens)
+        merge.concat.shard(((tokens, 1), (tokens, 1)))
 
 
 class HeadCell(nn.Cell):
-    """(x_ND, (labels_N, counts_N1)) -> sum of the losses."""
+    """(x_ND, (labels_N, counts_N1), matrix_1VD or None) -> sum of the losses."""
 
-    def __init__(self, head: Head, norm: Parameter, weight: Parameter) -> None:
+    def __init__(self, head: Head, norm: Parameter, weight: Parameter | None) -> None:
         super().__init__(auto_prefix=False)
-        self.head, self.norm, self.weight = head, norm, weight
+        self.head, self.norm, self.weight, self.squeeze = head, norm, weight, P.Squeeze(0)
 
-    def construct(self, x_ND, targets):
-        return self.head(x_ND, self.norm, self.weight, targets[0], targets[1])
+    def construct(self, x_ND, targets, matrix_1VD):
+        matrix_VD = self.weight if matrix_1VD is None else self.squeeze(matrix_1VD)
+        return self.head(x_ND, self.norm, matrix_VD, targets[0], targets[1])
 
-    def shard_over(self, data: int, vocabulary: int) -> None:
-        self.head.norm.shard_over(data)
+    def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
+        self.head.normed.norm.shard_over(tokens)
         self.head.cross_entropy.shard_over(data, vocabulary)
+        self.squeeze.shard(((1, vocabulary, 1),))

@@ -29,9 +29,13 @@ class Linear(nn.Cell):
     def construct(self, x_NI, weight_OI):
         return self.product(x_NI, weight_OI)
 
-    def shard_over(self, data: int, columns: int = 1, rows: int = 1) -> None:
-        """N over `data` ranks; the weight's O over `columns` ranks or its I over `rows` ranks."""
-        self.product.shard(((data, rows), (columns, rows)))
+    def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0) -> None:
+        """N over `data` ranks; the weight's O over `columns` ranks or its I over `rows` ranks.
+
+        N of the result is sharded over `tokens` ranks where that is more: the sum over `rows` ranks is a ReduceScatter.
+        """
+        scattered = {"out_strategy": ((tokens, columns),)} if tokens > data else {}
+        self.product.shard(((data, rows), (columns, rows)), **scattered)
 
 
 class LinearBias(nn.Cell):
@@ -44,10 +48,10 @@ class LinearBias(nn.Cell):
     def construct(self, x_NI, weight_OI, bias_O):
         return self.bias_add(self.linear(x_NI, weight_OI), bias_O)
 
-    def shard_over(self, data: int, columns: int = 1, rows: int = 1) -> None:
+    def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0) -> None:
         """As `Linear.shard_over`."""
-        self.linear.shard_over(data, columns, rows)
-        self.bias_add.shard(((data, columns), (columns,)))
+        self.linear.shard_over(data, columns, rows, tokens)
+        self.bias_add.shard(((max(data, tokens), columns), (columns,)))
 
 
 class RmsNorm(nn.Cell):
@@ -214,6 +218,20 @@ class Attention(nn.Cell):
             part.shard((heads, heads))
         self.scale.shard((heads, ()))
         self.mask.shard((heads, (data, 1, 1, 1)))
+
+
+class Dropout(nn.Cell):
+    """As `reference.Dropout`."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.product = P.Mul()
+
+    def construct(self, x, mask):
+        return self.product(x, mask)
+
+    def shard_over(self, *degrees: int) -> None:
+        self.product.shard((degrees, degrees))
 
 
 class CrossEntropy(nn.Cell):

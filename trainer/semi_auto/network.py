@@ -12,7 +12,6 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -26,6 +25,8 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
+from trainer.config.recompute import gathered_again, recomputed_parts
+from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
@@ -38,7 +39,7 @@ from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
-from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems
+from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, sharing_level, speed_up_file
 from trainer.semi_auto.step import GradientCell
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from trainer.parallel.mesh import Degrees
 
 _KIB = 1024
+BATCH_INPUTS = ("input_ids_BT", "labels_BT", "positions_BT", "segment_ids_BT", "share_B1")
 
 
 class SemiAuto(NamedTuple):
@@ -56,8 +58,6 @@ class SemiAuto(NamedTuple):
     """Around the step; called with the batch of a whole window, see `LossCell`."""
     step: GradientCell
     loss: LossCell
-    sum_of_squares: Callable
-    """Gradient -> float."""
 
 
 def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> SemiAuto:
@@ -77,11 +77,12 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
         loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask)
-        set_strategies(loss, settings, degrees)
+        set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
+        set_recomputation(loss, config)
+        set_fusion(loss, config, degrees)
         inner = loss
         if degrees.pipeline_stage > 1:
-            stage_of = stages(settings.num_layers, degrees.pipeline_stage)
-            inner = Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stage_of)
+            inner = Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stages(config))
         elif config.runner_config.gradient_accumulation_steps > 1:
             inner = GradAccumulation(loss, config.runner_config.gradient_accumulation_steps)
         # A single rank is not sharded, so nothing but the gradients holds the sum over the micro-batches.
@@ -94,37 +95,90 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         )
     network = AutoParallel(step, parallel_mode="semi_auto")
     network.no_init_parameters_in_compile()
-    if world.size > 1:
-        network.dataset_strategy("full_batch" if config.parallel.full_batch else "data_parallel")
-    if degrees.pipeline_stage > 1:
-        network.pipeline(stages=degrees.pipeline_stage)
-    if config.parallel.enable_parallel_optimizer:
-        network.hsdp(threshold=shard_threshold_bytes(config) // _KIB)
+    set_parallelism(network, config, world)
     options = jit_options(config, device)
     if options:
         network.set_jit_config(JitConfig(**options))
     network.set_train()
-    return SemiAuto(network, step, loss, kernels.sum_of_squares)
+    return SemiAuto(network, step, loss)
 
 
-def stages(layers: int, number: int) -> dict[str, int]:
-    """The stage of each cell of the loss cell: consecutive layers in equal numbers, the larger stages first."""
-    stage_of = [stage for stage in range(number) for _ in range(layers // number + (stage < layers % number))]
-    found = {f"decoder.layers.{layer}": stage for layer, stage in enumerate(stage_of)}
-    return {"decoder.embed": 0, **found, "decoder.heads.0": number - 1}
+def set_parallelism(network: AutoParallel, config: Config, world: World) -> None:
+    """What the sections `parallel` and `parallel_config` say of the whole graph."""
+    parallel, degrees = config.parallel, degrees_of(config, world)
+    if world.size > 1:
+        rows = ((degrees.data_parallel, 1),) * len(BATCH_INPUTS)
+        network.dataset_strategy("full_batch" if parallel.full_batch else rows)
+    if degrees.pipeline_stage > 1:
+        order = parallel.pipeline_config
+        network.pipeline(
+            stages=degrees.pipeline_stage, interleave=order.pipeline_interleave, scheduler=order.pipeline_scheduler
+        )
+    if parallel.enable_parallel_optimizer:
+        section = parallel.parallel_optimizer_config
+        network.hsdp(section.optimizer_weight_shard_size, shard_threshold_bytes(config) // _KIB, sharing_level(config))
+    if parallel.comm_fusion is not None:
+        network.comm_fusion(parallel.comm_fusion)
+    if parallel.force_fp32_communication:
+        network.enable_fp32_communication()
+    speed_up = speed_up_file(config)
+    if speed_up is not None and speed_up.is_file():  # the audit builds the network of a file for another machine
+        network.transformer_opt(str(speed_up))
 
 
-def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees) -> None:
-    """Gives every operator its strategy: without one MindSpore shards it along the batch, over all ranks."""
+def stages(config: Config) -> dict[str, int]:
+    """The stage of each cell of the loss cell; multi-token prediction modules are on the last one."""
+    settings, last = config.decoder, config.parallel_config.pipeline_stage - 1
+    layers = {layer: stage for stage, own in enumerate(stage_layers(config)) for layer in own}
+    layers |= dict.fromkeys(range(settings.num_layers, settings.num_layers + settings.mtp_depth), last)
+    found = {f"decoder.layers.{layer}": stage for layer, stage in sorted(layers.items())}
+    found |= {"decoder.embed": 0} | ({"decoder.matrix": 0} if settings.tie_word_embeddings else {})
+    for module in range(settings.mtp_depth):
+        found |= {f"decoder.mtp_embeds.{module}": 0, f"decoder.merges.{module}": last}
+    return found | {f"decoder.heads.{head}": last for head in range(settings.mtp_depth + 1)}
+
+
+def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, sequence: bool = False) -> None:
+    """Gives every operator its strategy: without one MindSpore shards it along the batch, over all ranks.
+
+    With `sequence` the tensor-parallel ranks share the tokens of the residual stream and its norms.
+    """
     data, tensor = degrees.data_parallel, degrees.model_parallel
     vocabulary = tensor if settings.vocab_size % tensor == 0 else 1
+    tokens = data * tensor if sequence else data
     decoder = loss.decoder
     loss.shard_over(data)
     for layer in decoder.layers:
-        layer.shard_over(data, tensor)
+        layer.shard_over(data, tensor, tokens)
     # Embedding and head may be one matrix, so they are sharded alike.
-    for part in (decoder.embed, *decoder.merges, *decoder.heads):
-        part.shard_over(data, vocabulary)
+    matrix = [decoder.matrix] if decoder.hands_on else []
+    for part in (decoder.embed, *decoder.mtp_embeds, *matrix, *decoder.merges, *decoder.heads):
+        part.shard_over(data, vocabulary, tokens)
+
+
+def set_recomputation(loss: LossCell, config: Config) -> None:
+    """Marks what the backward pass computes again, and which communication of it."""
+    section, layers = config.recompute_config, loss.decoder.layers
+    parts = recomputed_parts(config)
+    # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
+    for layer, part in zip(layers, parts + parts[-1:] * config.decoder.mtp_depth, strict=True):
+        if part:
+            cell = layer if part == "block" else getattr(layer.block, part)
+            cell.recompute(
+                mp_comm_recompute=section.mp_comm_recompute,
+                recompute_slice_activation=section.recompute_slice_activation,
+            )
+    for number in gathered_again(config):
+        for norm in (layers[number].block.attention.norm, layers[number].block.mlp.norm):
+            norm._mp_comm_recompute(True)  # of the communication that follows its operators
+
+
+def set_fusion(loss: LossCell, config: Config, degrees: Degrees) -> None:
+    """Numbers the groups of layers whose gradients MindSpore may sum in one collective, as MindSpore Transformers."""
+    layers = loss.decoder.layers
+    size = max((len(layers) + 1) // config.parallel_config.gradient_aggregation_group, 1)
+    for number, layer in enumerate(layers):
+        layer.set_comm_fusion(number // size + 1 if degrees.pipeline_stage == 1 else 2)
 
 
 class LossCell(nn.Cell):
@@ -135,6 +189,8 @@ class LossCell(nn.Cell):
     up without dividing, so their sum is the loss of the window, whatever number of valid tokens each of them has. The
     cells `tables` and `mask` make rotary tables and attention mask from positions and segments.
     """
+
+    staged = False
 
     def __init__(
         self,
@@ -150,7 +206,8 @@ class LossCell(nn.Cell):
             name: Parameter(initializer("zeros", shape, mstype.float32), name, requires_grad=name not in frozen)
             for name, shape in shapes.items()
         }
-        self.depth, self.decoder = settings.mtp_depth, SemiAutoDecoder(settings, kernels, self.by_name)
+        self.depth = settings.mtp_depth
+        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, staged=self.staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.tables, self.mask = tables, mask
@@ -160,9 +217,13 @@ class LossCell(nn.Cell):
         self.clear, self.fill = P.Mul(), P.Add()
 
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
+        return self.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, self.depth)
+
+    def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules):
+        """With the losses of so many multi-token prediction modules."""
         tables, mask = self.tables(self.cos, self.sin, positions_BT), self.mask(segment_ids_BT)
         mtp = ()
-        for offset in range(1, self.depth + 1):
+        for offset in range(1, modules + 1):
             same_BT = self.equal(self.shifted(segment_ids_BT, offset, -1), segment_ids_BT)
             ahead_BT = self.shifted(labels_BT, offset, IGNORE_INDEX)
             ahead_BT = self.select(same_BT, ahead_BT, self.all_alike(ahead_BT, IGNORE_INDEX))
@@ -203,6 +264,8 @@ class LossCell(nn.Cell):
 
 class StagedLossCell(LossCell):
     """`LossCell` for a pipeline, whose micro-batches must be calls of one graph."""
+
+    staged = True
 
     @lazy_inline
     def __init__(self, config, kernels, tables, mask) -> None:

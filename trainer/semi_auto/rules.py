@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems
 from trainer.config.checks.problem import Problem, problem
+from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.root import Config
+from trainer.device.settings import SPEED_UP_KEY
 from trainer.errors import UserError
 from trainer.parallel.world import World
 
@@ -41,16 +44,38 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
         yield Notice(text, "ignored")
     if config.context.mode == 1:
         yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
-    if config.recompute_config.recompute or config.recompute_config.select_recompute:
-        text = "recompute_config: no effect in semi-automatic mode yet, whose graph keeps all activations"
-        yield Notice(text, "ignored")
     if config.network.labels_text == "tokens" and config.decoder.mtp_depth:
         yield "mtp_depth: the loss of a step is what is minimised, the multi-token prediction modules included"
+
+
+def sharing_level(config: Config) -> str:
+    """What the ranks that share optimizer state share, as MindSpore's `AutoParallel.hsdp` names it.
+
+    MindSpore 2.10 has replaced parallel_optimizer_comm_recompute by level3 ("replaced with zero3").
+    """
+    section = config.parallel.parallel_optimizer_config
+    again = config.recompute_config.parallel_optimizer_comm_recompute and any(recomputed_parts(config))
+    asked = {"level2": section.gradient_accumulation_shard, "level3": again}
+    return max(section.optimizer_level, *(level for level, wanted in asked.items() if wanted), "")
 
 
 def semi_auto_problems(config: Config, world: World) -> list[Problem]:
     """What keeps this job from running in semi-automatic mode."""
     return list(_cannot(config)) or fit_problems(config, world)
+
+
+def speed_up_file(config: Config) -> Path | None:
+    """The file for MindSpore's `AutoParallel.transformer_opt`."""
+    written = (config.context.ascend_config or {}).get(SPEED_UP_KEY)
+    return Path(written).expanduser() if written else None
+
+
+def missing_files(config: Config) -> Iterator[Problem]:
+    """Files that a run reads; a plan for another machine does not need them."""
+    file = speed_up_file(config)
+    if file is not None and not file.is_file():
+        key = f"context.ascend_config.{SPEED_UP_KEY}"
+        yield problem(config, key, "there is no such file", "correct the path, or remove the key", value=str(file))
 
 
 def semi_auto_without_device(config: Config) -> UserError:
@@ -74,9 +99,6 @@ def _cannot(config: Config) -> Iterator[Problem]:
     yield from _degrees(config)
     yield from _pipeline(config)
     yield from _not_in_one_graph(config)
-    if config.do_eval:
-        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
-        yield problem(config, "do_eval", _NOT_YET, fix)
 
 
 def _degrees(config: Config) -> Iterator[Problem]:
@@ -90,9 +112,10 @@ def _degrees(config: Config) -> Iterator[Problem]:
     if uneven:
         key, rule = "parallel_config.model_parallel", f"must divide what it cuts: {', '.join(uneven)}"
         yield problem(config, key, rule, "set it to a divisor of each")
-    if section.model_parallel > 1 and not config.parallel.full_batch:
-        # MindSpore would take the rows of tensor-parallel ranks for different ones.
-        yield problem(config, "parallel.full_batch", f"{_NOT_YET} with model_parallel above 1", "set it to True")
+    tokens = config.runner_config.batch_size * settings.seq_length
+    if section.use_seq_parallel and tokens % section.model_parallel:
+        rule = f"the {tokens} tokens of a micro-batch are not divisible by model_parallel {section.model_parallel}"
+        yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
     for name in ("context_parallel", "expert_parallel"):
         if getattr(section, name) > 1:
             yield problem(config, f"parallel_config.{name}", _NOT_YET, "set it to 1")
@@ -113,15 +136,16 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         where = config.source.where("parallel_config.micro_batch_num")
         rule = f"in a pipeline it means micro_batch_num, which is {section.micro_batch_num} ({where})"
         yield problem(config, "runner_config.gradient_accumulation_steps", rule, "remove one of the two")
-    if settings.num_layers < number:
+    parts, interleaves = settings.pp_interleave_num, config.parallel.pipeline_config.pipeline_interleave
+    if parts > 1 and not interleaves:
+        fix = "add parallel.pipeline_config.pipeline_interleave True, or set it to 1"
+        yield problem(config, f"{model}.pp_interleave_num", "needs an interleaved pipeline", fix)
+    if settings.num_layers < number * parts:
         rule = f"the model has {settings.num_layers} layers"
-        yield problem(config, "parallel_config.pipeline_stage", rule, "set it to that or less")
-    # MindSpore 2.10 does not compile a weight that two stages use, nor a stage in which nothing is trained.
+        each = f", for {parts} parts of each stage" if parts > 1 else ""
+        yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
+    # MindSpore 2.10 does not compile a stage in which nothing is trained.
     rule = f"{_NOT_YET} with a pipeline"
-    if settings.tie_word_embeddings:
-        yield problem(config, f"{model}.tie_word_embeddings", rule, "set pipeline_stage to 1")
-    if settings.mtp_depth:
-        yield problem(config, f"{model}.mtp_depth", rule, "set it to 0, or pipeline_stage to 1")
     if config.freeze != FreezeConfig():
         yield problem(config, "freeze", rule, "remove it, or set pipeline_stage to 1")
 
@@ -133,8 +157,9 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
         if getattr(settings, name):
             rule = f"{_NOT_YET}, whose graph draws no masks"
             yield problem(config, f"{model}.{name}", rule, "set it to 0")
-    if settings.pet_config is not None:
-        yield problem(config, f"{model}.pet_config", _NOT_YET, f"remove it, {_INSTEAD}", value="lora")
+    if settings.pet_config is not None and settings.pet_config.lora_dropout:
+        rule = f"{_NOT_YET}, whose graph draws no masks"
+        yield problem(config, f"{model}.pet_config.lora_dropout", rule, "set it to 0")
     if settings.multi_latent_attention:
         fix = f"use a model with n_kv_heads, {_INSTEAD}"
         yield problem(config, f"{model}.multi_latent_attention", _NOT_YET, fix)
@@ -146,5 +171,7 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if settings.experts is not None:
         key = f"{model}.moe_config.expert_num"
         yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")
+    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
+        yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")

@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor
 
 from trainer.models.init import initial_value
 from trainer.models.shapes import all_shapes
+from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.communicator import check_same_values
 
@@ -115,6 +116,7 @@ class ShardedParameters:
     Attributes:
         shapes: Shapes of all whole parameters.
         own: The parameters that this rank has a shard of.
+        trained: Names of all parameters that are trained, on any rank.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class ShardedParameters:
                 for name, layout in built.network.parameter_layout_dict.items()
                 if name in by_name
             }
+        self.trained = list(trained_shapes(config))
         self.shards = {name: found[name] for name in self.shapes if name in found}
         self.own = {name: by_name[name] for name in self.shards}
         # The sums over micro-batches are sharded like the weights, but never further, like optimizer state.
@@ -168,11 +171,17 @@ class ShardedParameters:
         """Gathers arrays that are sharded like these parameters, on rank 0; all ranks must call it."""
         return gather_whole({name: self.shapes[name] for name in names}, self.holders, parts, self.communicator)
 
-    def squares(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Sums of squares of whole gradients from those of the shards, each different shard counted once."""
-        names = list(trained_shapes(self.config))
-        own = [parts[name] / self.copies[name] if name in parts else 0.0 for name in names]
-        return dict(zip(names, self.communicator.all_sum(own), strict=True))
+    def squares(self, names: Sequence[str], squares_P: np.ndarray | Tensor) -> np.ndarray | Tensor:
+        """What this rank adds to the sums of squares of whole gradients, in the order of `trained`.
+
+        Args:
+            names: The parameters of which this rank has gradients.
+            squares_P: Sums of squares of the gradients of its shards. Of equal shards all ranks count a part.
+        """
+        place = {name: number for number, name in enumerate(names)}
+        copies = np.array([self.copies[name] for name in names], np.float32)
+        places = [place.get(name, len(names)) for name in self.trained]  # the last number: zero
+        return device_measures().spread(squares_P, 1 / copies, places)
 
 
 def _set(parameter: Parameter, part: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """A training step whose loss and gradients come from one graph, for MindSpore's semi-automatic mode.
 
 A rank has shards of the weights and gets the gradients of these shards. Norm, clipping, guards and update are those of
-the explicit mode, applied to the shards; sums of squares are added up over the ranks on the host.
+the explicit mode, applied to the shards; sums of squares are added up over the ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from trainer.config.checks.parallel import degrees_of
 from trainer.data.batches.batch import Batch, padding_batch
+from trainer.ops.measures import device_measures, read_together
 from trainer.step.accumulate import WindowGradients, valid_tokens
+from trainer.step.clip import norm_groups
 from trainer.step.guards import Guards
 from trainer.step.train_step import Saved, StepResult, apply_window
 
 if TYPE_CHECKING:
-    from trainer.config import RunnerWrapper
+    from trainer.config import Config, RunnerWrapper
+    from trainer.models.inputs import LossSums
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
+    from trainer.parallel.world import World
     from trainer.semi_auto.shards import ShardedParameters
 
 
@@ -69,7 +74,7 @@ class Window(NamedTuple):
 
     rows: int
     length: int
-    own: slice = slice(None)
+    own: slice | np.ndarray = slice(None)
     """The rows that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel rank."""
 
     def tensors(self, micro_batches: Sequence[Batch], share: float) -> list[Tensor]:
@@ -81,6 +86,16 @@ class Window(NamedTuple):
         return [Tensor(np.ascontiguousarray(array[self.own])) for array in arrays]
 
 
+def own_rows(config: Config, world: World, rows: int, micro_batches: int) -> slice | np.ndarray:
+    """The rows of a window that a rank passes to the graph, for `Window.own`: its part of every micro-batch."""
+    degrees = degrees_of(config, world)
+    if config.parallel.full_batch:
+        return slice(None)
+    # Ranks of a stage are numbered by data-parallel rank first.
+    place = world.rank // degrees.model_parallel % degrees.data_parallel
+    return np.arange(rows).reshape(micro_batches, degrees.data_parallel, -1)[:, place].reshape(-1)
+
+
 class GraphStep:
     """`TrainStep` with loss and gradients from one graph, which returns the minimised loss alone.
 
@@ -89,12 +104,13 @@ class GraphStep:
         optimizer: Updates this rank's shards.
         schedule: Learning rate of update number `n`, from 0.
         window: Shape of the batch of a step, all micro-batches and ranks together.
-        sum_of_squares: Gradient -> float.
+        model: For evaluations: batch -> the sum of the losses of its tokens.
         gives_loss: Whether this rank has the loss.
         stop_at_bad_loss: As in `TrainStep`.
     """
 
-    model = build_inputs = None  # nothing to evaluate with
+    computes_together = True
+    """Every rank computes each batch of an evaluation, together with all others."""
 
     def __init__(
         self,
@@ -106,14 +122,14 @@ class GraphStep:
         *,
         window: Window,
         parameters: ShardedParameters,
-        sum_of_squares: Callable[[Tensor], float],
         communicator: Communicator,
+        model: Callable[[Batch], LossSums] | None = None,
         gives_loss: bool = True,
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.network, self.cell, self.optimizer, self.schedule = network, cell, optimizer, schedule
         self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
-        self.sum_of_squares, self.gives_loss = sum_of_squares, gives_loss
+        self.gives_loss, self.model = gives_loss, model
         self.guards = Guards(wrapper, stop_at_bad_loss)
         self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
 
@@ -121,14 +137,14 @@ class GraphStep:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
         lr, scale = self.schedule(self.optimizer.updates), self.guards.scale
         window = self.differentiate(micro_batches, scale)
-        squares = {}
-        if window.gradients is not None:
-            found = zip(self.optimizer.parameters, map(self.sum_of_squares, window.gradients), strict=True)
-            squares = self.parameters.squares(dict(found))
-        result = apply_window(window, squares, lr, self.optimizer, self.wrapper, self.guards)
+        result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
             ops.assign(total, ops.zeros_like(total))
         return result
+
+    def build_inputs(self, batch: Batch) -> Batch:
+        """What `model` takes: it cuts the batch itself."""
+        return batch
 
     def differentiate(self, micro_batches: Sequence[Batch], scale: float) -> WindowGradients:
         """Loss of the window, and the gradients of this rank's shards times the loss scale."""
@@ -137,13 +153,27 @@ class GraphStep:
             return WindowGradients(0.0, 0, 0, None)
         with graph_mode():
             loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens))
-        names = [weight.name for weight in self.cell.weights]
-        by_name = self.sums if self.cell.returns_accumulated else dict(zip(names, gradients, strict=True))
+        by_name = self.sums if self.cell.returns_accumulated else self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
-        own_loss = [float(loss.asnumpy()), 1.0] if self.gives_loss else [0.0, 0.0]
-        total, count = self.communicator.all_sum(own_loss)
-        return WindowGradients(total / count / scale, tokens, 0, own)  # 0: a micro-batch without labels is not left out
+        own_loss = [device_measures().add_up([loss]), 1.0] if self.gives_loss else [0.0, 0.0]
+        squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))
+        *loss_and_count, squares = self.communicator.sums([*own_loss, squares])
+        groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
+        sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
+        total, count, sums = read_together([*loss_and_count, sums])
+        loss = float(total) / max(float(count), 1) / scale
+        # 0: a micro-batch without labels is not left out
+        return WindowGradients(loss, tokens, 0, own, norms=groups.norms(sums))
+
+    def by_name(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The gradients by the names of their weights.
+
+        Of a pipeline's weights MindSpore leaves out those of other stages, and keeps the order of the rest.
+        """
+        own = {weight.name: weight.shape for weight in self.cell.weights if weight.name in self.parameters.own}
+        assert list(own.values()) == [gradient.shape for gradient in gradients], "not the gradients of this rank"
+        return dict(zip(own, gradients, strict=True))
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """As `TrainStep.load_optimizer`."""

@@ -1,22 +1,32 @@
-"""Gradients of a window of micro-batches, normalised once by all valid tokens of the window."""
+"""Gradients of a window of micro-batches, normalised once by all valid tokens of the window.
+
+Nothing is read between micro-batches: on a device one is dispatched while the one before it computes. At the end the
+host reads losses, token counts, norms and router rates together, in one small tensor.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from mindspore import Tensor, ops
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
-from trainer.ops.routing import RoutingCounts
+from trainer.ops.measures import device_measures, read_together
+from trainer.ops.routing import RouterRates, RoutingCounts
 from trainer.parallel.communicator import Communicator, SingleProcess
+from trainer.parallel.gradients import Reduced, SumAfterBackward, SumDuringBackward, add_gradients
+from trainer.step.clip import GradientNorms, NormGroups
+
+_TOTALS, _LOSS, _WEIGHTS, _RATES, _SQUARES = "totals", "loss", "weights", "rates", "squares"
+_LOW = 4096  # a count travels as two float32 numbers, its multiple of this and the rest, and so arrives exactly
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Result of one forward and backward pass.
+    """Result of one forward and backward pass; its tensors may still be computed.
 
     Attributes:
         loss_sum: Sum of the token losses.
@@ -24,8 +34,8 @@ class MicroBatch:
             labels to divide it by.
     """
 
-    loss_sum: float
-    other_sums: Mapping[str, tuple[float, float]]
+    loss_sum: Tensor
+    other_sums: Mapping[str, tuple[Tensor, float]]
     routing: RoutingCounts | None  # None for a dense model
     gradients: Sequence[Tensor]
 
@@ -41,7 +51,10 @@ class WindowGradients:
         gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None when the window
             has no valid token.
         others: Auxiliary losses by name, each the mean over its own labels, before their factors.
-        reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank.
+        routing: Counts over all ranks, tensors on a device.
+        norms: Of the gradients, if they were asked for.
+        reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank; None where
+            they are summed during the backward pass.
     """
 
     loss: float
@@ -50,6 +63,8 @@ class WindowGradients:
     gradients: Sequence[Tensor] | None
     others: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
+    router_rates: RouterRates | None = None
+    norms: GradientNorms | None = None
     reduce_seconds: float | None = None
 
 
@@ -60,15 +75,18 @@ def valid_tokens(batch: Batch) -> int:
 
 def accumulate(
     micro_batches: Sequence[Batch],
-    backward: Callable[[Batch, int, float], MicroBatch],
+    backward: Callable[[Batch, int, Tensor], MicroBatch],
     loss_scale: float = 1.0,
     communicator: Communicator | None = None,
     skips_empty: bool = True,
+    reducer: SumAfterBackward | SumDuringBackward | None = None,
+    norm_groups: NormGroups | None = None,
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
-    The number of valid tokens of all ranks is known before the first backward pass. Every micro-batch's loss is divided
-    by that total, so the summed gradients equal those of one large batch, however the tokens are distributed.
+    The number of valid tokens of all ranks is summed before the first backward pass; on a device the host does not
+    wait for it. Every micro-batch's loss is divided by that total, so the summed gradients equal those of one large
+    batch, however the tokens are distributed.
 
     Args:
         micro_batches: This rank's window; all ranks have equally many. The last window of an epoch may be shorter.
@@ -76,45 +94,99 @@ def accumulate(
             and their gradients times the factor. It is not called for a micro-batch without a valid token, whose
             gradient is zero, unless this rank has no other one: every rank must take part in the sums.
         skips_empty: False: it is called for those too, as every rank takes part in sums of each micro-batch.
+        reducer: Sums the gradients over the ranks; None: those of a single process.
+        norm_groups: Asks for norms of the gradients.
     """
     communicator = SingleProcess() if communicator is None else communicator
+    reducer = SumAfterBackward() if reducer is None else reducer
     counts = [valid_tokens(batch) for batch in micro_batches]
-    tokens, empty = (int(number) for number in communicator.all_sum([sum(counts), counts.count(0)]))
-    if tokens == 0:
-        return WindowGradients(0.0, 0, empty, None, reduce_seconds=0.0)
-    loss_sum, others, routing, total = 0.0, {}, None, None
-    for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
-        if skips_empty and count == 0 and (any(counts) or number > 0):
-            continue
-        part = backward(batch, number, loss_scale / tokens)
-        loss_sum += part.loss_sum
-        others = {name: np.add(others.get(name, 0.0), pair) for name, pair in part.other_sums.items()}
-        routing = part.routing if routing is None else routing + part.routing
-        # Each set is added and dropped at once: memory does not grow with the number of micro-batches.
-        total = list(part.gradients) if total is None else _add(total, part.gradients)
+    [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in (sum(counts), counts.count(0))])])
+    if not isinstance(totals, Tensor) and not totals[0].any():
+        return WindowGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
+    factor = _factor(loss_scale, totals)
+    taken = [number for number, count in enumerate(counts) if count or not skips_empty] or [0]
+    results = _Results()
+    total = None
+    for number in taken:
+        run = partial(backward, micro_batches[number], number, factor)
+        if number == taken[-1]:
+            part, reduced = reducer.last(total, run)
+        else:
+            part = run()
+            total = add_gradients(total, part.gradients)
+        results.add(part)
+        # Each set of gradients is dropped at once: memory does not grow with the number of micro-batches.
         del part
-    loss_sum, *sums = communicator.all_sum([loss_sum, *(float(number) for pair in others.values() for number in pair)])
-    pairs = zip(others, sums[::2], sums[1::2], strict=True)
-    means = {name: value / max(weight, 1) for name, value, weight in pairs}
-    routing = None if routing is None else _over_ranks(routing, communicator)
-    began = time.perf_counter()
-    total = communicator.sum_gradients(total)
-    reduce_seconds = time.perf_counter() - began
-    return WindowGradients(loss_sum / tokens, tokens, empty, total, means, routing, reduce_seconds)
+    return _window(totals, sum(counts), results, reduced, communicator, norm_groups)
 
 
-def _over_ranks(routing: RoutingCounts, communicator: Communicator) -> RoutingCounts:
-    if communicator.size == 1:
-        return routing
-    assigned_L = routing.requested.sum(1)
-    numbers = [*routing.kept.ravel(), *routing.requested.ravel(), *(routing.entropy * assigned_L)]
-    sums, size = np.array(communicator.all_sum([float(number) for number in numbers])), routing.kept.size
-    kept, requested = sums[: 2 * size].reshape(2, *routing.kept.shape).astype(np.int64)
-    return RoutingCounts(routing.layers, kept, requested, sums[2 * size :] / np.maximum(requested.sum(1), 1))
+class _Results:
+    """What micro-batches have computed, apart from their gradients; nothing is read."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.others: dict[str, list[tuple[Tensor, float]]] = {}
+        self.routing: RoutingCounts | None = None
+
+    def add(self, part: MicroBatch) -> None:
+        self.losses.append(part.loss_sum)
+        for name, pair in part.other_sums.items():
+            self.others.setdefault(name, []).append(pair)
+        self.routing = part.routing if self.routing is None else self.routing + part.routing
 
 
-def _add(total: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Adds to `total` in place, tensor by tensor, so that a third set of gradients never exists."""
-    for i, gradient in enumerate(gradients):
-        total[i] = ops.add(total[i], gradient)
-    return total
+def _window(
+    totals: np.ndarray | Tensor,
+    own_tokens: int,
+    results: _Results,
+    reduced: Reduced,
+    communicator: Communicator,
+    wanted: NormGroups | None,
+) -> WindowGradients:
+    """Sums the results over the ranks and reads what the host needs of them."""
+    measures, others, routing = device_measures(), results.others, results.routing
+    sums = {name: measures.add_up([value for value, _ in pairs]) for name, pairs in others.items()}
+    weights = np.array([sum(weight for _, weight in pairs) for pairs in others.values()], np.float64)
+    sums |= {_LOSS: measures.add_up(results.losses), _WEIGHTS: weights}
+    if routing is not None:
+        sums |= {"kept": routing.kept, "requested": routing.requested, "entropy_sum": routing.entropy_sum}
+    squares = None if wanted is None else measures.squares(reduced.gradients)
+    if squares is not None and reduced.counted is not None:
+        sums[_SQUARES] = squares * Tensor(reduced.counted)
+    sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
+    squares, to_read = sums.pop(_SQUARES, squares), {_TOTALS: totals}
+    if routing is not None:
+        routing = RoutingCounts(routing.layers, sums.pop("kept"), sums.pop("requested"), sums.pop("entropy_sum"))
+        to_read[_RATES] = measures.router_rates(routing)
+    if squares is not None:
+        to_read[_SQUARES] = measures.square_sums(squares, list(wanted.groups.values()), wanted.each)
+    to_read |= sums
+    read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
+    # All ranks together have no fewer tokens than this one, even where a dry run reads zeros.
+    tokens, empty = max(_count(read[_TOTALS][0]), own_tokens), _count(read[_TOTALS][1])
+    if tokens == 0:
+        return WindowGradients(0.0, 0, empty, None)
+    return WindowGradients(
+        loss=float(read[_LOSS]) / tokens,
+        tokens=tokens,
+        empty=empty,
+        gradients=reduced.gradients,
+        others={name: float(read[name]) / max(weight, 1) for name, weight in zip(others, read[_WEIGHTS], strict=True)},
+        routing=routing,
+        router_rates=None if routing is None else RouterRates(routing.layers, *read[_RATES]),
+        norms=None if squares is None else wanted.norms(read[_SQUARES]),
+        reduce_seconds=reduced.seconds,
+    )
+
+
+def _count(high_and_low: np.ndarray) -> int:
+    return int(high_and_low[0]) * _LOW + int(high_and_low[1])
+
+
+def _factor(loss_scale: float, totals: np.ndarray | Tensor) -> Tensor:
+    """The loss scale over all valid tokens. As a tensor: MindSpore keeps a kernel for every new Python number that an
+    operator gets."""
+    if not isinstance(totals, Tensor):
+        return Tensor(np.float32(loss_scale / _count(totals[0])))
+    tokens = (totals[0] * Tensor(np.array([_LOW, 1], np.float32))).sum()
+    return Tensor(np.float32(loss_scale)) / ops.maximum(tokens, Tensor(np.float32(1)))

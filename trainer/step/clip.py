@@ -1,14 +1,15 @@
 """Clipping: by the global norm, by the norm of each parameter group, or element by element.
 
-Norms come from sums of squares that a kernel has computed, and the update applies the factors; only clipping by value
-computes on gradients here.
+Norms come from sums of squares that the device has computed, and the update applies the factors; only clipping by
+value computes on gradients here.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -16,9 +17,40 @@ if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
 
 
-def global_norm(gradients: Iterable[Any], sum_of_squares: Callable[[Any], float]) -> float:
-    """sqrt of the sum of all squared elements; `sum_of_squares` adds those of one gradient, in float32 or better."""
-    return math.sqrt(math.fsum(sum_of_squares(gradient) for gradient in gradients))
+class GradientNorms(NamedTuple):
+    """Norms of the gradients of a step, times the loss scale that these contain."""
+
+    whole: float
+    """Of all gradients together."""
+    groups: Mapping[str, float] = {}
+    """Of each parameter group, where these are clipped by themselves."""
+    each: Mapping[str, float] | None = None
+    """Of the single gradients, if they were asked for."""
+    culprit: str = ""
+    """The first gradient that is not finite."""
+
+
+class NormGroups(NamedTuple):
+    """Which norms a step needs: the indices of the gradients of each group, and whether those of the single ones."""
+
+    names: Sequence[str]
+    groups: Mapping[str, Sequence[int]]
+    each: bool
+
+    def norms(self, sums: np.ndarray) -> GradientNorms:
+        """From what `square_sums` of `trainer.ops.cpu.measures` describes."""
+        (whole, *roots), from_end = np.sqrt(np.delete(sums, 1)).tolist(), int(sums[1])
+        each = dict(zip(self.names, roots[len(self.groups) :], strict=True)) if self.each else None
+        of_groups = dict(zip(self.groups, roots, strict=False))
+        return GradientNorms(whole, of_groups, each, self.names[-from_end] if from_end else "")
+
+
+def norm_groups(names: Sequence[str], wrapper: RunnerWrapper, group_of: Mapping[str, str]) -> NormGroups:
+    """The norms that `runner_wrapper` asks for, of the gradients of parameters with these names."""
+    groups: dict[str, list[int]] = {}
+    for place, name in enumerate(names) if wrapper.use_clip_grad and wrapper.clip_by_group else ():
+        groups.setdefault(group_of[name], []).append(place)
+    return NormGroups(names, groups, wrapper.local_norm)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -32,7 +64,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 def clip(
     gradients: Sequence[Tensor],
-    squares: Sequence[float],
+    norms: GradientNorms,
     names: Sequence[str],
     wrapper: RunnerWrapper,
     group_of: Mapping[str, str],
@@ -42,7 +74,7 @@ def clip(
 
     Args:
         gradients: One for each of `names`, times `scale`; all finite. They are not changed in place.
-        squares: Sum of squares of each gradient, in float32 or better.
+        norms: Those of the gradients that `norm_groups` asks for.
         group_of: Group of each parameter, for `clip_by_group`.
         scale: Loss scale that the gradients still contain. Norms and values are compared without it.
 
@@ -55,12 +87,9 @@ def clip(
     if wrapper.clip_type == "value":
         limit = wrapper.clip_value * scale
         return [clip_by_value(gradient, limit) for gradient in gradients], [1.0 / scale] * len(names)
-    groups = [group_of[name] if wrapper.clip_by_group else "" for name in names]
-    coefficients = {}
-    for group in dict.fromkeys(groups):
-        own = (square for square, its in zip(squares, groups, strict=True) if its == group)
-        coefficients[group] = clip_coefficient(global_norm(own, float) / scale, wrapper.max_grad_norm)
-    return gradients, [coefficients[group] / scale for group in groups]
+    own = [norms.groups[group_of[name]] if wrapper.clip_by_group else norms.whole for name in names]
+    factor_of = {norm: clip_coefficient(norm / scale, wrapper.max_grad_norm) / scale for norm in set(own)}
+    return gradients, [factor_of[norm] for norm in own]
 
 
 def clip_by_value(gradient: Tensor, limit: float) -> Tensor:

@@ -2,6 +2,11 @@
 
     forward and backward of each micro-batch -> sum over micro-batches and ranks -> unscale -> finite check
     -> loss-scale update -> norm -> clip -> update
+
+The host waits for a device once: before the update it reads losses, token counts, norms and router rates in one small
+tensor. Finite check, spike guard and loss scale decide on the host from these numbers, and the update is dispatched
+right after. A device is idle between the two; in return a step without an update costs none, and every device and the
+CPU decide by the same code.
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.data.batches.batch import Batch
-from trainer.models.dropout import DropoutKey
-from trainer.models.inputs import InputBuilder, LossSums
+from trainer.models.compute_weights import in_float32
+from trainer.models.inputs import InputBuilder, LossSums, mtp_labels
 from trainer.models.moe import RouterStatistics
-from trainer.ops.routing import RoutingCounts, WindowLoad
+from trainer.ops.dropout import DropoutKey
+from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
 from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate, valid_tokens
-from trainer.step.clip import clip, global_norm
+from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import Guards
 
 if TYPE_CHECKING:
@@ -39,8 +45,9 @@ class StepResult:
         local_norms: Norm of each parameter's gradient by name; None unless `runner_wrapper.local_norm` asks for them.
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
             z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
+        routing: Assignments to each expert over all ranks; tensors on a device.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
-            None where the graph sums them.
+            None where they are summed during the backward pass, which the host does not time.
     """
 
     loss: float  # sum of token losses of the window / its valid tokens, in nats; not multiplied by the loss scale
@@ -55,6 +62,7 @@ class StepResult:
     local_norms: Mapping[str, float] | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
+    router_rates: RouterRates | None = None
     reduce_seconds: float | None = None
 
 
@@ -83,6 +91,8 @@ class TrainStep:
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
     """
 
+    computes_together = False  # each rank evaluates batches of its own
+
     def __init__(
         self,
         model: Decoder,
@@ -98,16 +108,20 @@ class TrainStep:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
         self.communicator = SingleProcess() if communicator is None else communicator
-        self.sum_of_squares = model.kernels.sum_of_squares
+        names = list(optimizer.parameters)
+        self.norm_groups = norm_groups(names, wrapper, optimizer.group_of)
+        sharded = [name in optimizer.own_ranges for name in names]
+        model.compute_weights.refresh()
+        leaves = model.compute_weights.leaves(names)
+        self.reducer = self.communicator.gradient_reducer(leaves, sharded)
         experts = model.settings.experts
-        self.load = WindowLoad(self.communicator.all_sum) if experts and experts.balances_step else None
+        self.load = WindowLoad(self.communicator.sums) if experts and experts.balances_step else None
 
         def scaled_loss(inputs, dropout, statistics, factor):
             sums = model(inputs, dropout, statistics)
             return sums.total * factor, *sums[1:]
 
-        parameters = list(optimizer.parameters.values())
-        self.gradients_of = mindspore.value_and_grad(scaled_loss, None, parameters, has_aux=True)
+        self.gradients_of = mindspore.value_and_grad(scaled_loss, None, leaves, has_aux=True)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Runs one window of micro-batches, one or more of int32 arrays [B, T], and updates the weights.
@@ -119,35 +133,35 @@ class TrainStep:
         if self.load is not None:
             self.load.start()
         window = accumulate(
-            micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.load is None
-        )
-        gradients = zip(self.optimizer.parameters, window.gradients or (), strict=window.gradients is not None)
-        squares = {name: self.sum_of_squares(gradient) for name, gradient in gradients}
-        result = apply_window(window, squares, lr, self.optimizer, self.wrapper, self.guards)
+            micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.load is None,
+            reducer=self.reducer, norm_groups=self.norm_groups,
+        )  # fmt: skip
+        result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
+            self.model.compute_weights.refresh()
             self.model.update_expert_bias(window.routing)
         return result
 
-    def backward(self, batch: Batch, number: int, factor: float) -> MicroBatch:
+    def backward(self, batch: Batch, number: int, factor: Tensor | float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
         dropout = DropoutKey(self.seed, self.communicator.rank, self.optimizer.updates, number)
         inputs = self.build_inputs(batch)
         statistics = RouterStatistics(load=self.load)
-        # The factor as a tensor: MindSpore keeps a kernel for every new Python number that an operator gets.
-        outputs, gradients = self.gradients_of(inputs, dropout, statistics, Tensor(np.float32(factor)))
+        factor = factor if isinstance(factor, Tensor) else Tensor(np.float32(factor))
+        outputs, gradients = self.gradients_of(inputs, dropout, statistics, factor)
+        if self.wrapper.accumulate_allreduce_grads_in_fp32:
+            gradients = in_float32(gradients)
         sums = LossSums(*outputs)
         settings, tokens = self.model.settings, valid_tokens(batch)
         others = {}
         if settings.mtp_depth:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
-            labels = sum(float(mtp.valid_N1.asnumpy().sum()) for mtp in inputs.mtp)
-            others["mtp_loss"] = (sums.mtp, labels)
+            others["mtp_loss"] = sums.mtp, mtp_labels(batch, settings.mtp_depth)
         if settings.moe_layers:
-            others["aux_loss"] = (sums.aux_loss, tokens * len(settings.moe_layers))
+            others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and settings.experts.z_loss_factor:
-            others["z_loss"] = (sums.z_loss, tokens * len(settings.moe_layers))
-        other_sums = {name: (float(value.asnumpy()), weight) for name, (value, weight) in others.items()}
-        return MicroBatch(float(sums.tokens.asnumpy()), other_sums, statistics.counts(), gradients)
+            others["z_loss"] = sums.z_loss, tokens * len(settings.moe_layers)
+        return MicroBatch(sums.tokens, others, statistics.counts(), gradients)
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
@@ -171,18 +185,13 @@ class TrainStep:
 
 
 def apply_window(
-    window: WindowGradients,
-    squares: Mapping[str, float],
-    lr: float,
-    optimizer: Optimizer,
-    wrapper: RunnerWrapper,
-    guards: Guards,
+    window: WindowGradients, lr: float, optimizer: Optimizer, wrapper: RunnerWrapper, guards: Guards
 ) -> StepResult:
     """Applies guards, norm, clipping and update to the gradients of a window.
 
     Args:
-        window: Sums over all ranks, with a gradient for each parameter of `optimizer`, times the loss scale.
-        squares: Sum of squares of every gradient by name; of the whole gradient where ranks hold shards of it.
+        window: Sums over all ranks, with a gradient for each parameter of `optimizer`, times the loss scale; its norms
+            are those of the whole gradient, even where a rank holds a part of it.
 
     Raises:
         RunError: See `Guards.skipped`. Nothing has been updated.
@@ -193,22 +202,21 @@ def apply_window(
         return StepResult(
             window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
             empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
-            reduce_seconds=window.reduce_seconds, **more,
+            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, **more,
         )  # fmt: skip
 
     if window.gradients is None:
         return result(0.0, "no token with a loss")
     # The norm is divided by the scale here and the gradients in the update: this saves a pass over all gradients.
-    norm = global_norm(squares.values(), float) / scale
-    bad = next((name for name, square in squares.items() if not math.isfinite(square)), None)
-    culprit = f"; not finite first in the gradient of {bad}" if bad else ""
+    norms = window.norms
+    norm = norms.whole / scale
+    culprit = f"; not finite first in the gradient of {norms.culprit}" if norms.culprit else ""
     skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, culprit=culprit)
     if skipped:
         overflow = skipped == "overflow"
         return result(math.nan if overflow else norm, skipped, overflow=overflow)
-    names, values = list(squares), list(squares.values())
-    gradients, factors = clip(window.gradients, values, names, wrapper, optimizer.group_of, scale)
-    factor_of = dict(zip(names, factors, strict=True))
-    optimizer.update(gradients, lr, [factor_of[name] for name in optimizer.parameters])
-    local_norms = {name: math.sqrt(square) / scale for name, square in squares.items()} if wrapper.local_norm else None
+    names = list(optimizer.parameters)
+    gradients, factors = clip(window.gradients, norms, names, wrapper, optimizer.group_of, scale)
+    optimizer.update(gradients, lr, factors)
+    local_norms = None if norms.each is None else {name: each / scale for name, each in norms.each.items()}
     return result(norm, local_norms=local_norms)

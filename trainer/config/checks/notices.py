@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from trainer.config.checks.model import targets_experts, targets_in_experts
 from trainer.config.checks.moe import capacity_factor, watches_drop_rate
-from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, runs_semi_auto
+from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_auto, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import FAMILIES, named_family
 from trainer.config.hugging_face import OTHERS, class_differences, saved_class
@@ -68,7 +68,18 @@ def _bound(config: Config) -> str:
     return f"capacity_factor {'null' if factor is None else f'{factor:g}'} sets no bound"
 
 
+_GRAPH_ALONE = "only semi-automatic mode has it"
 _UNUSED = (
+    _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("parallel.parallel_optimizer_config",
+            "optimizer_weight_shard_size optimizer_level gradient_accumulation_shard",
+            lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler", lambda c: not is_semi_auto(c),
+            _GRAPH_ALONE),
+    _Unused("parallel_config", "use_seq_parallel gradient_aggregation_group", lambda c: not is_semi_auto(c),
+            _GRAPH_ALONE),
+    _Unused("recompute_config", "select_comm_recompute mp_comm_recompute parallel_optimizer_comm_recompute"
+            " recompute_slice_activation", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("optimizer", "betas eps ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "SGD",
             "optimizer.type is SGD"),
     _Unused("optimizer", "momentum nesterov ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "AdamW",
@@ -138,20 +149,20 @@ def _unused(config: Config) -> Iterator[str]:
     return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
 
 
-def rule_notices(config: Config) -> list[str]:
+def rule_notices(config: Config, device: str) -> list[str]:
     """Every notice that does not depend on the number of ranks."""
     unused = [Notice(text, "ignored") for text in _unused(config)]
-    dtypes = [Notice(text, "dtype") for text in _precision(config)]
+    dtypes = [Notice(text, "dtype") for text in _precision(config, device)]
     recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
     return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
 
 
-def _precision(config: Config) -> Iterator[str]:
+def _precision(config: Config, device: str) -> Iterator[str]:
     level, settings = config.amp_level, config.decoder
     keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
     for key in PART_KEYS:
         keys[asked_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
-    if keys["bfloat16"] and config.context.device_target in (None, "CPU"):
+    if keys["bfloat16"] and device == "CPU":
         names = ", ".join(keys["bfloat16"])
         yield f"{names}: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16"
     if settings.param_init_type != "float32":

@@ -127,8 +127,12 @@ def _independent(ruled: list[Problem], problems: list[Problem]) -> list[Problem]
     ]  # fmt: skip
 
 
-def config_notices(config: Config, world: World = SINGLE_PROCESS) -> list[str]:
-    """What the user should know before the run: keys that change nothing, guesses, and what works differently here."""
+def config_notices(config: Config, world: World = SINGLE_PROCESS, device: str | None = None) -> list[str]:
+    """What the user should know before the run: keys that change nothing, guesses, and what works differently here.
+
+    `device` None is the one that the file names, or a CPU.
+    """
+    device = device or config.context.device_target or "CPU"
     ignored = [Notice(text, "ignored") for text in ignored_notices(config)]
     parallel = [Notice(text, "parallel") for text in parallel_notices(config, world)]
-    return [*config.source.notices, *ignored, *rule_notices(config), *parallel]
+    return [*config.source.notices, *ignored, *rule_notices(config, device), *parallel]

@@ -128,7 +128,7 @@ class ModelConfig(Section):
     hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = setting(
         "silu", "Activation: silu with a gate (SwiGLU), under each of its names.")
     compute_dtype: Dtype | None = setting(
-        None, "Dtype of matrix products. Default null: amp_level decides; without it float32.")
+        None, "Dtype of matrix products. Default null: amp_level decides; without it float32, on an Ascend bfloat16.")
     layernorm_compute_type: Dtype | None = setting(
         None, "Dtype of RMSNorm's input, weight and output. Default null: amp_level decides; without it float32.",
         aliases="layernorm_compute_dtype")
@@ -140,7 +140,8 @@ class ModelConfig(Section):
     param_init_type: Dtype = setting(
         "float32", "Dtype of the parameters. Default float32, which they are kept in whatever is written.",
         aliases="param_init_dtype params_dtype")
-    use_flash_attention: bool = setting(False, "Fused attention where the device has it.")
+    use_flash_attention: bool | None = setting(
+        None, "Fused attention where the device has it. Default null: on an Ascend True, elsewhere False.")
     use_fused_rope: bool = setting(
         False, "Fused rotary embedding where the device has it.", aliases="apply_rope_fusion")
     use_fused_swiglu: bool = setting(False, "Fused SwiGLU where the device has it.", aliases="bias_swiglu_fusion")

@@ -66,8 +66,9 @@ class MoEConfig(Section):
         " step's tokens and rises for the others.", aliases="moe_router_enable_expert_bias")
     topk_bias_update_rate: float = setting(
         0.0, "How far that bias moves in a step.", ge=0, aliases="moe_router_bias_update_rate")
-    use_gmm: bool = setting(
-        False, "One grouped matrix product for all experts of a device; drops nothing.", aliases="moe_grouped_gemm")
+    use_gmm: bool | None = setting(
+        None, "One grouped matrix product for all experts of a device; drops nothing. Default null: on an Ascend True"
+        " where no capacity is set, elsewhere False.", aliases="moe_grouped_gemm")
     enable_gmm_safe_tokens: bool = setting(
         False, "Give every expert at least one token, so that a grouped product never meets an empty group.")
     use_fused_ops_permute: bool = setting(

@@ -50,6 +50,23 @@ class ParallelOptimizerConfig(Section):
 
     parallel_optimizer_threshold: int = setting(
         64, "Kilobytes (1024 bytes) of a parameter from which its optimizer state is cut.", ge=0)
+    optimizer_weight_shard_size: int = setting(
+        -1, "Semi-automatic mode: ranks that share the state of a weight. Default -1: all that have a copy of it.",
+        ge=-1)
+    optimizer_level: Literal["level1", "level2", "level3"] = setting(
+        "level1", "Semi-automatic mode: level1 cuts weights and optimizer state, level2 also the sums of gradients over"
+        " micro-batches; with level3 the backward pass gathers weights again.")
+    gradient_accumulation_shard: bool = setting(
+        False, "Semi-automatic mode: as optimizer_level level2, its older name.")
+
+
+class PipelineConfig(Section):
+    """How the micro-batches of a pipeline follow each other (YAML ``parallel.pipeline_config``)."""
+
+    pipeline_interleave: bool = setting(
+        False, "Semi-automatic mode: a stage has pp_interleave_num parts of consecutive layers.")
+    pipeline_scheduler: Literal["1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"] = setting(
+        "1f1b", "Semi-automatic mode: MindSpore's order of forward and backward passes.")
 
 
 class ParallelSection(Section):
@@ -64,6 +81,11 @@ class ParallelSection(Section):
     enable_parallel_optimizer: bool = setting(
         False, "The data-parallel ranks share the optimizer state instead of having a copy each.")
     parallel_optimizer_config: ParallelOptimizerConfig = section(ParallelOptimizerConfig, "How optimizer state is cut.")
+    pipeline_config: PipelineConfig = section(PipelineConfig, "Order of a pipeline's micro-batches.")
+    comm_fusion: dict[str, Any] | None = setting(
+        None, "Semi-automatic mode: which collectives MindSpore joins, as AutoParallel.comm_fusion takes it:"
+        " {allreduce: {mode: auto, config: null}}. Default null: MindSpore's.")
+    force_fp32_communication: bool = setting(False, "Semi-automatic mode: sums over ranks are float32.")
 
 
 class ParallelConfig(Section):
@@ -76,6 +98,10 @@ class ParallelConfig(Section):
     expert_parallel: int = setting(1, "Devices that share the experts.", ge=1)
     pipeline_stage: int = setting(1, "Devices that share the layers.", ge=1)
     micro_batch_num: int = setting(1, "Micro-batches of a pipeline.", ge=1)
+    use_seq_parallel: bool = setting(
+        False, "Semi-automatic mode: the ranks of model_parallel share the tokens between the products too.")
+    gradient_aggregation_group: int = setting(
+        4, "Semi-automatic mode: groups of layers whose gradients MindSpore may sum in one collective.", ge=1)
 
 
 class RecomputeConfig(Section):
@@ -89,6 +115,15 @@ class RecomputeConfig(Section):
         " expressions, or each with its layers; True for mlp.")
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
         False, "Sublayers to keep after all: written like select_recompute; True for both.")
+    select_comm_recompute: _Layers | dict[str, _Layers] = setting(
+        False, "Semi-automatic mode with use_seq_parallel: layers that gather the tokens before a product again in the"
+        " backward pass, written like recompute.")
+    mp_comm_recompute: bool = setting(
+        True, "Semi-automatic mode: recomputation repeats the communication of model_parallel too.")
+    parallel_optimizer_comm_recompute: bool = setting(
+        False, "Semi-automatic mode: the backward pass gathers weights again, as optimizer_level level3.")
+    recompute_slice_activation: bool = setting(
+        False, "Semi-automatic mode: the ranks of model_parallel share what recomputation keeps.")
 
 
 class SwapConfig(Section):

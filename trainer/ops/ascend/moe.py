@@ -10,9 +10,10 @@ Legend: as in cpu/moe.py; A = N k assignments.
 
 from __future__ import annotations
 
+from mindspore import Parameter, mint, nn, ops
 from mindspore import dtype as mstype
-from mindspore import mint, nn, ops
 
+from trainer.ops.ascend.kernels import OneHot
 from trainer.ops.routing import RoutingRule
 
 
@@ -24,6 +25,7 @@ class Route(nn.Cell):
         super().__init__(auto_prefix=False)
         self.rule = RoutingRule(experts, chosen, **rule)
         self.is_grouped = self.rule.is_grouped
+        self.of_experts, self.of_groups = OneHot(experts), OneHot(self.rule.groups)
 
     def construct(self, scores_NE, bias_E, capacity, drop_policy):
         rule, scores_NE = self.rule, ops.stop_gradient(scores_NE)
@@ -41,7 +43,7 @@ class Route(nn.Cell):
             full_A = self.place(expert_A, requested_E, probability_A) >= capacity
             group_A = ops.select(full_A, ops.full_like(expert_A, rule.experts), expert_A)
         kept_E = self.count(group_A)
-        counts_E = ops.maximum(kept_E, ops.ones_like(kept_E)) if rule.safe_tokens else kept_E
+        counts_E = ops.maximum(kept_E, ops.ones(kept_E.shape, kept_E.dtype)) if rule.safe_tokens else kept_E
         row_A, token_R = self.rows(group_A, counts_E - kept_E)
         return experts_Nk, row_A.reshape(experts_Nk.shape), token_R, counts_E, requested_E, kept_E
 
@@ -49,15 +51,15 @@ class Route(nn.Cell):
         rule = self.rule
         choice_NGe = choice_NE.reshape(choice_NE.shape[0], rule.groups, -1)
         best = min(2 if rule.group_score == "two_best" else 1, choice_NGe.shape[2])
-        score_NG = ops.topk(choice_NGe, best)[0].sum(-1)
-        allowed_NG = ops.one_hot(_best(score_NG, rule.chosen_groups), rule.groups, 1.0, 0.0).sum(1)
+        best_NGb = _sorted(choice_NGe, descending=True)[:, :, :best]
+        score_NG = ops.gather_elements(choice_NGe, 2, best_NGb).sum(-1)
+        allowed_NG = self.of_groups(_best(score_NG, rule.chosen_groups)).sum(1)
         allowed_NGe = ops.broadcast_to(allowed_NG.expand_dims(-1), choice_NGe.shape) > 0
         return ops.select(allowed_NGe, choice_NGe, ops.full_like(choice_NGe, float("-inf"))).reshape(choice_NE.shape)
 
     def count(self, group_A):
         """How many there are of each expert, int64. Exact in float32 up to 2^24 assignments."""
-        experts = ops.arange(self.rule.experts, dtype=mstype.int32)
-        return (group_A.expand_dims(1) == experts.expand_dims(0)).astype(mstype.float32).sum(0).astype(mstype.int64)
+        return self.of_experts(group_A).sum(0).astype(mstype.int64)
 
     def place(self, expert_A, requested_E, probability_A):
         """How many assignments stand before each one at its expert: in token order, or by probability."""
@@ -65,72 +67,104 @@ class Route(nn.Cell):
             order_A = _sorted(expert_A)
         else:
             order_A = _sorted(probability_A, descending=True)
-            order_A = ops.gather(order_A, _sorted(ops.gather(expert_A, order_A, 0)), 0)
+            order_A = _take(order_A, _sorted(_take(expert_A, order_A)))
         requested_E = requested_E.astype(mstype.int32)
-        first_E = _ends(requested_E) - requested_E
-        return _sorted(order_A) - ops.gather(first_E, expert_A, 0)
+        return _sorted(order_A) - _take(mint.cumsum(requested_E, 0) - requested_E, expert_A)
 
     def rows(self, group_A, safe_E):
         """The row of each assignment, and the token of each row."""
         tokens, size = group_A.shape[0] // self.rule.chosen, group_A.shape[0]
-        token_A = ops.floor_divide(ops.arange(size, dtype=mstype.int32), self.rule.chosen)
-        row_A = _sorted(_sorted(group_A))  # sorting a permutation inverts it
-        if self.rule.safe_tokens:
-            # Safe tokens before an expert's rows, and before those of dropped assignments.
-            safe_E = safe_E.astype(mstype.int32)
-            shift_E = _ends(safe_E)
-            shift = ops.concat((shift_E - safe_E, shift_E[-1:]))
-            row_A, size = row_A + ops.gather(shift, group_A, 0), size + self.rule.experts
-        return row_A, ops.tensor_scatter_elements(ops.full((size,), tokens, dtype=mstype.int32), row_A, token_A)
+        order_A = _sorted(group_A)
+        row_A = _sorted(order_A)  # sorting a permutation inverts it
+        token_A = ops.floor_divide(order_A, self.rule.chosen)
+        if not self.rule.safe_tokens:
+            return row_A, token_A
+        # Safe tokens before an expert's rows, and before those of dropped assignments.
+        safe_E = safe_E.astype(mstype.int32)
+        shift_E = mint.cumsum(safe_E, 0)
+        row_A = row_A + _take(ops.concat((shift_E - safe_E, shift_E[-1:])), group_A)
+        no_token_R = ops.zeros((size + self.rule.experts,), mstype.int32) + tokens
+        return row_A, mint.scatter(no_token_R, 0, _take(row_A, order_A).astype(mstype.int64), token_A)
 
 
 def _sorted(values, descending: bool = False):
-    """The order of values along the last axis, int32; equal ones keep theirs."""
-    return mint.argsort(values, -1, descending, True).astype(mstype.int32)
+    """The order of values along the last axis, int32; equal ones keep theirs.
+
+    As float32, which the AI cores sort; integers go to the AI CPU. Exact up to 2^24 assignments.
+    """
+    return mint.argsort(values.astype(mstype.float32), -1, descending, True).astype(mstype.int32)
 
 
 def _best(scores, number: int):
     return _sorted(scores, descending=True)[:, :number]
 
 
-def _ends(counts_E):
-    """Where each group ends. int32 only: an Ascend has no cumsum of int64."""
-    return ops.cumsum(counts_E, 0)
+def _take(values, index):
+    """Numbers of a vector."""
+    return ops.gather_elements(values, 0, index)
 
 
 class GroupedMatmul(nn.Cell):
-    """GroupedMatmul of one x and one stacked weight. The operator requires that the last group ends with the last row:
-    the last expert takes the rows of no group too, which are set to zero before and after."""
+    """Every expert's rows times its weight, as in cpu/moe.py.
 
-    def __init__(self) -> None:
+    Args:
+        fills_rows: Whether every row is one of some expert, so that none has to be set to zero.
+    """
+
+    def __init__(self, fills_rows: bool = False) -> None:
         super().__init__(auto_prefix=False)
-        self.product = ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)
-        self.weight = _UntrainedWithoutRows()
+        self.fills_rows = fills_rows
+        self.trained, self.frozen = _GroupedMatmulCore(True), _GroupedMatmulCore(False)
 
     def construct(self, x_RI, weight_EOI, counts_E):
-        rows = x_RI.shape[0]
-        ends_E = _ends(counts_E.astype(mstype.int32)).astype(mstype.int64)
-        in_group_R1 = (ops.arange(rows, dtype=mstype.int64) < ends_E[-1]).expand_dims(1)
-        ends_E = ops.stop_gradient(ops.concat((ends_E[:-1], ops.full((1,), rows, dtype=mstype.int64))))
-        weight_EIO = ops.transpose(self.weight(weight_EOI, counts_E).astype(x_RI.dtype), (0, 2, 1))
-        x_RI = _rows_or_zeros(in_group_R1, x_RI)
-        y_RO = self.product([x_RI], [weight_EIO], None, None, None, None, None, ends_E)[0]
-        return _rows_or_zeros(in_group_R1, y_RO)
+        cast_EOI = weight_EOI.astype(x_RI.dtype)
+        is_frozen = isinstance(weight_EOI, Parameter) and not weight_EOI.requires_grad
+        product = self.frozen if is_frozen else self.trained
+        if self.fills_rows:
+            return product(x_RI, cast_EOI, counts_E)
+        # The operator leaves rows after the last group as they were in memory, and so does its gradient.
+        in_group_R1 = (mint.arange(x_RI.shape[0], dtype=mstype.int64) < counts_E.sum()).expand_dims(1)
+        return _rows_or_zeros(in_group_R1, product(_rows_or_zeros(in_group_R1, x_RI), cast_EOI, counts_E))
 
 
-class _UntrainedWithoutRows(nn.Cell):
-    """The weight. Its gradient is zero for experts without rows, whatever the operator leaves there."""
+class _GroupedMatmulCore(nn.Cell):
+    """GroupedMatmulV4 of one x and one stacked weight, with `group_list` the sizes of the groups.
 
-    def construct(self, weight_EOI, counts_E):
-        return weight_EOI
+    The weight is read as a transposed view, which CANN takes as it is, and the gradients are written so that nothing is
+    transposed in memory: that of x is a product with the weight itself, and that of the weight sums over the rows of
+    each group (group_type 2), which gives it in the weight's own layout.
+    """
 
-    def bprop(self, weight_EOI, counts_E, out, grad_EOI):
+    def __init__(self, trained: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.is_trained = trained
+
+    def construct(self, x_RI, weight_EOI, counts_E):
+        return grouped_product(x_RI, mint.transpose(weight_EOI, 1, 2), counts_E, 0)
+
+    def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
+        grad_x = grouped_product(grad_RO, weight_EOI, counts_E, 0)
+        no_grad_E = ops.zeros(counts_E.shape, counts_E.dtype)
+        if not self.is_trained:
+            return grad_x, ops.zeros(weight_EOI.shape, weight_EOI.dtype), no_grad_E
+        grad_weight = grouped_product(mint.transpose(grad_RO, 0, 1), x_RI, counts_E, 2)
+        # Zero for experts without rows, whatever the operator leaves there.
         has_rows_EOI = ops.broadcast_to((counts_E > 0).reshape(-1, 1, 1), weight_EOI.shape)
-        return ops.select(has_rows_EOI, grad_EOI, ops.zeros_like(grad_EOI)), ops.zeros_like(counts_E)
+        grad_weight = ops.select(has_rows_EOI, grad_weight, ops.zeros(weight_EOI.shape, weight_EOI.dtype))
+        return grad_x, grad_weight, no_grad_E
+
+
+def grouped_product(x, weight, counts_E, group_type: int):
+    """Each group's rows of x times its weight; with group_type 2 each group's columns of x times its rows of `weight`,
+    one matrix a group."""
+    # By position, as a graph with keywords cannot be exported. Last: split_item 3, and sizes of groups, not their ends.
+    return ops.auto_generate.grouped_matmul_v4(
+        [x], [weight], None, None, None, None, None, None, counts_E, None, None, None, 3, group_type, 1
+    )[0]
 
 
 def _rows_or_zeros(there_R1, x_RD):
-    return ops.select(ops.broadcast_to(there_R1, x_RD.shape), x_RD, ops.zeros_like(x_RD))
+    return ops.select(ops.broadcast_to(there_R1, x_RD.shape), x_RD, ops.zeros(x_RD.shape, x_RD.dtype))
 
 
 class Permute(nn.Cell):
@@ -140,32 +174,35 @@ class Permute(nn.Cell):
         return _rows_of_tokens(x_ND, token_R, row_Nk)
 
     def bprop(self, x_ND, token_R, row_Nk, out, grad_RD):
-        grad_ND = ops.gather(grad_RD, row_Nk.reshape(-1), 0).reshape(*row_Nk.shape, -1).sum(1)
-        return grad_ND, ops.zeros_like(token_R), ops.zeros_like(row_Nk)
+        grad_ND = mint.index_select(grad_RD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1).sum(1)
+        return grad_ND, *_no_gradients(token_R, row_Nk)
 
 
 class Unpermute(nn.Cell):
     """As in cpu/moe.py, by gathers."""
 
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
-        y_NkD = ops.gather(y_RD, row_Nk.reshape(-1), 0).reshape(*row_Nk.shape, -1)
+        y_NkD = mint.index_select(y_RD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
         return (y_NkD * gates_Nk.astype(y_RD.dtype).expand_dims(-1)).sum(1)
 
     def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
-        grad_RD = _rows_of_tokens(grad_ND, token_R, row_Nk)
+        grad_RD, row_A = _rows_of_tokens(grad_ND, token_R, row_Nk), row_Nk.reshape(-1)
         products_R = (y_RD.astype(mstype.float32) * grad_RD.astype(mstype.float32)).sum(-1)
-        grad_gates = ops.gather(products_R, row_Nk.reshape(-1), 0).reshape(row_Nk.shape).astype(gates_Nk.dtype)
+        grad_gates = _take(products_R, row_A).reshape(row_Nk.shape).astype(gates_Nk.dtype)
         gate_R = ops.zeros((y_RD.shape[0],), y_RD.dtype)
-        gate_R = ops.tensor_scatter_elements(gate_R, row_Nk.reshape(-1), gates_Nk.astype(y_RD.dtype).reshape(-1))
-        grad_y = grad_RD * gate_R.expand_dims(-1)
-        return grad_y, grad_gates, ops.zeros_like(token_R), ops.zeros_like(row_Nk)
+        gate_R = mint.scatter(gate_R, 0, row_A.astype(mstype.int64), gates_Nk.astype(y_RD.dtype).reshape(-1))
+        return grad_RD * gate_R.expand_dims(-1), grad_gates, *_no_gradients(token_R, row_Nk)
+
+
+def _no_gradients(token_R, row_Nk):
+    return ops.zeros(token_R.shape, token_R.dtype), ops.zeros(row_Nk.shape, row_Nk.dtype)
 
 
 def _rows_of_tokens(x_ND, token_R, row_Nk):
     """x[token_R], with zeros for safe tokens."""
     if token_R.shape[0] > row_Nk.shape[0] * row_Nk.shape[1]:
         x_ND = ops.concat((x_ND, ops.zeros((1, x_ND.shape[1]), x_ND.dtype)))
-    return ops.gather(x_ND, token_R, 0)
+    return mint.index_select(x_ND, 0, token_R)
 
 
 class FusedPermute(nn.Cell):

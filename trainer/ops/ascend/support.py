@@ -40,7 +40,7 @@ SUPPORT: Mapping[str, Support] = {
     "SwigluGrad": Support((_ANY, _ANY), 2, "swiglu"),
     "FlashAttentionScore": Support((_HALF,) * 3 + (frozenset({"bool", "uint8"}),), 3, "flash_attention_score"),
     "FlashAttentionScoreGrad": Support((_HALF,) * 4, 4, "flash_attention_score"),
-    "GroupedMatmul": Support((frozenset({"float16", "float"}),) * 2 + (frozenset({"int64"}),), 2, "grouped_matmul"),
+    "GroupedMatmulV4": Support((_ANY, _ANY, frozenset({"int64"})), 2, "grouped_matmul_v4"),
     "MoeTokenPermute": Support((_ANY, _INDEX), 0, "moe_token_permute"),
     "MoeTokenPermuteGrad": Support((_ANY, frozenset({"int32"})), 0, "moe_token_permute"),
     "InnerMoeTokenUnpermute": Support((_UNKNOWN, frozenset({"int32"})), 0, "moe_token_unpermute"),

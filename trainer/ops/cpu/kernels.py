@@ -12,11 +12,18 @@ heads, G = H / K, d width of a query or key.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SiLU, SiLUGrad
+
+from trainer.ops.dropout import DropoutKey, dropout_mask
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
 
 
 def _ones(*shape: int) -> Tensor:
@@ -124,7 +131,8 @@ class Rotary(nn.Cell):
 
     def bprop(self, x_NC, cos_NC, sin_NC, out, grad_NC):
         turned_NC = self.matmul_bt((grad_NC * sin_NC).reshape(-1, self.head_size), self.rotate_dd).reshape(x_NC.shape)
-        return grad_NC * cos_NC + turned_NC, ops.zeros_like(cos_NC), ops.zeros_like(sin_NC)
+        no_grad = ops.zeros(cos_NC.shape, cos_NC.dtype)
+        return grad_NC * cos_NC + turned_NC, no_grad, no_grad
 
 
 class SwiGLU(nn.Cell):
@@ -252,6 +260,16 @@ class _AttentionCore(nn.Cell):
         return self.cast(x, self.dtype) if self.half else x
 
 
+class Dropout(nn.Cell):
+    """(x, mask) -> x times the mask. The mask has the rate in it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+
+    def construct(self, x, mask):
+        return x * mask
+
+
 class CrossEntropy(nn.Cell):
     """Sum over valid tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
 
@@ -315,12 +333,58 @@ class _CrossEntropyCore(nn.Cell):
         return grad_x_ND, grad_weight_VD, ops.zeros_like(labels_N), ops.zeros_like(valid_N1)
 
 
+class OneHot(nn.Cell):
+    """index -> float32 [..., size], 1 at the index."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.size, self.one_hot = size, P.OneHot()
+        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+
+    def construct(self, index):
+        return self.one_hot(index, self.size, self.on, self.off)
+
+
+def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
+    """x[index], [N, D]."""
+    return ops.gather(x_RD, index_N, 0)
+
+
+def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
+    """store[index] = x, in place."""
+    P.ScatterUpdate()(store_RD, index_N, x_ND)
+
+
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
     """The tables that `Rotary` takes: the columns of all heads side by side, [N, heads * d], rounded to `dtype`."""
     tables = [Tensor(table) for table in (cos_Nd, sin_Nd)]
     if dtype != mstype.float32:
         tables = [table.astype(dtype).astype(mstype.float32) for table in tables]
     return tuple(ops.tile(table, (1, heads)) for table in tables)
+
+
+class AttentionMasks:
+    """Makes the masks that `Attention` takes from the documents that the tokens belong to."""
+
+    def __init__(self, settings: ModelConfig) -> None:
+        self.heads, self.kv_heads = settings.num_heads, settings.kv_heads
+
+    def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Causal and within a document; with `window` each token sees so many tokens, itself included."""
+        length = segment_ids_BT.shape[1]
+        allowed_BTT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & np.tri(length, dtype=bool)
+        if window is not None:
+            allowed_BTT &= ~np.tri(length, k=-window, dtype=bool)
+        return attention_mask(allowed_BTT, self.heads, self.kv_heads)
+
+    def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Shape of the attention's probabilities, [B*K, T*G, T]."""
+        return rows * self.kv_heads, length * (self.heads // self.kv_heads), length
+
+
+def attention_options(settings: ModelConfig, window: int | None) -> dict[str, Any]:
+    """What `Attention` must know beside its sizes: nothing, its masks tell it."""
+    return {}
 
 
 def attention_mask(allowed_BTT: np.ndarray, heads: int, kv_heads: int) -> tuple[Tensor, Tensor | None]:
@@ -342,6 +406,15 @@ def cached_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
     bias_BQS = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min)
     bias = np.repeat(bias_BQS, heads // kv_heads, axis=1).reshape(rows, 1, -1)
     return ops.tile(Tensor(bias), (1, kv_heads, 1)).reshape(rows * kv_heads, -1, keys)
+
+
+def draw_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:
+    """A mask as `Dropout` takes it, drawn on the host."""
+    return Tensor(dropout_mask(key, site, shape, rate))
+
+
+draw_factors = draw_mask
+"""A mask as `Attention` takes it."""
 
 
 def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:

@@ -1,0 +1,66 @@
+"""What a step reports of losses, gradients and routers, as float32 tensors that stay on the device.
+
+`trainer/ops/cpu/measures.py` says what the functions return. A step reads the results together, in one small tensor.
+
+Legend: as in cpu/measures.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from mindspore import Parameter, Tensor, mint, ops
+from mindspore import dtype as mstype
+
+from trainer.ops.routing import Routing, RoutingCounts
+
+_TINY = 1e-20
+
+
+def add_up(scalars: Sequence[Tensor]) -> Tensor:
+    return scalars[0] if len(scalars) == 1 else mint.sum(mint.stack(list(scalars)))
+
+
+def squares(gradients: Sequence[Tensor]) -> Tensor:
+    # One operator without a copy of the gradient; its square overflows only where the sum of squares would.
+    norms_P = mint.stack([mint.norm(gradient, dtype=mstype.float32) for gradient in gradients])
+    return norms_P * norms_P
+
+
+def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], each: bool) -> Tensor:
+    number = squares_P.shape[0]
+    from_end_P = Tensor(np.arange(number, 0, -1, dtype=np.float32))
+    bad = mint.max(mint.where(mint.isfinite(squares_P), mint.zeros_like(squares_P), from_end_P))
+    of_groups = [mint.sum(mint.index_select(squares_P, 0, Tensor(np.array(group, np.int32)))) for group in groups]
+    return mint.cat([mint.stack([mint.sum(squares_P), bad, *of_groups]), *([squares_P] if each else [])])
+
+
+def spread(squares_P: Tensor, factors_P: np.ndarray, places: Sequence[int]) -> Tensor:
+    parts = mint.cat([squares_P * Tensor(factors_P.astype(np.float32)), mint.zeros(1)])
+    return mint.index_select(parts, 0, Tensor(np.array(places, np.int32)))
+
+
+def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: Sequence[Tensor]) -> RoutingCounts:
+    kept_LE = mint.stack([routing.kept_E for routing in routings]).astype(mstype.float32)
+    requested_LE = mint.stack([routing.requested_E for routing in routings]).astype(mstype.float32)
+    entropy_L = mint.stack([_entropy(scores_NE) for scores_NE in scores])
+    return RoutingCounts(tuple(layers), kept_LE, requested_LE, entropy_L * mint.sum(requested_LE, 1))
+
+
+def _entropy(scores_NE: Tensor) -> Tensor:
+    p_NE = scores_NE / (mint.sum(scores_NE, 1, keepdim=True) + _TINY)
+    return -mint.sum(p_NE * mint.log(p_NE + _TINY)) / scores_NE.shape[0]
+
+
+def router_rates(counts: RoutingCounts) -> Tensor:
+    total_L = mint.sum(counts.requested, 1)
+    most_one_L = mint.clamp(total_L, 1.0)
+    dropped_L = (total_L - mint.sum(counts.kept, 1)) / most_one_L
+    busiest_L = mint.amax(counts.requested, 1) * counts.requested.shape[1] / most_one_L
+    uneven_L = mint.where(total_L > 0, busiest_L, mint.ones_like(busiest_L))
+    return mint.stack([dropped_L, uneven_L, counts.entropy_sum / most_one_L])
+
+
+def move_bias(bias_E: Parameter, requested_E: Tensor, rate: float) -> None:
+    ops.assign(bias_E, bias_E + mint.sign(mint.mean(requested_E) - requested_E) * rate)

@@ -1,0 +1,67 @@
+"""What a step reports of losses, gradients and routers, computed on the host: float64 where numbers are added up.
+
+`trainer/ops/ascend/measures.py` has the same functions for results that stay on the device.
+
+Legend: P gradients, L layers with experts, E experts, N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from trainer.ops.cpu.kernels import sum_of_squares
+from trainer.ops.routing import Routing, RoutingCounts
+
+
+def add_up(scalars: Sequence[Tensor]) -> float:
+    """The sum of scalars, one after the other."""
+    return sum(float(scalar.asnumpy()) for scalar in scalars)
+
+
+def squares(gradients: Sequence[Tensor]) -> np.ndarray:
+    """The sum of the squared elements of each gradient, [P]."""
+    return np.array([sum_of_squares(gradient) for gradient in gradients], np.float64)
+
+
+def square_sums(squares_P: np.ndarray, groups: Sequence[Sequence[int]], each: bool) -> np.ndarray:
+    """Sums of `squares`: of all; then P less the index of the first gradient that is not finite, 0 if all are; then of
+    the gradients of each group; with `each` also those of the single gradients."""
+    bad = next((len(squares_P) - place for place, square in enumerate(squares_P) if not math.isfinite(square)), 0)
+    of_groups = [math.fsum(squares_P[place] for place in group) for group in groups]
+    return np.array([math.fsum(squares_P), bad, *of_groups, *(squares_P if each else ())])
+
+
+def spread(squares_P: np.ndarray, factors_P: np.ndarray, places: Sequence[int]) -> np.ndarray:
+    """For each of the places the product of its square and its factor; zero for place P."""
+    return np.append(squares_P * factors_P, 0.0)[list(places)]
+
+
+def routing_counts(
+    layers: Sequence[int], routings: Sequence[Routing], scores: Sequence[np.ndarray | Tensor]
+) -> RoutingCounts:
+    """The counts of a micro-batch from the routing and the router's scores [N, E] of each layer."""
+    requested = np.stack([np.asarray(routing.requested_E) for routing in routings])
+    entropy = np.array([_entropy(np.asarray(scores_NE)) for scores_NE in scores])
+    kept = np.stack([np.asarray(routing.kept_E) for routing in routings])
+    return RoutingCounts(tuple(layers), kept, requested, entropy * requested.sum(1))
+
+
+def _entropy(scores_NE: np.ndarray) -> float:
+    """Mean over tokens of the entropy of the normalised scores, in nats."""
+    p_NE = scores_NE / (scores_NE.sum(axis=1, keepdims=True) + np.float32(1e-20))
+    return float(-(p_NE * np.log(p_NE + np.float32(1e-20))).sum(axis=1, dtype=np.float64).mean())
+
+
+def router_rates(counts: RoutingCounts) -> np.ndarray:
+    """Drop rate, load imbalance and entropy of each layer, [3, L]; see `RoutingCounts`."""
+    return np.stack([counts.drop_rate, counts.load_imbalance, counts.entropy])
+
+
+def move_bias(bias_E: Parameter, requested_E: np.ndarray, rate: float) -> None:
+    """Adds `rate` for the experts with less than the mean load, and takes it from those with more."""
+    step_E = np.sign(requested_E.mean() - requested_E) * rate
+    bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))
