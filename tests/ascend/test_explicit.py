@@ -23,8 +23,8 @@ TASKS = "trainer.dryrun.tasks"
 CAPACITY = {"moe_config": {"capacity_factor": 1.5}}
 SIGMOID = {
     "moe_config": {
-        "scoring_func": "sigmoid", "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "topk_bias_update_rate": 0.001,
-        "shared_expert_num": 1, "first_k_dense_replace": 1,
+        "scoring_func": "sigmoid", "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+        "topk_bias_update_rate": 0.001, "shared_expert_num": 1, "first_k_dense_replace": 1,
     }
 }  # fmt: skip
 ONE_RANK = {
@@ -70,6 +70,7 @@ EIGHT_RANKS = {
 CASES = ONE_RANK | EIGHT_RANKS
 
 
+MOST_HOST_BYTES = 100_000
 # Kernels of CANN's legacy library that a step may still start.
 LEGACY = frozenset((
     "Adam", "AddN", "ApplyGradientDescent", "ApplyMomentum", "Assign", "BiasAdd", "BiasAddGrad", "CumSum", "FillV2",
@@ -85,6 +86,7 @@ def test_it_runs(bench: Bench, name: str) -> None:
     assert found.found.get("updated", True), found.found
     assert found.legacy.keys() <= LEGACY
     assert found.peak_bytes > 0
+    assert found.host_bytes <= MOST_HOST_BYTES
 
 
 @pytest.mark.parametrize("kind", ["data parallel", "shared state", "experts", "collectives"])
@@ -97,12 +99,12 @@ def test_all_ranks_communicate_alike(bench: Bench, kind: str) -> None:
 def test_every_gradient_is_summed_once(bench: Bench) -> None:
     found = bench("data parallel, rank 3 of 8")
     summed = sum(each.bytes for each in found.collectives if each.name == "AllReduce")
-    assert summed == pytest.approx(4 * found.found["parameters"], rel=0.01)
+    assert summed == pytest.approx(4 * found.found["parameters"], abs=1000)  # and some numbers beside them
 
 
 def test_memory_that_settings_save(bench: Bench) -> None:
     peak = {name: bench(name).peak_bytes for name in CASES}
     assert peak["recomputed"] < peak["dense"]
-    assert peak["shared state, rank 0 of 8"] < 0.8 * peak["data parallel, rank 0 of 8"]
+    assert peak["shared state, rank 0 of 8"] < 0.9 * peak["data parallel, rank 0 of 8"]
     assert peak["LoRA"] < peak["frozen"] < peak["mode 1"]
     assert peak["evaluation"] < peak["mode 1"] / 2

@@ -20,7 +20,7 @@ WHERE = [(name, shared, 0) for name in CUTS for shared in (False, True)] + [("pi
 CASES = {
     f"{name}{', hsdp' if shared else ''}, rank {rank}": on_ascend(
         SEMI, {"parallel_config": CUTS[name], "parallel": SHARED if shared else {}},
-        ranks=8, rank=rank, process="hsdp" if shared else "",
+        ranks=8, rank=rank, process=f"{name if 'pipeline' in name else ''}{shared}",
     )
     for name, shared, rank in WHERE
 }  # fmt: skip

@@ -21,6 +21,8 @@ _OWN = str(_PACKAGE / "dryrun")
 _READERS = ("asnumpy", "_item", "_tolist", "get_bytes")
 """The methods of a tensor through which Python reads it: all others call one of these."""
 _NUMBER = re.compile(r"-op\d+$")
+_VARIANT = re.compile("^DistComm|^InnerComm|(IntoTensor|Tensor|Single)(Uneven)?$")
+"""What MindSpore's names of functional collectives have beside the name of the collective."""
 
 
 @contextlib.contextmanager
@@ -74,8 +76,8 @@ def ours(file: str, line: int) -> str:
 class ExecutionOrder:
     """What MindSpore notes of every kernel that it starts operator by operator or in a graph, up to now.
 
-    It collects the order of execution in a dry run and writes it below the working directory when it forgets it. Kernels
-    of CANN's current library that Python calls operator by operator are not in it.
+    It collects the order of execution in a dry run, and writes it below the working directory when it forgets it.
+    Kernels of CANN's current library that Python calls operator by operator are not in it.
     """
 
     def __init__(self) -> None:
@@ -110,4 +112,5 @@ def _rows(name: str) -> Iterator[dict[str, str]]:
 def _collective(row: Mapping[str, str]) -> Collective:
     end = "output" if row["primitive"] == "Receive" else "input"
     ranks = tuple(map(int, row["comm_rank"].split()))
-    return Collective(row["primitive"], row[f"{end}_type"].lower(), int(row[f"{end}_size"]), ranks)
+    name = _VARIANT.sub("", row["primitive"])
+    return Collective(name, row[f"{end}_type"].lower(), int(row[f"{end}_size"]), ranks)
