@@ -393,6 +393,23 @@ class Receive(nn.Cell):
         return (ops.zeros_like(trained),)
 
 
+def all_to_all(x: Tensor, group: str, ranks: int) -> Tensor:
+    """In a graph: sends row r of [ranks, ...] to rank r of a group, which gets them in the order of ranks."""
+    return P.AlltoAll(ranks, 0, 0, group)(x)
+
+
+def all_to_all_rows(rows: Tensor, send: Tensor, receive: Tensor, group: str) -> Tensor:
+    """In a graph on an Ascend: exchanges rows [n, width] within a group, with a gradient.
+
+    Args:
+        rows: Those for the first rank of the group first.
+        send: How many of them go to each rank, int64 in the host's memory; a tuple where it is known beforehand.
+        receive: How many rows come from each rank, likewise.
+    """
+    width = rows.shape[1]
+    return P.AlltoAllV(group=group, block_size=width)(rows.reshape(-1), send, receive).reshape(-1, width)
+
+
 def has_all_operators() -> bool:
     """Whether the device has every collective, and sums all dtypes; a CPU has a few of them."""
     return mindspore.get_context("device_target") != "CPU"

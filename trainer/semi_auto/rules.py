@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.parallel.world import World
 
 _NOT_YET = "not yet supported in semi-automatic mode"
+_FUSED = ("openstate", "allreduce", "allgather", "reducescatter")
 _INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
 
 
@@ -44,8 +45,12 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
         yield Notice(text, "ignored")
     if config.context.mode == 1:
         yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
-    if config.network.labels_text == "tokens" and config.decoder.mtp_depth:
-        yield "mtp_depth: the loss of a step is what is minimised, the multi-token prediction modules included"
+    if config.network.labels_text == "tokens":
+        parts = "multi-token prediction modules" if config.decoder.mtp_depth else ""
+        if config.decoder.moe_layers:
+            parts += (" and " if parts else "") + "balance losses of the experts"
+        if parts:
+            yield f"the loss of a training step is what is minimised, the {parts} included"
 
 
 def sharing_level(config: Config) -> str:
@@ -116,9 +121,45 @@ def _degrees(config: Config) -> Iterator[Problem]:
     if section.use_seq_parallel and tokens % section.model_parallel:
         rule = f"the {tokens} tokens of a micro-batch are not divisible by model_parallel {section.model_parallel}"
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
-    for name in ("context_parallel", "expert_parallel"):
-        if getattr(section, name) > 1:
-            yield problem(config, f"parallel_config.{name}", _NOT_YET, "set it to 1")
+    if section.context_parallel > 1:
+        yield problem(config, "parallel_config.context_parallel", _NOT_YET, "set it to 1")
+    yield from _communication(config)
+    yield from _expert_parallel(config)
+
+
+def _expert_parallel(config: Config) -> Iterator[Problem]:
+    section, settings, key = config.parallel_config, config.decoder, "parallel_config.expert_parallel"
+    if settings.experts is None:
+        if section.expert_parallel > 1:
+            yield problem(config, key, "the model has no experts", "set it to 1")
+        return
+    if config.do_eval:
+        rule = f"{_NOT_YET} with experts, whose graph counts their assignments for the step"
+        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
+        yield problem(config, "do_eval", rule, fix)
+    number, tokens = settings.experts.expert_num, config.runner_config.batch_size * settings.seq_length
+    if number % section.expert_parallel:
+        fix = "set it to a divisor of the number of experts"
+        yield problem(config, key, f"the ranks of a group share the {number} experts of a layer equally", fix)
+    if tokens % section.model_parallel:
+        rule = f"its ranks share the {tokens} tokens of a micro-batch for the experts, which it must divide"
+        yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
+    if settings.down_has_bias:
+        fix = f"set it to False, {_INSTEAD}"
+        yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
+
+
+def _communication(config: Config) -> Iterator[Problem]:
+    unknown = [name for name in config.parallel.comm_fusion or () if name not in _FUSED]
+    if unknown:
+        rule = f"MindSpore joins {', '.join(_FUSED[1:])}"
+        yield problem(config, "parallel.comm_fusion", rule, f"write one of {', '.join(_FUSED)}", value=unknown[0])
+    size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    copies = config.parallel_config.data_parallel
+    if size == 0 or (size > 0 and copies and size <= copies and copies % size):
+        key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+        rule = f"must divide data_parallel {copies}" if size else "must be the number of ranks that share a weight"
+        yield problem(config, key, rule, "write -1 for all of them")
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -168,9 +209,6 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
     if settings.window_layers:
         yield problem(config, f"{model}.sliding_window", _NOT_YET, f"use a model without a window, {_INSTEAD}")
-    if settings.experts is not None:
-        key = f"{model}.moe_config.expert_num"
-        yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":

@@ -17,7 +17,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from trainer.config.checks.parallel import degrees_of
 from trainer.data.batches.batch import Batch, padding_batch
 from trainer.ops.measures import device_measures, read_together
-from trainer.step.accumulate import WindowGradients, valid_tokens
+from trainer.ops.routing import RouterRates
+from trainer.step.accumulate import Votes, WindowGradients, valid_tokens
 from trainer.step.clip import norm_groups
 from trainer.step.guards import Guards
 from trainer.step.train_step import Saved, StepResult, apply_window
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
+    from trainer.semi_auto.experts import GraphRouters
     from trainer.semi_auto.shards import ShardedParameters
 
 
@@ -106,6 +108,7 @@ class GraphStep:
         window: Shape of the batch of a step, all micro-batches and ranks together.
         model: For evaluations: batch -> the sum of the losses of its tokens.
         gives_loss: Whether this rank has the loss.
+        routers: Of the layers with experts; None for a dense model.
         stop_at_bad_loss: As in `TrainStep`.
     """
 
@@ -125,28 +128,33 @@ class GraphStep:
         communicator: Communicator,
         model: Callable[[Batch], LossSums] | None = None,
         gives_loss: bool = True,
+        routers: GraphRouters | None = None,
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.network, self.cell, self.optimizer, self.schedule = network, cell, optimizer, schedule
         self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
-        self.gives_loss, self.model = gives_loss, model
+        self.gives_loss, self.routers, self.model = gives_loss, routers, model
         self.guards = Guards(wrapper, stop_at_bad_loss)
         self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
 
-    def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
         lr, scale = self.schedule(self.optimizer.updates), self.guards.scale
-        window = self.differentiate(micro_batches, scale)
+        window = self.differentiate(micro_batches, scale, votes)
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
             ops.assign(total, ops.zeros_like(total))
+        if self.routers is not None and window.routing is not None:
+            if result.updated:
+                self.routers.update_bias(window.routing)
+            self.routers.clear()
         return result
 
     def build_inputs(self, batch: Batch) -> Batch:
         """What `model` takes: it cuts the batch itself."""
         return batch
 
-    def differentiate(self, micro_batches: Sequence[Batch], scale: float) -> WindowGradients:
+    def differentiate(self, micro_batches: Sequence[Batch], scale: float, votes: Votes | None) -> WindowGradients:
         """Loss of the window, and the gradients of this rank's shards times the loss scale."""
         tokens = sum(valid_tokens(batch) for batch in micro_batches)
         if tokens == 0:
@@ -158,13 +166,23 @@ class GraphStep:
         # In a pipeline only the ranks of the last stage have the loss.
         own_loss = [device_measures().add_up([loss]), 1.0] if self.gives_loss else [0.0, 0.0]
         squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))
-        *loss_and_count, squares = self.communicator.sums([*own_loss, squares])
+        own_votes = [] if votes is None else [np.array(votes(), np.float64)]
+        total, count, squares, *all_votes = self.communicator.sums([*own_loss, squares, *own_votes])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
         sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
-        total, count, sums = read_together([*loss_and_count, sums])
-        loss = float(total) / max(float(count), 1) / scale
-        # 0: a micro-batch without labels is not left out
-        return WindowGradients(loss, tokens, 0, own, norms=groups.norms(sums))
+        routing = None if self.routers is None else self.routers.counts()
+        rates = [] if routing is None else [device_measures().router_rates(routing)]
+        total, count, sums, *others = read_together([total, count, sums, *rates, *all_votes])
+        return WindowGradients(
+            float(total) / max(float(count), 1) / scale,
+            tokens,
+            0,  # a micro-batch without labels is not left out
+            own,
+            norms=groups.norms(sums),
+            routing=routing,
+            router_rates=None if routing is None else RouterRates(routing.layers, *others[0]),
+            votes=None if votes is None else others[-1],
+        )
 
     def by_name(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """The gradients by the names of their weights.
