@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from trainer.cli.main import main
+        from trainer.cli.main import program
     except ModuleNotFoundError as missing:
         print(
             f"error: the package {missing.name} is not installed for {sys.executable}\n"
@@ -13,4 +13,4 @@ if __name__ == "__main__":
             file=sys.stderr,
         )
         sys.exit(2)
-    main()
+    program()

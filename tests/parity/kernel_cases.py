@@ -12,8 +12,8 @@ import numpy as np
 import numpy_kernels
 from mindspore import Tensor, nn, ops
 
-from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.ops.cpu import kernels as reference
+from trainer.ops.dropout import DropoutKey, dropout_mask
 
 ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4
 N, HIDDEN, WIDTH, VOCABULARY, EPS = ROWS * TOKENS, 6, 9, 11, 1e-5

@@ -159,7 +159,7 @@ def test_kernels_that_are_taken_out_are_missing() -> None:
     config = config_of(num_layers=1)
     precision = resolve_precision(config.decoder, None, "Ascend")
     plain = load_kernels(select_kernels(config.decoder, "CPU", precision), precision)
-    taken = ("rotary", "rotary_tables", "swiglu", "attention", "attention_mask", "rms_norm")
+    taken = ("rotary", "rotary_tables", "swiglu", "attention", "attention_masks", "attention_options", "rms_norm")
     others = {name: getattr(plain, name) for name in taken}
     audit = audit_ascend(config, lambda kernels: replace(kernels, **others))
     missing = [

@@ -11,8 +11,8 @@ from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, s
 from tolerances import decoder_limits
 
 from trainer.data import Batch
-from trainer.models import decoder
-from trainer.models.dropout import DropoutKey
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.dropout import DropoutKey
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
 
@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny: TinyTraine
 
 def loss_of(step: TrainStep, batch: Batch, number: int, updates: int = 0) -> float:
     step.optimizer.updates = updates
-    return step.backward(batch, number, 1.0).loss_sum.asnumpy()
+    return float(step.backward(batch, number, 1.0).loss_sum.asnumpy())
 
 
 def test_step_micro_batch_and_rank_each_change_the_masks(tiny: TinyTrainer, window: list[Batch]) -> None:
@@ -71,13 +71,13 @@ def test_every_mask_of_a_run_has_its_own_name(
 ) -> None:
     """Two steps of three micro-batches with a loss, two layers of three places: no two masks share key and site."""
     drawn: list[tuple[DropoutKey, int]] = []
-    original = decoder.dropout_mask
+    original = reference.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
         drawn.append((key, site))
         return original(key, site, shape, rate)
 
-    monkeypatch.setattr(decoder, "dropout_mask", recording)
+    monkeypatch.setattr(reference, "dropout_mask", recording)
     step = tiny.step(seed=9, rank=0)
     for _ in range(2):
         step(window)

@@ -298,7 +298,7 @@ def test_a_shared_instance_is_the_trap_that_the_kernels_avoid() -> None:
 def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> list[Tensor | None]:
     """Arguments of `Block` for one row."""
     tables = InputBuilder(settings, kernels).tables(np.arange(TOKENS))
-    masks = kernels.attention_mask(CAUSAL[:1], settings.num_heads, settings.kv_heads)
+    masks = kernels.attention_masks(settings)(np.zeros((1, TOKENS), np.int32))
     scores = (settings.kv_heads, settings.num_heads // settings.kv_heads * TOKENS, TOKENS)
     stream = (TOKENS, settings.hidden_size)
     drops = [Tensor(normal(*shape)) if dropout else None for shape in (scores, stream, stream)]

@@ -20,11 +20,11 @@ from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, s
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.checkpoint.adapters import merged
-from trainer.models import decoder
 from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
-from trainer.models.dropout import DropoutKey, dropout_mask
 from trainer.models.shapes import adapter_shapes, block_names, parameter_shapes
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.dropout import DropoutKey, dropout_mask
 from trainer.step.evaluate import evaluate
 
 RANK, ALPHA, RATE = 3, 7.5, 0.25
@@ -264,13 +264,13 @@ def test_dropout_repeats_and_the_compiled_block_uses_its_masks(dropping: TinyTra
 
 
 def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, original = [], decoder.dropout_mask
+    drawn, original = [], reference.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
         drawn.append((site, shape, rate))
         return original(key, site, shape, rate)
 
-    monkeypatch.setattr(decoder, "dropout_mask", recording)
+    monkeypatch.setattr(reference, "dropout_mask", recording)
     losses_and_gradients(dropping, make_batch(1, 4))
     # Two layers with three other sites each, then seven for each layer, in forward order.
     adapters = [(site, shape) for site, shape, rate in drawn if rate == RATE]

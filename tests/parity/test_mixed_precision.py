@@ -21,11 +21,12 @@ from mindspore import dtype as mstype
 from numpy_kernels import distance
 from tiny_trainer import TOKENS, VOCABULARY, config_of, make_batch
 
+from trainer.models.compute_weights import in_float32
 from trainer.models.decoder import Decoder
-from trainer.models.dropout import DropoutKey
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
 from trainer.ops.cpu import kernels as reference
+from trainer.ops.dropout import DropoutKey
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
@@ -77,8 +78,10 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
         loss = model.decoder(inputs, dropout).total
         return loss * scale, loss
 
-    backward = mindspore.value_and_grad(scaled, None, list(parameters.values()), has_aux=True)
-    (_, loss), gradients = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
+    weights = model.decoder.compute_weights
+    backward = mindspore.value_and_grad(scaled, None, weights.leaves(parameters), has_aux=True)
+    (_, loss), found = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
+    gradients = in_float32(found)
     assert loss.dtype == FULL
     return Result(float(loss.asnumpy()), dict(zip(parameters, gradients, strict=True)))
 

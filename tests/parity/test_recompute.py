@@ -17,8 +17,8 @@ from recompute_memory import LAYERS
 from tiny_trainer import assert_same_bits, make_batch, shared_trainer, state_of
 
 from trainer.data import Batch
-from trainer.models import decoder
-from trainer.models.dropout import DropoutKey
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.dropout import DropoutKey
 from trainer.step.accumulate import accumulate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -81,13 +81,13 @@ def test_the_same_bits_without_compilation(window: list[Batch], kind: str) -> No
 def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Correctness 12, of what there is to replay: the backward pass meets the forward pass' masks, each once more."""
     drawn: list[tuple[DropoutKey, int]] = []
-    original = decoder.dropout_mask
+    original = reference.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
         drawn.append((key, site))
         return original(key, site, shape, rate)
 
-    monkeypatch.setattr(decoder, "dropout_mask", recording)
+    monkeypatch.setattr(reference, "dropout_mask", recording)
     trainer = shared_trainer(sections={"recompute_config": WHOLE}, **DROPOUT)
     accumulate(window, trainer.step().backward)
     sites, batches = range(6), (0, 1, 3)

@@ -56,7 +56,7 @@ def test_a_dense_model_in_one_compiled_graph(tied: bool) -> None:
     )(build(data))
 
     weights = {name: Tensor(parameter.asnumpy()) for name, parameter in model.parameters_by_name.items()}
-    arguments, structure, names = flat_arguments(settings, build(data), range(settings.num_layers), weights)
+    arguments, structure, names = flat_arguments(settings, kernels, build(data), range(settings.num_layers), weights)
     step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), structure, tuple(names))
     loss, found = mindspore.jit(step.construct)(*arguments)
     assert distance(loss.asnumpy(), expected.asnumpy()) < 1e-6
@@ -99,6 +99,6 @@ def test_experts_and_mtp_modules_give_the_same_loss(changes: dict, monkeypatch: 
 
     whole = FunctionalDecoder(settings, ascend, ROWS * TOKENS)
     layers = range(settings.num_layers + settings.mtp_depth)
-    arguments, structure, _ = flat_arguments(settings, inputs, layers, model.parameters_by_name)
+    arguments, structure, _ = flat_arguments(settings, ascend, inputs, layers, model.parameters_by_name)
     found = StepGraph(whole, structure, ())(*arguments)
     assert distance(found.asnumpy(), expected.asnumpy()) < 1e-6

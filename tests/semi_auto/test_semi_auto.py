@@ -333,29 +333,33 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SemiAutoBackend, "check_device", lambda backend, device: None)
 
 
-def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], Any]:
-    """Steps of the metrics, and the last checkpoint."""
+def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], list[tuple[float, int]], Any]:
+    """Steps of the metrics, loss and tokens of the evaluations, and the last checkpoint."""
     top = {
         "output_dir": str(folder), "report": False, "parallel": {"parallel_mode": mode}, "use_parallel": mode == 1,
         "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 60}},
+        "do_eval": True, "eval_step_interval": 5,
+        "eval_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 6}},
         "runner_config": {"batch_size": ROWS, "epochs": 2, "gradient_accumulation_steps": 2},
         "optimizer": {"type": "AdamW", "weight_decay": 0.1}, "lr_schedule": {"learning_rate": 0.01},
     }  # fmt: skip
     assert trainer.run.loop.run(config_of(top | more, num_layers=1)) == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     newest = max((folder / "checkpoints").glob("step-*"))
-    return [line for line in lines if "loss" in line], read_checkpoint(newest)
+    evaluated = [(line["eval_loss"], line["eval_tokens"]) for line in lines if "eval_loss" in line]
+    return [line for line in lines if "loss" in line], evaluated, read_checkpoint(newest)
 
 
 def test_a_run_and_one_that_goes_on_from_its_checkpoint(tmp_path: Path, on_a_cpu: None) -> None:
-    whole, last = trained(tmp_path / "whole", 1)
-    right, expected = trained(tmp_path / "explicit", 0)
+    whole, evaluated, last = trained(tmp_path / "whole", 1, recompute_config={"recompute": True})
+    right, evaluated_right, expected = trained(tmp_path / "explicit", 0)
     assert [line["tokens"] for line in whole] == [line["tokens"] for line in right] and len(whole) > 6
     np.testing.assert_allclose([line["loss"] for line in whole], [line["loss"] for line in right], 1e-5)
-    assert set(last.tensors["model"]) == set(expected.tensors["model"])
+    np.testing.assert_allclose(evaluated, evaluated_right, 1e-5)
+    assert len(evaluated) > 1 and set(last.tensors["model"]) == set(expected.tensors["model"])
     half = {"batch_size": ROWS, "epochs": 2, "gradient_accumulation_steps": 2, "stop_step": 3}
     trained(tmp_path / "resumed", 1, runner_config=half)
-    rest, again = trained(tmp_path / "resumed", 1, resume_training=True)
+    rest, _, again = trained(tmp_path / "resumed", 1, resume_training=True)
     assert [line["step"] for line in rest][-len(whole) + 3 :] == [line["step"] for line in whole[3:]]
     for part in ("model", "optimizer"):
         for name, array in last.tensors[part].items():

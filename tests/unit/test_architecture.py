@@ -72,7 +72,8 @@ FUSED_OPERATORS = frozenset(
     "ApplyRotaryPosEmb flash_attention_score FlashAttentionScore grouped_matmul grouped_matmul_v2 GroupedMatmul "
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
-ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.semi_auto.kernels_ascend")
+ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
+                  "trainer.ops.ascend.loss", "trainer.semi_auto.kernels_ascend")
 KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe", "trainer.ops.cpu.router",
                   "trainer.ops.cpu.experts", "trainer.semi_auto.kernels")
 COLLECTIVES = frozenset(

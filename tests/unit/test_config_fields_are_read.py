@@ -66,6 +66,7 @@ ELSEWHERE = {
     # trainer.config.recompute says what they mean for each layer.
     "recompute_config.select_recompute",
     "recompute_config.select_recompute_exclude",
+    "recompute_config.select_comm_recompute",
     # trainer.config.stages says which layers each stage of a pipeline has.
     "model.settings.offset",
     "model.settings.pp_interleave_num",

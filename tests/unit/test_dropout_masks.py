@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.models.dropout import DropoutKey, dropout_mask
+from trainer.ops.dropout import DropoutKey, dropout_mask
 
 KEY = DropoutKey(seed=1, rank=0, step=0, micro_batch=0)
 SHAPE = (50, 40)

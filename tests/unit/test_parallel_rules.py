@@ -152,7 +152,6 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: not yet supported in semi-automatic"]),
         ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
         ("run_mode: eval\nload_checkpoint: .\n", ["run_mode = 'eval': semi-automatic mode trains only"]),
-        ("do_eval: True\neval_dataset: {data_loader: {type: SyntheticDataset}}\n", ["do_eval = True: not yet"]),
         ("model.model_config.hidden_dropout=0.1", ["hidden_dropout = 0.1: not yet", "draws no masks", "set it to 0"]),
         ("model.model_config.moe_config.expert_num=4", ["expert_num = 4: not yet", "set it to 1"]),
     ],

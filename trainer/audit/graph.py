@@ -127,7 +127,8 @@ class _Layer(nn.Cell):
         self.has_experts = settings.is_moe_layer(layer)
         self.first = _MTP_WEIGHTS if layer >= settings.num_layers else 0
         self.end = self.first + len(block_weights(settings))
-        self.block = Block(settings, kernels, "attention" if self.has_experts else "block")
+        part, window = "attention" if self.has_experts else "block", kernels.window(settings, layer)
+        self.block = Block(settings, kernels, part, window)
         if self.has_experts:
             self.experts = MoeLayer(settings, kernels, compiled=False)
             self.capacity = settings.experts.capacity(tokens)
@@ -201,7 +202,11 @@ class _Flat(nn.Cell):
 
 
 def flat_arguments(
-    settings: ModelConfig, inputs: ModelInputs, layers: Sequence[int], weights: Mapping[str, Tensor]
+    settings: ModelConfig,
+    kernels: KernelSet,
+    inputs: ModelInputs,
+    layers: Sequence[int],
+    weights: Mapping[str, Tensor],
 ) -> tuple[list[Tensor], tuple, dict[int, str]]:
     """The arguments of a `StepGraph`: tensors, their structure, and the names of those that are weights."""
     arguments: list[Tensor] = []
@@ -212,7 +217,7 @@ def flat_arguments(
             return len(arguments) - 1
         return None if item is None else tuple(map(put, item))
 
-    structure = [put(group) for group in _input_groups(settings, inputs, layers)]
+    structure = [put(group) for group in _input_groups(settings, kernels, inputs, layers)]
     groups, first = weight_names(settings, layers, weights), len(arguments)
     structure.append(put([[None if name is None else weights[name] for name in group] for group in groups]))
     flat = [name for group in groups for name in group if name is not None]
@@ -228,7 +233,7 @@ def export_step(
     """
     zeros_BT, shapes = np.zeros((rows, length), np.int32), all_shapes(settings)
     inputs = InputBuilder(settings, kernels)(Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT))
-    arguments, structure, names = flat_arguments(settings, inputs, layers, described_tensors(shapes))
+    arguments, structure, names = flat_arguments(settings, kernels, inputs, layers, described_tensors(shapes))
     argnums = tuple(argnum for argnum, name in names.items() if name in trained)
     step = StepGraph(FunctionalDecoder(settings, kernels, rows * length, layers), structure, argnums)
     mode = mindspore.get_context("mode")
@@ -246,7 +251,9 @@ def trained_names(settings: ModelConfig, frozen: frozenset[str]) -> frozenset[st
     return frozenset(name for name in all_shapes(settings) if name not in frozen and not is_buffer(name))
 
 
-def _input_groups(settings: ModelConfig, inputs: ModelInputs, layers: Sequence[int]) -> Iterator[Any]:
+def _input_groups(
+    settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs, layers: Sequence[int]
+) -> Iterator[Any]:
     """The arguments of `FunctionalDecoder` before the weights."""
     yield inputs.ids_N, inputs.labels_N, inputs.valid_N1
     yield inputs.tables
@@ -254,23 +261,24 @@ def _input_groups(settings: ModelConfig, inputs: ModelInputs, layers: Sequence[i
     yield inputs.sequence_weights or ()
     mtp = [layer - settings.num_layers for layer in layers if layer >= settings.num_layers]
     yield [tuple(inputs.mtp[module]) for module in mtp]
-    yield [_dropped(settings, inputs) for _ in layers]
+    yield [_dropped(settings, kernels, inputs) for _ in layers]
 
 
-def _dropped(settings: ModelConfig, inputs: ModelInputs) -> list[Tensor | None]:
-    tokens = inputs.ids_N.shape[0]
-    rates = (settings.attention_dropout, settings.hidden_dropout, settings.hidden_dropout)
-    stream = (tokens, settings.hidden_size)
-    sizes = (inputs.scores_shape if rates[0] else stream, stream, stream)
+def _dropped(settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs) -> list[Tensor | None]:
+    tokens, hidden = inputs.ids_N.shape[0], settings.hidden_dropout
+    stream = kernels.mask_form((tokens, settings.hidden_size)) if hidden else None
+    scores = kernels.mask_form(inputs.scores_shape, of_scores=True) if settings.attention_dropout else None
     columns = attention_shapes(settings) | mlp_shapes(settings)
-    adapters = [(tokens, columns[f"{name}.weight"][1]) for name in dropped_projections(settings)]
-    drawn = [size if rate else None for size, rate in zip(sizes, rates, strict=True)] + adapters
-    return [None if size is None else described_tensors({"": size})[""] for size in drawn]
+    adapters = [
+        kernels.mask_form((tokens, columns[f"{name}.weight"][1])) for name in dropped_projections(settings)
+    ]
+    forms = [scores, stream, stream, *adapters]
+    return [None if form is None else described_tensors({"": form[0]}, form[1])[""] for form in forms]
 
 
-def described_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Float32 tensors of these shapes that take no memory: they share pages that nobody touches."""
-    pages = np.zeros(max((math.prod(shape) for shape in shapes.values()), default=0), np.float32)
+def described_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, Tensor]:
+    """Tensors of these shapes that take no memory: they share pages that nobody touches."""
+    pages = np.zeros(max((math.prod(shape) for shape in shapes.values()), default=0), dtype)
     return {name: Tensor.from_numpy(pages[: math.prod(shape)].reshape(shape)) for name, shape in shapes.items()}
 
 

@@ -144,6 +144,7 @@ def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
 
     for name, parameter in model.parameters_by_name.items():
         parameter.set_data(Tensor(np.ascontiguousarray(weights[name])))
+    model.compute_weights.refresh()
 
 
 def checkpoint_to_resume(config: Config) -> Path:

@@ -16,13 +16,14 @@ from mindspore import Tensor
 
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.state import Position, load_weights, save
-from trainer.config.checks.parallel import is_semi_auto
+from trainer.config.checks.parallel import degrees_of, is_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.mnist import ImageBatch
 from trainer.models.generate import Generator, Sampling
 from trainer.parallel import collectives
 from trainer.parallel.world import World
 from trainer.run.session import open_session, open_training, set_up_device
+from trainer.semi_auto.step import GraphStep
 from trainer.semi_auto.training import open_semi_auto_training
 from trainer.step.evaluate import evaluate
 
@@ -71,14 +72,14 @@ def _schedule(update: int) -> float:
 
 def parameters_of(step: Any) -> int:
     """Numbers in all parameters of this rank."""
-    parameters = step.parameters.own if step.model is None else step.model.parameters_by_name
+    parameters = step.parameters.own if isinstance(step, GraphStep) else step.model.parameters_by_name
     return sum(parameter.size for parameter in parameters.values())
 
 
 def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
     """The micro-batches of a step."""
     runner = run.config.runner_config
-    if step.model is None:  # the graph of semi-automatic mode takes all at once
+    if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
         return [tokens_batch(run, step.window.rows, number)]
     count = runner.gradient_accumulation_steps
     return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
@@ -105,12 +106,14 @@ def tokens_batch(run: Run, rows: int, seed: int) -> Batch:
 
 def evaluation(run: Run) -> dict[str, Any]:
     """Evaluates batches; each is a step."""
-    session = open_session(run.config, None, run.world, "Ascend")
+    graph = is_semi_auto(run.config)
+    session = open_step(run) if graph else open_session(run.config, None, run.world, "Ascend")
+    rows = run.config.runner_config.batch_size * (degrees_of(run.config, run.world).data_parallel if graph else 1)
     found = None
 
     def one(number: int) -> None:
         nonlocal found
-        batches = [batch_of(run, run.config.runner_config.batch_size, number)]
+        batches = [batch_of(run, rows, number)]
         found = evaluate(session.model, session.build_inputs, batches, lambda: False, session.communicator)
 
     run.measured_steps(one)
@@ -138,7 +141,7 @@ def checkpoint(run: Run) -> dict[str, Any]:
             keep_max=1, evaluations=EvalHistory(),
         )  # fmt: skip
         names = sorted(each.name for each in path.iterdir())
-    if step.model is not None:
+    if not isinstance(step, GraphStep):
         load_weights(step.model, saved.weights)
     step.load_optimizer(saved.optimizer, saved.updates)
     step.load_state(step.state())

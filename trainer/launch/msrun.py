@@ -27,7 +27,7 @@ ENCODING_VARIABLE = "PYTHONIOENCODING"
 # Isolated from the working directory and from PYTHON* variables: an agent needs the standard library and this package.
 _IN_REPOSITORY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})"
 _AGENT = [sys.executable, "-I", "-c", f"{_IN_REPOSITORY}; from trainer.launch.agent import main; sys.exit(main())"]
-_TRAINER = f"{_IN_REPOSITORY}; from trainer.cli.main import main; main()"
+_TRAINER = f"{_IN_REPOSITORY}; from trainer.cli.main import program; program()"
 
 # MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time and takes two thirds
 # of the memory. So it listens before the first worker asks, which would otherwise ask again only some seconds later.

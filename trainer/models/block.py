@@ -44,7 +44,7 @@ class AttentionLayer(nn.Cell):
     `weights` are all weights of the block, in the order of `block_names`.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, window: int | None = None) -> None:
         super().__init__()
         names = block_names(settings)
         self.qk_norm, self.head_size = settings.use_qk_norm, settings.head_size
@@ -59,7 +59,8 @@ class AttentionLayer(nn.Cell):
         turned = self.head_size, settings.rotary_size, settings.rope_interleave
         self.query_rotary, self.key_rotary = (kernels.rotary(*turned) for _ in range(2))
         self.heads, self.cache_heads = settings.num_heads, settings.kv_heads
-        self.attention = kernels.attention(self.heads, settings.kv_heads, self.head_size)
+        options = kernels.attention_options(settings, window)
+        self.attention = kernels.attention(self.heads, settings.kv_heads, self.head_size, **options)
         self.has_post_norm = settings.post_self_attn_layernorm
         self.post_norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
         self.post_norm_weight = names.index(POST_ATTENTION_NORM) if self.has_post_norm else None
@@ -118,27 +119,36 @@ class Block(nn.Cell):
 
     Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each
     new one. `part` is "block", or its sublayer "attention" or "mlp", which ignores weights and masks of the other one.
+    `window` is that of `KernelSet.window`.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, part: str = "block") -> None:
+    def __init__(
+        self, settings: ModelConfig, kernels: KernelSet, part: str = "block", window: int | None = None
+    ) -> None:
         super().__init__()
         self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
         if self.has_attention:
             layer = LatentAttentionLayer if settings.multi_latent_attention else AttentionLayer
-            self.attention, self.add_attention = layer(settings, kernels), P.Add()
+            self.attention, self.add_attention = layer(settings, kernels, window), P.Add()
+            self.drop_attention = kernels.dropout(settings.hidden_dropout)
         if self.has_mlp:
             self.mlp, self.add_mlp = MlpLayer(settings, kernels), P.Add()
+            self.drop_mlp = kernels.dropout(settings.hidden_dropout)
 
     def construct(
-        self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, late_mask, drop_attention, drop_out_ND, drop_mlp_ND, *weights
+        self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, more_mask, drop_scores, drop_attention, drop_mlp, *weights
     ):
         if self.has_attention:
-            masks = (mask, late_mask)
-            added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), masks, drop_attention, weights)
-            x_ND = self.add_attention(x_ND, added_ND if drop_out_ND is None else added_ND * drop_out_ND)
+            masks = (mask, more_mask)
+            added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), masks, drop_scores, weights)
+            if drop_attention is not None:
+                added_ND = self.drop_attention(added_ND, drop_attention)
+            x_ND = self.add_attention(x_ND, added_ND)
         if self.has_mlp:
             added_ND = self.mlp(x_ND, weights)
-            x_ND = self.add_mlp(x_ND, added_ND if drop_mlp_ND is None else added_ND * drop_mlp_ND)
+            if drop_mlp is not None:
+                added_ND = self.drop_mlp(added_ND, drop_mlp)
+            x_ND = self.add_mlp(x_ND, added_ND)
         return x_ND
 
 
@@ -153,24 +163,33 @@ class EmbeddingMapping(nn.Cell):
         return self.cast(self.linear(x_NI, weight_OI), x_NI.dtype)
 
 
-class Head(nn.Cell):
-    """Final norm, output projection and cross entropy: (x_ND, norm_E, weight_VE, labels_N, valid_N1) -> loss sum.
+class HeadInput(nn.Cell):
+    """What the output projection multiplies: (x_ND, norm_E[, mapping_ED]) -> normed x, [N, E].
 
-    E is D, or where a matrix maps the residual stream to the embedding's width, that width; `mapping_ED` comes last.
+    E is D, or where a matrix maps the residual stream to the embedding's width, that width.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
         self.maps, self.mapping = settings.maps_embedding, EmbeddingMapping(kernels)
-        self.cross_entropy = kernels.cross_entropy()
+
+    def construct(self, x_ND, norm_E, mapping_ED=None):
+        return self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
+
+
+class Head(nn.Cell):
+    """Final norm, output projection and cross entropy: (x_ND, norm_E, weight_VE, labels_N, valid_N1) -> loss sum.
+
+    E and `mapping_ED`, which comes last, as in `HeadInput`.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        super().__init__()
+        self.normed, self.cross_entropy = HeadInput(settings, kernels), kernels.cross_entropy()
 
     def construct(self, x_ND, norm_E, weight_VE, labels_N, valid_N1, mapping_ED=None):
         return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED), weight_VE, labels_N, valid_N1)
-
-    def normed(self, x_ND, norm_E, mapping_ED):
-        """What the output projection multiplies, [N, E]."""
-        return self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
 
 
 class MergeTokens(nn.Cell):

@@ -17,6 +17,7 @@ from mindspore.ops import operations as P
 
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
+from trainer.models.compute_weights import ComputeWeights
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Differentiable
@@ -24,8 +25,8 @@ from trainer.models.shapes import classifier_names, parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig
-    from trainer.models.dropout import DropoutKey
     from trainer.models.moe import RouterStatistics
+    from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
 
@@ -88,6 +89,7 @@ class Classifier(nn.Cell):
             name: Parameter(Tensor(initial_value(name, shape, settings, seed)), name, requires_grad=name not in frozen)
             for name, shape in parameter_shapes(settings).items()
         }
+        self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype)
         self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = Layers(settings, kernels)

@@ -9,7 +9,8 @@ Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary, H query heads,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,11 +18,11 @@ from mindspore import Parameter, Tensor, nn
 
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
-from trainer.models.dropout import DropoutKey, dropout_mask
+from trainer.models.compute_weights import ComputeWeights
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
-from trainer.models.recompute import Differentiable, LayerPart
+from trainer.models.recompute import Differentiable, LayerPart, compile_cell
 from trainer.models.shapes import (
     EMBEDDING,
     EXPERT_BIAS,
@@ -46,6 +47,7 @@ from trainer.ops.measures import device_measures
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
+    from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
 
@@ -159,12 +161,14 @@ class Decoder(DecoderWiring):
             )
             for name, shape in all_shapes(settings).items()
         }
+        experts_take_copies = kernels.cpu_router is None
+        self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype, experts_take_copies)
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
-        self.adapter_masks = AdapterMasks(settings)
+        self.adapter_masks = AdapterMasks(settings, kernels)
         self.embedding, self.final_norm = self.parameters_by_name[EMBEDDING], self.parameters_by_name[FINAL_NORM]
-        self.head_weight = self.embedding if settings.tie_word_embeddings else self.parameters_by_name[HEAD]
+        self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
         self.block, self.head = Block(settings, kernels), Head(settings, kernels)
         self.moe = MoeLayer(settings, kernels, compiled) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
@@ -173,13 +177,27 @@ class Decoder(DecoderWiring):
         modules = range(settings.num_layers, depth)
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
-        self.mapping_in, self.mapping_out = map(self.parameters_by_name.get, (MAPPING_IN, MAPPING_OUT))
-        # Number of an argument of the head after x_ND -> weight.
-        of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
-        frozen_argnums = tuple(argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad)
+        self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
-        self.head_loss = Differentiable(self.head, compiled).stopped_at(frozen_argnums)
+        self.head_loss = self._head_loss(compiled)
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
+
+    def _head_loss(self, compiled: bool) -> Callable:
+        """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
+        # Number of an argument after x_ND -> weight.
+        of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
+        frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
+        if self.kernels.piecewise_loss is None:
+            return Differentiable(self.head, compiled).stopped_at(tuple(sorted(frozen)))
+        loss = self.kernels.piecewise_loss(partial(compile_cell, compiled=compiled), trained=1 not in frozen)
+        # The same without the head's weight, the labels and what they count.
+        argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
+        normed = Differentiable(self.head.normed, compiled).stopped_at(argnums)
+
+        def head_loss(x_ND, norm_E, weight_VE, labels_N, valid_N1, *mapping):
+            return loss(normed(x_ND, norm_E, *mapping), weight_VE, labels_N, valid_N1)
+
+        return head_loss
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
@@ -191,9 +209,13 @@ class Decoder(DecoderWiring):
 
         A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts.
         """
-        functions = {"block": Differentiable(self.block, compiled)}
-        for sublayer in SUBLAYERS if self.moe is not None or set(SUBLAYERS) & set(recomputed) else ():
-            functions[sublayer] = Differentiable(Block(self.settings, self.kernels, sublayer), compiled)
+        settings, kernels = self.settings, self.kernels
+
+        @functools.cache
+        def function(name: str, window: int | None) -> Differentiable:
+            is_own = name == "block" and window is None
+            return Differentiable(self.block if is_own else Block(settings, kernels, name, window), compiled)
+
         # A gradient flows through a layer if a weight in it or in a layer before it is trained.
         before = self.embedding, self.parameters_by_name.get(MAPPING_IN)
         reached, layers = any(one is not None and one.requires_grad for one in before), []
@@ -206,7 +228,8 @@ class Decoder(DecoderWiring):
                 named = zip(block_weights(self.settings), weights, strict=True)
                 own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
                 redone = again == name or (bool(experts) and again == "block")
-                parts[name] = LayerPart(functions[name], own, reached=reached, recomputed=redone)
+                one = function(name, None if name == "mlp" else kernels.window(settings, layer))
+                parts[name] = LayerPart(one, own, reached=reached, recomputed=redone)
             if experts:
                 redone = again in ("block", "mlp")
                 capacity = self.settings.experts.capacity
@@ -216,7 +239,7 @@ class Decoder(DecoderWiring):
 
     def _parameters(self, layer: int, names: Iterable[str]) -> list[Parameter | None]:
         """Parameters of a layer; None for those that only other layers have."""
-        return [self.parameters_by_name.get(parameter_name(self.settings, layer, name)) for name in names]
+        return [self.compute_weights.get(parameter_name(self.settings, layer, name)) for name in names]
 
     def construct(
         self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
@@ -301,14 +324,14 @@ class Decoder(DecoderWiring):
         first = layer * _DROPOUT_SITES
         stream = (inputs.ids_N.shape[0], self.settings.hidden_size)
 
-        def mask(sublayer: str, site: int, shape: tuple[int, ...], rate: float) -> Tensor | None:
+        def mask(draw: Callable, sublayer: str, site: int, shape: tuple[int, ...], rate: float) -> Tensor | None:
             drops = rate > 0 and part in ("block", sublayer)
-            return Tensor(dropout_mask(key, first + site, shape, rate)) if drops else None
+            return draw(key, first + site, shape, rate) if drops else None
 
         return DropoutMasks(
-            mask("attention", 0, inputs.scores_shape, attention),
-            mask("attention", 1, stream, hidden),
-            mask("mlp", 2, stream, hidden),
+            mask(self.kernels.draw_attention_mask, "attention", 0, inputs.scores_shape, attention),
+            mask(self.kernels.draw_mask, "attention", 1, stream, hidden),
+            mask(self.kernels.draw_mask, "mlp", 2, stream, hidden),
         )
 
 
@@ -317,13 +340,13 @@ class AdapterMasks:
     has its own, whether it is adapted or not.
     """
 
-    def __init__(self, settings: ModelConfig) -> None:
-        self.settings, self.names = settings, dropped_projections(settings)
+    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+        self.settings, self.names, self.draw = settings, dropped_projections(settings), kernels.draw_mask
         self.first_site = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES
         self.shapes = attention_shapes(settings) | mlp_shapes(settings)
 
     def __call__(self, key: DropoutKey | None, layer: int, tokens: int) -> list[Tensor | None]:
-        """The masks [N, I] of a layer, as `block_names` ends; None where nothing is dropped."""
+        """The masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
         if key is None or not self.names:
             return [None] * len(self.names)
         targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
@@ -331,7 +354,7 @@ class AdapterMasks:
         sites = {name: self.first_site + layer * len(names) + number for number, name in enumerate(names)}
         widths = {name: self.shapes[f"{name}.weight"][1] for name in targets}
         return [
-            Tensor(dropout_mask(key, sites[name], (tokens, widths[name]), rate)) if name in targets else None
+            self.draw(key, sites[name], (tokens, widths[name]), rate) if name in targets else None
             for name in self.names
         ]
 

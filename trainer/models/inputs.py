@@ -49,19 +49,15 @@ class ModelInputs(NamedTuple):
     tables: tuple[Tensor, Tensor, Tensor, Tensor]
     """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
     mask: tuple[Tensor, Tensor | None]
-    """Causal and within a document, in the kernels' layout; the second half of the queries may have its own mask."""
+    """Causal and within a document, as the kernels take it; see their `AttentionMasks`."""
+    scores_shape: tuple[int, ...]
+    """Shape of the attention's probabilities, which their dropout masks cover."""
     sequence_weights: SequenceWeights | None
     """None for a dense model."""
     mtp: tuple[MtpInputs, ...]
     """One for each multi-token prediction module (mtp_depth)."""
     window_mask: tuple[Tensor, Tensor | None] | None = None
     """`mask` for layers with a sliding window; None where no layer has one."""
-
-    @property
-    def scores_shape(self) -> tuple[int, ...]:
-        """Shape of the attention's probabilities, which dropout masks have too."""
-        first, second = self.mask
-        return tuple(first.shape) if second is None else (second.shape[0], 2 * second.shape[1], second.shape[2])
 
 
 class LossSums(NamedTuple):
@@ -87,11 +83,11 @@ class InputBuilder:
     """Builds `ModelInputs`; keeps tables and mask of the common case, sequences that hold a single document
     with positions from 0 on.
 
-    The kernels define the layout of tables and mask; positions up to seq_length or max_position_embeddings have a row.
+    The kernels make tables and masks; positions up to seq_length or max_position_embeddings have a row.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
-        self.settings, self.kernels = settings, kernels
+        self.settings, self.kernels, self.masks = settings, kernels, kernels.attention_masks(settings)
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self._plain: tuple[tuple[int, int], tuple[tuple, tuple, tuple | None]] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
@@ -107,6 +103,7 @@ class InputBuilder:
             valid_N1,
             tables,
             mask,
+            self.masks.scores_shape(*batch.input_ids.shape),
             self._sequence_weights(batch, valid_N1) if self.settings.experts is not None else None,
             tuple(_mtp_inputs(batch, offset) for offset in range(1, self.settings.mtp_depth + 1)),
             window_mask,
@@ -135,14 +132,9 @@ class InputBuilder:
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
             return self._plain[1]
-        causal_TT = np.tri(length, dtype=bool)
-        allowed_BTT = (batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]) & causal_TT
-        tables = self.tables(batch.positions.reshape(-1))
-        settings, window_mask = self.settings, None
-        mask = self.kernels.attention_mask(allowed_BTT, settings.num_heads, settings.kv_heads)
-        if settings.window_layers:
-            near_BTT = allowed_BTT & ~np.tri(length, k=-settings.sliding_window, dtype=bool)
-            window_mask = self.kernels.attention_mask(near_BTT, settings.num_heads, settings.kv_heads)
+        tables, window = self.tables(batch.positions.reshape(-1)), self.settings.sliding_window
+        mask = self.masks(batch.segment_ids)
+        window_mask = self.masks(batch.segment_ids, window) if self.settings.window_layers else None
         if single:
             self._plain = batch.input_ids.shape, (tables, mask, window_mask)
         return tables, mask, window_mask

@@ -41,7 +41,7 @@ class LatentAttentionLayer(nn.Cell):
     cache_heads = 1
     """Heads of keys and values in the cache: it holds what all heads share."""
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, window: int | None = None) -> None:
         super().__init__()
         names, heads = block_names(settings), settings.num_heads
         self.norm_weight = names.index("input_layernorm.weight")
@@ -61,8 +61,9 @@ class LatentAttentionLayer(nn.Cell):
         self.query_rotary, self.key_rotary = (kernels.rotary(*rotated) for _ in range(2))
         self.scale = settings.attention_scale
         self.attention = kernels.attention(
-            heads, heads, settings.head_size, value_size=settings.value_size, scale=self.scale
-        )
+            heads, heads, settings.head_size, value_size=settings.value_size, scale=self.scale,
+            **kernels.attention_options(settings, window),
+        )  # fmt: skip
         self.heads, self.latent = heads, settings.kv_lora_rank
         self.plain, self.rotated, self.value = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
         self.join, self.repeat = P.Concat(1), P.Tile()

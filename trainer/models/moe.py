@@ -230,21 +230,22 @@ class MoeLayer(nn.Cell):
             safe_tokens=moe.use_gmm and moe.enable_gmm_safe_tokens,
         )
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
+        self.drop = kernels.dropout(settings.hidden_dropout)
         # Without a capacity and without safe tokens every row is one of an expert.
         fills_rows = moe.effective_capacity is None and not (moe.use_gmm and moe.enable_gmm_safe_tokens)
         self.gate, self.up, self.down = (kernels.grouped_matmul(fills_rows) for _ in range(3))
 
-    def construct(self, x_ND, weights, sequence_weights, dropped_ND, capacity):
+    def construct(self, x_ND, weights, sequence_weights, dropped, capacity):
         """In a graph: residual stream, auxiliary and z loss of `train`."""
-        x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, dropped_ND, capacity)
+        x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, dropped, capacity)
         return x_ND, aux_loss, z_loss
 
-    def train(self, x_ND, weights, sequence_weights, dropped_ND, capacity, routing=None, shares=None):
+    def train(self, x_ND, weights, sequence_weights, dropped, capacity, routing=None, shares=None):
         """A layer in training: residual stream, auxiliary and z loss, routing, the router's scores.
 
         Args:
             weights: In the order of `moe_shapes`.
-            dropped_ND: Mask of the dropout on what is added, or None.
+            dropped: Mask of the dropout on what is added, or None.
             capacity: Most tokens that an expert computes, or None.
             routing: The routing of an earlier pass, to be repeated; None: the router decides.
             shares: For gbs_aux_loss: `WindowLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
@@ -263,7 +264,7 @@ class MoeLayer(nn.Cell):
             load = self.shares_of(routing[4], shares) if self.losses_of_step else routing[0]
             aux_loss, z_loss = self.losses(logits_NE, scores_NE, load, *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
-        added_ND = added_ND if dropped_ND is None else added_ND * dropped_ND
+        added_ND = added_ND if dropped is None else self.drop(added_ND, dropped)
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
 
     def shares_of(self, requested_E, shares):

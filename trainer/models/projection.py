@@ -37,8 +37,8 @@ class Projection(nn.Cell):
             self.a, self.b = (argnums[part] for part in adapter_names(name))
             self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
             self.down, self.up, self.scale = kernels.linear(), kernels.linear(), settings.pet_config.scale
-            self.product = P.MatMul()
-            self.drop, self.scale_up, self.add = P.Mul(), P.Mul(), P.Add()
+            self.product, self.drop = P.MatMul(), kernels.dropout(settings.pet_config.lora_dropout)
+            self.scale_up, self.add = P.Mul(), P.Add()
 
     def matrix(self, weights):
         """The matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
@@ -53,8 +53,8 @@ class Projection(nn.Cell):
             y_NO = self.linear(x_NI, weights[self.weight])
         if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
             return y_NO
-        mask_NI = None if self.mask is None else weights[self.mask]
-        x_NR = self.down(x_NI if mask_NI is None else self.drop(x_NI, mask_NI), weights[self.a])
+        mask = None if self.mask is None else weights[self.mask]
+        x_NR = self.down(x_NI if mask is None else self.drop(x_NI, mask), weights[self.a])
         # The factor multiplies the smallest of the matrices.
         return self.add(y_NO, self.up(x_NR, self.scale_up(weights[self.b], self.scale)))
 
@@ -64,7 +64,7 @@ class Projection(nn.Cell):
         if self.has_adapter:
             self.down.shard_over(data, rows=rows)
             self.up.shard_over(data, columns=columns)
-            self.drop.shard(((data, rows), (data, rows)))
+            self.drop.shard_over(data, rows)
             # Where the ranks stand must be said: by numbers alone MindSpore would take neighbours for copies.
             layout = Layout((data, columns * rows), ("data", "tensor"))
             self.scale_up.shard((layout("tensor" if columns > 1 else "None", "None"), layout()))

@@ -11,7 +11,7 @@ Linear             (x_NI, weight_OI[, bias_O])                          y_NO
 RmsNorm(size,eps)  (x_ND, weight_D)                                     y_ND
 Rotary(d, r)       (x_NC, tables)                                       x rotated, [N, C]
 SwiGLU             (gate_NF, up_NF)                                     silu(gate) * up, [N, F]
-Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, late_mask, dropout)         o_NC
+Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, more_mask, dropout)         o_NC
 CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of the token losses, scalar
 =================  ===================================================  ==================================
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
+from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
+from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
@@ -20,6 +23,9 @@ from trainer.ops.cpu.experts import CpuExperts
 from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
 
 MakeCell = Callable[..., nn.Cell]
 
@@ -71,6 +77,7 @@ class KernelSet:
     swiglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
+    piecewise_loss: MakeCell | None
     router_linear: MakeCell
     route: MakeCell
     grouped_matmul: MakeCell
@@ -80,11 +87,29 @@ class KernelSet:
     one_hot: MakeCell
     write_rows: Callable
     rotary_tables: Callable
-    attention_mask: Callable
+    attention_masks: Callable
+    attention_options: Callable
+    dropout: MakeCell
+    draw_mask: Callable
+    draw_attention_mask: Callable
     cached_mask: Callable
     cached_attention: Callable
     logits: Callable
     compute_dtype: mstype.Type = mstype.float32
+
+    def window(self, settings: ModelConfig, layer: int) -> int | None:
+        """The window that the attention of a layer must know; None where it has none or the mask has it."""
+        knows = self.attention_options is ascend_attention.attention_options and settings.has_window(layer)
+        return settings.sliding_window if knows else None
+
+    def mask_form(self, shape: tuple[int, ...], of_scores: bool = False) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of what `draw_mask`, or `draw_attention_mask`, draws for numbers of this shape."""
+        draw = self.draw_attention_mask if of_scores else self.draw_mask
+        if draw is ascend_attention.draw_mask:
+            return (ascend_attention.mask_bytes(shape),), "uint8"
+        if draw is ascend_attention.draw_attention_mask:
+            return (*shape[:-1], shape[-1] // 8), "uint8"
+        return shape, "float32"
 
     @property
     def cpu_experts(self) -> MakeCell | None:
@@ -126,6 +151,12 @@ def load_kernels(
         getattr(mstype, part.dtype) for part in (precision.compute, precision.norm, precision.softmax, precision.rotary)
     )
 
+    of_flash = module_of["attention"] is ascend
+    masks = ascend_attention if of_flash else reference
+    attention = ascend_attention if of_flash else module_of["attention"]
+    on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
+    drawing = ascend_attention if on_ascend else reference
+
     def product(kernel: MakeCell) -> MakeCell:
         return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
 
@@ -145,8 +176,9 @@ def load_kernels(
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
-        attention=partial(module_of["attention"].Attention, dtype=compute, softmax_dtype=softmax),
+        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
+        piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
         router_linear=plain.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
@@ -156,7 +188,11 @@ def load_kernels(
         one_hot=own.OneHot,
         write_rows=own.write_rows,
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
-        attention_mask=(ascend if fused.get("attention") else reference).attention_mask,
+        attention_masks=masks.AttentionMasks,
+        attention_options=masks.attention_options,
+        dropout=(drawing if plain is reference else plain).Dropout,
+        draw_mask=drawing.draw_mask,
+        draw_attention_mask=masks.draw_attention_mask if of_flash else drawing.draw_factors,
         cached_mask=reference.cached_mask,
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),

@@ -79,8 +79,8 @@ def _choose(
 
 def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     """Why the fused operator cannot compute this part of the model; empty if it can."""
-    if kernel == "attention" and settings.attention_dropout > 0:
-        return "flash_attention_score cannot apply this trainer's dropout masks; set attention_dropout: 0"
+    if kernel == "attention" and settings.attention_dropout > 0 and settings.seq_length % 16:
+        return f"flash_attention_score drops with sequences of a multiple of 16 tokens, here {settings.seq_length}"
     if kernel == "attention" and precision.compute.dtype == "float32":
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if kernel == "attention" and (settings.head_size % 16 or settings.head_size > 512):

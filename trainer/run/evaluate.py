@@ -31,12 +31,15 @@ def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: i
 
     def asked_to_stop() -> bool:
         heartbeat.beat(step)  # an evaluation may be long
-        return bool(stop)
+        # Where all compute a batch together none may stop alone.
+        return session.communicator.any(bool(stop)) if session.computes_together else bool(stop)
 
     batches = data.loader.epoch(0)
     with contextlib.closing(batches):
         some = itertools.islice(batches, data.max_batches)
-        found = evaluate(session.model, session.build_inputs, some, asked_to_stop, session.communicator)
+        found = evaluate(
+            session.model, session.build_inputs, some, asked_to_stop, session.communicator, session.computes_together
+        )
     if found is None:
         return None
     return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds, found.accuracy)

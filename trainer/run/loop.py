@@ -181,7 +181,8 @@ class _Training:
         backend = self.plan.backend
         schedule = build_schedule(self.config.lr_schedule, self.plan.total_steps, where=self.config.source.where)
         self.step = backend.open(schedule, self.weights, self.plan.device)
-        self.session = Session(self.step.model, self.step.build_inputs, self.step.communicator)
+        step = self.step
+        self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together)
         backend.check_layout(self.layout, self.session.communicator)
         if self.resumed:
             self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)

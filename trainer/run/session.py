@@ -45,6 +45,8 @@ class Session:
     model: Model
     build_inputs: InputBuilder | ImageInputBuilder
     communicator: Communicator
+    computes_together: bool = False
+    """Whether the ranks evaluate each batch together; otherwise each has batches of its own."""
 
 
 def open_session(

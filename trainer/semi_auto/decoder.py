@@ -183,6 +183,6 @@ class HeadCell(nn.Cell):
         return self.head(x_ND, self.norm, matrix_VD, targets[0], targets[1])
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
-        self.head.norm.shard_over(tokens)
+        self.head.normed.norm.shard_over(tokens)
         self.head.cross_entropy.shard_over(data, vocabulary)
         self.squeeze.shard(((1, vocabulary, 1),))

@@ -220,6 +220,20 @@ class Attention(nn.Cell):
         self.mask.shard((heads, (data, 1, 1, 1)))
 
 
+class Dropout(nn.Cell):
+    """As `reference.Dropout`."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.product = P.Mul()
+
+    def construct(self, x, mask):
+        return self.product(x, mask)
+
+    def shard_over(self, *degrees: int) -> None:
+        self.product.shard((degrees, degrees))
+
+
 class CrossEntropy(nn.Cell):
     """As `reference.CrossEntropy`; the vocabulary is sharded like columns, so no rank has all logits of a token."""
 

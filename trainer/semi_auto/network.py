@@ -217,9 +217,13 @@ class LossCell(nn.Cell):
         self.clear, self.fill = P.Mul(), P.Add()
 
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
+        return self.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, self.depth)
+
+    def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules):
+        """With the losses of so many multi-token prediction modules."""
         tables, mask = self.tables(self.cos, self.sin, positions_BT), self.mask(segment_ids_BT)
         mtp = ()
-        for offset in range(1, self.depth + 1):
+        for offset in range(1, modules + 1):
             same_BT = self.equal(self.shifted(segment_ids_BT, offset, -1), segment_ids_BT)
             ahead_BT = self.shifted(labels_BT, offset, IGNORE_INDEX)
             ahead_BT = self.select(same_BT, ahead_BT, self.all_alike(ahead_BT, IGNORE_INDEX))

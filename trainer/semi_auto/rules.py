@@ -99,9 +99,6 @@ def _cannot(config: Config) -> Iterator[Problem]:
     yield from _degrees(config)
     yield from _pipeline(config)
     yield from _not_in_one_graph(config)
-    if config.do_eval:
-        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
-        yield problem(config, "do_eval", _NOT_YET, fix)
 
 
 def _degrees(config: Config) -> Iterator[Problem]:
@@ -174,5 +171,7 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if settings.experts is not None:
         key = f"{model}.moe_config.expert_num"
         yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")
+    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
+        yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")

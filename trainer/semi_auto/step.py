@@ -14,6 +14,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from trainer.config.checks.parallel import degrees_of
 from trainer.data.batches.batch import Batch, padding_batch
 from trainer.ops.measures import device_measures, read_together
 from trainer.step.accumulate import WindowGradients, valid_tokens
@@ -22,9 +23,11 @@ from trainer.step.guards import Guards
 from trainer.step.train_step import Saved, StepResult, apply_window
 
 if TYPE_CHECKING:
-    from trainer.config import RunnerWrapper
+    from trainer.config import Config, RunnerWrapper
+    from trainer.models.inputs import LossSums
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
+    from trainer.parallel.world import World
     from trainer.semi_auto.shards import ShardedParameters
 
 
@@ -83,6 +86,16 @@ class Window(NamedTuple):
         return [Tensor(np.ascontiguousarray(array[self.own])) for array in arrays]
 
 
+def own_rows(config: Config, world: World, rows: int, micro_batches: int) -> slice | np.ndarray:
+    """The rows of a window that a rank passes to the graph, for `Window.own`: its part of every micro-batch."""
+    degrees = degrees_of(config, world)
+    if config.parallel.full_batch:
+        return slice(None)
+    # Ranks of a stage are numbered by data-parallel rank first.
+    place = world.rank // degrees.model_parallel % degrees.data_parallel
+    return np.arange(rows).reshape(micro_batches, degrees.data_parallel, -1)[:, place].reshape(-1)
+
+
 class GraphStep:
     """`TrainStep` with loss and gradients from one graph, which returns the minimised loss alone.
 
@@ -91,11 +104,13 @@ class GraphStep:
         optimizer: Updates this rank's shards.
         schedule: Learning rate of update number `n`, from 0.
         window: Shape of the batch of a step, all micro-batches and ranks together.
+        model: For evaluations: batch -> the sum of the losses of its tokens.
         gives_loss: Whether this rank has the loss.
         stop_at_bad_loss: As in `TrainStep`.
     """
 
-    model = build_inputs = None  # nothing to evaluate with
+    computes_together = True
+    """Every rank computes each batch of an evaluation, together with all others."""
 
     def __init__(
         self,
@@ -108,12 +123,13 @@ class GraphStep:
         window: Window,
         parameters: ShardedParameters,
         communicator: Communicator,
+        model: Callable[[Batch], LossSums] | None = None,
         gives_loss: bool = True,
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.network, self.cell, self.optimizer, self.schedule = network, cell, optimizer, schedule
         self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
-        self.gives_loss = gives_loss
+        self.gives_loss, self.model = gives_loss, model
         self.guards = Guards(wrapper, stop_at_bad_loss)
         self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
 
@@ -125,6 +141,10 @@ class GraphStep:
         for total in self.sums.values() if window.gradients is not None else ():
             ops.assign(total, ops.zeros_like(total))
         return result
+
+    def build_inputs(self, batch: Batch) -> Batch:
+        """What `model` takes: it cuts the batch itself."""
+        return batch
 
     def differentiate(self, micro_batches: Sequence[Batch], scale: float) -> WindowGradients:
         """Loss of the window, and the gradients of this rank's shards times the loss scale."""

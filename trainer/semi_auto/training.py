@@ -15,10 +15,11 @@ from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.communicator import ProcessGroup, SingleProcess
 from trainer.run.session import set_up_device
+from trainer.semi_auto.evaluation import GraphEvaluator
 from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.rules import data_config
 from trainer.semi_auto.shards import ShardedParameters
-from trainer.semi_auto.step import GraphStep, Window, graph_mode
+from trainer.semi_auto.step import GraphStep, Window, graph_mode, own_rows
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -64,6 +65,7 @@ def open_semi_auto_training(
         window=window,
         parameters=parameters,
         communicator=communicator,
+        model=GraphEvaluator(built.loss, config, world),
         gives_loss=world.rank // (world.size // stages) == stages - 1,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
     )
@@ -71,13 +73,9 @@ def open_semi_auto_training(
 
 def window_of(config: Config, world: World) -> Window:
     """The batch of a step, and which of its rows this rank hands to the graph."""
-    degrees, read = degrees_of(config, world), data_config(config, world).runner_config
+    read = data_config(config, world).runner_config
     rows = read.batch_size * read.gradient_accumulation_steps
-    own: slice | np.ndarray = slice(None)
-    if not config.parallel.full_batch:
-        # Ranks of a stage are numbered by data-parallel rank first. It has its part of every micro-batch.
-        place = world.rank // degrees.model_parallel % degrees.data_parallel
-        own = np.arange(rows).reshape(read.gradient_accumulation_steps, degrees.data_parallel, -1)[:, place].reshape(-1)
+    own = own_rows(config, world, rows, read.gradient_accumulation_steps)
     return Window(rows, config.decoder.seq_length, own)
 
 

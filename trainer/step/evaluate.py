@@ -32,10 +32,12 @@ def evaluate(
     batches: Iterable[Batch],
     stop: Callable[[], bool],
     communicator: Communicator | None = None,
+    computes_together: bool = False,
 ) -> Evaluation | None:
     """Mean loss over all valid labels of all ranks; None when `stop` ended it early on any rank.
 
-    `batches` are this rank's; `stop` is called before each and is True after a signal.
+    `batches` are this rank's; `stop` is called before each and is True after a signal. With `computes_together` all
+    ranks have the same ones, and the mean of what they find is the result.
 
     Raises:
         RunError: The data has no valid token.
@@ -54,7 +56,8 @@ def evaluate(
             hits = hits if sums.correct is None else (hits or 0.0) + float(sums.correct.asnumpy())
             tokens += count
     counts = [loss_sum, tokens, stopped, hits or 0.0, hits is not None]
-    loss_sum, total, stops, all_hits, counted = communicator.all_sum(counts)
+    ranks = communicator.size if computes_together else 1
+    loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_sum(counts))
     if stops:
         return None
     if total == 0:

@@ -21,9 +21,10 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.data.batches.batch import Batch
-from trainer.models.dropout import DropoutKey
+from trainer.models.compute_weights import in_float32
 from trainer.models.inputs import InputBuilder, LossSums, mtp_labels
 from trainer.models.moe import RouterStatistics
+from trainer.ops.dropout import DropoutKey
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
 from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate, valid_tokens
@@ -90,6 +91,8 @@ class TrainStep:
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
     """
 
+    computes_together = False  # each rank evaluates batches of its own
+
     def __init__(
         self,
         model: Decoder,
@@ -108,7 +111,9 @@ class TrainStep:
         names = list(optimizer.parameters)
         self.norm_groups = norm_groups(names, wrapper, optimizer.group_of)
         sharded = [name in optimizer.own_ranges for name in names]
-        self.reducer = self.communicator.gradient_reducer(list(optimizer.parameters.values()), sharded)
+        model.compute_weights.refresh()
+        leaves = model.compute_weights.leaves(names)
+        self.reducer = self.communicator.gradient_reducer(leaves, sharded)
         experts = model.settings.experts
         self.load = WindowLoad(self.communicator.sums) if experts and experts.balances_step else None
 
@@ -116,8 +121,7 @@ class TrainStep:
             sums = model(inputs, dropout, statistics)
             return sums.total * factor, *sums[1:]
 
-        parameters = list(optimizer.parameters.values())
-        self.gradients_of = mindspore.value_and_grad(scaled_loss, None, parameters, has_aux=True)
+        self.gradients_of = mindspore.value_and_grad(scaled_loss, None, leaves, has_aux=True)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Runs one window of micro-batches, one or more of int32 arrays [B, T], and updates the weights.
@@ -134,6 +138,7 @@ class TrainStep:
         )  # fmt: skip
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
+            self.model.compute_weights.refresh()
             self.model.update_expert_bias(window.routing)
         return result
 
@@ -144,6 +149,8 @@ class TrainStep:
         statistics = RouterStatistics(load=self.load)
         factor = factor if isinstance(factor, Tensor) else Tensor(np.float32(factor))
         outputs, gradients = self.gradients_of(inputs, dropout, statistics, factor)
+        if self.wrapper.accumulate_allreduce_grads_in_fp32:
+            gradients = in_float32(gradients)
         sums = LossSums(*outputs)
         settings, tokens = self.model.settings, valid_tokens(batch)
         others = {}

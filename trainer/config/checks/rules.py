@@ -9,6 +9,7 @@ from trainer.config.checks.model import model_problems
 from trainer.config.checks.moe import callback_problems, moe_problems
 from trainer.config.checks.parallel import parallel_problems
 from trainer.config.checks.problem import NO_VALUE, Problem, problem, raise_problems
+from trainer.config.precision import asked_dtype
 from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
@@ -64,6 +65,11 @@ def _training(config: Config) -> Iterator[Problem]:
     if scale > _LARGEST_FLOAT32:
         rule = f"is beyond float32, in which the loss is multiplied: at most {_LARGEST_FLOAT32:.3g}"
         yield problem(config, key, rule, "write a smaller one: 65536 is a usual start")
+    key = "runner_wrapper.accumulate_allreduce_grads_in_fp32"
+    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32 and config.classifier is None:
+        if asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float16":
+            rule = "float16 has too small a range to sum gradients in"
+            yield problem(config, key, rule, "leave it out, or use compute_dtype bfloat16")
 
 
 def preflight(config: Config, world: World = SINGLE_PROCESS, of_backend: Sequence[Problem] = ()) -> None:

@@ -49,6 +49,8 @@ class RunnerWrapper(Section):
         1.0, "clip_type value: largest absolute value of an element after clipping. Default 1.0.", gt=0)
     scale_sense: Annotated[float, Field(gt=0)] | LossScaleSection = setting(
         1.0, "Loss scale: a number, or a section of a dynamic one. Default 1.0: off.")
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        True, "Keep the gradients of matrices in float32; False: in compute_dtype bfloat16 (ranks add up in float32).")
     local_norm: bool = setting(False, "Norm of each parameter's gradient in metrics.jsonl.")
     use_skip_data_by_global_norm: bool = setting(
         False, "Skip the update of a step whose gradient norm is above global_norm_spike_threshold.")

@@ -47,45 +47,9 @@ class SwiGLU(nn.Cell):
         return ops.swiglu(ops.concat((gate_NF, up_NF), -1), -1)
 
 
-class Attention(nn.Cell):
-    """flash_attention_score in layout BSH; the mask is True where a position must not be seen.
-
-    The operator takes float16 and bfloat16 only and computes its softmax in float32 whatever `softmax_dtype` says.
-    Queries, keys and values of another dtype than `dtype` are cast, and the result comes back in that of the queries.
-    It takes values as wide as the queries: narrower ones are filled up with zeros, and the result is cut.
-    """
-
-    def __init__(
-        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32,
-        value_size: int | None = None, scale: float | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.heads, self.head_size, self.dtype = heads, head_size, dtype
-        self.value_size, self.scale = value_size or head_size, head_size**-0.5 if scale is None else scale
-
-    def construct(self, q_NC, k_NK, v_NK, mask_B1TT, late_mask, dropout):
-        rows, missing = mask_B1TT.shape[0], self.head_size - self.value_size
-        if missing:
-            v_NKd = v_NK.reshape(v_NK.shape[0], -1, self.value_size)
-            zeros = ops.zeros((v_NKd.shape[0], v_NKd.shape[1], missing), v_NK.dtype)
-            v_NK = ops.concat((v_NKd, zeros), -1).reshape(v_NK.shape[0], -1)
-        q, k, v = (x.reshape(rows, -1, x.shape[-1]).astype(self.dtype) for x in (q_NC, k_NK, v_NK))
-        out = ops.flash_attention_score(
-            q, k, v, self.heads, attn_mask=mask_B1TT, scalar_value=self.scale, input_layout="BSH"
-        )
-        if missing:
-            out = out.reshape(q_NC.shape[0], self.heads, self.head_size)[:, :, : self.value_size]
-        return out.reshape(q_NC.shape[0], self.heads * self.value_size).astype(q_NC.dtype)
-
-
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
     """The tables that the operator takes, [1, N, 1, d]: it repeats them for the heads itself."""
     return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
-
-
-def attention_mask(allowed_BTT: np.ndarray, heads: int, kv_heads: int) -> tuple[Tensor, None]:
-    """The mask that the operator takes: [B, 1, T, T], True where a position must not be seen."""
-    return Tensor(~allowed_BTT[:, None]), None
 
 
 # What nobody chooses: on an Ascend the reference's operator is a legacy one (ACLOP), which is compiled for each shape.

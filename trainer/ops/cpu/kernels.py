@@ -12,11 +12,18 @@ heads, G = H / K, d width of a query or key.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SiLU, SiLUGrad
+
+from trainer.ops.dropout import DropoutKey, dropout_mask
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
 
 
 def _ones(*shape: int) -> Tensor:
@@ -253,6 +260,16 @@ class _AttentionCore(nn.Cell):
         return self.cast(x, self.dtype) if self.half else x
 
 
+class Dropout(nn.Cell):
+    """(x, mask) -> x times the mask. The mask has the rate in it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+
+    def construct(self, x, mask):
+        return x * mask
+
+
 class CrossEntropy(nn.Cell):
     """Sum over valid tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
 
@@ -346,6 +363,30 @@ def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=msty
     return tuple(ops.tile(table, (1, heads)) for table in tables)
 
 
+class AttentionMasks:
+    """Makes the masks that `Attention` takes from the documents that the tokens belong to."""
+
+    def __init__(self, settings: ModelConfig) -> None:
+        self.heads, self.kv_heads = settings.num_heads, settings.kv_heads
+
+    def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Causal and within a document; with `window` each token sees so many tokens, itself included."""
+        length = segment_ids_BT.shape[1]
+        allowed_BTT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & np.tri(length, dtype=bool)
+        if window is not None:
+            allowed_BTT &= ~np.tri(length, k=-window, dtype=bool)
+        return attention_mask(allowed_BTT, self.heads, self.kv_heads)
+
+    def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Shape of the attention's probabilities, [B*K, T*G, T]."""
+        return rows * self.kv_heads, length * (self.heads // self.kv_heads), length
+
+
+def attention_options(settings: ModelConfig, window: int | None) -> dict[str, Any]:
+    """What `Attention` must know beside its sizes: nothing, its masks tell it."""
+    return {}
+
+
 def attention_mask(allowed_BTT: np.ndarray, heads: int, kv_heads: int) -> tuple[Tensor, Tensor | None]:
     """The causal masks that `Attention` takes, as `cached_mask` makes them, from the keys that each query sees.
 
@@ -365,6 +406,15 @@ def cached_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
     bias_BQS = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min)
     bias = np.repeat(bias_BQS, heads // kv_heads, axis=1).reshape(rows, 1, -1)
     return ops.tile(Tensor(bias), (1, kv_heads, 1)).reshape(rows * kv_heads, -1, keys)
+
+
+def draw_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:
+    """A mask as `Dropout` takes it, drawn on the host."""
+    return Tensor(dropout_mask(key, site, shape, rate))
+
+
+draw_factors = draw_mask
+"""A mask as `Attention` takes it."""
 
 
 def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:

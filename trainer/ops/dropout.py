@@ -29,7 +29,15 @@ def dropout_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float
 
     `site` numbers the places in the network that have dropout.
     """
-    stream = [key.seed, _DROPOUT_STREAM + (key.rank << 8)]
-    philox = np.random.Philox(key=stream, counter=[0, key.step, key.micro_batch, site])
-    kept = np.random.Generator(philox).random(shape, dtype=np.float32) >= np.float32(rate)
+    kept = np.random.Generator(_stream(key, site)).random(shape, dtype=np.float32) >= np.float32(rate)
     return kept * np.float32(1 / (1 - rate))
+
+
+def mask_seed(key: DropoutKey, site: int) -> int:
+    """A seed from 0 to 2**63 - 1 for a device that draws the mask itself, another one for each mask."""
+    return int(_stream(key, site).random_raw()) >> 1
+
+
+def _stream(key: DropoutKey, site: int) -> np.random.Philox:
+    stream = [key.seed, _DROPOUT_STREAM + (key.rank << 8)]
+    return np.random.Philox(key=stream, counter=[0, key.step, key.micro_batch, site])

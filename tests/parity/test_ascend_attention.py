@@ -1,0 +1,220 @@
+"""flash_attention_score and the loss in pieces without an Ascend: what the operators do is written down here in numpy,
+as MindSpore documents them, and compared with the reference kernels.
+
+Which graphs MindSpore's Ascend backend makes of them is seen in its dry-run (tests/ascend).
+"""
+
+from __future__ import annotations
+
+import json
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor
+from numpy_kernels import distance
+
+from trainer.config import parse_config
+from trainer.config.schema.model import ModelConfig
+from trainer.errors import RunError
+from trainer.ops.ascend import attention as ascend
+from trainer.ops.ascend import loss as ascend_loss
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.dropout import DropoutKey, dropout_mask, mask_seed
+
+ROWS, TOKENS, HEADS, SIZE = 2, 16, 4, 16
+N = ROWS * TOKENS
+RANDOM = np.random.default_rng(7)
+ONE = np.zeros((ROWS, TOKENS), np.int32)
+PACKED = np.array([[0] * 5 + [1] * 7 + [2] * 4, [4] * 16], np.int32)
+APART = np.array([[0] * 5 + [1] * 7 + [0] * 4, [4] * 16], np.int32)
+CAUSAL, CAUSAL_OF_DOCUMENTS, BAND = 2, 3, 4
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def settings_of(**changes) -> ModelConfig:
+    sizes = {
+        "hidden_size": HEADS * SIZE, "num_heads": HEADS, "n_kv_heads": 2, "seq_length": TOKENS,
+        "use_flash_attention": True, "compute_dtype": "bfloat16",
+    }
+    return parse_config("ascend", json.dumps({"model": {"model_config": sizes | changes}})).decoder
+
+
+def flash_attention_as_documented(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, *, attn_mask: Tensor, scalar_value: float,
+    input_layout: str, sparse_mode: int, pre_tokens: int = 2147483647, next_tokens: int = 2147483647,
+    actual_seq_qlen: Tensor | None = None, actual_seq_kvlen: Tensor | None = None,
+    drop_mask: Tensor | None = None, keep_prob: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Layouts BSH and TND; True in the mask discards; a compressed mask is [2048, 2048]; no float32."""
+    assert attn_mask.dtype == mindspore.bool_
+    assert {query.dtype, key.dtype, value.dtype} in ({mindspore.float16}, {mindspore.bfloat16})
+    assert (keep_prob == 1.0) == (drop_mask is None)
+    q, k, v = (x.astype(mindspore.float32).asnumpy() for x in (query, key, value))
+    if input_layout == "TND":
+        assert sparse_mode == CAUSAL_OF_DOCUMENTS and next_tokens == 0 and drop_mask is None
+        ends = actual_seq_qlen.asnumpy()
+        assert ends.dtype == np.int64 and len(ends) <= 1024 and (np.diff(ends) >= 0).all() and ends[-1] == len(q)
+        np.testing.assert_array_equal(actual_seq_kvlen.asnumpy(), ends)
+        parts = zip((0, *ends[:-1]), ends, strict=True)
+        out = np.concatenate([
+            attend(*(x[None, first:last] for x in (q, k, v)), ~np.tri(last - first, dtype=bool), scalar_value)[0]
+            for first, last in parts
+        ])  # fmt: skip
+        return Tensor(out.reshape(query.shape)).astype(query.dtype)
+    assert input_layout == "BSH" and actual_seq_qlen is None
+    (rows, length, width), size = query.shape, query.shape[2] // head_num
+    q, k, v = (x.reshape(rows, length, -1, size) for x in (q, k, v))
+    if sparse_mode == 0:
+        assert attn_mask.shape == (rows, 1, length, length)
+        hidden = attn_mask.asnumpy()
+    else:
+        np.testing.assert_array_equal(attn_mask.asnumpy(), ~np.tri(2048, dtype=bool))
+        hidden = ~np.tri(length, dtype=bool)
+        if sparse_mode == BAND:
+            distance_TT = np.arange(length)[:, None] - np.arange(length)
+            hidden = (distance_TT > pre_tokens) | (-distance_TT > next_tokens)
+        else:
+            assert sparse_mode == CAUSAL
+    kept = 1.0
+    if drop_mask is not None:
+        assert drop_mask.dtype == mindspore.uint8 and drop_mask.shape == (rows, head_num, length, length // 8)
+        kept = np.unpackbits(drop_mask.asnumpy(), axis=-1, bitorder="little") / keep_prob
+    return Tensor(attend(q, k, v, hidden, scalar_value, kept).reshape(rows, length, width)).astype(query.dtype)
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray, scale: float, kept=1.0) -> np.ndarray:
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = np.einsum("bqhd,bshd->bhqs", q, k) * scale
+    scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
+    weights = weights / weights.sum(-1, keepdims=True) * kept
+    return np.einsum("bhqs,bshd->bqhd", weights, v)
+
+
+def both(settings: ModelConfig, segments: np.ndarray, window: int | None, values: int, drops: bool = False) -> tuple:
+    """The fused kernel's result and the reference's, and the masks of the former."""
+    sizes, latent = (HEADS, settings.kv_heads, SIZE), {"value_size": values, "scale": 0.4} if values < SIZE else {}
+    fused = ascend.Attention(*sizes, **latent, **ascend.attention_options(settings, window))
+    masks, plain_masks = (room.AttentionMasks(settings)(segments, window) for room in (ascend, reference))
+    kv_heads = settings.kv_heads
+    arrays = [Tensor(normal(N, width)) for width in (HEADS * SIZE, kv_heads * SIZE, kv_heads * values)]
+    bits = keep = None
+    if drops:
+        shape_BHTT = ascend.AttentionMasks(settings).scores_shape(ROWS, TOKENS)
+        keep_BHTT = dropout_mask(DropoutKey(1, 0, 0, 0), 0, shape_BHTT, settings.attention_dropout)
+        bits = Tensor(np.packbits(keep_BHTT > 0, axis=-1, bitorder="little"))
+        keep = keep_BHTT.reshape(ROWS, kv_heads, -1, TOKENS, TOKENS).swapaxes(2, 3)  # query heads of a group, by token
+        shape = reference.AttentionMasks(settings).scores_shape(ROWS, TOKENS)
+        keep = Tensor(np.ascontiguousarray(keep).reshape(shape))
+    plain = reference.Attention(*sizes, **latent)
+    return fused(*arrays, *masks, bits), plain(*arrays, *plain_masks, keep), masks
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("window", [None, 3, 7])
+@pytest.mark.parametrize("segments", [ONE, PACKED, APART], ids=["one", "packed", "apart"])
+@pytest.mark.parametrize("values", [SIZE, SIZE - 4])
+def test_documented_operator_computes_what_the_reference_does(
+    segments: np.ndarray, window: int | None, kv_heads: int, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ascend.ops, "flash_attention_score", flash_attention_as_documented)
+    ours, right, _ = both(settings_of(n_kv_heads=kv_heads), segments, window, values)
+    assert ours.dtype == right.dtype == mindspore.float32
+    assert distance(ours.asnumpy(), right.asnumpy()) < 1e-2  # bfloat16 keeps 8 bits
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("segments", [ONE, PACKED], ids=["one", "packed"])
+def test_dropout_inside_the_operator(
+    segments: np.ndarray, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ascend.ops, "flash_attention_score", flash_attention_as_documented)
+    ours, right, _ = both(settings_of(attention_dropout=0.25), segments, window, SIZE, drops=True)
+    assert distance(ours.asnumpy(), right.asnumpy()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("segments", "window", "dropout", "mask", "ends"),
+    [
+        (ONE, None, 0.0, (2048, 2048), None),
+        (ONE, 3, 0.1, (2048, 2048), None),
+        (PACKED, None, 0.0, (2048, 2048), [5, 12, 16, 32]),
+        (PACKED, 16, 0.0, (2048, 2048), [5, 12, 16, 32]),  # no document is longer than the window
+        (np.array([[0] * 5 + [1] * 11, [4] * 16]), None, 0.0, (2048, 2048), [5, 16, 32, 32]),  # a power of two
+        (PACKED, 15, 0.0, (ROWS, 1, TOKENS, TOKENS), None),
+        (PACKED, None, 0.1, (ROWS, 1, TOKENS, TOKENS), None),
+        (APART, None, 0.0, (ROWS, 1, TOKENS, TOKENS), None),
+    ],
+)
+def test_a_whole_mask_is_made_only_where_it_must_be(
+    segments: np.ndarray, window: int | None, dropout: float, mask: tuple[int, ...], ends: list[int] | None
+) -> None:
+    found = ascend.AttentionMasks(settings_of(attention_dropout=dropout))(segments, window)
+    assert found[0].shape == mask
+    assert (found[1] is None) if ends is None else found[1].asnumpy().tolist() == ends
+
+
+def test_what_the_operator_cannot_take_is_refused() -> None:
+    masks = ascend.AttentionMasks(settings_of(seq_length=2048))
+    with pytest.raises(RunError, match="1025 documents; flash_attention_score takes 1024"):
+        masks(np.minimum(np.arange(2048), 1024)[None])
+    assert len(masks(np.minimum(np.arange(2048), 1023)[None])[1].asnumpy()) == 1024
+    with pytest.raises(ValueError, match="seq_length is 2048"):
+        masks(ONE)
+
+
+def test_every_mask_has_a_seed_of_its_own() -> None:
+    keys = [DropoutKey(seed, rank, step, number) for seed in (1, 2**40) for rank in (0, 1)
+            for step in (0, 1) for number in (0, 1)]  # fmt: skip
+    seeds = [mask_seed(key, site) for key in keys for site in range(3)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [mask_seed(key, site) for key in keys for site in range(3)]
+
+
+class LogSumExp:
+    def __call__(self, input: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
+        values = input.asnumpy()
+        top = values.max(dim, keepdims=True)
+        return Tensor(top + np.log(np.exp(values - top).sum(dim, keepdims=keepdim)))
+
+
+class ScatterAddExt:
+    def __call__(self, input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+        values = input.asnumpy().copy()
+        assert dim == 1 and index.dtype == mindspore.int64 and index.shape == src.shape == (len(values), 1)
+        np.add.at(values, (np.arange(len(values)), index.asnumpy()[:, 0]), src.asnumpy()[:, 0])
+        return Tensor(values)
+
+
+@pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [300, 256, 50])
+def test_loss_in_pieces_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a loss scale that keeps the smallest gradients of float16 above zero, in pieces of 128 columns."""
+    monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
+    monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
+    monkeypatch.setattr(ascend_loss, "_LOGITS", 128 * N)
+    labels, valid = RANDOM.integers(0, vocabulary, N).astype(np.int32), np.ones((N, 1), np.float32)
+    labels[:3], valid[:3] = 0, 0
+    arrays = [Tensor(normal(N, 8)), Tensor(normal(vocabulary, 8))]
+    found = []
+    for kernel in (reference.CrossEntropy(dtype), ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, dtype)):
+        of = mindspore.value_and_grad(lambda x, w, run=kernel: run(x, w, Tensor(labels), Tensor(valid)) * 1e-2, (0, 1))
+        loss, gradients = of(*arrays)
+        found.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
+    limit = 3e-6 if dtype == mindspore.float32 else 2e-3
+    for right, ours in zip(*found, strict=True):
+        assert right.dtype == ours.dtype and distance(ours, right) < limit
+
+
+def test_a_frozen_head_has_no_gradient_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
+    monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
+    labels, valid = Tensor(np.zeros(N, np.int32)), Tensor(np.ones((N, 1), np.float32))
+    kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, False)
+    arrays = Tensor(normal(N, 8)), Tensor(normal(9, 8))
+    gradients = mindspore.grad(lambda x, w: kernel(x, w, labels, valid), (0, 1))(*arrays)
+    assert np.abs(gradients[0].asnumpy()).min() > 0 and not gradients[1].asnumpy().any()
