@@ -239,7 +239,7 @@ def _all_gather_on_device(tensors: Sequence[Parameter], own: Sequence[Tensor] | 
         lengths = [-(-tensor.size // ranks) for tensor in bucket]
         columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
         for tensor, rows in zip(bucket, columns, strict=True):
-            ops.assign(tensor, whole_of_rows(rows, tensor.size).reshape(tensor.shape))
+            tensor.copy_(whole_of_rows(rows, tensor.size).reshape(tensor.shape))
 
 
 def _filled(part: Tensor, numbers: int, ranks: int) -> Tensor:
