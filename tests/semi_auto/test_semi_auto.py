@@ -174,8 +174,8 @@ def test_no_rank_of_several_allocates_whole_weights() -> None:
 
 
 def test_what_the_mode_cannot_do_is_an_error() -> None:
-    with pytest.raises(UserError, match="expert_num = 4: not yet supported in semi-automatic mode"):
-        built(moe_config={"expert_num": 4, "use_gmm": True})
+    with pytest.raises(UserError, match="hidden_dropout = 0.1: not yet supported in semi-automatic mode"):
+        built(hidden_dropout=0.1)
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------

@@ -149,11 +149,12 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
          ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave True"]),
         ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 is for 3 ranks, and this job has 8"]),
         ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: not yet supported in semi-automatic"]),
-        ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: not yet supported in semi-automatic"]),
+        ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
+        ("parallel_config: {expert_parallel: 8}\nmodel.model_config.moe_config.expert_num=4",
+         ["expert_parallel = 8: the ranks of a group share the 4 experts of a layer equally"]),
         ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
         ("run_mode: eval\nload_checkpoint: .\n", ["run_mode = 'eval': semi-automatic mode trains only"]),
         ("model.model_config.hidden_dropout=0.1", ["hidden_dropout = 0.1: not yet", "draws no masks", "set it to 0"]),
-        ("model.model_config.moe_config.expert_num=4", ["expert_num = 4: not yet", "set it to 1"]),
     ],
 )  # fmt: skip
 def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[str]) -> None:

@@ -227,7 +227,7 @@ class MoeLayer(nn.Cell):
             groups=moe.n_group or 1,
             chosen_groups=moe.topk_group or moe.n_group or 1,
             group_score=moe.group_score,
-            safe_tokens=moe.use_gmm and moe.enable_gmm_safe_tokens,
+            safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens,
         )
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.drop = kernels.dropout(settings.hidden_dropout)

@@ -190,7 +190,7 @@ def sum_on_device(values: Sequence[Tensor | np.ndarray | float]) -> list[Tensor]
     """Each value summed over all ranks, in float32; they travel together, and the host does not wait."""
     tensors = [value if isinstance(value, Tensor) else Tensor(np.asarray(value, np.float32)) for value in values]
     flat = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors])
-    parts = ops.split(_sum(None)(flat), [tensor.size for tensor in tensors])
+    parts = ops.split(start_all_reduce(flat).wait(), [tensor.size for tensor in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
@@ -227,19 +227,26 @@ def all_gather_ranges(
 
 
 def _all_gather_on_device(tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-    """In buckets that are all under way before the first is waited for."""
+    """In buckets: while one is put into its place the next one travels."""
     rank, ranks = communication.get_rank(), group_size()
     given = [tensor.reshape(-1)[range_of_rank(tensor.size, rank, ranks)] for tensor in tensors] if own is None else own
-    pairs = iter(zip(tensors, given, strict=True))
-    under_way = []
+    pairs, under_way = iter(zip(tensors, given, strict=True)), None
     for bucket in buckets(tensors, BUCKET_BYTES):
         parts = [_filled(part, tensor.size, ranks) for tensor, part in itertools.islice(pairs, len(bucket))]
-        under_way.append((bucket, start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts))))
-    for bucket, gathered in under_way:
-        lengths = [-(-tensor.size // ranks) for tensor in bucket]
-        columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
-        for tensor, rows in zip(bucket, columns, strict=True):
-            tensor.copy_(whole_of_rows(rows, tensor.size).reshape(tensor.shape))
+        started = start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts))
+        if under_way:
+            _assign_gathered(*under_way)
+        under_way = bucket, started
+    if under_way:
+        _assign_gathered(*under_way)
+
+
+def _assign_gathered(tensors: Sequence[Parameter], gathered: Started) -> None:
+    ranks = group_size()
+    lengths = [-(-tensor.size // ranks) for tensor in tensors]
+    columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
+    for tensor, rows in zip(tensors, columns, strict=True):
+        tensor.copy_(whole_of_rows(rows, tensor.size).reshape(tensor.shape))
 
 
 def _filled(part: Tensor, numbers: int, ranks: int) -> Tensor:
@@ -384,6 +391,23 @@ class Receive(nn.Cell):
     def bprop(self, trained: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
         self.send(dout)
         return (ops.zeros_like(trained),)
+
+
+def all_to_all(x: Tensor, group: str, ranks: int) -> Tensor:
+    """In a graph: sends row r of [ranks, ...] to rank r of a group, which gets them in the order of ranks."""
+    return P.AlltoAll(ranks, 0, 0, group)(x)
+
+
+def all_to_all_rows(rows: Tensor, send: Tensor, receive: Tensor, group: str) -> Tensor:
+    """In a graph on an Ascend: exchanges rows [n, width] within a group, with a gradient.
+
+    Args:
+        rows: Those for the first rank of the group first.
+        send: How many of them go to each rank, int64 in the host's memory; a tuple where it is known beforehand.
+        receive: How many rows come from each rank, likewise.
+    """
+    width = rows.shape[1]
+    return P.AlltoAllV(group=group, block_size=width)(rows.reshape(-1), send, receive).reshape(-1, width)
 
 
 def has_all_operators() -> bool:

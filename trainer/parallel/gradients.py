@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from trainer.parallel.collectives import Started
 
 
+_MOST_UNDER_WAY = 2  # buckets: while one travels the next one waits, so that the link is never idle
+
+
 class HasGradients(Protocol):
     gradients: Sequence[Tensor]
 
@@ -103,18 +106,26 @@ class SumDuringBackward:
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, Reduced]:
-        """As `SumAfterBackward.last`."""
+        """As `SumAfterBackward.last`; the result of `backward` keeps none of its gradients."""
+        from mindspore import ops
+
         ready: dict[int, Tensor] = {}
-        under_way: list[tuple[list[int], Started]] = []
+        dtypes: dict[int, Any] = {}
+        under_way: list[Started] = []
+        # What the backward pass returns instead of a gradient that is here: so a scattered one can be let go.
+        nothing = ops.zeros(1)
 
         def arrived(place: int, gradient: Tensor) -> Tensor:
+            dtypes[place] = gradient.dtype
             ready[place] = gradient if total is None else total[place] + gradient
             if total is not None:
                 total[place] = None
             while len(under_way) < len(self.buckets) and ready.keys() >= set(self.buckets[len(under_way)]):
-                bucket = self.buckets[len(under_way)]
-                under_way.append((bucket, self.start(bucket, [ready.pop(each) for each in bucket])))
-            return gradient
+                gradients = [ready.pop(each) for each in self.buckets[len(under_way)]]
+                under_way.append(self.start(self.buckets[len(under_way)], gradients))
+                if len(under_way) > _MOST_UNDER_WAY:  # lets the memory of its inputs be used again
+                    under_way[-1 - _MOST_UNDER_WAY].wait()
+            return nothing
 
         hooks = [
             parameter.register_hook(lambda gradient, place=place: arrived(place, gradient))
@@ -125,15 +136,13 @@ class SumDuringBackward:
         finally:
             for hook in hooks:
                 hook.remove()
-        seen = ready.keys() | {place for bucket, _ in under_way for place in bucket}
         for place, gradient in enumerate(part.gradients):
-            if place not in seen:  # nothing depends on the parameter in this micro-batch
+            if place not in dtypes:  # nothing depends on the parameter in this micro-batch
                 arrived(place, gradient)
         gradients: list[Any] = [None] * len(self.parameters)
-        for bucket, started in under_way:
-            dtypes = [part.gradients[place].dtype for place in bucket]
-            for place, dtype, gradient in zip(bucket, dtypes, self.parts(bucket, started.wait()), strict=True):
-                gradients[place] = gradient if gradient.dtype == dtype else gradient.astype(dtype)
+        for bucket, started in zip(self.buckets, under_way, strict=True):
+            for place, gradient in zip(bucket, self.parts(bucket, started.wait()), strict=True):
+                gradients[place] = gradient if gradient.dtype == dtypes[place] else gradient.astype(dtypes[place])
         return part, Reduced(gradients, self.counted if any(self.is_sharded) else None)
 
     def start(self, bucket: list[int], gradients: Sequence[Tensor]) -> Started:

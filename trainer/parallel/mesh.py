@@ -6,15 +6,14 @@ This is the order of Megatron-LM (`megatron/core/parallel_state.py`, ``order="tp
 
     rank = ((pipeline * DP + data) * CP + context) * TP + tensor
 
-Expert parallelism has no axis of its own: MoE layers see the data and context axes as one axis of DP * CP ranks and
-divide it into groups of EP neighbours, each of which holds all experts once. Megatron-LM does the same where experts
-keep the tensor degree of the other layers. Where EP does not divide DP * CP it must divide DP * CP * TP: experts are
-then whole, and the tensor axis is one of theirs too (Megatron-LM's expert tensor degree of 1).
+Expert parallelism has no axis of its own: MoE layers see the data, context and tensor axes as one of DP * CP * TP ranks
+and divide it into groups of EP neighbours, each of which holds all experts once. An expert is whole on its rank, as in
+MindSpore Transformers, and in Megatron-LM with an expert tensor degree of 1.
 
 With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 
     tp [0 1] [2 3] ... [14 15]      dp [0 2 4 6] [1 3 5 7] [8 10 12 14] [9 11 13 15]
-    pp [0 8] [1 9] ... [7 15]       ep [0 2] [1 3] [4 6] [5 7] [8 10] ...
+    pp [0 8] [1 9] ... [7 15]       ep [0 1] [2 3] ... [14 15]
 """
 
 from __future__ import annotations
@@ -45,11 +44,6 @@ class Degrees(NamedTuple):
     def ranks(self) -> int:
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
-    @property
-    def has_whole_experts(self) -> bool:
-        """Whether ranks of a tensor group have different experts instead of parts of the same."""
-        return self.data_parallel * self.context_parallel % self.expert_parallel > 0
-
 
 class MeshCoordinate(NamedTuple):
     pipeline: int
@@ -76,7 +70,7 @@ class Mesh:
         axes = {
             "tp": (tensor, 1),
             "cp": (degrees.context_parallel, tensor),
-            "ep": (degrees.expert_parallel, 1 if degrees.has_whole_experts else tensor),
+            "ep": (degrees.expert_parallel, 1),
             "dp": (degrees.data_parallel, degrees.context_parallel * tensor),
             "pp": (degrees.pipeline_stage, stage),
         }

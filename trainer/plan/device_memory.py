@@ -102,9 +102,7 @@ def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
     """Into how many parts a parameter is cut by the other degrees than data_parallel."""
     if len(shape) == 1:
         return 1
-    if len(shape) == 3 and degrees.has_whole_experts:
-        return degrees.expert_parallel
-    return degrees.model_parallel * (degrees.expert_parallel if len(shape) == 3 else 1)
+    return degrees.expert_parallel if len(shape) == 3 else degrees.model_parallel
 
 
 def _activations(

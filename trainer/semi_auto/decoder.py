@@ -7,7 +7,7 @@ Legend: as in trainer/models/decoder.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mindspore import Parameter, ParameterTuple, nn
@@ -16,7 +16,7 @@ from mindspore.ops import operations as P
 
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, block_weights, layer_prefix
+from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, block_weights, layer_prefix, moe_shapes, sublayer_of
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -27,7 +27,8 @@ class SemiAutoDecoder(DecoderWiring):
     """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module. The model has no experts and no dropout.
+    multi-token prediction module. The model has no dropout.
+    `make_experts` is (prefix of a layer's names, its weights) -> the cell of its experts.
 
     MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
     of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were
@@ -35,7 +36,13 @@ class SemiAutoDecoder(DecoderWiring):
     """
 
     def __init__(
-        self, settings: ModelConfig, kernels: KernelSet, parameters: Mapping[str, Parameter], *, staged: bool = False
+        self,
+        settings: ModelConfig,
+        kernels: KernelSet,
+        parameters: Mapping[str, Parameter],
+        make_experts: Callable[[str, list[Parameter]], nn.Cell],
+        *,
+        staged: bool = False,
     ) -> None:
         depth, all_layers = settings.num_layers, range(settings.num_layers + settings.mtp_depth)
         super().__init__(settings, depth, settings.mtp_depth)
@@ -50,9 +57,17 @@ class SemiAutoDecoder(DecoderWiring):
         self.embed = EmbeddingCell(embedding)
         self.mtp_embeds = _cells(EmbeddingCell(embedding) for _ in range(settings.mtp_depth))
         self.matrix = MatrixCell(embedding, kernels.compute_dtype) if self.hands_on else None
-        self.layers = _cells(
-            LayerCell(Block(settings, kernels), weights(layer, block_weights(settings))) for layer in all_layers
-        )
+
+        def layer_cell(layer: int) -> LayerCell:
+            own = weights(layer, block_weights(settings))
+            if not settings.is_moe_layer(layer):
+                return LayerCell(Block(settings, kernels), own)
+            experts = make_experts(layer_prefix(layer), weights(layer, moe_shapes(settings)))
+            kept = [sublayer_of(name) == "attention" for name in block_weights(settings)]
+            own = [weight if is_own else None for weight, is_own in zip(own, kept, strict=True)]
+            return LayerCell(Block(settings, kernels, "attention"), own, experts)
+
+        self.layers = _cells(map(layer_cell, all_layers))
         self.merges = _cells(
             MergeCell(MergeTokens(settings, kernels), [norm, *weights(layer, MTP_WEIGHTS)])
             for layer, norm in zip(all_layers[depth:], norms, strict=False)
@@ -72,7 +87,7 @@ class SemiAutoDecoder(DecoderWiring):
         return self.embed(ids_N)
 
     def run_layer(self, number, x_ND, call):
-        return self.layers[number](x_ND, call[1], call[2]), None, None
+        return self.layers[number](x_ND, call[1], call[2], call[0][1])
 
     def run_merge(self, module, x_ND, call):
         return self.merges[module](call[4][module], x_ND)
@@ -118,19 +133,24 @@ class MatrixCell(nn.Cell):
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask) -> x_ND. A weight that only other layers have is None."""
+    """(x_ND, tables, mask, weight_N1 of each token's loss) -> x_ND, auxiliary and z loss of its router or None.
 
-    def __init__(self, block: Block, weights: Sequence[Parameter | None]) -> None:
+    A weight that only other layers have is None. `experts` take the place of the feed-forward sublayer.
+    """
+
+    def __init__(self, block: Block, weights: Sequence[Parameter | None], experts: nn.Cell | None = None) -> None:
         super().__init__(auto_prefix=False)
         own = [number for number, weight in enumerate(weights) if weight is not None]
         self.block, self.weights = block, ParameterTuple([weights[number] for number in own])
         self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
+        self.experts = experts
 
-    def construct(self, x_ND, tables, mask):
+    def construct(self, x_ND, tables, mask, weight_N1):
         weights = ()
         for place in self.places:
             weights += (self.weights[place],) if place >= 0 else (None,)
-        return self.block(x_ND, *tables, mask, None, None, None, None, *weights)
+        x_ND = self.block(x_ND, *tables, mask, None, None, None, None, *weights)
+        return (x_ND, None, None) if self.experts is None else self.experts(x_ND, weight_N1)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its
@@ -139,19 +159,28 @@ class LayerCell(nn.Cell):
         The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
         (Korthikanti et al. 2022, section 4.2) data * tensor.
         """
-        attention, mlp, row = self.block.attention, self.block.mlp, (tokens, 1)
-        for norm in (attention.norm, attention.post_norm, mlp.norm, mlp.post_norm):
+        attention, row = self.block.attention, (tokens, 1)
+        for norm in (attention.norm, attention.post_norm):
             norm.shard_over(tokens)
-        for projection in (attention.query, attention.key, attention.value, mlp.gate, mlp.up):
+        for projection in (attention.query, attention.key, attention.value):
             projection.shard_over(data, columns=tensor)
-        for projection in (attention.out, mlp.down):
-            projection.shard_over(data, rows=tensor, tokens=tokens)
-        for part in (attention.query_rotary, attention.key_rotary, attention.attention, mlp.swiglu):
+        attention.out.shard_over(data, rows=tensor, tokens=tokens)
+        for part in (attention.query_rotary, attention.key_rotary, attention.attention):
             part.shard_over(data, tensor)
         for norm in (attention.query_norm, attention.key_norm) if attention.qk_norm else ():
             norm.shard_over(data, tensor)
-        for add in (self.block.add_attention, self.block.add_mlp):
-            add.shard((row, row))
+        self.block.add_attention.shard((row, row))
+        if self.experts is not None:
+            self.experts.shard_over(data, tensor, tokens)
+            return
+        mlp = self.block.mlp
+        for norm in (mlp.norm, mlp.post_norm):
+            norm.shard_over(tokens)
+        for projection in (mlp.gate, mlp.up):
+            projection.shard_over(data, columns=tensor)
+        mlp.down.shard_over(data, rows=tensor, tokens=tokens)
+        mlp.swiglu.shard_over(data, tensor)
+        self.block.add_mlp.shard((row, row))
 
 
 class MergeCell(nn.Cell):

@@ -12,6 +12,7 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -30,7 +31,7 @@ from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
-from trainer.models.shapes import all_shapes
+from trainer.models.shapes import all_shapes, is_buffer
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
@@ -39,6 +40,7 @@ from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
+from trainer.semi_auto.experts import experts_maker
 from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, sharing_level, speed_up_file
 from trainer.semi_auto.step import GradientCell
 
@@ -76,7 +78,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
-        loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask)
+        experts = experts_maker(config, world, kernels, load_kernels(choices, precision, device=device))
+        loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask, experts)
         set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
         set_recomputation(loss, config)
         set_fusion(loss, config, degrees)
@@ -163,13 +166,15 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
     # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
     for layer, part in zip(layers, parts + parts[-1:] * config.decoder.mtp_depth, strict=True):
         if part:
-            cell = layer if part == "block" else getattr(layer.block, part)
+            has_experts = part == "mlp" and layer.experts is not None
+            cell = layer if part == "block" else layer.experts if has_experts else getattr(layer.block, part)
             cell.recompute(
                 mp_comm_recompute=section.mp_comm_recompute,
                 recompute_slice_activation=section.recompute_slice_activation,
             )
     for number in gathered_again(config):
-        for norm in (layers[number].block.attention.norm, layers[number].block.mlp.norm):
+        block, experts = layers[number].block, layers[number].experts
+        for norm in (block.attention.norm, block.mlp.norm if experts is None else experts.router.norm):
             norm._mp_comm_recompute(True)  # of the communication that follows its operators
 
 
@@ -198,16 +203,22 @@ class LossCell(nn.Cell):
         kernels: KernelSet,
         tables: plain_kernels.RotaryTables,
         mask: plain_kernels.AttentionMask,
+        make_experts: Callable[[str, list[Parameter]], nn.Cell],
     ) -> None:
         super().__init__(auto_prefix=False)
         settings = config.decoder
         shapes, frozen = all_shapes(settings), frozen_names(config)
         self.by_name = {
-            name: Parameter(initializer("zeros", shape, mstype.float32), name, requires_grad=name not in frozen)
+            name: Parameter(
+                initializer("zeros", shape, mstype.float32),
+                name,
+                requires_grad=name not in frozen and not is_buffer(name),
+                parallel_optimizer=not is_buffer(name),
+            )
             for name, shape in shapes.items()
         }
         self.depth = settings.mtp_depth
-        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, staged=self.staged)
+        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, make_experts, staged=self.staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.tables, self.mask = tables, mask
@@ -268,8 +279,8 @@ class StagedLossCell(LossCell):
     staged = True
 
     @lazy_inline
-    def __init__(self, config, kernels, tables, mask) -> None:
-        super().__init__(config, kernels, tables, mask)
+    def __init__(self, config, kernels, tables, mask, make_experts) -> None:
+        super().__init__(config, kernels, tables, mask, make_experts)
 
 
 def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:

@@ -44,8 +44,12 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
         yield Notice(text, "ignored")
     if config.context.mode == 1:
         yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
-    if config.network.labels_text == "tokens" and config.decoder.mtp_depth:
-        yield "mtp_depth: the loss of a step is what is minimised, the multi-token prediction modules included"
+    if config.network.labels_text == "tokens":
+        parts = "multi-token prediction modules" if config.decoder.mtp_depth else ""
+        if config.decoder.moe_layers:
+            parts += (" and " if parts else "") + "balance losses of the experts"
+        if parts:
+            yield f"the loss of a training step is what is minimised, the {parts} included"
 
 
 def sharing_level(config: Config) -> str:
@@ -116,9 +120,27 @@ def _degrees(config: Config) -> Iterator[Problem]:
     if section.use_seq_parallel and tokens % section.model_parallel:
         rule = f"the {tokens} tokens of a micro-batch are not divisible by model_parallel {section.model_parallel}"
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
-    for name in ("context_parallel", "expert_parallel"):
-        if getattr(section, name) > 1:
-            yield problem(config, f"parallel_config.{name}", _NOT_YET, "set it to 1")
+    if section.context_parallel > 1:
+        yield problem(config, "parallel_config.context_parallel", _NOT_YET, "set it to 1")
+    yield from _expert_parallel(config)
+
+
+def _expert_parallel(config: Config) -> Iterator[Problem]:
+    section, settings, key = config.parallel_config, config.decoder, "parallel_config.expert_parallel"
+    if settings.experts is None:
+        if section.expert_parallel > 1:
+            yield problem(config, key, "the model has no experts", "set it to 1")
+        return
+    number, tokens = settings.experts.expert_num, config.runner_config.batch_size * settings.seq_length
+    if number % section.expert_parallel:
+        fix = "set it to a divisor of the number of experts"
+        yield problem(config, key, f"the ranks of a group share the {number} experts of a layer equally", fix)
+    if tokens % section.model_parallel:
+        rule = f"its ranks share the {tokens} tokens of a micro-batch for the experts, which it must divide"
+        yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
+    if settings.down_has_bias:
+        fix = f"set it to False, {_INSTEAD}"
+        yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -168,9 +190,6 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
     if settings.window_layers:
         yield problem(config, f"{model}.sliding_window", _NOT_YET, f"use a model without a window, {_INSTEAD}")
-    if settings.experts is not None:
-        key = f"{model}.moe_config.expert_num"
-        yield problem(config, key, _NOT_YET, f"set it to 1, {_INSTEAD}")
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":

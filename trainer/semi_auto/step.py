@@ -17,6 +17,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from trainer.config.checks.parallel import degrees_of
 from trainer.data.batches.batch import Batch, padding_batch
 from trainer.ops.measures import device_measures, read_together
+from trainer.ops.routing import RouterRates
 from trainer.step.accumulate import WindowGradients, valid_tokens
 from trainer.step.clip import norm_groups
 from trainer.step.guards import Guards
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
+    from trainer.semi_auto.experts import GraphRouters
     from trainer.semi_auto.shards import ShardedParameters
 
 
@@ -106,6 +108,7 @@ class GraphStep:
         window: Shape of the batch of a step, all micro-batches and ranks together.
         model: For evaluations: batch -> the sum of the losses of its tokens.
         gives_loss: Whether this rank has the loss.
+        routers: Of the layers with experts; None for a dense model.
         stop_at_bad_loss: As in `TrainStep`.
     """
 
@@ -125,11 +128,12 @@ class GraphStep:
         communicator: Communicator,
         model: Callable[[Batch], LossSums] | None = None,
         gives_loss: bool = True,
+        routers: GraphRouters | None = None,
         stop_at_bad_loss: bool = False,
     ) -> None:
         self.network, self.cell, self.optimizer, self.schedule = network, cell, optimizer, schedule
         self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
-        self.gives_loss, self.model = gives_loss, model
+        self.gives_loss, self.routers, self.model = gives_loss, routers, model
         self.guards = Guards(wrapper, stop_at_bad_loss)
         self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
 
@@ -140,6 +144,10 @@ class GraphStep:
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
             ops.assign(total, ops.zeros_like(total))
+        if self.routers is not None and window.routing is not None:
+            if result.updated:
+                self.routers.update_bias(window.routing)
+            self.routers.clear()
         return result
 
     def build_inputs(self, batch: Batch) -> Batch:
@@ -161,10 +169,18 @@ class GraphStep:
         *loss_and_count, squares = self.communicator.sums([*own_loss, squares])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
         sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
-        total, count, sums = read_together([*loss_and_count, sums])
-        loss = float(total) / max(float(count), 1) / scale
-        # 0: a micro-batch without labels is not left out
-        return WindowGradients(loss, tokens, 0, own, norms=groups.norms(sums))
+        routing = None if self.routers is None else self.routers.counts()
+        rates = () if routing is None else (device_measures().router_rates(routing),)
+        total, count, sums, *rates = read_together([*loss_and_count, sums, *rates])
+        return WindowGradients(
+            float(total) / max(float(count), 1) / scale,
+            tokens,
+            0,  # a micro-batch without labels is not left out
+            own,
+            norms=groups.norms(sums),
+            routing=routing,
+            router_rates=None if routing is None else RouterRates(routing.layers, *rates[0]),
+        )
 
     def by_name(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """The gradients by the names of their weights.

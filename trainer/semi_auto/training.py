@@ -13,9 +13,11 @@ from trainer.data.batches.batch import padding_batch
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.collectives import make_group
 from trainer.parallel.communicator import ProcessGroup, SingleProcess
 from trainer.run.session import set_up_device
 from trainer.semi_auto.evaluation import GraphEvaluator
+from trainer.semi_auto.experts import GraphRouters, expert_group
 from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.rules import data_config
 from trainer.semi_auto.shards import ShardedParameters
@@ -46,6 +48,9 @@ def open_semi_auto_training(
     """
     set_up_device(config, device, world)
     communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
+    degrees = degrees_of(config, world)
+    if degrees.expert_parallel > 1:
+        make_group(*expert_group(degrees, world.rank))
     built = build_semi_auto(config, world, device)
     window = window_of(config, world)
     with graph_mode():
@@ -55,7 +60,11 @@ def open_semi_auto_training(
     shapes = trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}  # this rank's parts
-    stages = degrees_of(config, world).pipeline_stage
+    stages = degrees.pipeline_stage
+    routers = None
+    if config.decoder.moe_layers:
+        speaks = world.rank % (world.size // stages) == 0 if stages > 1 else None
+        routers = GraphRouters(config, built.loss.decoder, parameters, communicator, speaks)
     return GraphStep(
         built.network,
         built.step,
@@ -67,6 +76,7 @@ def open_semi_auto_training(
         communicator=communicator,
         model=GraphEvaluator(built.loss, config, world),
         gives_loss=world.rank // (world.size // stages) == stages - 1,
+        routers=routers,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
     )
 

@@ -17,7 +17,7 @@ UNBUILT_DEGREES = {
     " parallel.enable_parallel_optimizer shares the optimizer's part of the memory",
     "context_parallel": "set it to 1: a shorter seq_length, or recompute_config.recompute, saves activations",
     "expert_parallel": "set it to 1: every rank then has all experts, and parallel.enable_parallel_optimizer shares"
-    " their optimizer state",
+    " their optimizer state; or on Ascend use semi-automatic mode, parallel.parallel_mode 1",
 }
 DATA_PARALLEL = (0, "data_parallel")  # values of parallel_mode
 SEMI_AUTO = (1, "semi_auto_parallel")

@@ -1,0 +1,68 @@
+"""What `test_step.py` runs on the dry backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from trainer.dryrun.tasks import train
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel import collectives
+from trainer.parallel.gradients import SumDuringBackward
+from trainer.step.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from trainer.dryrun.measure import Run
+
+STARTS = "start_all_reduce", "start_reduce_scatter", "start_all_gather"
+
+
+def overlapped(run: Run) -> dict[str, Any]:
+    """A training with gradients in buckets of `bucket_bytes`.
+
+    Returns:
+        events: Of the last step, in order: ["backward", "ends"] of a micro-batch, ["gradient", its name] in the last
+            micro-batch, ["start_...", bytes] and ["update", "begins"].
+        sizes: Numbers in each trained parameter.
+    """
+    events: list[list[Any]] = []
+    backward, last, update = TrainStep.backward, SumDuringBackward.last, Optimizer.scaled
+
+    def one_backward(step: TrainStep, *arguments: Any) -> Any:
+        result = backward(step, *arguments)
+        events.append(["backward", "ends"])
+        return result
+
+    def last_backward(reducer: SumDuringBackward, *arguments: Any) -> Any:
+        hooks = [
+            parameter.register_hook(lambda gradient, name=parameter.name: events.append(["gradient", name]) or gradient)
+            for parameter in reducer.parameters
+        ]
+        found["sizes"] = {parameter.name: parameter.size for parameter in reducer.parameters}
+        try:
+            return last(reducer, *arguments)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def noted(name: str) -> mock._patch:
+        original = getattr(collectives, name)
+        return mock.patch.object(
+            collectives, name, lambda flat: events.append([name, flat.size * flat.itemsize]) or original(flat)
+        )
+
+    def updated(optimizer: Optimizer, *arguments: Any) -> Any:
+        events.append(["update", "begins"])
+        return update(optimizer, *arguments)
+
+    found: dict[str, Any] = {}
+    with (
+        mock.patch.object(collectives, "BUCKET_BYTES", run.options["bucket_bytes"]),
+        mock.patch.object(TrainStep, "backward", one_backward),
+        mock.patch.object(SumDuringBackward, "last", last_backward),
+        mock.patch.object(Optimizer, "scaled", updated),
+        noted(STARTS[0]), noted(STARTS[1]), noted(STARTS[2]),
+    ):  # fmt: skip
+        found |= train(run)
+    last_step = events[len(events) * (run.steps - 1) // run.steps :]
+    return found | {"events": last_step}

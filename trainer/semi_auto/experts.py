@@ -1,0 +1,468 @@
+"""Experts in a graph that MindSpore shards, with an all-to-all between the ranks that share them.
+
+What MindSpore cannot shard by itself stands in a `Morph`: a function of this rank's shards, whose inputs and outputs
+have layouts that the cell states. MindSpore replaces it by the function's operators before it differentiates.
+
+    router: norm, product, scores    operators with strategies, tokens over the data-parallel ranks (with sequence
+                                     parallelism over all ranks of a stage)
+    choice of the experts            Morph without gradient, all tokens of a data-parallel rank
+    gates, losses of the router      operators with strategies
+    dispatch, experts, combine       Morph, tokens over all ranks of a stage, experts over groups of neighbours
+
+The routing and the grouped product inside are those of explicit mode on an Ascend (trainer/ops/ascend/moe.py).
+
+Legend: N tokens, B sequences, T tokens of a sequence, D hidden, E experts, k experts chosen by a token, S ranks of an
+expert-parallel group, e = E / S experts of a rank, F width of an expert. A rows of a rank: its N k assignments, and a
+row of zeros for each expert. R rows that a rank's experts compute.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from mindspore import Layout, Parameter, ParameterTuple, Tensor, mint, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import initializer
+from mindspore.ops import operations as P
+
+from trainer.config.checks.parallel import degrees_of
+from trainer.models.moe import Gates, Router, SharedExperts
+from trainer.models.shapes import EXPERT_BIAS, balanced_layers, layer_prefix, moe_shapes
+from trainer.ops.measures import device_measures
+from trainer.ops.routing import RoutingCounts
+from trainer.optim.freeze import frozen_names
+from trainer.parallel.collectives import all_to_all, all_to_all_rows, has_all_operators
+from trainer.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+    from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.communicator import Communicator
+    from trainer.parallel.mesh import Degrees
+    from trainer.parallel.world import World
+    from trainer.semi_auto.shards import ShardedParameters
+
+STATISTICS = ("requested", "kept", "entropy")
+"""What a layer with experts counts, [1, E] each: assignments, those that are computed, and the sum over tokens of
+-p log p of each expert's normalised score."""
+
+
+class ExpertRanks(NamedTuple):
+    """How the ranks of a pipeline stage share tokens and experts."""
+
+    data: int
+    tensor: int
+    expert: int
+    """Ranks of an expert-parallel group: neighbours, which have all experts together."""
+    group: str
+    """Name of this rank's group."""
+    tokens: int
+    """Tokens of a micro-batch of a data-parallel rank."""
+    is_dry: bool = False
+    """Whether nothing is computed: no count is known then, and every rank sends equally many rows to all."""
+
+
+def expert_group(degrees: Degrees, rank: int) -> tuple[str, range]:
+    """Name and ranks of the expert-parallel group of a rank."""
+    ranks = Mesh(degrees).group_of("ep", rank)
+    return f"{len(ranks)}-experts-{ranks[0]}", ranks
+
+
+def statistics_of(prefix: str, experts: int) -> list[Parameter]:
+    """A layer's `STATISTICS`, summed over the micro-batches of a step and over all ranks."""
+    zeros = initializer("zeros", (1, experts), mstype.float32)
+    names = [f"{prefix}mlp.gate.{name}" for name in STATISTICS]
+    return [Parameter(zeros, name, requires_grad=False, parallel_optimizer=False) for name in names]
+
+
+class ExpertChoice(nn.Cell):
+    """(scores_NE, bias_E) -> experts_Nk, kept_Nk (1 where the expert computes it, else 0), requested_BE, kept_BE."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, ranks: ExpertRanks, capacity: int | None) -> None:
+        super().__init__(auto_prefix=False)
+        moe = settings.experts
+        self.route = kernels.route(
+            moe.expert_num,
+            moe.num_experts_chosen,
+            groups=moe.n_group or 1,
+            chosen_groups=moe.topk_group or moe.n_group or 1,
+            group_score=moe.group_score,
+        )
+        self.capacity, self.policy = capacity, moe.drop_policy
+        self.length, self.experts, self.chosen = settings.seq_length, moe.expert_num, moe.num_experts_chosen
+        self.every_11E = Tensor(np.arange(self.experts, dtype=np.int32)[None, None])
+        self.morph = P.Morph(self.choose, self.infer_shape, self.infer_dtype).add_prim_attr("self_define_shard", True)
+        layout = Layout((ranks.data, ranks.tensor), ("data", "tensor"))
+        rows = layout("data", "None")
+        self.morph.shard(in_strategy=(rows, layout("None")), out_strategy=(rows,) * 4)
+        self.morph.recompute(False)
+
+    def construct(self, scores_NE, bias_E):
+        return self.morph(scores_NE, bias_E)
+
+    def infer_shape(self, scores, bias):
+        assignments, counts = [scores[0], self.chosen], [scores[0] // self.length, self.experts]
+        return assignments, assignments, counts, counts
+
+    def infer_dtype(self, scores, bias):
+        return mstype.int32, scores, scores, scores
+
+    def choose(self, scores_NE, bias_E):
+        routing = self.route(scores_NE, bias_E, self.capacity, self.policy)
+        experts_Nk = routing[0]
+        if self.capacity is None:
+            kept_Nk, counts_BE = ops.ones(experts_Nk.shape, mstype.float32), self.count(experts_Nk)
+            return experts_Nk, kept_Nk, counts_BE, counts_BE
+        is_kept_Nk = routing[1] < routing[3].sum()  # rows of dropped assignments stand after those of all experts
+        group_Nk = ops.select(is_kept_Nk, experts_Nk, ops.full_like(experts_Nk, self.experts))
+        return experts_Nk, is_kept_Nk.astype(mstype.float32), self.count(experts_Nk), self.count(group_Nk)
+
+    def count(self, group_Nk):
+        """The assignments of each sequence to each expert, [B, E]."""
+        group_BA1 = group_Nk.reshape(-1, self.length * self.chosen, 1)
+        return (group_BA1 == self.every_11E).astype(mstype.float32).sum(1)
+
+
+class RoutedExperts(nn.Cell):
+    """(y_ND, gates_Nk, experts_Nk, gate_EFD, up_EFD, down_EDF) -> what the chosen experts add, [N, D].
+
+    With several ranks in a group each rank sends its tokens to the ranks that have their experts, and gets the results
+    back. It sends a row of zeros to every expert too: so no rank, no expert is without rows.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, ranks: ExpertRanks) -> None:
+        super().__init__(auto_prefix=False)
+        moe = settings.experts
+        self.experts, self.chosen, self.ranks, self.group = (
+            moe.expert_num, moe.num_experts_chosen, ranks.expert, ranks.group
+        )  # fmt: skip
+        self.own, self.is_dry = moe.expert_num // ranks.expert, ranks.is_dry
+        self.every_E = Tensor(np.arange(self.experts, dtype=np.int32))
+        self.dispatch, self.combine, self.reorder = _Dispatch(), _Combine(), _Reorder()
+        self.gate, self.up, self.down = (kernels.grouped_matmul(True) for _ in range(3))
+        self.swiglu, self.to_host = kernels.swiglu(), P.MoveTo()
+        self.morph = P.Morph(self.compute, self.infer, self.infer).add_prim_attr("self_define_shard", True)
+        layout = Layout((ranks.data * ranks.tensor // ranks.expert, ranks.expert), ("groups", "expert"))
+        rows, stack = layout(("groups", "expert"), "None"), layout("expert", "None", "None")
+        self.morph.shard(in_strategy=(*(rows,) * 3, *(stack,) * 3), out_strategy=(rows,))
+
+    def construct(self, y_ND, gates_Nk, experts_Nk, gate_EFD, up_EFD, down_EDF):
+        return self.morph(y_ND, gates_Nk, experts_Nk, gate_EFD, up_EFD, down_EDF)
+
+    def infer(self, y, gates, experts, gate, up, down):
+        return y
+
+    def compute(self, y_ND, gates_Nk, experts_Nk, gate_eFD, up_eFD, down_eDF):
+        """Of this rank's tokens and weights."""
+        expert_A = ops.concat((experts_Nk.reshape(-1), self.every_E))
+        order_A = _order(expert_A)
+        row_Nk = _order(order_A)[: experts_Nk.shape[0] * self.chosen].reshape(experts_Nk.shape)
+        # The assignments after the last token's are the rows of zeros.
+        token_A = ops.minimum(ops.floor_divide(order_A, self.chosen), y_ND.shape[0])
+        counts_E = (expert_A.expand_dims(1) == self.every_E.expand_dims(0)).astype(mstype.float32).sum(0)
+        rows_AD = self.dispatch(y_ND, token_A, row_Nk)
+        if self.ranks == 1:
+            out_AD = self.products(rows_AD, counts_E.astype(mstype.int64), gate_eFD, up_eFD, down_eDF)
+        else:
+            sorted_A = ops.gather_elements(expert_A, 0, order_A)
+            out_AD = self.exchanged(rows_AD, sorted_A, counts_E, (gate_eFD, up_eFD, down_eDF))
+        return self.combine(out_AD, gates_Nk, token_A, row_Nk)
+
+    def exchanged(self, rows_AD, expert_A, counts_E, weights):
+        """The same rows, computed where their experts are."""
+        counts_Se = counts_E.reshape(self.ranks, self.own)
+        theirs_Se = all_to_all(counts_Se, self.group, self.ranks)
+        send, receive = self.rows_of_ranks(counts_Se, rows_AD), self.rows_of_ranks(theirs_Se, rows_AD)
+        rows_RD = all_to_all_rows(rows_AD, send, receive, self.group)
+        own_A1 = ops.floor_mod(expert_A, self.own).astype(mstype.float32).reshape(-1, 1)
+        order_R = _order(all_to_all_rows(own_A1, send, receive, self.group).reshape(-1))
+        inverse_R, counts_e = _order(order_R), theirs_Se.sum(0).astype(mstype.int64)
+        out_RD = self.products(self.reorder(rows_RD, order_R, inverse_R), counts_e, *weights)
+        out_RD = self.reorder(out_RD, inverse_R, order_R)
+        return all_to_all_rows(out_RD, receive, send, self.group).reshape(rows_AD.shape)
+
+    def rows_of_ranks(self, counts_Se, rows_AD):
+        """How many rows each rank of the group gets, or sends. They are sizes of arrays, so the host needs them."""
+        if self.is_dry:
+            even = ()
+            for rank in range(self.ranks):
+                even += ((rows_AD.shape[0] + rank) // self.ranks,)
+            return even
+        return self.to_host(counts_Se.sum(1).astype(mstype.int64), "CPU", True)
+
+    def products(self, rows_RD, counts_e, gate_eFD, up_eFD, down_eDF):
+        inner_RF = self.swiglu(self.gate(rows_RD, gate_eFD, counts_e), self.up(rows_RD, up_eFD, counts_e))
+        return self.down(inner_RF, down_eDF, counts_e)
+
+
+def _order(values_A):
+    """The stable order of values, int32. As float32, which an Ascend's AI cores sort; exact up to 2^24."""
+    return mint.argsort(values_A.astype(mstype.float32), -1, False, True).astype(mstype.int32)
+
+
+class _Dispatch(nn.Cell):
+    """(y_ND, token_A, row_Nk) -> rows_AD: the row of each token, zeros for token N."""
+
+    def construct(self, y_ND, token_A, row_Nk):
+        return _rows_of(y_ND, token_A)
+
+    def bprop(self, y_ND, token_A, row_Nk, out, grad_AD):
+        grad_NkD = mint.index_select(grad_AD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
+        return grad_NkD.sum(1), ops.zeros_like(token_A), ops.zeros_like(row_Nk)
+
+
+class _Combine(nn.Cell):
+    """(rows_AD, gates_Nk, token_A, row_Nk) -> the sum of each token's rows, weighted by their gates, [N, D]."""
+
+    def construct(self, rows_AD, gates_Nk, token_A, row_Nk):
+        rows_NkD = mint.index_select(rows_AD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
+        return (rows_NkD * gates_Nk.astype(rows_AD.dtype).expand_dims(-1)).sum(1)
+
+    def bprop(self, rows_AD, gates_Nk, token_A, row_Nk, out, grad_ND):
+        grad_AD, row_A = _rows_of(grad_ND, token_A), row_Nk.reshape(-1)
+        products_A = (rows_AD.astype(mstype.float32) * grad_AD.astype(mstype.float32)).sum(-1)
+        grad_gates = ops.gather_elements(products_A, 0, row_A).reshape(row_Nk.shape).astype(gates_Nk.dtype)
+        gate_A = ops.zeros((rows_AD.shape[0],), rows_AD.dtype)
+        gate_A = mint.scatter(gate_A, 0, row_A.astype(mstype.int64), gates_Nk.astype(rows_AD.dtype).reshape(-1))
+        return grad_AD * gate_A.expand_dims(-1), grad_gates, ops.zeros_like(token_A), ops.zeros_like(row_Nk)
+
+
+def _rows_of(x_ND, token_A):
+    return mint.index_select(ops.concat((x_ND, ops.zeros((1, x_ND.shape[1]), x_ND.dtype))), 0, token_A)
+
+
+class _Reorder(nn.Cell):
+    """Rows in another order; `inverse` is the order back."""
+
+    def construct(self, rows_RD, order_R, inverse_R):
+        return mint.index_select(rows_RD, 0, order_R)
+
+    def bprop(self, rows_RD, order_R, inverse_R, out, grad_RD):
+        return mint.index_select(grad_RD, 0, inverse_R), ops.zeros_like(order_R), ops.zeros_like(inverse_R)
+
+
+class RouterLosses(nn.Cell):
+    """(logits_NE, scores_NE, load_GE, weight_N1) -> auxiliary and z loss; the formulas of `trainer.models.moe`.
+
+    The tokens are in G groups, sequences or with gbs_aux_loss the tokens of a data-parallel rank. `load_GE` has for
+    each the experts' parts of its assignments, [1, E] where they are those of all. `weight_N1` is the weight of each
+    token's loss.
+    """
+
+    def __init__(self, settings: ModelConfig, ranks: ExpertRanks) -> None:
+        super().__init__(auto_prefix=False)
+        moe = settings.experts
+        self.experts, self.with_z = moe.expert_num, moe.z_loss_factor > 0
+        self.normalises = moe.score_function == "sigmoid"
+        self.tokens = ranks.tokens if moe.balances_step else settings.seq_length
+        self.total, self.at_least, self.divide = P.ReduceSum(keep_dims=True), P.Add(), P.Div()
+        self.reshape, self.mean, self.weigh, self.scale = P.Reshape(), P.ReduceMean(), P.Mul(), P.Mul()
+        self.uneven, self.of_group, self.pick = P.ReduceSum(keep_dims=True), P.ReduceSum(), P.Mul()
+        self.sum = P.ReduceSum()
+        self.largest, self.centre, self.exp, self.log = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp(), P.Log()
+        self.rest, self.back, self.square, self.pick_z = P.ReduceSum(keep_dims=True), P.Add(), P.Square(), P.Mul()
+        self.sum_z, self.no_loss = P.ReduceSum(), Tensor(0.0, mstype.float32)
+
+    def construct(self, logits_NE, scores_NE, load_GE, weight_N1):
+        p_NE = self.normalised(scores_NE) if self.normalises else scores_NE
+        mean_GE = self.mean(self.reshape(p_NE, (-1, self.tokens, self.experts)), 1)
+        uneven_G1 = self.uneven(self.scale(self.weigh(mean_GE, ops.stop_gradient(load_GE)), self.experts), 1)
+        weight_G1 = self.of_group(self.reshape(weight_N1, (-1, self.tokens, 1)), 1)
+        aux_loss = self.sum(self.pick(uneven_G1, weight_G1))
+        if not self.with_z:
+            return aux_loss, self.no_loss
+        largest_N1 = ops.stop_gradient(self.largest(logits_NE, 1))
+        rest_N1 = self.rest(self.exp(self.centre(logits_NE, largest_N1)), 1)
+        total_N1 = self.back(self.log(rest_N1), largest_N1)
+        return aux_loss, self.sum_z(self.pick_z(self.square(total_N1), weight_N1))
+
+    def normalised(self, scores_NE):
+        """A token's scores with the sum 1."""
+        return self.divide(scores_NE, self.at_least(self.total(scores_NE, 1), 1e-20))
+
+    def shard_over(self, data: int, *, load_is_shared: bool) -> None:
+        row = (data, 1)
+        for part in (self.total, self.uneven, self.sum, self.exp, self.largest):
+            part.shard((row,))
+        for part in (self.rest, self.log, self.square, self.sum_z):
+            part.shard((row,))
+        for part in (self.at_least, self.scale):
+            part.shard((row, ()))
+        for part in (self.divide, self.centre, self.back, self.pick, self.pick_z):
+            part.shard((row, row))
+        for part in (self.mean, self.of_group):
+            part.shard(((data, 1, 1),))
+        self.weigh.shard((row, (1, 1) if load_is_shared else row))
+
+
+class ExpertLayer(nn.Cell):
+    """(x_ND, weight_N1) -> residual stream, auxiliary and z loss: the feed-forward sublayer of a layer with experts.
+
+    Args:
+        kernels: Those that MindSpore shards.
+        local: Those of explicit mode, for what a rank computes by itself.
+        weights: In the order of `moe_shapes`.
+        statistics: In the order of `STATISTICS`.
+    """
+
+    def __init__(
+        self,
+        settings: ModelConfig,
+        kernels: KernelSet,
+        local: KernelSet,
+        weights: Sequence[Parameter],
+        statistics: Sequence[Parameter],
+        ranks: ExpertRanks,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        moe, names = settings.experts, list(moe_shapes(settings))
+        self.weights, self.statistics, self.ranks = ParameterTuple(weights), ParameterTuple(statistics), ranks
+        self.first = names.index("mlp.experts.gate_proj.weight")
+        self.bias = names.index(EXPERT_BIAS) if EXPERT_BIAS in names else -1
+        self.no_bias_E = Tensor(np.zeros(moe.expert_num, np.float32))
+        self.has_shared, self.first_shared = settings.shared_expert_size > 0, self.first + 3
+        self.drops, self.of_step = moe.effective_capacity is not None, moe.balances_step
+        self.assigned = 1.0 / (settings.seq_length * moe.num_experts_chosen)
+        self.router, self.gates, self.losses = Router(settings, kernels), Gates(settings), RouterLosses(settings, ranks)
+        self.choice = ExpertChoice(settings, local, ranks, moe.capacity(ranks.tokens))
+        self.choice_of_all = ExpertChoice(settings, local, ranks, None)  # an evaluation drops nothing
+        self.experts = RoutedExperts(settings, local, ranks)
+        self.shared = SharedExperts(settings, kernels) if self.has_shared else None
+        self.keep, self.add_shared, self.add = P.Mul(), P.Add(), P.Add()
+        self.share, self.all_shares, self.divide = P.Mul(), P.ReduceSum(keep_dims=True), P.Div()
+        self.totals = tuple(P.ReduceSum(keep_dims=True) for _ in STATISTICS)
+        self.sums, self.assigns = tuple(P.Add() for _ in STATISTICS), tuple(P.Assign() for _ in STATISTICS)
+        self.log, self.least, self.minus, self.entropy = P.Log(), P.Add(), P.Neg(), P.Mul()
+        for part in (*self.sums, *self.assigns):
+            part.recompute(False)
+
+    def construct(self, x_ND, weight_N1):
+        weights = self.weights
+        y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
+        bias_E = weights[self.bias] if self.bias >= 0 else self.no_bias_E
+        constant_NE = ops.stop_gradient(scores_NE)
+        if self.training:
+            experts_Nk, kept_Nk, requested_BE, kept_BE = self.choice(constant_NE, bias_E)
+        else:
+            experts_Nk, kept_Nk, requested_BE, kept_BE = self.choice_of_all(constant_NE, bias_E)
+        gates_Nk = self.gates(scores_NE, experts_Nk)
+        if self.drops:
+            gates_Nk = self.keep(gates_Nk, kept_Nk)
+        added_ND = self.experts(y_ND, gates_Nk, experts_Nk, *weights[self.first : self.first_shared])
+        if self.has_shared:
+            added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
+        x_ND = self.add(x_ND, added_ND)
+        if not self.training:
+            return x_ND, None, None
+        requested_1E = self.count(0, requested_BE)
+        if self.of_step:
+            load_GE = self.divide(requested_1E, self.all_shares(requested_1E, 1))
+        else:
+            load_GE = self.share(requested_BE, self.assigned)
+        aux_loss, z_loss = self.losses(logits_NE, scores_NE, load_GE, weight_N1)
+        counted = requested_1E, self.count(1, kept_BE), self.count(2, self.entropies(constant_NE))
+        return ops.depend(x_ND, counted), aux_loss, z_loss
+
+    def count(self, number, values_GE):
+        """Adds to the statistics of the step, and returns what they are then, [1, E]."""
+        parameter = self.statistics[number]
+        total_1E = self.sums[number](parameter, self.totals[number](ops.stop_gradient(values_GE), 0))
+        return ops.depend(total_1E, self.assigns[number](parameter, total_1E))
+
+    def entropies(self, scores_NE):
+        """-p log p of each score."""
+        p_NE = self.losses.normalised(scores_NE)
+        return self.minus(self.entropy(p_NE, self.log(self.least(p_NE, 1e-20))))
+
+    def shard_over(self, data: int, tensor: int, tokens: int) -> None:
+        """`data` and `tensor` ranks; the residual stream is sharded over `tokens` ranks."""
+        row, stream = (data, 1), (tokens, 1)
+        self.router.shard_over(tokens)
+        self.gates.shard_over(tokens)
+        self.losses.shard_over(data, load_is_shared=self.of_step)
+        if self.has_shared:
+            self.shared.shard_over(data, tensor)
+        self.keep.shard((stream, stream))
+        for add in (self.add_shared, self.add):
+            add.shard((stream, stream))
+        self.share.shard((row, ()))
+        for total in self.totals:
+            total.shard((row,))
+        self.all_shares.shard(((1, 1),))
+        self.divide.shard(((1, 1), (1, 1)))
+        for part in (*self.sums, *self.assigns):
+            part.shard(((1, 1), (1, 1)))
+        for part in (self.log, self.minus):
+            part.shard((row,))
+        self.least.shard((row, ()))
+        self.entropy.shard((row, row))
+
+
+def experts_maker(
+    config: Config, world: World, kernels: KernelSet, local: KernelSet
+) -> Callable[[str, list[Parameter]], ExpertLayer]:
+    """(prefix of a layer's names, its weights) -> its experts; `kernels` and `local` as in `ExpertLayer`."""
+    settings, degrees = config.decoder, degrees_of(config, world)
+    group, _ = expert_group(degrees, world.rank)
+    tokens = config.runner_config.batch_size * settings.seq_length
+    # In MindSpore's dry run no kernel computes.
+    is_dry = os.environ.get("MS_SIMULATION_LEVEL", "") not in ("", "0")
+    ranks = ExpertRanks(degrees.data_parallel, degrees.model_parallel, degrees.expert_parallel, group, tokens, is_dry)
+
+    def make(prefix: str, weights: list[Parameter]) -> ExpertLayer:
+        return ExpertLayer(settings, kernels, local, weights, statistics_of(prefix, settings.experts.expert_num), ranks)
+
+    return make
+
+
+class GraphRouters:
+    """What the routers of all layers did in a step, and the bias that balances them.
+
+    Args:
+        decoder: Its layers have the statistics.
+        parameters: Of this rank.
+        speaks: Whether this rank tells the other stages of a pipeline; None without a pipeline.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        decoder: nn.Cell,
+        parameters: ShardedParameters,
+        communicator: Communicator,
+        speaks: bool | None,
+    ) -> None:
+        settings = config.decoder
+        self.moe, self.layers = settings.experts, tuple(settings.moe_layers)
+        self.communicator, self.speaks = communicator, speaks
+        layers = {layer: decoder.layers[layer].experts.statistics for layer in self.layers}
+        self.own = {layer: found for layer, found in layers.items() if found[0].name in parameters.sums}
+        balanced = set(balanced_layers(settings, frozen_names(config))) & self.own.keys()
+        self.biases = {layer: parameters.own[layer_prefix(layer) + EXPERT_BIAS] for layer in sorted(balanced)}
+
+    def counts(self) -> RoutingCounts:
+        """Over all ranks and micro-batches."""
+        zeros = Tensor(np.zeros((len(STATISTICS), self.moe.expert_num), np.float32))
+        of_layers = [ops.concat(tuple(self.own[layer])) if layer in self.own else zeros for layer in self.layers]
+        counted_LSE = ops.stack(of_layers)
+        if self.speaks is not None:
+            counted_LSE = self.communicator.sums([counted_LSE * float(self.speaks)])[0]
+        if not has_all_operators():
+            counted_LSE = counted_LSE.asnumpy()
+        requested_LE, kept_LE, entropy_LE = (counted_LSE[:, number] for number in range(len(STATISTICS)))
+        return RoutingCounts(self.layers, kept_LE, requested_LE, entropy_LE.sum(1) * self.moe.num_experts_chosen)
+
+    def update_bias(self, counts: RoutingCounts) -> None:
+        """As `Decoder.update_expert_bias`."""
+        for layer, bias_E in self.biases.items():
+            requested_E = counts.requested[self.layers.index(layer)]
+            device_measures().move_bias(bias_E, requested_E, self.moe.topk_bias_update_rate)
+
+    def clear(self) -> None:
+        """Before the next step."""
+        for parameter in itertools.chain(*self.own.values()):
+            ops.assign(parameter, ops.zeros_like(parameter))
