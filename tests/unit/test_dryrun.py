@@ -18,7 +18,7 @@ from pathlib import Path
 folder = Path(sys.argv[-1])
 job = json.loads((folder / "cases.json").read_text())
 numbers = {"seconds": 1.0, "host_bytes": 5, "host_reads": {"a.py:1": [1, 5]}, "peak_bytes": 7, "failure": None,
-           "legacy": {}, "current": {}, "collectives": [["AllReduce", "float32", 4]], "found": {"rank": job["rank"]}}
+           "legacy": {}, "collectives": [["AllReduce", "float32", 4, [0, 1]]], "found": {"rank": job["rank"]}}
 with (folder / "results.jsonl").open("a") as file:
     for name, case in job["cases"].items():
         print(json.dumps({"case": name, "says": "started"}), file=file, flush=True)
@@ -47,7 +47,7 @@ def test_a_case_that_kills_its_process_leaves_the_others() -> None:
     found = run_cases(cases, 8, 3, lambda name, text: said.append((name, text)))
     assert list(found) == ["first", "bad", "last"]
     assert found["first"].failure is None and found["last"].found == {"rank": 3}
-    assert found["first"].collectives == [Collective("AllReduce", "float32", 4)]
+    assert found["first"].collectives == [Collective("AllReduce", "float32", 4, (0, 1))]
     assert found["first"].host_reads == {"a.py:1": (1, 5)}
     assert "signal 6" in found["bad"].failure.message and "it was the kernel" in found["bad"].failure.message
     assert said == [("first", "started"), ("bad", "started"), ("last", "started")]
