@@ -213,6 +213,7 @@ def test_the_audit_shows_what_is_built(tmp_path: Path, capsys: pytest.CaptureFix
     assert dispatch(["plan", "--audit", "ascend", "--json", "--config", str(file)]) == 0
     pairs = json.loads(capsys.readouterr().out)["semi_auto"]
     found = dict(pairs)
+    assert found["mode"] == "semi_auto, 2 pipeline stage(s), 1f1b"
     assert found["network"] == "AutoParallel ( GradientCell ( Pipeline, 2 micro-batches ( StagedLossCell ) ) )"
     assert (found["stage 0"], found["stage 1"]) == ("layer 0", "layers 1-2")
     assert found["mlp.down"] == "input (2, 2), weight (1, 2)" and found["mlp.up"] == "input (2, 1), weight (2, 1)"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -26,13 +27,13 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
-from trainer.config.recompute import gathered_again, recomputed_parts
+from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
 from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
 from trainer.models.shapes import all_shapes, is_buffer
-from trainer.ops.kernel_set import load_kernels
+from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
@@ -74,6 +75,10 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     choices = select_kernels(settings, device, precision)
     kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
     fused = {choice.kernel for choice in choices if choice.fused}
+    if "rms_norm" in fused and any(recomputed_parts(config)):
+        inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
+        separate = kernels_ascend.SeparateRmsNorm
+        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes), inside, outside))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
@@ -295,16 +300,25 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
     network, loss, cells = built.network, built.loss, [built.network]
     while cells[-1] is not loss:
         cells.append(cells[-1].network)
-    shared = network._enable_parallel_optimizer
-    threshold = f"shared by data-parallel ranks (hsdp), of parameters from {network._parallel_optimizer_threshold} KB"
+    shared, interleaved = network._enable_parallel_optimizer, network._pipeline_interleave
+    threshold = (
+        f"shared by data-parallel ranks (hsdp, {sharing_level(config)}), of parameters from"
+        f" {network._parallel_optimizer_threshold} KB"
+    )
+    order = f", {'interleaved ' if interleaved else ''}{network._pipeline_scheduler}"
+    again = recompute_text(recomputed_parts(config))
+    sequence = "by tensor-parallel ranks too (sequence parallelism)" if config.parallel_config.use_seq_parallel else ""
     rows = [
         ("network", " ( ".join(_name(cell) for cell in cells) + " )" * (len(cells) - 1)),
-        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"),
+        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"
+         + (order if network._pipeline_stages > 1 else "")),
         ("data of a rank", "the whole batch" if network._full_batch else "its part of the batch"),
         ("optimizer", config.optimizer.type),
         ("optimizer state", threshold if shared else "whole on every rank"),
         ("weights", f"{len(loss.by_name)}, allocated once MindSpore has sharded them (no_init_parameters)"),
     ]
+    rows += [("tokens are shared", sequence)] if sequence else []
+    rows += [("activations", again)] if again else []
     return [*rows, *_stages(loss), *_strategies(loss), *(("note", notice) for notice in semi_auto_notices(config))]
 
 
