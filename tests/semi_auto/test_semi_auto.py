@@ -26,7 +26,7 @@ from trainer.models.shapes import all_shapes
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
-from trainer.semi_auto.network import LossCell, SemiAuto, LazyLossCell, build_semi_auto
+from trainer.semi_auto.network import LazyLossCell, LossCell, SemiAuto, build_semi_auto
 from trainer.semi_auto.rules import sharing_level
 from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
 from trainer.semi_auto.training import open_semi_auto_training, window_of
