@@ -82,6 +82,11 @@ def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
     return mint.nn.functional.embedding(index_N, x_RD)
 
 
+def split_columns(x_RD: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """As in cpu/kernels.py."""
+    return mint.split(x_RD, (first, x_RD.shape[1] - first), 1)
+
+
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
     """As in cpu/kernels.py."""
     store_RD.index_copy_(0, index_N.astype(mstype.int64), x_ND)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from mindspore import Parameter, Tensor, mint, ops
+from mindspore import Parameter, Tensor, mint
 from mindspore import dtype as mstype
 
 from trainer.ops.routing import Routing, RoutingCounts
@@ -63,4 +63,4 @@ def router_rates(counts: RoutingCounts) -> Tensor:
 
 
 def move_bias(bias_E: Parameter, requested_E: Tensor, rate: float) -> None:
-    ops.assign(bias_E, bias_E + mint.sign(mint.mean(requested_E) - requested_E) * rate)
+    bias_E.copy_(bias_E + mint.sign(mint.mean(requested_E) - requested_E) * rate)
