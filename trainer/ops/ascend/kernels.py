@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops.auto_generate import RotaryPositionEmbedding
 
 from trainer.ops.cpu.kernels import Linear
 
@@ -28,16 +29,19 @@ class RmsNorm(nn.Cell):
 
 
 class Rotary(nn.Cell):
-    """rotary_position_embedding, mode 0: the first half of a head is paired with the second. One dtype for all."""
+    """RotaryPositionEmbedding, mode 0: the first half of a head is paired with the second. One dtype for all.
+
+    The operator itself: MindSpore 2.10 deprecates the function `ops.rotary_position_embedding` around it.
+    """
 
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
         assert rotated_size in (None, head_size) and not interleaved, "select.py chooses the reference for these"
-        self.head_size = head_size
+        self.head_size, self.rotate = head_size, RotaryPositionEmbedding()
 
     def construct(self, x_NC, cos_N1d, sin_N1d):
         x_1NHd = x_NC.reshape(1, x_NC.shape[0], -1, self.head_size)
-        return ops.rotary_position_embedding(x_1NHd, cos_N1d, sin_N1d, 0).reshape(x_NC.shape)
+        return self.rotate(x_1NHd, cos_N1d, sin_N1d, 0).reshape(x_NC.shape)
 
 
 class SwiGLU(nn.Cell):
