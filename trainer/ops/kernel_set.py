@@ -169,6 +169,8 @@ def load_kernels(
         return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)
 
     rms_norm = part("rms_norm", "RmsNorm", norm)
+    if module_of["rms_norm"] is ascend:
+        rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
     return KernelSet(
         linear=product(plain.Linear),
         linear_bias=product((own if plain is reference else plain).LinearBias),

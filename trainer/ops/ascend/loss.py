@@ -12,8 +12,8 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import LogSumExp, ScatterAddExt
 
-_LOGITS = 1 << 25
-"""Logits of a piece: 128 MiB in float32, and a product that is large enough for a device."""
+_LOGITS = 1 << 24
+"""Logits of a piece: 64 MiB in float32, and a product that is large enough for a device."""
 
 
 class PiecewiseCrossEntropy(nn.Cell):
