@@ -48,7 +48,7 @@ WITH_EXPERTS = {
     "capacity by position": on_ascend(PLAIN_EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="position")),
     "capacity by probability": on_ascend(PLAIN_EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="probability")),
     "loss of the step": on_ascend(PLAIN_EXPERTS, model=moe(moe_router_load_balancing_type="gbs_aux_loss")),
-    "experts recomputed": on_ascend(PLAIN_EXPERTS, {"recompute_config": {"recompute": True}}),
+    "experts recomputed": on_ascend(EXPERTS, {"recompute_config": {"recompute": True}}),
     "experts frozen": on_ascend(PLAIN_EXPERTS, {"freeze": {"include": ["*.mlp.experts.*"]}}),
     "experts by Muon": on_ascend(PLAIN_EXPERTS, {"optimizer": {"type": "Muon"}}),
     "experts evaluated": on_ascend(PLAIN_EXPERTS, task="trainer.dryrun.tasks:evaluation"),

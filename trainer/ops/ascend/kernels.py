@@ -72,7 +72,8 @@ class Rotary(nn.Cell):
     def bprop(self, x_NC, cos_N1d, sin_N1d, out, grad_NC):
         grad_1NHd = grad_NC.reshape(1, grad_NC.shape[0], -1, self.head_size)
         grad_x = self.grad(grad_1NHd, cos_N1d, sin_N1d, None, 0)[0]  # None: no gradients of the tables
-        return grad_x.reshape(grad_NC.shape), ops.zeros(cos_N1d.shape, cos_N1d.dtype), ops.zeros(sin_N1d.shape, sin_N1d.dtype)
+        no_grad = ops.zeros(cos_N1d.shape, cos_N1d.dtype)
+        return grad_x.reshape(grad_NC.shape), no_grad, no_grad
 
 
 class SwiGLU(nn.Cell):
@@ -87,7 +88,7 @@ class SwiGLU(nn.Cell):
 
     def bprop(self, gate_NF, up_NF, out, grad_NF):
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)
-        return grad[:, : gate_NF.shape[1]], grad[:, gate_NF.shape[1] :]
+        return split_columns(grad, gate_NF.shape[1])
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
