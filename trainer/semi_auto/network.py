@@ -84,7 +84,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
         experts = experts_maker(config, world, kernels, load_kernels(choices, precision, device=device))
-        loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask, experts)
+        kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
+        loss = kind(config, kernels, tables, mask, experts, staged=degrees.pipeline_stage > 1)
         set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
         set_recomputation(loss, config)
         set_fusion(loss, config, degrees)
@@ -200,8 +201,6 @@ class LossCell(nn.Cell):
     cells `tables` and `mask` make rotary tables and attention mask from positions and segments.
     """
 
-    staged = False
-
     def __init__(
         self,
         config: Config,
@@ -209,6 +208,8 @@ class LossCell(nn.Cell):
         tables: plain_kernels.RotaryTables,
         mask: plain_kernels.AttentionMask,
         make_experts: Callable[[str, list[Parameter]], nn.Cell],
+        *,
+        staged: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         settings = config.decoder
@@ -223,7 +224,7 @@ class LossCell(nn.Cell):
             for name, shape in shapes.items()
         }
         self.depth = settings.mtp_depth
-        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, make_experts, staged=self.staged)
+        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, make_experts, staged=staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.tables, self.mask = tables, mask
@@ -278,14 +279,18 @@ class LossCell(nn.Cell):
         self.select.shard((row, row, row))
 
 
-class StagedLossCell(LossCell):
-    """`LossCell` for a pipeline, whose micro-batches must be calls of one graph."""
-
-    staged = True
+class LazyLossCell(LossCell):
+    """`LossCell` whose micro-batches are calls of one graph, which is inlined late."""
 
     @lazy_inline
-    def __init__(self, config, kernels, tables, mask, make_experts) -> None:
-        super().__init__(config, kernels, tables, mask, make_experts)
+    def __init__(self, config, kernels, tables, mask, make_experts, *, staged) -> None:
+        super().__init__(config, kernels, tables, mask, make_experts, staged=staged)
+
+
+def _calls_one_graph(config: Config, degrees: Degrees) -> bool:
+    """Where MindSpore asks for it: in a pipeline, and to share the sums of gradients over micro-batches."""
+    shares = config.parallel.enable_parallel_optimizer and sharing_level(config) != "level1"
+    return degrees.pipeline_stage > 1 or (shares and config.runner_config.gradient_accumulation_steps > 1)
 
 
 def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
