@@ -38,29 +38,29 @@ NO_SWITCH = {
     "compute_dtype": None, "use_flash_attention": None, "use_fused_rope": False, "use_fused_swiglu": False,
     "moe_config": {"use_gmm": None, "use_fused_ops_permute": False},
 }  # fmt: skip
+# Compiling takes most of the time: two models with many parts are compiled, the others run operator by operator.
+PLAIN, PLAIN_EXPERTS = ({**base, "context": {**base["context"], "mode": 1}} for base in (DENSE, EXPERTS))
 WITH_EXPERTS = {
-    "experts": on_ascend(EXPERTS),
-    "experts, mode 1": on_ascend(EXPERTS, {"context": {"mode": 1}}),
-    "experts by default": on_ascend(EXPERTS, model=NO_SWITCH),
-    "safe tokens": on_ascend(EXPERTS, model=moe(**SAFE)),
-    "capacity by position": on_ascend(EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="position")),
-    "capacity by probability": on_ascend(EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="probability")),
     "groups, bias, shared expert, z loss": on_ascend(EXPERTS, model=moe(**DEEPSEEK)),
-    "loss of the step": on_ascend(EXPERTS, model=moe(moe_router_load_balancing_type="gbs_aux_loss")),
+    "experts": on_ascend(PLAIN_EXPERTS),
+    "experts by default": on_ascend(PLAIN_EXPERTS, model=NO_SWITCH),
+    "safe tokens": on_ascend(PLAIN_EXPERTS, model=moe(**SAFE)),
+    "capacity by position": on_ascend(PLAIN_EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="position")),
+    "capacity by probability": on_ascend(PLAIN_EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="probability")),
+    "loss of the step": on_ascend(PLAIN_EXPERTS, model=moe(moe_router_load_balancing_type="gbs_aux_loss")),
     "experts recomputed": on_ascend(EXPERTS, {"recompute_config": {"recompute": True}}),
-    "experts frozen": on_ascend(EXPERTS, {"freeze": {"include": ["*.mlp.experts.*"]}}),
-    "experts by Muon": on_ascend(EXPERTS, {"optimizer": {"type": "Muon"}}),
-    "experts evaluated": on_ascend(EXPERTS, task="trainer.dryrun.tasks:evaluation"),
-    "experts predicted": on_ascend(EXPERTS, task="trainer.dryrun.tasks:prediction", steps=3),
+    "experts frozen": on_ascend(PLAIN_EXPERTS, {"freeze": {"include": ["*.mlp.experts.*"]}}),
+    "experts by Muon": on_ascend(PLAIN_EXPERTS, {"optimizer": {"type": "Muon"}}),
+    "experts evaluated": on_ascend(PLAIN_EXPERTS, task="trainer.dryrun.tasks:evaluation"),
+    "experts predicted": on_ascend(PLAIN_EXPERTS, task="trainer.dryrun.tasks:prediction", steps=3),
 }
 OTHERS = {
-    "bias in the projections": on_ascend(DENSE, model={"qkv_has_bias": True}),
-    "tied embeddings": on_ascend(DENSE, model={"tie_word_embeddings": True}),
-    "latent attention": on_ascend(DENSE, model=LATENT),
-    "nothing fused": on_ascend(DENSE, {"context": {"mode": 1}}, model={
+    "latent attention": on_ascend(DENSE, model=LATENT | {"tie_word_embeddings": True}),
+    "bias in the projections": on_ascend(PLAIN, model={"qkv_has_bias": True}),
+    "nothing fused": on_ascend(PLAIN, model={
         "compute_dtype": "float32", "use_flash_attention": False, "use_fused_rope": False, "use_fused_swiglu": False,
     }),
-    "nesterov": on_ascend(DENSE, {"optimizer": {"type": "SGD", "momentum": 0.9, "nesterov": True}}),
+    "nesterov": on_ascend(PLAIN, {"optimizer": {"type": "SGD", "momentum": 0.9, "nesterov": True}}),
     "classifier": on_ascend({
         "context": {"device_target": "Ascend"}, "model": {"arch": {"type": "MlpClassifier"}},
         "train_dataset": {"data_loader": {"type": "MnistDataset"}},

@@ -11,6 +11,7 @@ from trainer.config import dump_config
 from trainer.config.checks.parallel import in_job, is_semi_auto
 from trainer.device.doctor import memory_left_bytes
 from trainer.dryrun.process import Case, Measurement, run_cases
+from trainer.dryrun.stand_ins import missing_compiler
 from trainer.errors import UserError
 from trainer.monitors.wording import size
 from trainer.run.plan_file import plan_file
@@ -79,6 +80,15 @@ def dry_run(
         plan.memory_bytes.get("total"),
         None if limit is None else int(float(limit.removesuffix("GB")) * _GIB),
     )
+
+
+def audit_there(config: Config, world: World) -> dict[str, Any] | str:
+    """What `tasks.audit` returns, or why the audit cannot be made on the Ascend backend."""
+    if missing := missing_compiler():
+        return missing
+    case = Case(dump_config(in_job(config, world)), task="trainer.dryrun.tasks:audit")
+    found = run_cases({_NAME: case}, world.size, world.rank)[_NAME]
+    return found.found if found.failure is None else found.failure.message
 
 
 def _check_memory(config: Config, left_bytes: int) -> None:

@@ -151,6 +151,14 @@ def checkpoint(run: Run) -> dict[str, Any]:
     return {"files": names, "updates": step.optimizer.updates}
 
 
+def audit(run: Run) -> dict[str, Any]:
+    """The audit of the configuration, with graphs compiled for an Ascend: as `--json` and as people read it."""
+    from trainer.audit.report import audit_ascend, audit_dict, audit_sections
+
+    found = audit_ascend(run.config, world=run.world)
+    return {"values": audit_dict(found), "sections": audit_sections(found), "missing": list(found.missing)}
+
+
 def every_collective(run: Run) -> dict[str, Any]:
     """Each cell and function of `trainer.parallel.collectives`, forwards and backwards."""
     collectives.start(run.world)

@@ -164,7 +164,7 @@ class GraphStep:
         by_name = self.sums if self.cell.returns_accumulated else self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
-        own_loss = [device_measures().add_up([loss]), 1.0] if self.gives_loss else [0.0, 0.0]
+        own_loss = [device_measures().keep(loss), 1.0] if self.gives_loss else [0.0, 0.0]
         squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))
         own_votes = [] if votes is None else [np.array(votes(), np.float64)]
         total, count, squares, *all_votes = self.communicator.sums([*own_loss, squares, *own_votes])

@@ -1,6 +1,6 @@
 """Gradients of a window of micro-batches, normalised once by all valid tokens of the window.
 
-Nothing is read between micro-batches: on a device one is dispatched while the one before it computes. At the end the
+On a device nothing is read between micro-batches: one is dispatched while the one before it computes. At the end the
 host reads losses, token counts, norms and router rates together, in one small tensor.
 """
 
@@ -129,17 +129,18 @@ def accumulate(
 
 
 class _Results:
-    """What micro-batches have computed, apart from their gradients; nothing is read."""
+    """What micro-batches have computed, apart from their gradients."""
 
     def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.others: dict[str, list[tuple[Tensor, float]]] = {}
+        self.losses: list[Tensor | float] = []
+        self.others: dict[str, list[tuple[Tensor | float, float]]] = {}
         self.routing: RoutingCounts | None = None
 
     def add(self, part: MicroBatch) -> None:
-        self.losses.append(part.loss_sum)
-        for name, pair in part.other_sums.items():
-            self.others.setdefault(name, []).append(pair)
+        keep = device_measures().keep
+        self.losses.append(keep(part.loss_sum))
+        for name, (value, weight) in part.other_sums.items():
+            self.others.setdefault(name, []).append((keep(value), weight))
         self.routing = part.routing if self.routing is None else self.routing + part.routing
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
-from mindspore.ops.auto_generate import RmsNormGrad, RotaryPositionEmbeddingGrad, SwigluGrad
+from mindspore.ops.auto_generate import RmsNormGrad, RotaryPositionEmbedding, RotaryPositionEmbeddingGrad, SwigluGrad
 
 from trainer.ops.cpu.kernels import Linear
 
@@ -55,21 +55,25 @@ class _RmsNormCore(nn.Cell):
 
 
 class Rotary(nn.Cell):
-    """rotary_position_embedding, mode 0: the first half of a head is paired with the second. One dtype for all."""
+    """RotaryPositionEmbedding, mode 0: the first half of a head is paired with the second. One dtype for all.
+
+    The operator itself: MindSpore 2.10 deprecates the function `ops.rotary_position_embedding` around it.
+    """
 
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
         assert rotated_size in (None, head_size) and not interleaved, "select.py chooses the reference for these"
-        self.head_size, self.grad = head_size, RotaryPositionEmbeddingGrad()
+        self.head_size, self.rotate, self.grad = head_size, RotaryPositionEmbedding(), RotaryPositionEmbeddingGrad()
 
     def construct(self, x_NC, cos_N1d, sin_N1d):
         x_1NHd = x_NC.reshape(1, x_NC.shape[0], -1, self.head_size)
-        return ops.rotary_position_embedding(x_1NHd, cos_N1d, sin_N1d, 0).reshape(x_NC.shape)
+        return self.rotate(x_1NHd, cos_N1d, sin_N1d, 0).reshape(x_NC.shape)
 
     def bprop(self, x_NC, cos_N1d, sin_N1d, out, grad_NC):
         grad_1NHd = grad_NC.reshape(1, grad_NC.shape[0], -1, self.head_size)
         grad_x = self.grad(grad_1NHd, cos_N1d, sin_N1d, None, 0)[0]  # None: no gradients of the tables
-        return grad_x.reshape(grad_NC.shape), ops.zeros_like(cos_N1d), ops.zeros_like(sin_N1d)
+        no_grad = ops.zeros(cos_N1d.shape, cos_N1d.dtype)
+        return grad_x.reshape(grad_NC.shape), no_grad, no_grad
 
 
 class SwiGLU(nn.Cell):
@@ -84,7 +88,7 @@ class SwiGLU(nn.Cell):
 
     def bprop(self, gate_NF, up_NF, out, grad_NF):
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)
-        return grad[:, : gate_NF.shape[1]], grad[:, gate_NF.shape[1] :]
+        return split_columns(grad, gate_NF.shape[1])
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,12 @@ from trainer.ops.routing import Routing, RoutingCounts
 _TINY = 1e-20
 
 
-def add_up(scalars: Sequence[Tensor]) -> Tensor:
-    return scalars[0] if len(scalars) == 1 else mint.sum(mint.stack(list(scalars)))
+def keep(scalar: Tensor) -> Tensor:
+    return scalar
+
+
+def add_up(kept: Sequence[Tensor]) -> Tensor:
+    return kept[0] if len(kept) == 1 else mint.sum(mint.stack(list(kept)))
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
