@@ -42,7 +42,8 @@ SECONDS = {
     "integration/test_bad_input.py": 8, "parity/test_muon.py": 7, "parallel/test_launcher_script.py": 6,
     "parity/test_ascend_kernels.py": 6, "unit/test_device.py": 6, "parity/test_dropout_training.py": 5,
     "parity/test_moe_kernels.py": 5, "parity/test_latent_attention.py": 12, "parity/test_telechat.py": 12,
-    "unit/test_newer_schema.py": 8, "ascend/test_explicit.py": 120,
+    "unit/test_newer_schema.py": 8,
+    "ascend/test_explicit.py": 40, "ascend/test_semi_auto.py": 50, "ascend/test_step.py": 15,
 }  # fmt: skip
 SHORT = 2
 # Files that one process runs because they share a job.

@@ -42,12 +42,20 @@ SEMI: dict[str, Any] = DENSE | {
 """A Llama in semi-automatic mode, for eight ranks."""
 
 
+CLASSIFIER: dict[str, Any] = {name: DENSE[name] for name in ("context", "runner_config", "optimizer")} | {
+    "model": {"arch": {"type": "MlpClassifier"}, "classifier": {"hidden_sizes": [32]}},
+    "train_dataset": {"data_loader": {"type": "MnistDataset", "dataset_dir": "digits"}},
+}
+"""The classifier of images."""
+
+
 class OnAscend(NamedTuple):
-    """A case, and the rank of a job that it runs as. All cases of one rank share a process."""
+    """A case, and the rank of a job that it runs as. All cases of one rank share a process, unless they name others."""
 
     case: Case
     ranks: int = 1
     rank: int = 0
+    process: str = ""
 
 
 def on_ascend(
@@ -57,6 +65,7 @@ def on_ascend(
     model: Mapping[str, Any] | None = None,
     ranks: int = 1,
     rank: int = 0,
+    process: str = "",
     task: str = TRAIN,
     steps: int = 2,
     **options: Any,
@@ -65,10 +74,11 @@ def on_ascend(
 
     Args:
         model: Changes of `model.model_config`.
+        process: Cases of other names run in other processes: MindSpore 2.10 does not shard a graph in two ways in one.
         task, steps, options: As in `trainer.dryrun.process.Case`.
     """
     changes = {**(changes or {}), **({"model": {"model_config": model}} if model else {})}
-    return OnAscend(Case(json.dumps(_merged(base, changes)), task, steps, options), ranks, rank)
+    return OnAscend(Case(json.dumps(_merged(base, changes)), task, steps, options), ranks, rank, process)
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

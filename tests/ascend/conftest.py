@@ -38,8 +38,8 @@ def bench(request: pytest.FixtureRequest) -> Callable[[str], Measurement]:
 
     def measurement(name: str) -> Measurement:
         if name not in measured:
-            job = cases[name][1:]
-            measured.update(run_cases({each: on.case for each, on in cases.items() if on[1:] == job}, *job))
+            _, ranks, rank, _ = own = cases[name]
+            measured.update(run_cases({each: on.case for each, on in cases.items() if on[1:] == own[1:]}, ranks, rank))
         return measured[name]
 
     return measurement

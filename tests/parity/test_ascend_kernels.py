@@ -173,7 +173,6 @@ def swiglu_as_documented(input: Tensor, dim: int = -1) -> Tensor:
 
 DOCUMENTED = {
     "rms_norm": rms_norm_as_documented,
-    "rotary_position_embedding": rotary_as_documented,
     "swiglu": swiglu_as_documented,
 }
 
@@ -184,10 +183,58 @@ def test_documented_operator_computes_what_the_reference_does(name: str, monkeyp
     for operator, function in DOCUMENTED.items():
         monkeypatch.setattr(ascend.ops, operator, function)
     case = CASES[name]
+    if hasattr(case.fused, "rotate"):
+        monkeypatch.setattr(case.fused, "rotate", rotary_as_documented)
     arrays = [Tensor(array) for array in case.arrays]
     ours, right = case.fused(*arrays, *case.extra), case.plain(*arrays, *case.reference_extra)
     assert ours.dtype == right.dtype == mindspore.float32
     assert distance(ours.asnumpy(), right.asnumpy()) < 3e-6  # float32, as in test_kernels.py
+
+
+class RmsNormGrad:
+    """(dy, x, rstd, gamma) -> gradients of x and gamma of y = x rstd gamma with rstd = 1 / sqrt(mean(x^2) + eps)."""
+
+    def __call__(self, dy: Tensor, x: Tensor, rstd: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        dy, x, rstd, gamma = (each.asnumpy() for each in (dy, x, rstd, gamma))
+        direct = dy * gamma * rstd
+        return Tensor(direct - x * rstd**2 * (direct * x).mean(-1, keepdims=True)), Tensor((dy * x * rstd).sum(0))
+
+
+class RotaryPositionEmbeddingGrad:
+    """(dy, cos, sin, None, mode) -> the gradient of x; without x none of the tables."""
+
+    def __call__(self, dy: Tensor, cos: Tensor, sin: Tensor, x: None, mode: int) -> tuple[Tensor, None, None]:
+        assert x is None and mode == 0
+        turned = dy.asnumpy() * sin.asnumpy()
+        first, second = np.split(turned, 2, -1)
+        return Tensor(dy.asnumpy() * cos.asnumpy() + np.concatenate([second, -first], -1)), None, None
+
+
+class SwigluGrad:
+    """(dy, x, dim) -> the gradient of x, whose halves are a and b of Swish(a) b."""
+
+    def __call__(self, dy: Tensor, x: Tensor, dim: int) -> Tensor:
+        a, b = np.split(x.asnumpy(), 2, dim)
+        gate, dy = 1 / (1 + np.exp(-a)), dy.asnumpy()
+        return Tensor(np.concatenate([dy * b * gate * (1 + a * (1 - gate)), dy * a * gate], dim))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_with_the_documented_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for operator, function in DOCUMENTED.items():
+        monkeypatch.setattr(ascend.ops, operator, function)
+    for kind in (RmsNormGrad, RotaryPositionEmbeddingGrad, SwigluGrad):
+        monkeypatch.setattr(ascend, kind.__name__, kind)
+    monkeypatch.setattr(ascend, "RotaryPositionEmbedding", lambda: rotary_as_documented)
+    case = cases()[name]
+    arrays, numbers = [Tensor(array) for array in case.arrays], tuple(range(len(case.arrays)))
+    upstream = Tensor(normal(*case.plain(*arrays, *case.reference_extra).shape))
+    ours, right = (
+        mindspore.grad(lambda *args, kernel=kernel: (kernel(*args) * upstream).sum(), numbers)(*arrays, *extra)
+        for kernel, extra in ((case.fused, case.extra), (case.plain, case.reference_extra))
+    )
+    for mine, exact in zip(ours, right, strict=True):
+        assert distance(mine.asnumpy(), exact.asnumpy()) < 3e-6
 
 
 def chosen(device: str, **changes) -> dict[str, tuple[str, str]]:

@@ -69,7 +69,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(
     route, host = moe_reference.Route(EXPERTS, CHOSEN), CpuRouter(settings.experts)
     kernels = load_kernels(select_kernels(settings, "CPU"))
     ones, norm = Tensor(np.ones(HIDDEN, np.float32)), kernels.rms_norm(HIDDEN, settings.rms_norm_eps)
-    cells = Router(settings, kernels), Gates(settings), RouterLosses(settings)
+    cells = Router(settings, kernels), Gates(settings), RouterLosses(settings, kernels)
     said: dict[str, list[np.ndarray]] = {}
     of_step = random.random(EXPERTS)
     shares = (lambda requested_E: of_step / of_step.sum()) if balancing == "gbs_aux_loss" else None

@@ -82,9 +82,9 @@ def flash_attention_score(
 
 
 def grouped_matmul(x_RI: np.ndarray, weight_EIO: np.ndarray, group_list: np.ndarray) -> np.ndarray:
-    """split_item 3, group_type 0. `group_list` holds where each group ends: cumulative, int64, the last is R."""
-    assert group_list.dtype == np.int64 and group_list[-1] == len(x_RI)
-    parts = np.split(x_RI, group_list[:-1])
+    """split_item 3, group_type 0, group_list_type 1: `group_list` holds the rows of each group, int64."""
+    assert group_list.dtype == np.int64 and group_list.sum() == len(x_RI)
+    parts = np.split(x_RI, np.cumsum(group_list)[:-1])
     return np.concatenate([part @ weight for part, weight in zip(parts, weight_EIO, strict=True)])
 
 
@@ -118,9 +118,9 @@ def moe_token_unpermute(rows_RD: np.ndarray, sorted_indices: np.ndarray, probs_N
              "used as the scalar of Muls", "N2 must be a factor of N1", "a multiple of 16, with the max value of 512"],
         ),
         (
-            "grouped_matmul",
-            ["0: Group on the m-axis", "3 represents a single Tensor", "Grouping positions for the M-axis of input x",
-             "Supported dtypes: Int64", "and `split_item` is 3, the reverse derivative is supported"],
+            "grouped_matmul_v4",
+            ["0: Group on the m-axis", "3 represents a single Tensor", "1 represents the positions as the grouping",
+             "can be less equal than length of x", "and `split_item` is 3, the reverse derivative is supported"],
         ),
         ("moe_token_permute", ["The dtype is int32 or int64", "sorted indices", "indices Tensor of dtype int32"]),
         ("moe_token_unpermute", ["merged with their respective probabilities", "It only supports the int32 data type"]),
@@ -145,13 +145,13 @@ def test_documented_examples_of_norm_and_swiglu() -> None:
 
 
 def test_documented_example_of_the_grouped_product() -> None:
-    text = documentation("grouped_matmul")
-    assert "group_list = ms.Tensor([1, 3, 4, 6], ms.int64)" in text and "[[0 0 ] >>>" not in text
+    text = documentation("grouped_matmul_v4")
+    assert "group_list = ms.Tensor([1, 2, 1, 2], ms.int64)" in text and "group_list_type=1" in text
     x_RI = np.repeat([0, 1, 2, 2, 1, 1], 4).reshape(6, 4).astype(np.float64)
     weight_EIO = np.arange(32).reshape(4, 4, 2).astype(np.float64)
     expected = [[0, 0], [44, 48], [88, 96], [152, 160], [108, 112], [108, 112]]
     assert all(f"{a} {b}" in text for a, b in expected[1:])
-    np.testing.assert_array_equal(grouped_matmul(x_RI, weight_EIO, np.array([1, 3, 4, 6])), expected)
+    np.testing.assert_array_equal(grouped_matmul(x_RI, weight_EIO, np.array([1, 2, 1, 2])), expected)
 
 
 def test_documented_example_of_sorting() -> None:
@@ -246,11 +246,11 @@ COUNTS = np.array([3, 0, 4, 1])
 
 
 def test_grouped_product_keeps_it() -> None:
-    """Its weight is [E, O, I], as a Linear's; the operator's is [E, I, O]. It takes counts, the operator their ends."""
+    """Its weight is [E, O, I], as a Linear's; the operator's is [E, I, O]."""
     kernel = moe_reference.GroupedMatmul()
     same_forward_and_backward(
         lambda x, weight: kernel(x, weight, Tensor(COUNTS)),
-        lambda x, weight: grouped_matmul(x, weight.transpose(0, 2, 1), np.cumsum(COUNTS)),
+        lambda x, weight: grouped_matmul(x, weight.transpose(0, 2, 1), COUNTS),
         [normal(8, 5), normal(4, 3, 5)],
     )
 

@@ -26,6 +26,7 @@ from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.world import world_from_environment  # noqa: E402
 from trainer.semi_auto.shards import ShardedParameters  # noqa: E402
+from trainer.semi_auto.training import window_of  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -50,7 +51,9 @@ def main(folder: Path) -> None:
                     known.add(group)
         parameters = ShardedParameters(graph.built, config, world, communicator, lambda group: (0, 1))
         parameters.start(None)
-        loss, gradients = computed(graph, parameters, dict(np.load(folder / f"{name}.npz")), folder, world.rank)
+        own = window_of(config, world).own
+        batch = {each: array[own] for each, array in np.load(folder / f"{name}.npz").items()}
+        loss, gradients = computed(graph, parameters, batch, folder, world.rank)
         names = [weight.name for weight in graph.built.step.weights]
         folded = folded_factor(config, graph, world)
         parts = {each: gradient / folded for each, gradient in zip(names, gradients, strict=True)}

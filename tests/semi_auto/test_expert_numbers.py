@@ -42,6 +42,14 @@ def argsort(values, dim, descending, stable):
     return ops.argmax((rank.expand_dims(-2) == place.astype(mstype.float32).expand_dims(-1)).astype(mstype.float32), -1)
 
 
+def index_select(x, dim, index):
+    return ops.gather(x, index, dim)
+
+
+def scatter(x, dim, index, src):
+    return ops.tensor_scatter_elements(x, index.astype(mstype.int32), src, dim)
+
+
 class GroupedMatmul(nn.Cell):
     """Each expert's rows, the others set to zero, times its weight."""
 
@@ -61,11 +69,8 @@ class GroupedMatmul(nn.Cell):
 @pytest.fixture
 def operators_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mint, "argsort", argsort)
-    monkeypatch.setattr(mint, "index_select", lambda x, dim, index: ops.gather(x, index, dim))
-    monkeypatch.setattr(
-        mint, "scatter",
-        lambda x, dim, index, src: ops.tensor_scatter_elements(x, index.astype(mstype.int32), src, dim),
-    )  # fmt: skip
+    monkeypatch.setattr(mint, "index_select", index_select)
+    monkeypatch.setattr(mint, "scatter", scatter)
     load = network.load_kernels
 
     def load_kernels(choices, precision, *modules, **options):

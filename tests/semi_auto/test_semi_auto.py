@@ -26,7 +26,7 @@ from trainer.models.shapes import all_shapes
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
-from trainer.semi_auto.network import LossCell, SemiAuto, StagedLossCell, build_semi_auto
+from trainer.semi_auto.network import LazyLossCell, LossCell, SemiAuto, build_semi_auto
 from trainer.semi_auto.rules import sharing_level
 from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
 from trainer.semi_auto.training import open_semi_auto_training, window_of
@@ -77,7 +77,7 @@ def test_a_pipeline_takes_the_place_of_accumulation() -> None:
         "parallel_config": {"pipeline_stage": 2, "micro_batch_num": 4, "data_parallel": 4},
     })  # fmt: skip
     pipeline, decoder = found.step.network, found.loss.decoder
-    assert type(pipeline) is Pipeline and pipeline.micro_size == 4 and type(found.loss) is StagedLossCell
+    assert type(pipeline) is Pipeline and pipeline.micro_size == 4 and type(found.loss) is LazyLossCell
     assert found.network._pipeline_stages == 2
     assert [layer.pipeline_stage for layer in decoder.layers] == [0, 0, 1, 1]
     assert decoder.embed.pipeline_stage == 0 and decoder.heads[0].pipeline_stage == 1
@@ -149,7 +149,7 @@ def test_what_is_computed_again() -> None:
     assert not layers[1].block.mlp._has_config_recompute
     first, last = (layer.block.mlp.down.linear.product.attrs for layer in (layers[0], layers[2]))
     assert first["recompute_comm_op"] is False and "recompute_comm_op" not in last
-    assert layers[3].block.mlp.norm.norm.attrs["recompute_comm_op"] is True
+    assert layers[3].block.mlp.norm.kernel.norm.attrs["recompute_comm_op"] is True
 
 
 def test_sequence_parallelism_shards_what_is_between_the_products() -> None:
@@ -213,7 +213,8 @@ def test_the_audit_shows_what_is_built(tmp_path: Path, capsys: pytest.CaptureFix
     assert dispatch(["plan", "--audit", "ascend", "--json", "--config", str(file)]) == 0
     pairs = json.loads(capsys.readouterr().out)["semi_auto"]
     found = dict(pairs)
-    assert found["network"] == "AutoParallel ( GradientCell ( Pipeline, 2 micro-batches ( StagedLossCell ) ) )"
+    assert found["mode"] == "semi_auto, 2 pipeline stage(s), 1f1b"
+    assert found["network"] == "AutoParallel ( GradientCell ( Pipeline, 2 micro-batches ( LazyLossCell ) ) )"
     assert (found["stage 0"], found["stage 1"]) == ("layer 0", "layers 1-2")
     assert found["mlp.down"] == "input (2, 2), weight (1, 2)" and found["mlp.up"] == "input (2, 1), weight (2, 1)"
     assert "hsdp" in found["optimizer state"] and "no_init_parameters" in found["weights"]

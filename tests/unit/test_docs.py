@@ -43,7 +43,8 @@ SWITCHES = {
     "plan": ("--help", "--json", "--verbose"), "data": ("--help", "--json"), "smoke": ("--help", "--json"),
 }  # fmt: skip
 OPTIONS = {
-    "export": ("--output", "--dtype", "--shard_size", "--adapter"), "plan": ("--ranks", "--local_ranks", "--audit"),
+    "export": ("--output", "--dtype", "--shard_size", "--adapter"),
+    "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank"),
     "data": ("--rows",), "smoke": ("--ranks", "--steps"),
 }  # fmt: skip
 

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from trainer.cli import main as cli
 from trainer.dryrun import process, stand_ins
-from trainer.dryrun.process import Case, Collective, run_cases
+from trainer.dryrun.process import Case, Collective, Failure, Measurement, run_cases
+from trainer.dryrun.report import DryRun, dry_run_sections
 from trainer.errors import RunError, UserError
+from trainer.parallel.world import World
+from trainer.plan.render import sections_text
 
 WORKER = """
 import json, os, sys
@@ -18,7 +22,7 @@ from pathlib import Path
 folder = Path(sys.argv[-1])
 job = json.loads((folder / "cases.json").read_text())
 numbers = {"seconds": 1.0, "host_bytes": 5, "host_reads": {"a.py:1": [1, 5]}, "peak_bytes": 7, "failure": None,
-           "legacy": {}, "current": {}, "collectives": [["AllReduce", "float32", 4]], "found": {"rank": job["rank"]}}
+           "legacy": {}, "collectives": [["AllReduce", "float32", 4, [0, 1]]], "found": {"rank": job["rank"]}}
 with (folder / "results.jsonl").open("a") as file:
     for name, case in job["cases"].items():
         print(json.dumps({"case": name, "says": "started"}), file=file, flush=True)
@@ -47,7 +51,7 @@ def test_a_case_that_kills_its_process_leaves_the_others() -> None:
     found = run_cases(cases, 8, 3, lambda name, text: said.append((name, text)))
     assert list(found) == ["first", "bad", "last"]
     assert found["first"].failure is None and found["last"].found == {"rank": 3}
-    assert found["first"].collectives == [Collective("AllReduce", "float32", 4)]
+    assert found["first"].collectives == [Collective("AllReduce", "float32", 4, (0, 1))]
     assert found["first"].host_reads == {"a.py:1": (1, 5)}
     assert "signal 6" in found["bad"].failure.message and "it was the kernel" in found["bad"].failure.message
     assert said == [("first", "started"), ("bad", "started"), ("last", "started")]
@@ -90,3 +94,37 @@ def test_the_libraries_are_built_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stand_ins.stand_ins(tmp_path / "cache") == folder
     assert (folder / "lib64/libascendcl.so").resolve() == (folder / "lib64" / stand_ins.LIBRARY).resolve()
     assert folder.name == "cann", "MindSpore looks for this name"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--dryrun", "cpu"], "write --dryrun ascend"),
+        (["--dryrun", "ascend", "--ranks", "8", "--rank", "8"], "a job of 8 ranks has the ranks 0 to 7"),
+        (["--dryrun", "ascend", "--model.model_config.num_heads", "0"], "num_heads"),
+    ],
+)
+def test_bad_input_ends_before_anything_runs(
+    flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    file = tmp_path / "a.yaml"
+    file.write_text("model: {model_config: {num_layers: 1}}\n")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", *flags, "--config", str(file)])
+    assert end.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_what_is_said_of_a_step_and_of_a_failure() -> None:
+    calls = [Collective("AllReduce", "float32", 3 << 20, (0, 1)), Collective("AllReduce", "float32", 1 << 20, (0, 1))]
+    measured = Measurement(
+        host_bytes=12, host_reads={"trainer/step/a.py:1": (1, 12)}, legacy={"AddN": 2}, collectives=calls,
+        peak_bytes=3 << 30,
+    )  # fmt: skip
+    text = sections_text(dry_run_sections(DryRun(World(1, 2, 1, 2), measured, 5 << 29, 2 << 30)))
+    for part in ("3.00 GiB, ABOVE max_device_memory 2.00 GiB; the plan estimates 2.50 GiB", "12 bytes", "AddN 2",
+                 "AllReduce among 2 ranks", "2 x, 4 MiB"):
+        assert part in " ".join(text.split()), part
+    failed = Measurement(Failure("CumSum", "trainer/models/moe.py:7", "TypeError: int64"))
+    text = sections_text(dry_run_sections(DryRun(World(), failed, None, None)))
+    assert all(part in text for part in ("CumSum", "trainer/models/moe.py:7", "TypeError: int64"))

@@ -231,6 +231,7 @@ def export_step(
 
     `trained` has the names of the weights whose gradients the step computes.
     """
+    settings = settings.model_copy(update={"seq_length": length})  # what the kernels of an Ascend rely on
     zeros_BT, shapes = np.zeros((rows, length), np.int32), all_shapes(settings)
     inputs = InputBuilder(settings, kernels)(Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT))
     arguments, structure, names = flat_arguments(settings, kernels, inputs, layers, described_tensors(shapes))

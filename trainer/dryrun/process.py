@@ -54,6 +54,7 @@ class Collective(NamedTuple):
     name: str
     dtype: str
     bytes: int  # that this rank gives; for a Receive those it gets
+    ranks: tuple[int, ...]  # of the group
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,8 @@ class Measurement:
     Attributes:
         host_bytes: Bytes that the host read from the device in the last step.
         host_reads: These reads, by the line of this project: how many, and their bytes.
-        legacy: Kernels of CANN's legacy library (ACLOP, GE), by name: how often one was prepared.
-        current: Functions of CANN's current library (aclnn), by name: how often one was called.
-        collectives: Of the last step, in the order of calls.
+        legacy: Kernels of CANN's legacy library (ACLOP, GE) by name, and how often the last step starts one.
+        collectives: Of the last step, in the order of execution.
         peak_bytes: Largest device memory that MindSpore's pool had in use, over all steps.
         found: What the task returned.
     """
@@ -84,7 +84,6 @@ class Measurement:
     host_bytes: int = 0
     host_reads: dict[str, tuple[int, int]] = field(default_factory=dict)
     legacy: dict[str, int] = field(default_factory=dict)
-    current: dict[str, int] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
     peak_bytes: int = 0
     seconds: float = 0.0
@@ -123,6 +122,7 @@ def _run_process(
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer.dryrun.worker", str(folder)],
             env=environment(os.environ, toolkit, ranks, rank), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            cwd=folder,  # MindSpore writes the order of execution there
         )  # fmt: skip
         try:
             for line in _lines(folder / RESULTS, process):
@@ -149,7 +149,7 @@ def environment(given: Mapping[str, str], toolkit: Path, ranks: int, rank: int) 
     libraries, package = toolkit / "lib64", Path(__file__).resolve().parents[2]
     paths = {
         "LD_LIBRARY_PATH": [libraries, given.get("LD_LIBRARY_PATH")],
-        "PYTHONPATH": [toolkit / "python", package, given.get("PYTHONPATH")],
+        "PYTHONPATH": [toolkit / "python", package, *map(os.path.abspath, _entries(given.get("PYTHONPATH")))],
     }
     joined = {name: os.pathsep.join(str(part) for part in parts if part) for name, parts in paths.items()}
     return kept | joined | {
@@ -160,6 +160,10 @@ def environment(given: Mapping[str, str], toolkit: Path, ranks: int, rank: int) 
         "ASCEND_OPP_PATH": str(toolkit / "opp"),
         "LD_PRELOAD": str(libraries / LIBRARY),
     }  # fmt: skip
+
+
+def _entries(paths: str | None) -> list[str]:
+    return [path for path in (paths or "").split(os.pathsep) if path]
 
 
 def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:
@@ -179,7 +183,7 @@ def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:
 def _measurement(values: Mapping[str, Any]) -> Measurement:
     failure = values["failure"] and Failure(**values["failure"])
     reads = {where: tuple(numbers) for where, numbers in values["host_reads"].items()}
-    collectives = [Collective(*each) for each in values["collectives"]]
+    collectives = [Collective(*each[:3], tuple(each[3])) for each in values["collectives"]]
     return Measurement(**{**values, "failure": failure, "host_reads": reads, "collectives": collectives})
 
 

@@ -19,6 +19,7 @@ from trainer.checkpoint.state import Position, load_weights, save
 from trainer.config.checks.parallel import degrees_of, is_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.mnist import ImageBatch
+from trainer.dryrun.weights import leave_weights_empty
 from trainer.models.generate import Generator, Sampling
 from trainer.parallel import collectives
 from trainer.parallel.world import World
@@ -38,6 +39,7 @@ _GATHER = collectives.gather_float64
 def prepare_process(config: Config, world: World) -> None:
     """Sets up the device, and answers for the ranks that are not there: each says what this one says."""
     set_up_device(config, "Ascend", world)
+    leave_weights_empty()
     mindspore.runtime.launch_blocking()
     collectives.gather_float64 = lambda values: [list(values)] * world.size
     collectives.gather_bytes = lambda data: [data] * world.size
@@ -147,6 +149,14 @@ def checkpoint(run: Run) -> dict[str, Any]:
     step.load_state(step.state())
     run.measured_steps(lambda number: step(windows(run, step, number + 1)))
     return {"files": names, "updates": step.optimizer.updates}
+
+
+def audit(run: Run) -> dict[str, Any]:
+    """The audit of the configuration, with graphs compiled for an Ascend: as `--json` and as people read it."""
+    from trainer.audit.report import audit_ascend, audit_dict, audit_sections
+
+    found = audit_ascend(run.config, world=run.world)
+    return {"values": audit_dict(found), "sections": audit_sections(found), "missing": list(found.missing)}
 
 
 def every_collective(run: Run) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def measure(
     """Runs a case; whatever it raises is its result."""
     from trainer.dryrun.tasks import prepare_process
 
-    began, run, failure, found = time.perf_counter(), None, None, {}
+    began, failure, found, results = time.perf_counter(), None, {}, {}
     try:
         config = parse_config(name, case["config"])
         prepare_process(config, world)
@@ -49,11 +49,12 @@ def measure(
         run.start()
         module, _, function = case["task"].partition(":")
         found = getattr(importlib.import_module(module), function)(run) or {}
+        results = run.results()
     except Exception as error:
         traceback.print_exc()
         failure = failure_of(error)
     seconds = time.perf_counter() - began
-    return Measurement(failure=failure, seconds=seconds, found=found, **(run.results() if run else {}))
+    return Measurement(failure=failure, seconds=seconds, found=found, **results)
 
 
 if __name__ == "__main__":

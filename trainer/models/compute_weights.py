@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from trainer.models.shapes import EMBEDDING, EXPERT_DOWN_BIAS, ROUTER, SHARED_GATE
@@ -40,7 +40,7 @@ class ComputeWeights:
     def refresh(self) -> None:
         """Casts the weights again, after an update or a load."""
         for name, copy in self.copies.items():
-            ops.assign(copy, self.masters[name].astype(self.dtype))
+            copy.copy_(self.masters[name].astype(self.dtype))
 
     def get(self, name: str) -> Parameter | None:
         """What a product takes, and what its gradient comes from: the copy, or the parameter where there is none."""

@@ -66,7 +66,7 @@ class LatentAttentionLayer(nn.Cell):
         )  # fmt: skip
         self.heads, self.latent = heads, settings.kv_lora_rank
         self.plain, self.rotated, self.value = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
-        self.join, self.repeat = P.Concat(1), P.Tile()
+        self.join, self.repeat, self.split = P.Concat(1), P.Tile(), kernels.split_columns
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, latent_NL, key_NR = self.project(x_ND, query_tables, key_tables, weights)
@@ -96,7 +96,7 @@ class LatentAttentionLayer(nn.Cell):
 
     def cut(self, x, width, first):
         """Rows of this width in two: the first columns and the others, each [rows, columns]."""
-        return ops.split(x.reshape(-1, width), (first, width - first), 1)
+        return self.split(x.reshape(-1, width), first)
 
     def over_cache(self, attend, q_NC, cached, mask, weights):
         """The same over the cached vectors [B, S, L] and keys [B, S, R], for prediction.

@@ -85,6 +85,7 @@ class KernelSet:
     unpermute: MakeCell
     gather_rows: Callable
     one_hot: MakeCell
+    split_columns: Callable
     write_rows: Callable
     rotary_tables: Callable
     attention_masks: Callable
@@ -137,8 +138,7 @@ def load_kernels(
         plain, of_device: The modules that have the reference kernels and the fused operators of a dense model.
         device: Where the kernels run: some that nobody chooses have another operator on an Ascend.
     """
-    on_ascend = device == "Ascend"
-    own = ascend if on_ascend else reference
+    own = ascend if device == "Ascend" else reference
     fused = {choice.kernel: choice.fused for choice in choices}
     # A classifier has no choices: it uses none of the kernels that have a fused form.
     module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
@@ -169,9 +169,11 @@ def load_kernels(
         return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)
 
     rms_norm = part("rms_norm", "RmsNorm", norm)
+    if module_of["rms_norm"] is ascend:
+        rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
     return KernelSet(
         linear=product(plain.Linear),
-        linear_bias=product((ascend if on_ascend else plain).LinearBias),
+        linear_bias=product((own if plain is reference else plain).LinearBias),
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
@@ -186,6 +188,7 @@ def load_kernels(
         unpermute=sorting[1],
         gather_rows=own.gather_rows,
         one_hot=own.OneHot,
+        split_columns=own.split_columns,
         write_rows=own.write_rows,
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
         attention_masks=masks.AttentionMasks,

@@ -15,7 +15,6 @@ from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.ops.ascend.optim import assign
 from trainer.optim.groups import ParameterGroup
 from trainer.parallel.sharding import OptimizerShard
 
@@ -34,7 +33,8 @@ class Optimizer(ABC):
         shard: OptimizerShard | None = None,
     ) -> None:
         self.parameters, self.shard = dict(parameters), shard
-        self.assign = ops.assign if mindspore.get_context("device_target") == "CPU" else assign
+        # A slice is a view, which copy_ refuses on a CPU; ops.assign is a legacy kernel on an Ascend.
+        self.assign = ops.assign if mindspore.get_context("device_target") == "CPU" else Parameter.copy_
         self.own_ranges: dict[str, slice] = {}  # of the parameters whose state is sharded
         if shard is not None:
             sizes = {name: each.size for name, each in self.parameters.items() if shard.divides(each.size)}

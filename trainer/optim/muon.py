@@ -68,14 +68,14 @@ class Muon(Optimizer):
         if scale != 1.0:
             gradient = gradient * scalar(scale)
         buffer = self.state["momentum_buffer"][name]
-        self.assign(buffer, buffer * self.momentum + gradient)
+        buffer.copy_(buffer * self.momentum + gradient)
         direction = gradient + buffer * self.momentum if self.nesterov else buffer
         if len(matrix.shape) == 3:  # each expert's matrix by itself
             direction = ops.concat([self.orthogonal(one).expand_dims(0) for one in ops.unbind(direction)])
         else:
             direction = self.orthogonal(direction)
         kept = matrix * scalar(1 - lr * self.decay[name]) if self.decay[name] else matrix
-        self.assign(matrix, kept - direction * scalar(lr * self.step_length(*matrix.shape[-2:])))
+        matrix.copy_(kept - direction * scalar(lr * self.step_length(*matrix.shape[-2:])))
 
     def step_length(self, rows: int, columns: int) -> float:
         """r of the class docstring."""

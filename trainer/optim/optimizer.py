@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import mindspore
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 from mindspore.ops import operations as P
 
 from trainer.ops.ascend.optim import momentum_update
@@ -54,8 +54,8 @@ class SGD(Optimizer):
                 self.apply(parameter, buffer, rate, gradient, self.factor)
                 continue
             # ApplyMomentum(use_nesterov=True) of MindSpore 2.10 computes something else on a CPU.
-            ops.assign(buffer, buffer * self.factor + gradient)
-            ops.assign(parameter, parameter - (gradient + buffer * self.factor) * rate)
+            buffer.copy_(buffer * self.factor + gradient)
+            parameter.copy_(parameter - (gradient + buffer * self.factor) * rate)
         self.all_gather()
 
 

@@ -246,7 +246,7 @@ def _assign_gathered(tensors: Sequence[Parameter], gathered: Started) -> None:
     lengths = [-(-tensor.size // ranks) for tensor in tensors]
     columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
     for tensor, rows in zip(tensors, columns, strict=True):
-        ops.assign(tensor, whole_of_rows(rows, tensor.size).reshape(tensor.shape))
+        tensor.copy_(whole_of_rows(rows, tensor.size).reshape(tensor.shape))
 
 
 def _filled(part: Tensor, numbers: int, ranks: int) -> Tensor:

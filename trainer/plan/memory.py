@@ -19,7 +19,7 @@ from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.plan.device_memory import stage_memory
+from trainer.plan.device_memory import device_memory
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -37,7 +37,7 @@ def memory_estimate(config: Config, trains: bool, device: str, world: World = SI
     """Estimated peak of resident memory of a rank in bytes, by part and in total; on an Ascend of device memory."""
     settings, network = config.decoder, config.network
     if device == "Ascend" and config.classifier is None:
-        return stage_memory(config, world, trains, _OPTIMIZER_STATES, _activations_of_sublayers)
+        return device_memory(config, world, trains, _OPTIMIZER_STATES)
     weights = _bytes(all_shapes(network))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if config.run_mode in ("predict", "chat"):

@@ -77,6 +77,11 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     return _Training(config, world, prepared).run(extra_monitors)
 
 
+def votes_of(stop: StopSignals) -> list[float]:
+    """1 for the signal that has come to this rank, 0 for the others."""
+    return [float(stop.received == number) for number in EXIT_CODES]
+
+
 class _Training:
     """One training run: run modes train and finetune.
 
@@ -190,9 +195,14 @@ class _Training:
             self.step.load_state(self.resumed.step)
         self.weights = self.resumed = None  # the model has them now
 
-    def agree(self, stop: StopSignals) -> None:
-        """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting."""
-        counts = self.session.communicator.all_sum([float(stop.received == number) for number in EXIT_CODES])
+    def agree(self, stop: StopSignals, counts: Sequence[float] | None = None) -> None:
+        """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting.
+
+        `counts` are those of a step, in which the question travels with other numbers, so that nobody waits for it. A
+        process that is alone sees a signal that came later too.
+        """
+        if counts is None or self.world.size == 1:
+            counts = self.session.communicator.all_sum(votes_of(stop))
         self.stopped = next((number for number, count in zip(EXIT_CODES, counts, strict=True) if count), None)
 
     def fit(self, stop: StopSignals) -> None:
@@ -201,10 +211,10 @@ class _Training:
         while not self.ended() and not self.stopped:
             batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
             with contextlib.closing(batches):
-                for metrics in self.epoch_steps(batches):
+                for metrics, votes in self.epoch_steps(batches, stop):
                     heartbeat.beat(self.position.step)
                     self.tell("on_step", metrics)
-                    self.agree(stop)
+                    self.agree(stop, votes)
                     if not self.stopped:
                         self.evaluate_if_due(stop)
                     every = self.saver.save_checkpoint_steps
@@ -222,21 +232,23 @@ class _Training:
         reason = self.evaluations.stop_reason(self.early_stop)
         return f"early stop at step {self.position.step}: {reason}" if reason else ""
 
-    def epoch_steps(self, batches: Iterator[Batch]) -> Iterator[StepMetrics]:
-        """Does the steps of what is left of the current epoch, the last, partial window included."""
+    def epoch_steps(
+        self, batches: Iterator[Batch], stop: StopSignals
+    ) -> Iterator[tuple[StepMetrics, Sequence[float] | None]]:
+        """Does the steps of what is left of the current epoch, the last, partial window included; with their votes."""
         while True:
             began = time.perf_counter()
             micro_batches = list(itertools.islice(batches, self.plan.micro_batches))
             if not micro_batches:
                 return
             waited = time.perf_counter() - began
-            result = self.located_step(micro_batches)
-            yield self.after_step(result, len(micro_batches), time.perf_counter() - began, waited)
+            result = self.located_step(micro_batches, stop)
+            yield self.after_step(result, len(micro_batches), time.perf_counter() - began, waited), result.votes
 
-    def located_step(self, micro_batches: list[Batch]) -> StepResult:
+    def located_step(self, micro_batches: list[Batch], stop: StopSignals) -> StepResult:
         """Does a step; a failure says which step it was and which micro-batches it saw."""
         try:
-            return self.step(micro_batches)
+            return self.step(micro_batches, lambda: votes_of(stop))
         except RunError as error:
             position = self.position
             first, last = position.batch + 1, position.batch + len(micro_batches)

@@ -68,6 +68,7 @@ class SemiAutoDecoder(DecoderWiring):
             return LayerCell(Block(settings, kernels, "attention"), own, cell)
 
         self.layers = _cells(map(layer_cell, all_layers))
+        self.has_experts = tuple(layer.experts is not None for layer in self.layers)
         self.merges = _cells(
             MergeCell(MergeTokens(settings, kernels), [norm, *weights(layer, MTP_WEIGHTS)])
             for layer, norm in zip(all_layers[depth:], norms, strict=False)
@@ -90,7 +91,10 @@ class SemiAutoDecoder(DecoderWiring):
         return self.embed(ids_N)
 
     def run_layer(self, number, x_ND, call):
-        return self.layers[number](x_ND, call[1], call[2], call[0][1], call[6])
+        if not self.has_experts[number]:
+            return self.layers[number](x_ND, call[1], call[2], call[0][1], call[6]), None, None
+        x_ND, losses = self.layers[number](x_ND, call[1], call[2], call[0][1], call[6])
+        return x_ND, losses[0], losses[1] if self.z_factor else None
 
     def run_merge(self, module, x_ND, call):
         return self.merges[module](call[4][module], x_ND)
@@ -136,7 +140,7 @@ class MatrixCell(nn.Cell):
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask, weight_N1 of tokens, weight_G1) -> x_ND, auxiliary and z loss of its router or None.
+    """(x_ND, tables, mask, weight_N1 of tokens, weight_G1) -> x_ND, and with experts the losses of their router.
 
     A weight that only other layers have is None. `experts` take the place of the feed-forward sublayer.
     """
@@ -153,7 +157,8 @@ class LayerCell(nn.Cell):
         for place in self.places:
             weights += (self.weights[place],) if place >= 0 else (None,)
         x_ND = self.block(x_ND, *tables, mask, None, None, None, None, *weights)
-        return (x_ND, None, None) if self.experts is None else self.experts(x_ND, weight_N1, weight_G1)
+        # Without a None for a dense layer: the graph of a cell that is computed again cannot return it.
+        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its

@@ -268,7 +268,7 @@ class GroupWeights(nn.Cell):
 
 
 class RouterLosses(nn.Cell):
-    """(logits_NE, scores_NE, load_GE, weight_N1, weight_G1) -> auxiliary and z loss or None.
+    """(logits_NE, scores_NE, load_GE, weight_N1, weight_G1) -> the auxiliary loss, and the z loss where there is one.
 
     The formulas are those of `trainer.models.moe`. Each loss is [1, 1]: a stage of a pipeline does not hand on numbers
     without an axis. The tokens are in the G groups of `GroupWeights`. `load_GE` has for each the experts' parts of its
@@ -295,7 +295,7 @@ class RouterLosses(nn.Cell):
         uneven_G1 = self.uneven(self.scale(self.weigh(mean_GE, ops.stop_gradient(load_GE)), self.experts), 1)
         aux_loss = self.sum(self.pick(uneven_G1, weight_G1), 0)
         if not self.with_z:
-            return aux_loss, None
+            return (aux_loss,)
         largest_N1 = ops.stop_gradient(self.largest(logits_NE, 1))
         rest_N1 = self.rest(self.exp(self.centre(logits_NE, largest_N1)), 1)
         total_N1 = self.back(self.log(rest_N1), largest_N1)
@@ -320,7 +320,7 @@ class RouterLosses(nn.Cell):
 
 
 class ExpertLayer(nn.Cell):
-    """(x_ND, weight_N1, weight_G1) -> residual stream, auxiliary and z loss, in the place of a feed-forward sublayer.
+    """(x_ND, weight_N1, weight_G1) -> residual stream and `RouterLosses`, in the place of a feed-forward sublayer.
 
     Args:
         kernels: Those that MindSpore shards.
@@ -377,15 +377,15 @@ class ExpertLayer(nn.Cell):
             added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
         x_ND = self.add(x_ND, added_ND)
         if not self.training:
-            return x_ND, None, None
+            return x_ND, ()
         requested_1E = self.count(0, requested_BE)
         if self.of_step:
             load_GE = self.divide(requested_1E, self.all_shares(requested_1E, 1))
         else:
             load_GE = self.share(requested_BE, self.assigned)
-        aux_loss, z_loss = self.losses(logits_NE, scores_NE, load_GE, weight_N1, weight_G1)
+        losses = self.losses(logits_NE, scores_NE, load_GE, weight_N1, weight_G1)
         counted = requested_1E, self.count(1, kept_BE), self.count(2, self.entropies(constant_NE))
-        return ops.depend(x_ND, counted), aux_loss, z_loss
+        return ops.depend(x_ND, counted), losses
 
     def count(self, number, values_GE):
         """Adds to the statistics of the step, and returns what they are then, [1, E]."""

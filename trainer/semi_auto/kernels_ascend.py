@@ -26,6 +26,26 @@ class RmsNorm(nn.Cell):
         self.norm.shard(((*degrees, 1), (1,)))
 
 
+class SeparateRmsNorm(RmsNorm):
+    """A norm of [N, D] for a graph that computes norms again in the backward pass.
+
+    MindSpore 2.10 joins an addition and the norm of its result to one operator, AddRmsNorm. Where the norm is one that
+    is computed again, the addition would wait for the gradients ("Graph cycle exists"). The reshapes keep them apart.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.reshape = P.Reshape()
+
+    def construct(self, x_ND, weight_D):
+        tokens, features = x_ND.shape
+        y_N1D = self.norm(self.reshape(x_ND, (tokens, 1, features)), weight_D)[0]
+        return self.reshape(y_N1D, (tokens, features))
+
+    def shard_over(self, data: int) -> None:
+        super().shard_over(data, 1)
+
+
 class Rotary(nn.Cell):
     """As `ascend.Rotary`, in layout BSND with tables BS1D."""
 

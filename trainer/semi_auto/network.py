@@ -12,6 +12,7 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -25,13 +26,13 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
-from trainer.config.recompute import gathered_again, recomputed_parts
+from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
 from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
 from trainer.models.shapes import all_shapes, is_buffer
-from trainer.ops.kernel_set import load_kernels
+from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
@@ -73,12 +74,17 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     choices = select_kernels(settings, device, precision)
     kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
     fused = {choice.kernel for choice in choices if choice.fused}
+    if "rms_norm" in fused and any(recomputed_parts(config)):
+        inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
+        separate = kernels_ascend.SeparateRmsNorm
+        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes), inside, outside))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
         experts = expert_cells(config, world, kernels, load_kernels(choices, precision, device=device))
-        loss = (StagedLossCell if degrees.pipeline_stage > 1 else LossCell)(config, kernels, tables, mask, experts)
+        kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
+        loss = kind(config, kernels, tables, mask, experts, staged=degrees.pipeline_stage > 1)
         set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
         set_recomputation(loss, config)
         set_fusion(loss, config, degrees)
@@ -162,13 +168,16 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
 
 def set_recomputation(loss: LossCell, config: Config) -> None:
     """Marks what the backward pass computes again, and which communication of it."""
-    section, layers = config.recompute_config, loss.decoder.layers
+    section, layers, staged = config.recompute_config, loss.decoder.layers, isinstance(loss, LazyLossCell)
     parts = recomputed_parts(config)
     # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
     for layer, part in zip(layers, parts + parts[-1:] * config.decoder.mtp_depth, strict=True):
         if part:
             has_experts = part == "mlp" and layer.experts is not None
             cell = layer if part == "block" else layer.experts if has_experts else getattr(layer.block, part)
+            if staged and part != "block" and not has_experts:
+                _recompute_operators(cell)
+                continue
             cell.recompute(
                 mp_comm_recompute=section.mp_comm_recompute,
                 recompute_slice_activation=section.recompute_slice_activation,
@@ -177,6 +186,14 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
         block, experts = layers[number].block, layers[number].experts
         for norm in (block.attention.norm, block.mlp.norm if experts is None else experts.router.norm):
             norm._mp_comm_recompute(True)  # of the communication that follows its operators
+
+
+def _recompute_operators(cell: nn.Cell) -> None:
+    """As `Cell.recompute` for a cell that gets its weights as arguments, whose layouts MindSpore 2.10 then does not
+    find in a pipeline ("tensor_layout is null")."""
+    for _, part in cell.cells_and_names():
+        for operator in part._primitives.values():
+            operator.recompute()
 
 
 def set_fusion(loss: LossCell, config: Config, degrees: Degrees) -> None:
@@ -196,8 +213,6 @@ class LossCell(nn.Cell):
     cells `tables` and `mask` make rotary tables and attention mask from positions and segments.
     """
 
-    staged = False
-
     def __init__(
         self,
         config: Config,
@@ -205,6 +220,8 @@ class LossCell(nn.Cell):
         tables: plain_kernels.RotaryTables,
         mask: plain_kernels.AttentionMask,
         experts: ExpertCells | None,
+        *,
+        staged: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         settings = config.decoder
@@ -219,7 +236,7 @@ class LossCell(nn.Cell):
             for name, shape in shapes.items()
         }
         self.depth = settings.mtp_depth
-        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, experts, staged=self.staged)
+        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, experts, staged=staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.tables, self.mask = tables, mask
@@ -274,14 +291,18 @@ class LossCell(nn.Cell):
         self.select.shard((row, row, row))
 
 
-class StagedLossCell(LossCell):
-    """`LossCell` for a pipeline, whose micro-batches must be calls of one graph."""
-
-    staged = True
+class LazyLossCell(LossCell):
+    """`LossCell` whose micro-batches are calls of one graph, which is inlined late."""
 
     @lazy_inline
-    def __init__(self, config, kernels, tables, mask, experts) -> None:
-        super().__init__(config, kernels, tables, mask, experts)
+    def __init__(self, config, kernels, tables, mask, experts, *, staged) -> None:
+        super().__init__(config, kernels, tables, mask, experts, staged=staged)
+
+
+def _calls_one_graph(config: Config, degrees: Degrees) -> bool:
+    """Where MindSpore asks for it: in a pipeline, and to share the sums of gradients over micro-batches."""
+    shares = config.parallel.enable_parallel_optimizer and sharing_level(config) != "level1"
+    return degrees.pipeline_stage > 1 or (shares and config.runner_config.gradient_accumulation_steps > 1)
 
 
 def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
@@ -296,16 +317,25 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
     network, loss, cells = built.network, built.loss, [built.network]
     while cells[-1] is not loss:
         cells.append(cells[-1].network)
-    shared = network._enable_parallel_optimizer
-    threshold = f"shared by data-parallel ranks (hsdp), of parameters from {network._parallel_optimizer_threshold} KB"
+    shared, interleaved = network._enable_parallel_optimizer, network._pipeline_interleave
+    threshold = (
+        f"shared by data-parallel ranks (hsdp, {sharing_level(config)}), of parameters from"
+        f" {network._parallel_optimizer_threshold} KB"
+    )
+    order = f", {'interleaved ' if interleaved else ''}{network._pipeline_scheduler}"
+    again = recompute_text(recomputed_parts(config))
+    sequence = "by tensor-parallel ranks too (sequence parallelism)" if config.parallel_config.use_seq_parallel else ""
     rows = [
         ("network", " ( ".join(_name(cell) for cell in cells) + " )" * (len(cells) - 1)),
-        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"),
+        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"
+         + (order if network._pipeline_stages > 1 else "")),
         ("data of a rank", "the whole batch" if network._full_batch else "its part of the batch"),
         ("optimizer", config.optimizer.type),
         ("optimizer state", threshold if shared else "whole on every rank"),
         ("weights", f"{len(loss.by_name)}, allocated once MindSpore has sharded them (no_init_parameters)"),
     ]
+    rows += [("tokens are shared", sequence)] if sequence else []
+    rows += [("activations", again)] if again else []
     return [*rows, *_stages(loss), *_strategies(loss), *(("note", notice) for notice in semi_auto_notices(config))]
 
 

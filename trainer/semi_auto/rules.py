@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.parallel.world import World
 
 _NOT_YET = "not yet supported in semi-automatic mode"
+_FUSED = ("openstate", "allreduce", "allgather", "reducescatter")
 _INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
 
 
@@ -122,6 +123,7 @@ def _degrees(config: Config) -> Iterator[Problem]:
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
     if section.context_parallel > 1:
         yield problem(config, "parallel_config.context_parallel", _NOT_YET, "set it to 1")
+    yield from _communication(config)
     yield from _expert_parallel(config)
 
 
@@ -131,6 +133,10 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
         if section.expert_parallel > 1:
             yield problem(config, key, "the model has no experts", "set it to 1")
         return
+    if config.do_eval:
+        rule = f"{_NOT_YET} with experts, whose graph counts their assignments for the step"
+        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
+        yield problem(config, "do_eval", rule, fix)
     number, tokens = settings.experts.expert_num, config.runner_config.batch_size * settings.seq_length
     if number % section.expert_parallel:
         fix = "set it to a divisor of the number of experts"
@@ -141,6 +147,19 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
     if settings.down_has_bias:
         fix = f"set it to False, {_INSTEAD}"
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
+
+
+def _communication(config: Config) -> Iterator[Problem]:
+    unknown = [name for name in config.parallel.comm_fusion or () if name not in _FUSED]
+    if unknown:
+        rule = f"MindSpore joins {', '.join(_FUSED[1:])}"
+        yield problem(config, "parallel.comm_fusion", rule, f"write one of {', '.join(_FUSED)}", value=unknown[0])
+    size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    copies = config.parallel_config.data_parallel
+    if size == 0 or (size > 0 and copies and size <= copies and copies % size):
+        key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+        rule = f"must divide data_parallel {copies}" if size else "must be the number of ranks that share a weight"
+        yield problem(config, key, rule, "write -1 for all of them")
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from trainer.config.checks.parallel import degrees_of
 from trainer.data.batches.batch import Batch, padding_batch
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates
-from trainer.step.accumulate import WindowGradients, valid_tokens
+from trainer.step.accumulate import Votes, WindowGradients, valid_tokens
 from trainer.step.clip import norm_groups
 from trainer.step.guards import Guards
 from trainer.step.train_step import Saved, StepResult, apply_window
@@ -137,10 +137,10 @@ class GraphStep:
         self.guards = Guards(wrapper, stop_at_bad_loss)
         self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
 
-    def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
         lr, scale = self.schedule(self.optimizer.updates), self.guards.scale
-        window = self.differentiate(micro_batches, scale)
+        window = self.differentiate(micro_batches, scale, votes)
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
             ops.assign(total, ops.zeros_like(total))
@@ -154,7 +154,7 @@ class GraphStep:
         """What `model` takes: it cuts the batch itself."""
         return batch
 
-    def differentiate(self, micro_batches: Sequence[Batch], scale: float) -> WindowGradients:
+    def differentiate(self, micro_batches: Sequence[Batch], scale: float, votes: Votes | None) -> WindowGradients:
         """Loss of the window, and the gradients of this rank's shards times the loss scale."""
         tokens = sum(valid_tokens(batch) for batch in micro_batches)
         if tokens == 0:
@@ -164,14 +164,15 @@ class GraphStep:
         by_name = self.sums if self.cell.returns_accumulated else self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
-        own_loss = [device_measures().add_up([loss]), 1.0] if self.gives_loss else [0.0, 0.0]
+        own_loss = [device_measures().keep(loss), 1.0] if self.gives_loss else [0.0, 0.0]
         squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))
-        *loss_and_count, squares = self.communicator.sums([*own_loss, squares])
+        own_votes = [] if votes is None else [np.array(votes(), np.float64)]
+        total, count, squares, *all_votes = self.communicator.sums([*own_loss, squares, *own_votes])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
         sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
         routing = None if self.routers is None else self.routers.counts()
-        rates = () if routing is None else (device_measures().router_rates(routing),)
-        total, count, sums, *rates = read_together([*loss_and_count, sums, *rates])
+        rates = [] if routing is None else [device_measures().router_rates(routing)]
+        total, count, sums, *others = read_together([total, count, sums, *rates, *all_votes])
         return WindowGradients(
             float(total) / max(float(count), 1) / scale,
             tokens,
@@ -179,7 +180,8 @@ class GraphStep:
             own,
             norms=groups.norms(sums),
             routing=routing,
-            router_rates=None if routing is None else RouterRates(routing.layers, *rates[0]),
+            router_rates=None if routing is None else RouterRates(routing.layers, *others[0]),
+            votes=None if votes is None else others[-1],
         )
 
     def by_name(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:

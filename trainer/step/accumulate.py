@@ -1,6 +1,6 @@
 """Gradients of a window of micro-batches, normalised once by all valid tokens of the window.
 
-Nothing is read between micro-batches: on a device one is dispatched while the one before it computes. At the end the
+On a device nothing is read between micro-batches: one is dispatched while the one before it computes. At the end the
 host reads losses, token counts, norms and router rates together, in one small tensor.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -20,7 +21,10 @@ from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.parallel.gradients import Reduced, SumAfterBackward, SumDuringBackward, add_gradients
 from trainer.step.clip import GradientNorms, NormGroups
 
-_TOTALS, _LOSS, _WEIGHTS, _RATES, _SQUARES = "totals", "loss", "weights", "rates", "squares"
+Votes: TypeAlias = Callable[[], Sequence[float]]
+"""What this rank has to say to all others, as numbers; the same count on every rank."""
+
+_TOTALS, _LOSS, _WEIGHTS, _RATES, _SQUARES, _VOTES = "totals", "loss", "weights", "rates", "squares", "votes"
 _LOW = 4096  # a count travels as two float32 numbers, its multiple of this and the rest, and so arrives exactly
 
 
@@ -55,6 +59,7 @@ class WindowGradients:
         norms: Of the gradients, if they were asked for.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank; None where
             they are summed during the backward pass.
+        votes: Sums over the ranks of what each was asked for; None if it was not asked.
     """
 
     loss: float
@@ -66,6 +71,7 @@ class WindowGradients:
     router_rates: RouterRates | None = None
     norms: GradientNorms | None = None
     reduce_seconds: float | None = None
+    votes: Sequence[float] | None = None
 
 
 def valid_tokens(batch: Batch) -> int:
@@ -81,6 +87,7 @@ def accumulate(
     skips_empty: bool = True,
     reducer: SumAfterBackward | SumDuringBackward | None = None,
     norm_groups: NormGroups | None = None,
+    votes: Votes | None = None,
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
@@ -96,6 +103,7 @@ def accumulate(
         skips_empty: False: it is called for those too, as every rank takes part in sums of each micro-batch.
         reducer: Sums the gradients over the ranks; None: those of a single process.
         norm_groups: Asks for norms of the gradients.
+        votes: Asked after the last backward pass; its numbers travel with the sums.
     """
     communicator = SingleProcess() if communicator is None else communicator
     reducer = SumAfterBackward() if reducer is None else reducer
@@ -117,21 +125,22 @@ def accumulate(
         results.add(part)
         # Each set of gradients is dropped at once: memory does not grow with the number of micro-batches.
         del part
-    return _window(totals, sum(counts), results, reduced, communicator, norm_groups)
+    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes)
 
 
 class _Results:
-    """What micro-batches have computed, apart from their gradients; nothing is read."""
+    """What micro-batches have computed, apart from their gradients."""
 
     def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.others: dict[str, list[tuple[Tensor, float]]] = {}
+        self.losses: list[Tensor | float] = []
+        self.others: dict[str, list[tuple[Tensor | float, float]]] = {}
         self.routing: RoutingCounts | None = None
 
     def add(self, part: MicroBatch) -> None:
-        self.losses.append(part.loss_sum)
-        for name, pair in part.other_sums.items():
-            self.others.setdefault(name, []).append(pair)
+        keep = device_measures().keep
+        self.losses.append(keep(part.loss_sum))
+        for name, (value, weight) in part.other_sums.items():
+            self.others.setdefault(name, []).append((keep(value), weight))
         self.routing = part.routing if self.routing is None else self.routing + part.routing
 
 
@@ -142,14 +151,18 @@ def _window(
     reduced: Reduced,
     communicator: Communicator,
     wanted: NormGroups | None,
+    votes: Votes | None,
 ) -> WindowGradients:
     """Sums the results over the ranks and reads what the host needs of them."""
     measures, others, routing = device_measures(), results.others, results.routing
     sums = {name: measures.add_up([value for value, _ in pairs]) for name, pairs in others.items()}
-    weights = np.array([sum(weight for _, weight in pairs) for pairs in others.values()], np.float64)
-    sums |= {_LOSS: measures.add_up(results.losses), _WEIGHTS: weights}
+    sums[_LOSS] = measures.add_up(results.losses)
+    if others:
+        sums[_WEIGHTS] = np.array([sum(weight for _, weight in pairs) for pairs in others.values()], np.float64)
     if routing is not None:
         sums |= {"kept": routing.kept, "requested": routing.requested, "entropy_sum": routing.entropy_sum}
+    if votes is not None:
+        sums[_VOTES] = np.array(votes(), np.float64)
     squares = None if wanted is None else measures.squares(reduced.gradients)
     if squares is not None and reduced.counted is not None:
         sums[_SQUARES] = squares * Tensor(reduced.counted)
@@ -165,17 +178,19 @@ def _window(
     # All ranks together have no fewer tokens than this one, even where a dry run reads zeros.
     tokens, empty = max(_count(read[_TOTALS][0]), own_tokens), _count(read[_TOTALS][1])
     if tokens == 0:
-        return WindowGradients(0.0, 0, empty, None)
+        return WindowGradients(0.0, 0, empty, None, votes=read.get(_VOTES))
+    weights = read.get(_WEIGHTS, ())
     return WindowGradients(
         loss=float(read[_LOSS]) / tokens,
         tokens=tokens,
         empty=empty,
         gradients=reduced.gradients,
-        others={name: float(read[name]) / max(weight, 1) for name, weight in zip(others, read[_WEIGHTS], strict=True)},
+        others={name: float(read[name]) / max(weight, 1) for name, weight in zip(others, weights, strict=True)},
         routing=routing,
         router_rates=None if routing is None else RouterRates(routing.layers, *read[_RATES]),
         norms=None if squares is None else wanted.norms(read[_SQUARES]),
         reduce_seconds=reduced.seconds,
+        votes=read.get(_VOTES),
     )
 
 

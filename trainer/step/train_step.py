@@ -27,7 +27,7 @@ from trainer.models.moe import RouterStatistics
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
 from trainer.parallel.communicator import Communicator, SingleProcess
-from trainer.step.accumulate import MicroBatch, WindowGradients, accumulate, valid_tokens
+from trainer.step.accumulate import MicroBatch, Votes, WindowGradients, accumulate, valid_tokens
 from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import Guards
 
@@ -64,6 +64,7 @@ class StepResult:
     routing: RoutingCounts | None = None
     router_rates: RouterRates | None = None
     reduce_seconds: float | None = None
+    votes: Sequence[float] | None = None  # sums over the ranks of what the step was given
 
 
 class Saved(NamedTuple):
@@ -123,8 +124,11 @@ class TrainStep:
 
         self.gradients_of = mindspore.value_and_grad(scaled_loss, None, leaves, has_aux=True)
 
-    def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
         """Runs one window of micro-batches, one or more of int32 arrays [B, T], and updates the weights.
+
+        Args:
+            votes: See `accumulate`.
 
         Raises:
             RunError: See `Guards.skipped`. Nothing has been updated.
@@ -134,7 +138,7 @@ class TrainStep:
             self.load.start()
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.load is None,
-            reducer=self.reducer, norm_groups=self.norm_groups,
+            reducer=self.reducer, norm_groups=self.norm_groups, votes=votes,
         )  # fmt: skip
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
@@ -202,7 +206,7 @@ def apply_window(
         return StepResult(
             window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
             empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
-            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, **more,
+            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, votes=window.votes, **more,
         )  # fmt: skip
 
     if window.gradients is None:

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate import DropoutDoMaskExt, DropoutGenMaskExt
 
@@ -127,7 +127,7 @@ class Attention(nn.Cell):
         else:
             out = self.over_documents(q_NC, k_NK, v_NK, mask, ends)
         if missing:
-            out = out.reshape(q_NC.shape[0], self.heads, self.head_size)[:, :, : self.value_size]
+            out = mint.narrow(out.reshape(q_NC.shape[0], self.heads, self.head_size), 2, 0, self.value_size)
         return out.reshape(q_NC.shape[0], self.heads * self.value_size).astype(q_NC.dtype)
 
     def over_rows(self, q_NC, k_NK, v_NK, mask, dropout):
@@ -164,7 +164,7 @@ class Dropout(nn.Cell):
         return self.apply(x, mask, self.rate)
 
     def bprop(self, x, mask, out, grad):  # MindSpore 2.10 has none for this operator
-        return self.apply_to_grad(grad, mask, self.rate), ops.zeros_like(mask)
+        return self.apply_to_grad(grad, mask, self.rate), ops.zeros(mask.shape, mask.dtype)
 
 
 def mask_bytes(shape: tuple[int, ...]) -> int:

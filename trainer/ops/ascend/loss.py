@@ -12,8 +12,8 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import LogSumExp, ScatterAddExt
 
-_LOGITS = 1 << 25
-"""Logits of a piece: 128 MiB in float32, and a product that is large enough for a device."""
+_LOGITS = 1 << 24
+"""Logits of a piece: 64 MiB in float32, and a product that is large enough for a device."""
 
 
 class PiecewiseCrossEntropy(nn.Cell):
@@ -47,7 +47,7 @@ class _Core(nn.Cell):
         self.log_sum_exp, self.matmul_at, self.trained = LogSumExp(), P.MatMul(transpose_a=True), trained
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
-        sums, label_logit_N1 = [], ops.zeros_like(valid_N1)
+        sums, label_logit_N1 = [], _zeros(valid_N1)
         for first, weight_PD in _pieces(x_ND, weight_VD):
             sum_N1, label_logit_N1 = self.sums(x_ND, weight_PD, labels_N, first, label_logit_N1)
             sums.append(sum_N1)
@@ -59,8 +59,13 @@ class _Core(nn.Cell):
         for first, weight_PD in _pieces(x_ND, weight_VD):
             grad_x_ND, grad_PD = self.gradients(x_ND, weight_PD, labels_N, first, factor_N1, out[1], grad_x_ND)
             found.append(grad_PD)
-        grad_weight_VD = ops.concat(found) if self.trained else ops.zeros_like(weight_VD)
-        return grad_x_ND.astype(x_ND.dtype), grad_weight_VD, ops.zeros_like(labels_N), ops.zeros_like(valid_N1)
+        grad_weight_VD = ops.concat(found) if self.trained else _zeros(weight_VD)
+        return grad_x_ND.astype(x_ND.dtype), grad_weight_VD, _zeros(labels_N), _zeros(valid_N1)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """ops.zeros_like is a legacy kernel."""
+    return ops.zeros(x.shape, x.dtype)
 
 
 def _pieces(x_ND: Tensor, weight_VD: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

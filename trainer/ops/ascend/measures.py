@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from mindspore import Parameter, Tensor, mint, ops
+from mindspore import Parameter, Tensor, mint
 from mindspore import dtype as mstype
 
 from trainer.ops.routing import Routing, RoutingCounts
@@ -18,8 +18,12 @@ from trainer.ops.routing import Routing, RoutingCounts
 _TINY = 1e-20
 
 
-def add_up(scalars: Sequence[Tensor]) -> Tensor:
-    return scalars[0] if len(scalars) == 1 else mint.sum(mint.stack(list(scalars)))
+def keep(scalar: Tensor) -> Tensor:
+    return scalar
+
+
+def add_up(kept: Sequence[Tensor]) -> Tensor:
+    return kept[0] if len(kept) == 1 else mint.sum(mint.stack(list(kept)))
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
@@ -63,4 +67,4 @@ def router_rates(counts: RoutingCounts) -> Tensor:
 
 
 def move_bias(bias_E: Parameter, requested_E: Tensor, rate: float) -> None:
-    ops.assign(bias_E, bias_E + mint.sign(mint.mean(requested_E) - requested_E) * rate)
+    bias_E.copy_(bias_E + mint.sign(mint.mean(requested_E) - requested_E) * rate)

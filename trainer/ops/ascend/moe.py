@@ -41,7 +41,7 @@ class Route(nn.Cell):
             if drop_policy == "probability":
                 probability_A = ops.gather_elements(scores_NE, 1, experts_Nk).reshape(-1)
             full_A = self.place(expert_A, requested_E, probability_A) >= capacity
-            group_A = ops.select(full_A, ops.full_like(expert_A, rule.experts), expert_A)
+            group_A = ops.select(full_A, ops.zeros(expert_A.shape, expert_A.dtype) + rule.experts, expert_A)
         kept_E = self.count(group_A)
         counts_E = ops.maximum(kept_E, ops.ones(kept_E.shape, kept_E.dtype)) if rule.safe_tokens else kept_E
         row_A, token_R = self.rows(group_A, counts_E - kept_E)
@@ -55,7 +55,8 @@ class Route(nn.Cell):
         score_NG = ops.gather_elements(choice_NGe, 2, best_NGb).sum(-1)
         allowed_NG = self.of_groups(_best(score_NG, rule.chosen_groups)).sum(1)
         allowed_NGe = ops.broadcast_to(allowed_NG.expand_dims(-1), choice_NGe.shape) > 0
-        return ops.select(allowed_NGe, choice_NGe, ops.full_like(choice_NGe, float("-inf"))).reshape(choice_NE.shape)
+        never_NGe = ops.zeros(choice_NGe.shape, choice_NGe.dtype) - float("inf")
+        return ops.select(allowed_NGe, choice_NGe, never_NGe).reshape(choice_NE.shape)
 
     def count(self, group_A):
         """How many there are of each expert, int64. Exact in float32 up to 2^24 assignments."""

@@ -47,8 +47,3 @@ def momentum_update(
     buffer.mul_(momentum).add_(gradient)
     direction = mint.add(gradient, buffer, alpha=momentum) if nesterov else buffer
     parameter.sub_(direction, alpha=lr)
-
-
-def assign(parameter: Parameter, values: Tensor) -> None:
-    """`ops.assign` is a legacy kernel on an Ascend."""
-    parameter.copy_(values)

@@ -241,12 +241,12 @@ class _AttentionCore(nn.Cell):
             # [dO, -delta] [v, 1]^T = dO v^T - delta
             centred = self.wide(self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones))))
         else:
-            kept, grad_dropout = probabilities * dropout, ops.zeros_like(dropout)
+            kept, grad_dropout = probabilities * dropout, ops.zeros(dropout.shape, dropout.dtype)
             centred = self.wide(self.product_bt(grad, v)) * dropout
             centred = centred + self.wide(self.product_bt(minus_delta, ones))
         grad_scores = self.narrow(probabilities * centred)
         grad_q, grad_k = self.product(grad_scores, k), self.product_at(grad_scores, q)
-        return grad_q, grad_k, self.product_at(self.narrow(kept), grad), ops.zeros_like(mask), grad_dropout
+        return grad_q, grad_k, self.product_at(self.narrow(kept), grad), ops.zeros(mask.shape, mask.dtype), grad_dropout
 
     def wide(self, x):
         """From a product to the softmax."""
@@ -348,6 +348,11 @@ class OneHot(nn.Cell):
 def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
     """x[index], [N, D]."""
     return ops.gather(x_RD, index_N, 0)
+
+
+def split_columns(x_RD: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The first columns, and the others."""
+    return ops.split(x_RD, (first, x_RD.shape[1] - first), 1)
 
 
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:

@@ -17,9 +17,15 @@ from trainer.ops.cpu.kernels import sum_of_squares
 from trainer.ops.routing import Routing, RoutingCounts
 
 
-def add_up(scalars: Sequence[Tensor]) -> float:
-    """The sum of scalars, one after the other."""
-    return sum(float(scalar.asnumpy()) for scalar in scalars)
+def keep(scalar: Tensor) -> float:
+    """What a step keeps of a result of a micro-batch. Here the number: the host has nothing else to do than to wait for
+    it, and then the next micro-batch uses the memory of this one."""
+    return float(scalar.asnumpy())
+
+
+def add_up(kept: Sequence[float]) -> float:
+    """The sum of what `keep` returned, one after the other."""
+    return sum(kept)
 
 
 def squares(gradients: Sequence[Tensor]) -> np.ndarray:

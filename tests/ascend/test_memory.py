@@ -1,0 +1,50 @@
+"""Device memory of explicit mode on the dry Ascend backend: no tensor of tokens x tokens or tokens x vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from ascend_cases import DENSE, EXPERTS, on_ascend
+
+from trainer.dryrun.process import Measurement
+
+Bench = Callable[[str], Measurement]
+
+TOKENS, VOCABULARY = 32768, 32768
+EAGER = {"context": {"mode": 1}, "runner_config": {"gradient_accumulation_steps": 1}}
+LONG = {"seq_length": TOKENS, "vocab_size": VOCABULARY, "num_layers": 1}
+WINDOW = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+CASES = {
+    "32k tokens": on_ascend(DENSE, EAGER, model=LONG),
+    "32k tokens in documents": on_ascend(DENSE, EAGER, model=LONG, documents=40),
+    "window": on_ascend(DENSE, EAGER, model=WINDOW),
+    "window over documents": on_ascend(DENSE, EAGER, model=WINDOW, documents=3),
+    "dropout over documents": on_ascend(DENSE, EAGER, model=DROPOUT, documents=3),
+    "dropout without flash attention": on_ascend(DENSE, EAGER, model={**DROPOUT, "use_flash_attention": False}),
+    "dropout, recomputed": on_ascend(DENSE, {"recompute_config": {"recompute": True}}, model=DROPOUT),
+    "latent attention over documents": on_ascend(EXPERTS, EAGER, model=LATENT, documents=3),
+    "tied embeddings, gradients in bfloat16": on_ascend(
+        DENSE, {**EAGER, "runner_wrapper": {"accumulate_allreduce_grads_in_fp32": False}},
+        model={"tie_word_embeddings": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_runs(bench: Bench, name: str) -> None:
+    found = bench(name)
+    assert found.failure is None
+    assert found.found["updated"]
+
+
+@pytest.mark.parametrize("name", ["32k tokens", "32k tokens in documents"])
+def test_long_sequences_need_no_square_of_memory(bench: Bench, name: str) -> None:
+    """A mask of tokens x tokens alone would take 1 GiB, and logits in float32 4 GiB. A layer of 128 numbers keeps about
+    8 kB a token, 256 MiB; a piece of the loss computes with some tensors of 64 MiB; the rest is small."""
+    assert bench(name).peak_bytes < 1 << 30

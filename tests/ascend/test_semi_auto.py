@@ -1,0 +1,52 @@
+"""Semi-automatic mode on the dry Ascend backend, sharded in each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from ascend_cases import SEMI, on_ascend
+
+from trainer.dryrun.process import Measurement
+
+CUTS = {
+    "data 8": {"data_parallel": 8},
+    "data 4, tensor 2": {"data_parallel": 4, "model_parallel": 2},
+    "pipeline 2": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2},
+}
+SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+# Ranks of a stage compile the same graph; only a pipeline has others.
+WHERE = [(name, shared, 0) for name in CUTS for shared in (False, True)] + [("pipeline 2", True, 7)]
+CASES = {
+    f"{name}{', hsdp' if shared else ''}, rank {rank}": on_ascend(
+        SEMI, {"parallel_config": CUTS[name], "parallel": SHARED if shared else {}},
+        ranks=8, rank=rank, process=f"{name if 'pipeline' in name else ''}{shared}",
+    )
+    for name, shared, rank in WHERE
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_runs(bench: Callable[[str], Measurement], name: str) -> None:
+    found = bench(name)
+    assert found.failure is None
+    assert found.found["updated"]
+
+
+def test_hsdp_gathers_the_weights_that_the_ranks_share(bench: Callable[[str], Measurement]) -> None:
+    whole, shared = bench("data 8, rank 0"), bench("data 8, hsdp, rank 0")
+    assert shared.found["parameters"] * 8 == whole.found["parameters"]
+    assert "AllGather" not in {each.name for each in whole.collectives}
+    gathered = sum(each.bytes for each in shared.collectives if each.name == "AllGather")
+    assert gathered >= 2 * shared.found["parameters"]  # in bfloat16 or float32
+    assert shared.peak_bytes < whole.peak_bytes
+
+
+def test_stages_send_each_other_what_the_other_receives(bench: Callable[[str], Measurement]) -> None:
+    first, last = bench("pipeline 2, hsdp, rank 0"), bench("pipeline 2, hsdp, rank 7")
+    for found, other in ((first, 4), (last, 3)):
+        moves = [each for each in found.collectives if each.name in ("Send", "Receive")]
+        assert moves and all(other in each.ranks for each in moves)
+    sent, received = ([each.bytes for each in first.collectives if each.name == name] for name in ("Send", "Receive"))
+    assert sent == [each.bytes for each in last.collectives if each.name == "Receive"]
+    assert received == [each.bytes for each in last.collectives if each.name == "Send"]

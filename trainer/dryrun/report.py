@@ -1,0 +1,151 @@
+"""`plan --dryrun ascend`: a user's file on the dry Ascend backend, as one rank of its job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.config import dump_config
+from trainer.config.checks.parallel import in_job, is_semi_auto
+from trainer.device.doctor import memory_left_bytes
+from trainer.dryrun.process import Case, Measurement, run_cases
+from trainer.dryrun.stand_ins import missing_compiler
+from trainer.errors import UserError
+from trainer.monitors.wording import size
+from trainer.run.plan_file import plan_file
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.config.checks.problem import Problem
+    from trainer.parallel.world import World
+    from trainer.plan.render import Section
+
+_GIB = 1 << 30
+_HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device alone
+_GRAPH_LAYER_BYTES = 64 << 20  # of the one graph of semi-automatic mode, while MindSpore compiles it
+_NAME = "ascend"
+
+
+class DryRun(NamedTuple):
+    """What became of the rank of a job."""
+
+    world: World
+    measurement: Measurement
+    planned_bytes: int | None  # device memory as the plan estimates it
+    limit_bytes: int | None  # context.max_device_memory
+
+
+def check_name(device: str) -> None:
+    """Raises a UserError for a device that has no dry run."""
+    if device.lower() != _NAME:
+        rule = "there is a dry run for ascend alone"
+        raise UserError(rule, where="flag --dryrun", key="--dryrun", value=device, fix=f"write --dryrun {_NAME}")
+
+
+def as_rank(world: World, rank: int) -> World:
+    """The world as another of its ranks sees it.
+
+    Raises:
+        UserError: It has no such rank.
+    """
+    if not 0 <= rank < world.size:
+        last = world.size - 1
+        rule = f"a job of {world.size} ranks has the ranks 0 to {last}" if last else "a job of one rank has rank 0"
+        fix = f"write --rank {last} or less, or set the number with --ranks"
+        raise UserError(rule, where="flag --rank", key="--rank", value=rank, fix=fix)
+    return world._replace(rank=rank, local_rank=rank % world.local_size)
+
+
+def dry_run(
+    config: Config, world: World, told: list[Problem], tell: Callable[[str], None], steps: int = 2
+) -> DryRun:
+    """Runs steps of the training as one rank; data are made up and weights stay empty.
+
+    Raises:
+        UserError: The file could not start on an Ascend, or this machine lacks memory or a compiler.
+        RunError: The stand-ins for CANN cannot be built.
+    """
+    plan = plan_file(config, world._replace(rank=0, local_rank=0), told, opens_data=False)
+    config = in_job(config, world)
+    _check_memory(config, memory_left_bytes())
+    tell("loading MindSpore's Ascend backend")
+    case = Case(dump_config(config), steps=steps)
+    found = run_cases({_NAME: case}, world.size, world.rank, lambda name, text: tell(text))
+    limit = config.context.max_device_memory
+    return DryRun(
+        world,
+        next(iter(found.values())),
+        plan.memory_bytes.get("total"),
+        None if limit is None else int(float(limit.removesuffix("GB")) * _GIB),
+    )
+
+
+def audit_there(config: Config, world: World) -> dict[str, Any] | str:
+    """What `tasks.audit` returns, or why the audit cannot be made on the Ascend backend."""
+    if missing := missing_compiler():
+        return missing
+    case = Case(dump_config(in_job(config, world)), task="trainer.dryrun.tasks:audit")
+    found = run_cases({_NAME: case}, world.size, world.rank)[_NAME]
+    return found.found if found.failure is None else found.failure.message
+
+
+def _check_memory(config: Config, left_bytes: int) -> None:
+    layers = config.decoder.num_layers if config.classifier is None and is_semi_auto(config) else 0
+    needed = _HOST_BYTES + layers * _GRAPH_LAYER_BYTES
+    if needed > left_bytes:
+        rule = f"a dry run takes about {size(needed)} of this machine's memory, of which {size(left_bytes)} are left"
+        fix = "end other programs, or reduce model.model_config.num_layers"
+        raise UserError(rule, where="flag --dryrun", key="--dryrun", value=_NAME, fix=fix)
+
+
+def dry_run_dict(found: DryRun) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "ranks": found.world.size,
+        "rank": found.world.rank,
+        **asdict(found.measurement),
+        "planned_bytes": found.planned_bytes,
+        "max_device_memory_bytes": found.limit_bytes,
+    }
+
+
+def dry_run_sections(found: DryRun) -> list[Section]:
+    """For people: what failed, or what a step takes."""
+    measured, title = found.measurement, f"Dry run on an Ascend, rank {found.world.rank} of {found.world.size}"
+    if measured.failure is not None:
+        failure = measured.failure
+        rows = [("failed", failure.message)]
+        rows += [("operator", failure.operator)] if failure.operator else []
+        rows += [("line", failure.where)] if failure.where else []
+        return [(title, [("", ""), *rows])]
+    rows = [("peak device memory", _memory_text(found)), ("host reads a step", _bytes_text(measured.host_bytes))]
+    rows += [(f"  {where}", f"{count} x, {_bytes_text(read)}") for where, (count, read) in measured.host_reads.items()]
+    kernels = ", ".join(f"{name} {count}" for name, count in measured.legacy.items())
+    rows.append(("legacy kernels a step", kernels or "none"))
+    rows += _collective_rows(measured)
+    rows.append(("note", "nothing was computed: a dry run knows no numbers and no speed"))
+    return [(title, [("", ""), *rows])]
+
+
+def _memory_text(found: DryRun) -> str:
+    text = size(found.measurement.peak_bytes)
+    if found.limit_bytes is not None:
+        above = found.measurement.peak_bytes > found.limit_bytes
+        text += f", {'ABOVE' if above else 'of'} max_device_memory {size(found.limit_bytes)}"
+    return text if found.planned_bytes is None else f"{text}; the plan estimates {size(found.planned_bytes)}"
+
+
+def _collective_rows(measured: Measurement) -> list[tuple[str, str]]:
+    counts, sizes = Counter(), Counter()
+    for each in measured.collectives:
+        kind = f"{each.name} among {len(each.ranks)} ranks"
+        counts[kind] += 1
+        sizes[kind] += each.bytes
+    rows = [(f"  {kind}", f"{count} x, {_bytes_text(sizes[kind])}") for kind, count in counts.most_common()]
+    return [("collectives a step", f"{len(measured.collectives)}" if rows else "none"), *rows]
+
+
+def _bytes_text(number: int) -> str:
+    return size(number) if number >= 1 << 20 else f"{number:,} bytes"

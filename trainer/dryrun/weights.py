@@ -1,0 +1,42 @@
+"""Parameters and optimizer state of which only the device knows: a dry run needs no values, and the host no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore
+from mindspore import Parameter, Tensor, mint
+from mindspore import dtype as mstype
+
+from trainer.models import classifier, decoder
+from trainer.optim.base import Optimizer
+from trainer.run import session
+from trainer.semi_auto import shards
+
+
+def leave_weights_empty() -> None:
+    """From now on this process allocates new parameters on the device and draws, copies and compares none."""
+    for module in (decoder, classifier):
+        module.initial_value, module.Tensor = _empty_weight, _tensor
+    session.check_same_weights = lambda model, communicator: None
+    Optimizer.new_array = _empty_state
+    shards.ShardedParameters.start = _start_empty
+
+
+def _empty_weight(name: str, shape: tuple[int, ...], settings: Any, seed: int) -> Tensor:
+    return mint.empty(shape, dtype=mstype.float32)
+
+
+def _tensor(value: Any, *more: Any, **named: Any) -> Tensor:
+    # A tensor of a tensor would be a copy in the host's memory.
+    return value if isinstance(value, mindspore.Tensor) else mindspore.Tensor(value, *more, **named)
+
+
+def _empty_state(self: Optimizer, shape: tuple[int, ...], name: str) -> Parameter:
+    return Parameter(mint.empty(shape, dtype=mstype.float32), name=name, requires_grad=False)
+
+
+def _start_empty(self: shards.ShardedParameters, weights: None) -> None:
+    own = [(parameter, self.shards[name].shape) for name, parameter in self.own.items()]
+    for parameter, shape in [*own, *self.sums.values()]:
+        parameter.set_data(mint.empty(shape, dtype=mstype.float32), slice_shape=True)
