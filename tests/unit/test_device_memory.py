@@ -22,6 +22,16 @@ SHARED = {
     "use_parallel": True, "parallel": {"parallel_mode": 1, "enable_parallel_optimizer": True},
     "parallel_config": {"data_parallel": 8},
 }  # fmt: skip
+TENSOR_PARALLEL = SHARED | {"parallel_config": {"data_parallel": 2, "model_parallel": 4}}
+PIPELINE = {
+    "use_parallel": True, "parallel": {"parallel_mode": 1, "enable_parallel_optimizer": False},
+    "parallel_config": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4},
+}  # fmt: skip
+MOE = {
+    "expert_num": 16, "num_experts_chosen": 4, "moe_intermediate_size": 512, "use_gmm": True,
+    "use_fused_ops_permute": True, "aux_loss_factor": 0.001,
+}  # fmt: skip
+TWO_MICRO_BATCHES = {"runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2}}
 
 
 def estimate(family: str, model: dict, ranks: int, sections: dict) -> dict[str, int]:
@@ -36,13 +46,21 @@ def estimate(family: str, model: dict, ranks: int, sections: dict) -> dict[str, 
         (QWEN3 | {"num_layers": 28, "vocab_size": 151936}, 1, {}, 16611),
         (QWEN3 | {"num_layers": 6, "vocab_size": 1024}, 1, {}, 3242),
         (QWEN3 | {"num_layers": 2, "vocab_size": 1024}, 1, {}, 1369),
+        (QWEN3 | {"num_layers": 4, "vocab_size": 1024}, 1, {"recompute_config": {"recompute": True}}, 1437),
+        (QWEN3 | {"num_layers": 4, "vocab_size": 1024}, 1, TWO_MICRO_BATCHES, 2561),
+        (QWEN3 | {"num_layers": 3, "vocab_size": 1024, "moe_config": MOE}, 1, {}, 2908),
+        (QWEN3 | {"num_layers": 5, "vocab_size": 1024, "moe_config": MOE}, 1, {}, 4539),
+        (QWEN3 | {"num_layers": 3, "vocab_size": 1024, "moe_config": MOE, "seq_length": 2048}, 1, {}, 2137),
         (LLAMA | {"num_layers": 6, "vocab_size": 1024}, 8, SHARED, 800),
+        (LLAMA | {"num_layers": 6, "vocab_size": 1024}, 8, SHARED | {"recompute_config": {"recompute": True}}, 568),
+        (LLAMA | {"num_layers": 4, "vocab_size": 65536}, 8, TENSOR_PARALLEL, 1053),
+        (LLAMA | {"num_layers": 8, "vocab_size": 32768}, 8, PIPELINE, 1533),
         (LLAMA | {"num_layers": 2, "vocab_size": 1024}, 8, SHARED, 310),
         (LLAMA | {"num_layers": 2, "vocab_size": 65536}, 8, SHARED, 2754),
     ],
 )
 def test_it_is_near_the_peak_of_the_dry_run(model: dict, ranks: int, sections: dict, measured_mb: float) -> None:
-    family = "Qwen3ForCausalLM" if ranks == 1 else "LlamaForCausalLM"
+    family = "LlamaForCausalLM" if ranks > 1 else "Qwen3MoeForCausalLM" if "moe_config" in model else "Qwen3ForCausalLM"
     found = estimate(family, model, ranks, {"runner_config": {"batch_size": 1}} | sections)
     assert found["total"] / 1e6 == pytest.approx(measured_mb, rel=0.06)
     assert found["total"] == sum(size for name, size in found.items() if name != "total")

@@ -14,7 +14,8 @@ import mindspore
 
 from trainer.dryrun.observe import ExecutionOrder, host_reads, ours
 from trainer.dryrun.process import Failure
-from trainer.errors import UserError
+from trainer.errors import TrainerError, UserError
+from trainer.monitors.wording import size
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -91,11 +92,15 @@ def failure_of(error: Exception) -> Failure:
     places = (ours(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__)))
     text = str(error).strip() or type(error).__name__
     names = (found[1] for pattern in _OPERATORS if (found := re.search(pattern, text)))
-    message = text if isinstance(error, UserError) else f"{type(error).__name__}: {_first_lines(text)}"
+    message = text if isinstance(error, TrainerError) else f"{type(error).__name__}: {_first_lines(text)}"
     return Failure(next(names, ""), next(filter(None, places), ""), message, isinstance(error, UserError))
 
 
 def _first_lines(text: str) -> str:
-    """A message of MindSpore without its stacks of C++ and Python, which come below a line of dashes."""
-    lines = [line for line in text.partition("\n----")[0].splitlines() if line.strip()]
-    return "\n".join(lines[:6])
+    """A message of MindSpore without its lines of dashes and the stack of C++ at its end."""
+    text = text.partition("- C++ Call Stack")[0]
+    lines = [line for line in text.splitlines() if line.strip(" -")]
+    if "Unknown Error" in text:  # MindSpore's words where it finds no memory for a tensor
+        taken = size(mindspore.runtime.memory_allocated())
+        lines.append(f"probably the device's memory is full: {taken} of its 60 GiB are taken")
+    return "\n".join(lines[:8])

@@ -105,17 +105,27 @@ def _stage(
         states[group.rule] * size(name, shares_state) for group in groups for name in group.parameters
     )
     under_way = min(stages - stage, micro_batches)
-    kept = _activations(config, degrees, layers, stage, under_way, half, is_graph)
+    # While a layer is computed again: its gradients in half precision and in float32, and where ranks share the
+    # weights, these as they are gathered.
+    sizes = {layer: sum(size(name, False) for name in of_trained if _layer_of(name) == layer) for layer in own}
+    of_layer = max(sizes.values(), default=0)
+    of_layer = of_layer * (3 if half else 2) // 2 + of_layer * shares_weights
+    kept = _activations(config, degrees, layers, stage, under_way, half, is_graph, of_layer)
     # Gradients take the place of activations, as the backward pass goes on.
     parts["activations"] = kept if adds_up else max(kept - parts["gradients"], 0)
     return parts | {"total": sum(parts.values())}
 
 
 def _is_of_stage(name: str, layers: set[int], first: bool, last: bool) -> bool:
-    found = _LAYER.match(name)
-    if found:
-        return int(found[1]) in layers
+    layer = _layer_of(name)
+    if layer is not None:
+        return layer in layers
     return first if name == EMBEDDING else last
+
+
+def _layer_of(name: str) -> int | None:
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
 
 
 def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
@@ -126,14 +136,22 @@ def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
 
 
 def _activations(
-    config: Config, degrees: Degrees, layers: Sequence[int], stage: int, under_way: int, half: bool, is_graph: bool
+    config: Config,
+    degrees: Degrees,
+    layers: Sequence[int],
+    stage: int,
+    under_way: int,
+    half: bool,
+    is_graph: bool,
+    gradients_of_layer: int,
 ) -> int:
-    """Bytes of the micro-batches that the stage has under way, at the end of the forward pass."""
+    """Bytes of the micro-batches that the stage has under way: at the end of the forward pass, or while the backward
+    pass computes a layer again, whose gradients come then."""
     settings, share = config.decoder, degrees.model_parallel
     tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
     again = recomputed_parts(config) + ("",) * settings.mtp_depth
     first = 0 if is_graph else first_trained_layer(config, frozen_names(config))
-    kept, largest = 0, 0
+    kept = largest = again_largest = 0
     for layer in layers:
         if layer < first:
             continue
@@ -141,10 +159,16 @@ def _activations(
         sizes["block"] = sum(sizes.values())
         part = again[layer]
         kept += sizes["block"] - (sizes[part] - settings.hidden_size * _FLOAT32_BYTES if part else 0)
-        largest = max(largest, sizes[part or "block"] if part or not is_graph else 0)
-    # Beside them what is computed again; in explicit mode MindSpore holds what a compiled block kept last.
-    found = tokens * (kept * under_way + largest)
-    return found + _head(settings, tokens, share, half, is_graph) if stage == degrees.pipeline_stage - 1 else found
+        largest = max(largest, 0 if is_graph or part else sizes["block"])
+        again_largest = max(again_largest, sizes[part] if part else 0)
+    is_last = stage == degrees.pipeline_stage - 1
+    head = _head(settings, tokens, share, half, is_graph) if is_last else 0
+    # In explicit mode MindSpore holds what a compiled block kept last.
+    forward = tokens * (kept * under_way + largest) + head
+    if not again_largest:
+        return forward
+    held = head if not is_graph else 0  # what the head's compiled pieces computed last, and its gradient
+    return max(forward, tokens * (kept * under_way + again_largest) + gradients_of_layer + held)
 
 
 def _head(settings: ModelConfig, tokens: int, share: int, half: bool, is_graph: bool) -> int:
@@ -153,17 +177,17 @@ def _head(settings: ModelConfig, tokens: int, share: int, half: bool, is_graph: 
     stream = tokens * settings.hidden_size * (6 if half else 8)  # before and after the norm
     if is_graph:
         return stream + logits * _LOGIT_BYTES // share
-    # The gradient of the matrix is in pieces and then in one; that of a tied embedding is cast to float32.
+    # The gradient of the matrix; that of a tied embedding is cast to float32.
     matrix = settings.vocab_size * settings.embedding_width * (2 if half else 4)
-    matrices = (3 if settings.tie_word_embeddings and half else 2) * matrix
+    matrices = (3 if settings.tie_word_embeddings and half else 1) * matrix
     return stream + min(logits, max(_PIECE, 128 * tokens)) * _PIECE_BYTES + matrices
 
 
 def _kept_of_layer(settings: ModelConfig, layer: int, half: bool, is_graph: bool) -> dict[str, Kept]:
     """What each sublayer of a layer keeps for a token; residuals are float32.
 
-    Explicit mode keeps the results of gradients by hand too: of every projection, and of norms. Semi-automatic mode
-    keeps what its operators need: of queries and keys the norm's input in float32.
+    Explicit mode keeps the results of both output projections too, and of queries and keys what enters and leaves their
+    norm; semi-automatic mode what enters it in float32.
     """
     width, hidden = 2 if half else 4, settings.hidden_size
     streams = (4 + width) * hidden  # residual stream and its norm
@@ -174,9 +198,8 @@ def _kept_of_layer(settings: ModelConfig, layer: int, half: bool, is_graph: bool
         latent = 2 * ((settings.q_lora_rank or 0) + settings.kv_lora_rank + settings.qk_rope_head_dim)
         heads = width * (latent + 5 * queries + 2 * values)
     else:
-        turned = width * (queries + keys)
-        normed = (4 * (queries + keys) if is_graph else turned) * settings.use_qk_norm
-        heads = turned * (1 if is_graph else 2) + normed + width * keys
+        normed = 4 if is_graph else 2 * width  # what enters the norm of a number of a head, and what leaves it
+        heads = (width + normed * settings.use_qk_norm) * (queries + keys) + width * keys
     if settings.use_flash_attention and half:
         scores = settings.num_heads * 64  # largest score and sum of the softmax, eight times each
     else:
@@ -186,6 +209,7 @@ def _kept_of_layer(settings: ModelConfig, layer: int, half: bool, is_graph: bool
     if not settings.is_moe_layer(layer):
         return {"attention": attention, "mlp": Kept(streams + of_projection, 3 * width * settings.ffn_size)}
     moe = settings.experts
-    rows = moe.num_experts_chosen * (2 * hidden + 3 * settings.expert_size) * width
+    # Operator by operator: a token's rows before and after each operator that sorts, multiplies and adds up.
+    rows = (moe.num_experts_chosen * 4 * (hidden + settings.expert_size) + hidden) * width
     shared = 3 * settings.shared_expert_size * width + hidden * width * bool(settings.shared_expert_size)
     return {"attention": attention, "mlp": Kept(streams + 12 * moe.expert_num + rows, shared)}

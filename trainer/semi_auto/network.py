@@ -167,13 +167,16 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
 
 def set_recomputation(loss: LossCell, config: Config) -> None:
     """Marks what the backward pass computes again, and which communication of it."""
-    section, layers = config.recompute_config, loss.decoder.layers
+    section, layers, staged = config.recompute_config, loss.decoder.layers, isinstance(loss, LazyLossCell)
     parts = recomputed_parts(config)
     # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
     for layer, part in zip(layers, parts + parts[-1:] * config.decoder.mtp_depth, strict=True):
         if part:
             has_experts = part == "mlp" and layer.experts is not None
             cell = layer if part == "block" else layer.experts if has_experts else getattr(layer.block, part)
+            if staged and part != "block" and not has_experts:
+                _recompute_operators(cell)
+                continue
             cell.recompute(
                 mp_comm_recompute=section.mp_comm_recompute,
                 recompute_slice_activation=section.recompute_slice_activation,
@@ -182,6 +185,14 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
         block, experts = layers[number].block, layers[number].experts
         for norm in (block.attention.norm, block.mlp.norm if experts is None else experts.router.norm):
             norm._mp_comm_recompute(True)  # of the communication that follows its operators
+
+
+def _recompute_operators(cell: nn.Cell) -> None:
+    """As `Cell.recompute` for a cell that gets its weights as arguments, whose layouts MindSpore 2.10 then does not
+    find in a pipeline ("tensor_layout is null")."""
+    for _, part in cell.cells_and_names():
+        for operator in part._primitives.values():
+            operator.recompute()
 
 
 def set_fusion(loss: LossCell, config: Config, degrees: Degrees) -> None:

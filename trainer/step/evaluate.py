@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
+from trainer.ops.measures import device_measures, read_together
 from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import valid_tokens
 
@@ -44,7 +45,7 @@ def evaluate(
     """
     communicator = SingleProcess() if communicator is None else communicator
     began = time.perf_counter()
-    loss_sum, tokens, stopped, hits = 0.0, 0, False, None
+    measures, losses, hits, tokens, stopped = device_measures(), [], [], 0, False
     for batch in batches:
         if stop():
             stopped = True
@@ -52,10 +53,12 @@ def evaluate(
         count = valid_tokens(batch)
         if count:
             sums = model(build_inputs(batch))
-            loss_sum += float(sums.tokens.asnumpy())
-            hits = hits if sums.correct is None else (hits or 0.0) + float(sums.correct.asnumpy())
+            losses.append(measures.keep(sums.tokens))
+            if sums.correct is not None:
+                hits.append(measures.keep(sums.correct))
             tokens += count
-    counts = [loss_sum, tokens, stopped, hits or 0.0, hits is not None]
+    loss_sum, own_hits = read_together([measures.add_up(each) if each else 0.0 for each in (losses, hits)])
+    counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
     ranks = communicator.size if computes_together else 1
     loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_sum(counts))
     if stops:
