@@ -1,4 +1,4 @@
-"""What a layer of semi-automatic mode holds, on the dry Ascend backend: experts and adapters, as ranks of eight."""
+"""What a layer of semi-automatic mode holds, on the dry Ascend backend: experts, as ranks of eight."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ STAGES = {
         "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "expert_parallel": 4,
     },
 }  # fmt: skip
-LORA = {"pet_config": {"lora_rank": 4, "target_modules": ".*(q|o|up|down)_proj"}}
 CASES = {
     "experts, middle rank": on_ascend(SEMI, TENSOR, model=SHARED, ranks=8, rank=3),
-    "adapters, middle rank": on_ascend(SEMI, {"parallel_config": {"model_parallel": 2, "data_parallel": 4}}, model=LORA,
-                                       ranks=8, rank=3),
     "experts, first stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED}, ranks=8, rank=0),
     "experts, last stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED}, ranks=8, rank=7),
 }  # fmt: skip
