@@ -31,6 +31,7 @@ from trainer.data import Batch
 from trainer.errors import RunError
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD
 from trainer.optim.schedules import build_schedule
+from trainer.parallel.communicator import SingleProcess
 from trainer.step.accumulate import WindowGradients, accumulate
 from trainer.step.evaluate import evaluate, perplexity
 
@@ -91,6 +92,24 @@ def test_a_mutation_of_one_gradient_or_of_the_loss_by_1e_5_is_found(tiny: TinyTr
     for mutant in mutants:
         with pytest.raises(AssertionError):
             assert_same_window(mutant, whole)
+
+
+class KeepsTensors(SingleProcess):
+    """Keeps sums as tensors, as a device with several ranks does."""
+
+    def sums(self, values: Sequence[object]) -> list[Tensor]:
+        return [each if isinstance(each, Tensor) else Tensor(np.asarray(each, np.float32)) for each in values]
+
+
+def test_a_count_of_tokens_that_stays_on_the_device_gives_the_same_bits(tiny: TinyTrainer, window: list[Batch]) -> None:
+    step = tiny.step()
+    ours, right = (accumulate(window, step.backward, 1024.0, each) for each in (KeepsTensors(), None))
+    assert (ours.tokens, ours.empty) == (right.tokens, right.empty) == (22, 1)
+    assert ours.loss == pytest.approx(right.loss, rel=LIMITS.loss)
+    for mine, exact in zip(ours.gradients, right.gradients, strict=True):
+        np.testing.assert_array_equal(mine.asnumpy(), exact.asnumpy())
+    nothing = accumulate([window[2]] * 2, step.backward, 1024.0, KeepsTensors())
+    assert (nothing.tokens, nothing.empty, nothing.gradients) == (0, 2, None)
 
 
 def test_the_micro_batches_above_tell_the_two_ways_of_dividing_apart(tiny: TinyTrainer, window: list[Batch]) -> None:

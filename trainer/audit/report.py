@@ -8,13 +8,13 @@ sizes of the configuration; the micro-batch is small, because nothing that is co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.audit.graph import Node, export_step, trained_names
 from trainer.config.checks.parallel import in_job, is_semi_auto
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.device_defaults import device_defaults, with_device_defaults
 from trainer.device.settings import device_calls, jit_options
 from trainer.errors import UserError
 from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
@@ -131,7 +131,9 @@ def audit_ascend(
         key, kind = "model.arch.type", config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
-    config = with_device_defaults(in_job(config, world), "Ascend")
+    config = in_job(config, world)
+    nobody_asked = device_defaults(config, "Ascend")
+    config = with_device_defaults(config, "Ascend")
     for checked in (device_calls, jit_options):
         checked(config, "Ascend")  # a run there refuses what these refuse
     settings = config.decoder
@@ -143,7 +145,7 @@ def audit_ascend(
     kinds = _kinds(settings, trained)
     graphs = _Graphs(settings, kernels, trained)
     total = graphs.operators(kinds)
-    fused = tuple(_fused(settings, choices, kinds, total, graphs))
+    fused = tuple(_fused(settings, choices, nobody_asked, kinds, total, graphs))
     counts = Counter({node: count for node, count in total.items() if node not in SUPPORT})
     sources = kernel_sources(total)
     return Audit(
@@ -205,12 +207,15 @@ class _Graphs:
 def _fused(
     settings: ModelConfig,
     choices: Sequence[KernelChoice],
+    nobody_asked: Collection[str],
     kinds: dict[_Kind, list[int]],
     total: Counter[str],
     graphs: _Graphs,
 ) -> Iterator[Fused]:
     for choice in choices:
-        wanted = choice.fused or not choice.asked.endswith("False")
+        # A default that the model does not allow is not missing.
+        by_default = choice.asked.split(":")[0] in nobody_asked
+        wanted = choice.fused or not (by_default or choice.asked.endswith("False"))
         for operator in _OPERATORS[choice.kernel]:
             asked = _asked(settings, operator, choice.kernel, kinds, graphs) if wanted else 0
             nodes = (node for graph in graphs.known.values() for node in graph if node.operator == operator)
@@ -218,6 +223,8 @@ def _fused(
             notes = [dtype_problem(operator, dtypes) for dtypes in inputs]
             if total[operator] < asked:
                 notes.append(f"missing: {choice.why}" if not choice.fused else "missing in the graph")
+            elif by_default and not choice.fused:
+                notes.append(choice.why)
             note = "; ".join(dict.fromkeys(note for note in notes if note))
             shown = tuple(", ".join(dtypes) for dtypes in inputs)
             yield Fused(operator, choice.kernel, asked, total[operator], shown, note)

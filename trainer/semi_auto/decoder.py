@@ -7,7 +7,7 @@ Legend: as in trainer/models/decoder.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mindspore import Parameter, ParameterTuple, nn
@@ -21,6 +21,7 @@ from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, block_weights, la
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
+    from trainer.semi_auto.experts import ExpertCells
 
 
 class SemiAutoDecoder(DecoderWiring):
@@ -28,7 +29,6 @@ class SemiAutoDecoder(DecoderWiring):
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
     multi-token prediction module. The model has no dropout.
-    `make_experts` is (prefix of a layer's names, its weights) -> the cell of its experts.
 
     MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
     of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were
@@ -40,7 +40,7 @@ class SemiAutoDecoder(DecoderWiring):
         settings: ModelConfig,
         kernels: KernelSet,
         parameters: Mapping[str, Parameter],
-        make_experts: Callable[[str, list[Parameter]], nn.Cell],
+        experts: ExpertCells | None,
         *,
         staged: bool = False,
     ) -> None:
@@ -62,10 +62,10 @@ class SemiAutoDecoder(DecoderWiring):
             own = weights(layer, block_weights(settings))
             if not settings.is_moe_layer(layer):
                 return LayerCell(Block(settings, kernels), own)
-            experts = make_experts(layer_prefix(layer), weights(layer, moe_shapes(settings)))
+            cell = experts.of_layer(layer_prefix(layer), weights(layer, moe_shapes(settings)))
             kept = [sublayer_of(name) == "attention" for name in block_weights(settings)]
             own = [weight if is_own else None for weight, is_own in zip(own, kept, strict=True)]
-            return LayerCell(Block(settings, kernels, "attention"), own, experts)
+            return LayerCell(Block(settings, kernels, "attention"), own, cell)
 
         self.layers = _cells(map(layer_cell, all_layers))
         self.has_experts = tuple(layer.experts is not None for layer in self.layers)
@@ -74,12 +74,15 @@ class SemiAutoDecoder(DecoderWiring):
             for layer, norm in zip(all_layers[depth:], norms, strict=False)
         )
         self.heads = _cells(HeadCell(Head(settings, kernels), norm, output) for norm in norms)
+        self.reshape, self.group_weights = P.Reshape(), experts.group_weights if experts else None
 
     def construct(self, ids_N, targets, tables, mask, mtp):
         embedded, matrix_1VD = (), self.matrix() if self.hands_on else None
         for module in range(len(mtp)):
             embedded += (self.mtp_embeds[module](mtp[module][0]),)
-        return self.losses(ids_N, len(mtp), (targets, tables, mask, mtp, embedded, matrix_1VD))[0]
+        weight_G1 = None if self.group_weights is None else self.group_weights(targets[1])
+        total = self.losses(ids_N, len(mtp), (targets, tables, mask, mtp, embedded, matrix_1VD, weight_G1))[0]
+        return self.reshape(total, ())
 
     # The parts: cells that hold the weights that they use, because MindSpore takes the pipeline stage of a weight from
     # its cell.
@@ -88,9 +91,10 @@ class SemiAutoDecoder(DecoderWiring):
         return self.embed(ids_N)
 
     def run_layer(self, number, x_ND, call):
-        if self.has_experts[number]:
-            return self.layers[number](x_ND, call[1], call[2], call[0][1])
-        return self.layers[number](x_ND, call[1], call[2], call[0][1]), None, None
+        if not self.has_experts[number]:
+            return self.layers[number](x_ND, call[1], call[2], call[0][1], call[6]), None, None
+        x_ND, losses = self.layers[number](x_ND, call[1], call[2], call[0][1], call[6])
+        return x_ND, losses[0], losses[1] if self.z_factor else None
 
     def run_merge(self, module, x_ND, call):
         return self.merges[module](call[4][module], x_ND)
@@ -136,7 +140,7 @@ class MatrixCell(nn.Cell):
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask, weight_N1 of each token's loss) -> x_ND, and with experts the losses of their router.
+    """(x_ND, tables, mask, weight_N1 of tokens, weight_G1) -> x_ND, and with experts the losses of their router.
 
     A weight that only other layers have is None. `experts` take the place of the feed-forward sublayer.
     """
@@ -148,13 +152,13 @@ class LayerCell(nn.Cell):
         self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
         self.experts = experts
 
-    def construct(self, x_ND, tables, mask, weight_N1):
+    def construct(self, x_ND, tables, mask, weight_N1, weight_G1):
         weights = ()
         for place in self.places:
             weights += (self.weights[place],) if place >= 0 else (None,)
         x_ND = self.block(x_ND, *tables, mask, None, None, None, None, *weights)
         # Without a None for a dense layer: the graph of a cell that is computed again cannot return it.
-        return x_ND if self.experts is None else self.experts(x_ND, weight_N1)
+        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its

@@ -245,12 +245,34 @@ class _Reorder(nn.Cell):
         return mint.index_select(grad_RD, 0, inverse_R), ops.zeros_like(order_R), ops.zeros_like(inverse_R)
 
 
-class RouterLosses(nn.Cell):
-    """(logits_NE, scores_NE, load_GE, weight_N1) -> auxiliary and z loss; the formulas of `trainer.models.moe`.
+def group_tokens(settings: ModelConfig, ranks: ExpertRanks) -> int:
+    """Tokens whose mean scores make a balance loss: of a sequence, with gbs_aux_loss all of a data-parallel rank."""
+    return ranks.tokens if settings.experts.balances_step else settings.seq_length
 
-    The tokens are in G groups, sequences or with gbs_aux_loss the tokens of a data-parallel rank. `load_GE` has for
-    each the experts' parts of its assignments, [1, E] where they are those of all. `weight_N1` is the weight of each
-    token's loss.
+
+class GroupWeights(nn.Cell):
+    """weight_N1 of each token's loss -> weight_G1 of each group.
+
+    One for all layers, which would compute the same.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.tokens, self.reshape, self.sum = tokens, P.Reshape(), P.ReduceSum()
+
+    def construct(self, weight_N1):
+        return self.sum(self.reshape(weight_N1, (-1, self.tokens, 1)), 1)
+
+    def shard_over(self, data: int) -> None:
+        self.sum.shard(((data, 1, 1),))
+
+
+class RouterLosses(nn.Cell):
+    """(logits_NE, scores_NE, load_GE, weight_N1, weight_G1) -> the auxiliary loss, and the z loss where there is one.
+
+    The formulas are those of `trainer.models.moe`. Each loss is [1, 1]: a stage of a pipeline does not hand on numbers
+    without an axis. The tokens are in the G groups of `GroupWeights`. `load_GE` has for each the experts' parts of its
+    assignments, [1, E] where they are those of all. `weight_N1` is the weight of each token's loss.
     """
 
     def __init__(self, settings: ModelConfig, ranks: ExpertRanks) -> None:
@@ -258,27 +280,26 @@ class RouterLosses(nn.Cell):
         moe = settings.experts
         self.experts, self.with_z = moe.expert_num, moe.z_loss_factor > 0
         self.normalises = moe.score_function == "sigmoid"
-        self.tokens = ranks.tokens if moe.balances_step else settings.seq_length
+        self.tokens = group_tokens(settings, ranks)
         self.total, self.at_least, self.divide = P.ReduceSum(keep_dims=True), P.Add(), P.Div()
         self.reshape, self.mean, self.weigh, self.scale = P.Reshape(), P.ReduceMean(), P.Mul(), P.Mul()
-        self.uneven, self.of_group, self.pick = P.ReduceSum(keep_dims=True), P.ReduceSum(), P.Mul()
-        self.sum = P.ReduceSum()
+        self.uneven, self.pick = P.ReduceSum(keep_dims=True), P.Mul()
+        self.sum = P.ReduceSum(keep_dims=True)
         self.largest, self.centre, self.exp, self.log = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp(), P.Log()
         self.rest, self.back, self.square, self.pick_z = P.ReduceSum(keep_dims=True), P.Add(), P.Square(), P.Mul()
-        self.sum_z, self.no_loss = P.ReduceSum(), Tensor(0.0, mstype.float32)
+        self.sum_z = P.ReduceSum(keep_dims=True)
 
-    def construct(self, logits_NE, scores_NE, load_GE, weight_N1):
+    def construct(self, logits_NE, scores_NE, load_GE, weight_N1, weight_G1):
         p_NE = self.normalised(scores_NE) if self.normalises else scores_NE
         mean_GE = self.mean(self.reshape(p_NE, (-1, self.tokens, self.experts)), 1)
         uneven_G1 = self.uneven(self.scale(self.weigh(mean_GE, ops.stop_gradient(load_GE)), self.experts), 1)
-        weight_G1 = self.of_group(self.reshape(weight_N1, (-1, self.tokens, 1)), 1)
-        aux_loss = self.sum(self.pick(uneven_G1, weight_G1))
+        aux_loss = self.sum(self.pick(uneven_G1, weight_G1), 0)
         if not self.with_z:
-            return aux_loss, self.no_loss
+            return (aux_loss,)
         largest_N1 = ops.stop_gradient(self.largest(logits_NE, 1))
         rest_N1 = self.rest(self.exp(self.centre(logits_NE, largest_N1)), 1)
         total_N1 = self.back(self.log(rest_N1), largest_N1)
-        return aux_loss, self.sum_z(self.pick_z(self.square(total_N1), weight_N1))
+        return aux_loss, self.sum_z(self.pick_z(self.square(total_N1), weight_N1), 0)
 
     def normalised(self, scores_NE):
         """A token's scores with the sum 1."""
@@ -294,13 +315,12 @@ class RouterLosses(nn.Cell):
             part.shard((row, ()))
         for part in (self.divide, self.centre, self.back, self.pick, self.pick_z):
             part.shard((row, row))
-        for part in (self.mean, self.of_group):
-            part.shard(((data, 1, 1),))
+        self.mean.shard(((data, 1, 1),))
         self.weigh.shard((row, (1, 1) if load_is_shared else row))
 
 
 class ExpertLayer(nn.Cell):
-    """(x_ND, weight_N1) -> residual stream, auxiliary and z loss: the feed-forward sublayer of a layer with experts.
+    """(x_ND, weight_N1, weight_G1) -> residual stream and `RouterLosses`, in the place of a feed-forward sublayer.
 
     Args:
         kernels: Those that MindSpore shards.
@@ -340,7 +360,7 @@ class ExpertLayer(nn.Cell):
         for part in (*self.sums, *self.assigns):
             part.recompute(False)
 
-    def construct(self, x_ND, weight_N1):
+    def construct(self, x_ND, weight_N1, weight_G1):
         weights = self.weights
         y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
         bias_E = weights[self.bias] if self.bias >= 0 else self.no_bias_E
@@ -357,15 +377,15 @@ class ExpertLayer(nn.Cell):
             added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
         x_ND = self.add(x_ND, added_ND)
         if not self.training:
-            return x_ND, None, None
+            return x_ND, ()
         requested_1E = self.count(0, requested_BE)
         if self.of_step:
             load_GE = self.divide(requested_1E, self.all_shares(requested_1E, 1))
         else:
             load_GE = self.share(requested_BE, self.assigned)
-        aux_loss, z_loss = self.losses(logits_NE, scores_NE, load_GE, weight_N1)
+        losses = self.losses(logits_NE, scores_NE, load_GE, weight_N1, weight_G1)
         counted = requested_1E, self.count(1, kept_BE), self.count(2, self.entropies(constant_NE))
-        return ops.depend(x_ND, counted), aux_loss, z_loss
+        return ops.depend(x_ND, counted), losses
 
     def count(self, number, values_GE):
         """Adds to the statistics of the step, and returns what they are then, [1, E]."""
@@ -402,10 +422,18 @@ class ExpertLayer(nn.Cell):
         self.entropy.shard((row, row))
 
 
-def experts_maker(
-    config: Config, world: World, kernels: KernelSet, local: KernelSet
-) -> Callable[[str, list[Parameter]], ExpertLayer]:
-    """(prefix of a layer's names, its weights) -> its experts; `kernels` and `local` as in `ExpertLayer`."""
+class ExpertCells(NamedTuple):
+    """What a decoder with experts needs."""
+
+    of_layer: Callable[[str, list[Parameter]], ExpertLayer]
+    """(prefix of a layer's names, its weights) -> its experts."""
+    group_weights: GroupWeights
+
+
+def expert_cells(config: Config, world: World, kernels: KernelSet, local: KernelSet) -> ExpertCells | None:
+    """None for a dense model; `kernels` and `local` as in `ExpertLayer`."""
+    if config.decoder.experts is None:
+        return None
     settings, degrees = config.decoder, degrees_of(config, world)
     group, _ = expert_group(degrees, world.rank)
     tokens = config.runner_config.batch_size * settings.seq_length
@@ -416,7 +444,7 @@ def experts_maker(
     def make(prefix: str, weights: list[Parameter]) -> ExpertLayer:
         return ExpertLayer(settings, kernels, local, weights, statistics_of(prefix, settings.experts.expert_num), ranks)
 
-    return make
+    return ExpertCells(make, GroupWeights(group_tokens(settings, ranks)))
 
 
 class GraphRouters:

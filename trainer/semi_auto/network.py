@@ -12,7 +12,6 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,7 +40,7 @@ from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
-from trainer.semi_auto.experts import experts_maker
+from trainer.semi_auto.experts import ExpertCells, expert_cells
 from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, sharing_level, speed_up_file
 from trainer.semi_auto.step import GradientCell
 
@@ -83,7 +82,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
-        experts = experts_maker(config, world, kernels, load_kernels(choices, precision, device=device))
+        experts = expert_cells(config, world, kernels, load_kernels(choices, precision, device=device))
         kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
         loss = kind(config, kernels, tables, mask, experts, staged=degrees.pipeline_stage > 1)
         set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
@@ -159,6 +158,8 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
     loss.shard_over(data)
     for layer in decoder.layers:
         layer.shard_over(data, tensor, tokens)
+    if decoder.group_weights is not None:
+        decoder.group_weights.shard_over(data)
     # Embedding and head may be one matrix, so they are sharded alike.
     matrix = [decoder.matrix] if decoder.hands_on else []
     for part in (decoder.embed, *decoder.mtp_embeds, *matrix, *decoder.merges, *decoder.heads):
@@ -218,7 +219,7 @@ class LossCell(nn.Cell):
         kernels: KernelSet,
         tables: plain_kernels.RotaryTables,
         mask: plain_kernels.AttentionMask,
-        make_experts: Callable[[str, list[Parameter]], nn.Cell],
+        experts: ExpertCells | None,
         *,
         staged: bool = False,
     ) -> None:
@@ -235,7 +236,7 @@ class LossCell(nn.Cell):
             for name, shape in shapes.items()
         }
         self.depth = settings.mtp_depth
-        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, make_experts, staged=staged)
+        self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, experts, staged=staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.tables, self.mask = tables, mask
@@ -294,8 +295,8 @@ class LazyLossCell(LossCell):
     """`LossCell` whose micro-batches are calls of one graph, which is inlined late."""
 
     @lazy_inline
-    def __init__(self, config, kernels, tables, mask, make_experts, *, staged) -> None:
-        super().__init__(config, kernels, tables, mask, make_experts, staged=staged)
+    def __init__(self, config, kernels, tables, mask, experts, *, staged) -> None:
+        super().__init__(config, kernels, tables, mask, experts, staged=staged)
 
 
 def _calls_one_graph(config: Config, degrees: Degrees) -> bool:

@@ -83,7 +83,8 @@ def kernel_sources(operators: Collection[str], libraries: Path | None = None) ->
     def source(operator: str) -> str:
         if operator in _ON_HOST:
             return HOST
-        if operator.lower() in kernels:
+        # A view (SplitWithSizeView) computes nothing by itself, and has the kernel of its operator where it must copy.
+        if {operator.lower(), operator.removesuffix("View").lower()} & kernels:
             return KERNEL
         return CANN if operator in known else NONE
 

@@ -1,0 +1,38 @@
+"""What a layer of semi-automatic mode holds, on the dry Ascend backend: experts and adapters, as ranks of eight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from ascend_cases import SEMI, on_ascend
+
+from trainer.dryrun.process import Measurement
+
+MOE = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "use_gmm": True, "aux_loss_factor": 0.001}
+SHARED = {"moe_config": MOE | {"shared_expert_num": 1}, "num_layers": 1}
+BALANCED = {
+    "use_gating_sigmoid": True, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.001, "n_group": 4,
+    "topk_group": 2, "aux_loss_factor": 0.0,
+}  # fmt: skip
+TENSOR = {"parallel_config": {"data_parallel": 4, "model_parallel": 2, "expert_parallel": 4}}
+STAGES = {
+    "parallel_config": {
+        "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "expert_parallel": 4,
+    },
+}  # fmt: skip
+LORA = {"pet_config": {"lora_rank": 4, "target_modules": ".*(q|o|up|down)_proj"}}
+CASES = {
+    "experts, middle rank": on_ascend(SEMI, TENSOR, model=SHARED, ranks=8, rank=3),
+    "adapters, middle rank": on_ascend(SEMI, {"parallel_config": {"model_parallel": 2, "data_parallel": 4}}, model=LORA,
+                                       ranks=8, rank=3),
+    "experts, first stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED}, ranks=8, rank=0),
+    "experts, last stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED}, ranks=8, rank=7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_runs(bench: Callable[[str], Measurement], name: str) -> None:
+    found = bench(name)
+    assert found.failure is None
+    assert found.found["updated"], found.found
