@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -18,6 +19,18 @@ from trainer.config import parse_config
 from trainer.dryrun.measure import Run, failure_of
 from trainer.dryrun.process import CASES, RESULTS, Measurement
 from trainer.parallel.world import World
+
+
+def end_with_parent() -> None:
+    """A model of many layers compiles for minutes: nobody waits for it once the process that started it is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def main(folder: Path) -> None:
@@ -58,6 +71,7 @@ def measure(
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(Path(sys.argv[1]))
     sys.stdout.flush()
     os._exit(0)  # what MindSpore does at the end of a process takes a second, and nobody needs it
