@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 
 TESTS = Path(__file__).resolve().parent
 MOST_PROCESSES = 4
-FILES_PER_PROCESS = {"ascend": 14, "parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
+FILES_PER_PROCESS = {"ascend": 2, "parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
 # CPU seconds of the files that take long, their processes included. A file that is not here counts as a short one.
 SECONDS = {
     "parity/test_ascend_audit.py": 115, "parallel/test_launched_training.py": 140,

@@ -1,8 +1,8 @@
-"""Runs cases on MindSpore's own Ascend backend in its dry run: all cases of one rank in one process.
+"""Runs cases on MindSpore's own Ascend backend in its dry run: all cases of a file and a rank in one process.
 
 A test file declares its cases in a dict `CASES`, name -> `ascend_cases.OnAscend`, and its tests ask the fixture
-`bench` for the measurement of a name. The first one that asks has all cases of that rank run, those of all the test
-files of this pytest process: loading the backend takes three seconds, a case about one.
+`bench` for the measurement of a name. The first one that asks has all cases of that rank run: loading the backend takes
+three seconds, a case about one. Files do not share a process: a legacy kernel is prepared, and seen, once in each.
 """
 
 from __future__ import annotations
@@ -26,14 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest) -> Callable[[str], Measurement]:
-    """Name of a case -> its measurement."""
-    cases: dict[str, OnAscend] = {}
-    for module in {item.module for item in request.session.items if _HERE in item.path.parents}:
-        declared = getattr(module, "CASES", {})
-        assert not declared.keys() & cases.keys(), f"two files have a case {declared.keys() & cases.keys()}"
-        cases |= declared
+    """Name of a case of this file -> its measurement."""
+    cases: dict[str, OnAscend] = request.module.CASES
     measured: dict[str, Measurement] = {}
 
     def measurement(name: str) -> Measurement:
