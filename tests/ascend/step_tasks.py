@@ -66,3 +66,8 @@ def overlapped(run: Run) -> dict[str, Any]:
         found |= train(run)
     last_step = events[len(events) * (run.steps - 1) // run.steps :]
     return found | {"events": last_step}
+
+
+def micro_batches(run: Run) -> dict[str, Any]:
+    """How many micro-batches a step has."""
+    return {"micro_batches": run.config.runner_config.gradient_accumulation_steps}
