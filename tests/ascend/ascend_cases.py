@@ -12,9 +12,7 @@ from trainer.dryrun.process import TRAIN, Case
 LEGACY = {"AddN": "MindSpore's differentiation of a compiled block adds gradients with it"}
 """Kernels of CANN's legacy library that remain in explicit mode, with their reasons; docs/ascend.md says the same."""
 
-LEGACY_OF_GRAPH = frozenset(
-    ("AddN", "Gather", "OneHot", "RealDiv", "ReduceSum", "StridedSlice", "UnsortedSegmentSum")
-)
+LEGACY_OF_GRAPH = frozenset(("AddN", "Gather", "OneHot", "RealDiv", "ReduceSum", "StridedSlice", "UnsortedSegmentSum"))
 LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "TensorMove", "ZerosLike"))
 """Those of dense models in semi-automatic mode, and of its pipelines beside them."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config import dump_config
-from trainer.config.checks.parallel import in_job, runs_semi_auto
+from trainer.config.checks.parallel import runs_semi_auto
 from trainer.config.checks.problem import raise_problems
 from trainer.config.checks.rules import run_problems
 from trainer.device.doctor import memory_left_bytes
