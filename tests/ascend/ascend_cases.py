@@ -9,6 +9,13 @@ from typing import Any, NamedTuple
 
 from trainer.dryrun.process import TRAIN, Case
 
+LEGACY = {"AddN": "MindSpore's differentiation of a compiled block adds gradients with it"}
+"""Kernels of CANN's legacy library that remain in explicit mode, with their reasons; docs/ascend.md says the same."""
+
+LEGACY_OF_GRAPH = frozenset(("AddN", "Gather", "OneHot", "RealDiv", "ReduceSum", "StridedSlice", "UnsortedSegmentSum"))
+LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "TensorMove", "ZerosLike"))
+"""Those of dense models in semi-automatic mode, and of its pipelines beside them."""
+
 _SWITCHES = {
     "compute_dtype": "bfloat16", "use_flash_attention": True, "use_fused_rope": True, "use_fused_swiglu": True,
 }  # fmt: skip

@@ -24,6 +24,7 @@ def overlapped(run: Run) -> dict[str, Any]:
         events: Of the last step, in order: ["backward", "ends"] of a micro-batch, ["gradient", its name] in the last
             micro-batch, ["start_...", bytes] and ["update", "begins"].
         sizes: Numbers in each trained parameter.
+        dtypes: Of the gradients that the update gets.
     """
     events: list[list[Any]] = []
     backward, last, update = TrainStep.backward, SumDuringBackward.last, Optimizer.scaled
@@ -53,6 +54,7 @@ def overlapped(run: Run) -> dict[str, Any]:
 
     def updated(optimizer: Optimizer, *arguments: Any) -> Any:
         events.append(["update", "begins"])
+        found["dtypes"] = sorted({str(gradient.dtype) for gradient in arguments[0]})
         return update(optimizer, *arguments)
 
     found: dict[str, Any] = {}
@@ -66,3 +68,8 @@ def overlapped(run: Run) -> dict[str, Any]:
         found |= train(run)
     last_step = events[len(events) * (run.steps - 1) // run.steps :]
     return found | {"events": last_step}
+
+
+def micro_batches(run: Run) -> dict[str, Any]:
+    """How many micro-batches a step has."""
+    return {"micro_batches": run.config.runner_config.gradient_accumulation_steps}

@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import DENSE, EXPERTS, on_ascend
+from ascend_cases import DENSE, EXPERTS, LEGACY, on_ascend
 
 from trainer.dryrun.process import Measurement
 
 Bench = Callable[[str], Measurement]
-
-REASONS = {
-    "AddN": "MindSpore's differentiation of a compiled block adds gradients with it",
-}
-"""Legacy kernels that remain; docs/ascend.md says the same."""
 
 
 def moe(**changes: object) -> dict:
@@ -78,8 +73,8 @@ def test_it_runs_with_current_kernels(bench: Bench, name: str) -> None:
     found = bench(name)
     assert found.failure is None
     assert found.found.get("updated", True), found.found
-    assert found.legacy.keys() <= REASONS.keys()
+    assert found.legacy.keys() <= LEGACY.keys()
 
 
 def test_the_reasons_are_of_kernels_that_are_there(bench: Bench) -> None:
-    assert set().union(*(bench(name).legacy for name in CASES)) == REASONS.keys()
+    assert set().union(*(bench(name).legacy for name in CASES)) == LEGACY.keys()

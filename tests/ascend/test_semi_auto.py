@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import SEMI, on_ascend
+from ascend_cases import LEGACY_OF_GRAPH, LEGACY_OF_STAGES, SEMI, on_ascend
 
 from trainer.dryrun.process import Measurement
 
@@ -20,6 +20,7 @@ WHERE = [(name, shared, 0) for name in CUTS for shared in (False, True)] + [("pi
 CASES = {
     f"{name}{', hsdp' if shared else ''}, rank {rank}": on_ascend(
         SEMI, {"parallel_config": CUTS[name], "parallel": SHARED if shared else {}},
+        model={"compute_dtype": None, "use_flash_attention": None},  # the defaults of an Ascend
         ranks=8, rank=rank, process=f"{name if 'pipeline' in name else ''}{shared}",
     )
     for name, shared, rank in WHERE
@@ -31,6 +32,11 @@ def test_it_runs(bench: Callable[[str], Measurement], name: str) -> None:
     found = bench(name)
     assert found.failure is None
     assert found.found["updated"]
+    assert found.legacy.keys() <= LEGACY_OF_GRAPH | (LEGACY_OF_STAGES if "pipeline" in name else frozenset())
+
+
+def test_tensor_parallelism_communicates_in_the_default_of_an_ascend(bench: Callable[[str], Measurement]) -> None:
+    assert "bfloat16" in {each.dtype for each in bench("data 4, tensor 2, rank 0").collectives}
 
 
 def test_hsdp_gathers_the_weights_that_the_ranks_share(bench: Callable[[str], Measurement]) -> None:

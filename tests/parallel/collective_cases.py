@@ -6,6 +6,7 @@ import numpy as np
 
 SHAPES = ((7, 5), (3,), (), (50, 40), (1, 1, 9), (300,), (64, 64))
 SUBLAYERS = (1, 4)  # those in float16
+TWICE = (3, 4, 6)  # those that a loss uses twice, as a tied embedding is used
 SHARDED = (0, 3, 4, 5)  # those of which a rank gets its range alone where they are summed as on a device
 
 

@@ -20,6 +20,7 @@ import numpy as np  # noqa: E402
 from collective_cases import (  # noqa: E402
     SHAPES,
     SHARDED,
+    TWICE,
     ends_of_sending,
     factors_of,
     gradients_of,
@@ -65,7 +66,7 @@ def main(folder: Path) -> None:
     for way, bucket_bytes in (("one by one", 0), ("in buckets", 4000), ("together", 1 << 20)):
         sums = collectives.all_reduce_in_buckets(gradients, bucket_bytes=bucket_bytes)
         found |= {f"{way} {number}": each.asnumpy() for number, each in enumerate(sums)}
-    found |= as_on_a_device(world, gradients)
+    found |= as_on_a_device(world, gradients, in_float32=True) | as_on_a_device(world, gradients, in_float32=False)
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
     found |= shared(world) | pairs(world)
@@ -75,21 +76,27 @@ def main(folder: Path) -> None:
     np.savez(folder / f"rank-{world.rank}.npz", **found)
 
 
-def as_on_a_device(world: World, gradients: list[Tensor]) -> dict[str, np.ndarray]:
+def as_on_a_device(world: World, gradients: list[Tensor], in_float32: bool) -> dict[str, np.ndarray]:
     """Two micro-batches with these gradients, which are summed during the backward pass of the second."""
     parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
 
     def backward() -> SimpleNamespace:
         def loss() -> Tensor:
-            pairs = zip(parameters, gradients, strict=True)
-            return sum((parameter * each).astype(mindspore.float32).sum() for parameter, each in pairs)
+            factors = [(0.5, 0.5) if number in TWICE else (1.0,) for number in range(len(gradients))]
+            return sum(
+                factor * (parameter.view(parameter.shape) * each).astype(mindspore.float32).sum()
+                for parameter, each, uses in zip(parameters, gradients, factors, strict=True)
+                for factor in uses
+            )
 
         return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
-    reducer = SumDuringBackward(parameters, is_sharded, world.rank, world.size, bucket_bytes=4000)
-    _, reduced = reducer.last([each * 1 for each in gradients], backward)
-    found = {f"as on a device {number}": each.asnumpy() for number, each in enumerate(reduced.gradients)}
+    reducer = SumDuringBackward(parameters, is_sharded, world.rank, world.size, in_float32, bucket_bytes=4000)
+    total = [each.astype(mindspore.float32) if in_float32 else each * 1 for each in gradients]
+    _, reduced = reducer.last(total, backward)
+    way = "in float32" if in_float32 else "in their dtype"
+    found = {f"on a device {way} {number}": each.asnumpy() for number, each in enumerate(reduced.gradients)}
     return found | {"counted": reduced.counted}
 
 

@@ -16,7 +16,6 @@ from numpy_kernels import distance
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
-from trainer.errors import RunError
 from trainer.ops.ascend import attention as ascend
 from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.cpu import kernels as reference
@@ -158,10 +157,12 @@ def test_a_whole_mask_is_made_only_where_it_must_be(
     assert (found[1] is None) if ends is None else found[1].asnumpy().tolist() == ends
 
 
-def test_what_the_operator_cannot_take_is_refused() -> None:
+def test_more_documents_than_the_operator_takes_get_a_whole_mask() -> None:
     masks = ascend.AttentionMasks(settings_of(seq_length=2048))
-    with pytest.raises(RunError, match="1025 documents; flash_attention_score takes 1024"):
-        masks(np.minimum(np.arange(2048), 1024)[None])
+    many = np.minimum(np.arange(2048), 1024)[None]
+    mask, ends = masks(many)
+    right = (many[:, :, None] == many[:, None]) & np.tri(2048, dtype=bool)
+    assert ends is None and np.array_equal(mask.asnumpy(), ~right[:, None])
     assert len(masks(np.minimum(np.arange(2048), 1023)[None])[1].asnumpy()) == 1024
     with pytest.raises(ValueError, match="seq_length is 2048"):
         masks(ONE)

@@ -16,15 +16,17 @@ from typing import NamedTuple
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 from numpy_kernels import distance
 from tiny_trainer import TOKENS, VOCABULARY, config_of, make_batch
 
-from trainer.models.compute_weights import in_float32
+from trainer.models.compute_weights import ComputeWeights, in_float32
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
+from trainer.models.shapes import HEAD
+from trainer.ops.ascend.optim import FusedAdamW
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.kernel_set import InDtype, load_kernels
@@ -107,6 +109,34 @@ def test_loss_and_gradients_of_a_level(level: str, compiled: bool, right: Result
     for name, gradient in found.gradients.items():
         assert gradient.dtype == model.decoder.parameters_by_name[name].dtype == FULL
     assert model.decoder.hidden_states(model.build_inputs(BATCH)).dtype == FULL  # the residual stream
+
+
+def test_a_head_that_several_modules_use_has_no_copy() -> None:
+    """So its gradient is summed over them in float32."""
+    for depth, dtype in ((0, HALF), (1, FULL)):
+        [leaf] = build("O1", compiled=False, mtp_depth=depth).decoder.compute_weights.leaves([HEAD])
+        assert leaf.dtype == dtype
+
+
+def test_an_update_casts_the_weights_that_it_changed_and_a_load_casts_all() -> None:
+    masters = {name: Parameter(Tensor(np.zeros((2, 2), np.float32)), name) for name in ("frozen", "trained")}
+    weights = ComputeWeights(masters, HALF)
+    for master in masters.values():
+        master.set_data(Tensor(np.ones((2, 2), np.float32)))
+    weights.refresh(["trained", "a bias"])
+    assert {name: float(copy.asnumpy().sum()) for name, copy in weights.copies.items()} == {"frozen": 0, "trained": 4}
+    weights.refresh()
+    assert weights.copies["frozen"].asnumpy().sum() == 4
+
+
+def test_the_fused_update_gets_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are kept in half precision. The operator has no kernel on a CPU."""
+    fused, dtypes = FusedAdamW((0.9, 0.999), 1e-8), []
+    monkeypatch.setattr(fused, "update", lambda *arguments: dtypes.append(arguments[4].dtype))
+    whole = Parameter(Tensor(np.zeros(3, np.float32)), "w")
+    gradients = [Tensor(np.ones(3, np.float32)).astype(dtype) for dtype in (FULL, HALF, mstype.bfloat16)]
+    fused([(whole, whole, whole, gradient, 0.0) for gradient in gradients], 1e-3, 1)
+    assert dtypes == [FULL] * 3
 
 
 @pytest.mark.parametrize("key", KEYS)

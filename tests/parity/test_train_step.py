@@ -32,6 +32,7 @@ from trainer.errors import RunError
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.communicator import SingleProcess
+from trainer.parallel.gradients import SumAfterBackward
 from trainer.step.accumulate import WindowGradients, accumulate
 from trainer.step.evaluate import evaluate, perplexity
 
@@ -307,6 +308,23 @@ def test_adding_never_keeps_three_sets_of_gradients(
     monkeypatch.setattr(ops, "add", counting)
     accumulate(window[:2], backward)
     assert alive == list(range(len(tiny.initial), 0, -1))
+
+
+def test_ranks_sum_their_gradients_beside_one_set_of_them(tiny: TinyTrainer, window: list[Batch]) -> None:
+    """The gradients of the last micro-batch are let go before the sums over the ranks are made."""
+    step, last, alive = tiny.step(), [], []
+
+    def backward(batch: Batch, number: int, factor: float):
+        part = step.backward(batch, number, factor)
+        last[:] = [weakref.ref(gradient) for gradient in part.gradients]
+        return part
+
+    def sum_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
+        alive.append(sum(reference() is not None for reference in last))
+        return list(gradients)
+
+    accumulate(window[:2], backward, reducer=SumAfterBackward(sum_gradients))
+    assert alive == [0]
 
 
 def test_evaluation_is_the_mean_over_all_valid_tokens(tiny: TinyTrainer, window: list[Batch]) -> None:

@@ -26,6 +26,7 @@ from trainer.models.shapes import all_shapes
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
+from trainer.semi_auto.evaluation import own_share
 from trainer.semi_auto.network import LazyLossCell, LossCell, SemiAuto, build_semi_auto
 from trainer.semi_auto.rules import sharing_level
 from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
@@ -130,6 +131,11 @@ def test_settings_of_communication_reach_the_graph(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(UserError, match="speed_up.json'.*: there is no such file"):
         SemiAutoBackend(config_of({"context": context}), SINGLE_PROCESS).open(lambda update: 0.0, None, "CPU")
+
+
+def test_only_the_last_stage_adds_to_the_loss_of_an_evaluation() -> None:
+    shares = [own_share(Tensor(np.float32(loss)), stage, 2) for stage, loss in enumerate((np.nan, 3))]
+    assert [float(share.asnumpy()) for share in shares] == [0, 6]  # the mean over the ranks is the loss
 
 
 def test_a_rank_hands_over_its_part_of_every_micro_batch() -> None:

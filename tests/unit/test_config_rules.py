@@ -265,6 +265,10 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
             "runner_wrapper: {global_norm_spike_threshold: 3, global_norm_spike_count_threshold: 10}\n",
             ["threshold 3.0, runner_wrapper.global_norm_spike_count_threshold 10: not", "use_skip_data_by_global_"],
         ),
+        ("runner_wrapper: {accumulate_allreduce_grads_in_fp32: False}\n",
+         ["accumulate_allreduce_grads_in_fp32 False: not used, matrix products are float32"]),
+        ("runner_wrapper: {accumulate_allreduce_grads_in_fp32: False}\nmodel_config: {compute_dtype: bfloat16}\n",
+         ["compute_dtype, runner_wrapper.accumulate_allreduce_grads_in_fp32: a CPU has no bfloat16 kernels"]),
         (
             "runner_wrapper: {scale_sense: {type: FixedLossScaleUpdateCell, scale_factor: 4, scale_window: 10}}\n",
             ["scale_factor 4, runner_wrapper.scale_sense.scale_window 10: not used", "does not change its scale"],

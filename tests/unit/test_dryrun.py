@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main as cli
-from trainer.dryrun import process, stand_ins
+from trainer.config import Config, load_config, parse_config
+from trainer.dryrun import process, report, stand_ins
 from trainer.dryrun.process import Case, Collective, Failure, Measurement, run_cases
-from trainer.dryrun.report import DryRun, dry_run_sections
+from trainer.dryrun.report import DryRun, audit_there, dry_run, dry_run_sections
 from trainer.errors import RunError, UserError
 from trainer.parallel.world import World
 from trainer.plan.render import sections_text
@@ -81,6 +83,64 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RunError, match="unknown flag"):
         stand_ins.stand_ins(tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("error", [RunError("g++ cannot build them"), PermissionError("no permission")])
+def test_an_audit_says_why_it_is_not_made_there(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise error
+
+    monkeypatch.setattr(process, "stand_ins", refuse)
+    assert audit_there(parse_config("a.yaml", "{}"), World()) in ("g++ cannot build them", "no permission")
+
+
+SIZES = "num_layers: 90, hidden_size: 64, num_heads: 4, vocab_size: 512, seq_length: 32"
+SEMI = "context: {device_target: Ascend}\nparallel: {parallel_mode: 1}\nmodel: {arch: {type: LlamaForCausalLM}"
+
+
+def tried(text: str, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """The configuration that the process of a dry run reads, in a folder of its own."""
+    cases = []
+    monkeypatch.setattr(report, "memory_left_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(report, "run_cases", lambda given, *more: cases.extend(given.values()) or {"": Measurement()})
+    monkeypatch.chdir(folder)
+    (folder / "a.yaml").write_text(text)
+    told: list = []
+    dry_run(load_config("a.yaml", problems=told), world, told, lambda line: None)
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    return parse_config("case", cases[0].config)
+
+
+def test_files_of_the_configuration_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    sizes = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3, "hidden_size": 64,
+        "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 512,
+    }  # fmt: skip
+    (tmp_path / "model/config.json").write_text(json.dumps(sizes))
+    text = (
+        "context: {device_target: Ascend, ascend_config: {parallel_speed_up_json_path: up.json}}\n"
+        "pretrained_model_dir: model\nmodel: {model_config: {seq_length: 32}}\n"
+    )
+    found = tried(text, World(), tmp_path, monkeypatch)
+    assert (found.decoder.num_layers, found.decoder.intermediate_size) == (3, 96)
+    assert found.context.ascend_config == {"parallel_speed_up_json_path": str(tmp_path / "up.json")}
+
+
+def test_a_model_folder_may_be_elsewhere_but_not_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"pretrained_model_dir: gone\n{SEMI}, model_config: {{{SIZES}}}}}\n"
+    # Ninety layers would not fit here as one graph; without use_parallel none is made.
+    assert tried(f"use_parallel: False\n{text}", World(), tmp_path, monkeypatch).decoder.num_layers == 90
+    (tmp_path / "elsewhere").rmdir()
+    with pytest.raises(UserError, match="a dry run takes about"):
+        tried(f"use_parallel: True\nparallel_config: {{data_parallel: 8}}\n{text}", World(0, 8, 0, 8), tmp_path,
+              monkeypatch)  # fmt: skip
+    with pytest.raises(UserError, match="a run needs the sizes of its model"):
+        tried(f"pretrained_model_dir: gone\n{SEMI}}}\n", World(), tmp_path, monkeypatch)
 
 
 def test_the_libraries_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

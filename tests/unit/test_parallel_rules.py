@@ -142,12 +142,23 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {pipeline_stage: 8, micro_batch_num: 8}\n", ["stage = 8: the model has 2 layers"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nfreeze: {layers: 0}\n",
          ["freeze = {'layers': 0}: not yet supported in semi-automatic mode with a pipeline", "pipeline_stage to 1"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
+         "model.model_config.pet_config={pet_type: lora, target_modules: '.*layers.0.*q_proj'}",
+         ["target_modules = '.*layers.0.*q_proj': gives no adapter to stage 1 of the pipeline, which has layer 1"]),
         ("parallel_config: {model_parallel: 8}\n", ["= 8: must divide what it cuts: 4 heads, 4 heads of k"]),
         ("parallel_config: {model_parallel: 4, use_seq_parallel: True}\nmodel.model_config.seq_length=7",
          ["use_seq_parallel = True: the 7 tokens of a micro-batch are not divisible by model_parallel 4"]),
         ("parallel.comm_fusion={'alltoall': {}}", ["MindSpore joins allreduce, allgather, reducescatter"]),
+        ("parallel.comm_fusion={'openstate': 1}", ["comm_fusion.openstate = 1: must be True or False"]),
+        ("parallel.comm_fusion={'allreduce': {'mode': 'size'}}", ["allreduce = {'mode': 'size'}: must have the keys"]),
+        ("parallel.comm_fusion={'allgather': {'mode': 'index', 'config': [1]}}", ["its mode must be auto or size"]),
+        ("parallel.comm_fusion={'allreduce': {'mode': 'auto', 'config': 32}}", ["mode auto takes no config"]),
+        ("parallel.comm_fusion={'reducescatter': {'mode': 'size', 'config': 0}}", ["a number of megabytes above 0"]),
+        ("parallel.comm_fusion={'allreduce': {'mode': 'index', 'config': [2, 2]}}", ["is a list of ascending numbers"]),
         ("parallel_config: {data_parallel: 8}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=3",
          ["optimizer_weight_shard_size = 3: must divide data_parallel 8"]),
+        ("parallel_config: {model_parallel: 2}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=3",
+         ["optimizer_weight_shard_size = 3: must divide data_parallel 4"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.pp_interleave_num=2",
          ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave True"]),
         ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 is for 3 ranks, and this job has 8"]),
@@ -167,6 +178,19 @@ def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[s
     message = run_error(mode + "".join(f"{line}\n" for line in lines if line not in flags), EIGHT, *flags)
     assert all(part in message for part in parts), message
     assert "Fix: " in message
+
+
+def test_what_mindspore_documents_of_joined_collectives_is_taken() -> None:
+    fusion = "{openstate: True, allreduce: {mode: index, config: [1, 5]}, allgather: {mode: size, config: 32},"
+    text = f"parallel: {{parallel_mode: 1, comm_fusion: {fusion} reducescatter: {{mode: auto, config: null}}}}}}\n"
+    config = load(BASE + text)
+    preflight(config, EIGHT, choose_backend(config, EIGHT).problems())
+
+
+def test_adapters_in_each_stage_are_enough() -> None:
+    text = "parallel: {parallel_mode: 1}\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
+    config = load(BASE + text, "model.model_config.pet_config={pet_type: lora, target_modules: '.*q_proj'}")
+    preflight(config, EIGHT, choose_backend(config, EIGHT).problems())
 
 
 def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> None:
@@ -192,6 +216,14 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     graph_alone = "parallel_config: {use_seq_parallel: True}\nrecompute_config: {mp_comm_recompute: False}\n"
     said = "parallel_config.use_seq_parallel True, recompute_config.mp_comm_recompute False: not used, only semi"
     assert said in told(graph_alone, EIGHT) and said not in told("parallel: {parallel_mode: 1}\n" + graph_alone, EIGHT)
+    sharing = "parallel: {parallel_mode: 1, parallel_optimizer_config: {optimizer_level: level2}, "
+    order, sequence = "pipeline_config: {pipeline_interleave: True}", "parallel_config: {use_seq_parallel: True}\n"
+    notices = told(f"{sharing}{order}}}\n{sequence}")
+    assert "optimizer_config.optimizer_level: not used, parallel.enable_parallel_optimizer is False" in notices
+    assert "pipeline_interleave True: not used, parallel_config.pipeline_stage is 1" in notices
+    assert "use_seq_parallel True: not used, parallel_config.model_parallel is 1" in notices
+    degrees = "parallel_config: {pipeline_stage: 2, micro_batch_num: 2, model_parallel: 2, use_seq_parallel: True}\n"
+    assert "not used" not in told(f"{sharing}enable_parallel_optimizer: True, {order}}}\n{degrees}")
     differs = load(BASE + pipeline + "runner_config: {gradient_accumulation_steps: 8}\n")
     preflight(differs, EIGHT, choose_backend(differs, EIGHT).problems())  # a problem only beside use_parallel True
     alone = "parallel: {parallel_mode: 1}\nparallel_config: {micro_batch_num: 4}\ncontext: {mode: 1}\n"

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config import dump_config
-from trainer.config.checks.parallel import in_job, is_semi_auto
+from trainer.config.checks.parallel import runs_semi_auto
+from trainer.config.checks.problem import raise_problems
+from trainer.config.checks.rules import run_problems
 from trainer.device.doctor import memory_left_bytes
+from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Measurement, run_cases
-from trainer.dryrun.stand_ins import missing_compiler
-from trainer.errors import UserError
+from trainer.errors import TrainerError, UserError
 from trainer.monitors.wording import size
 from trainer.run.plan_file import plan_file
 
@@ -26,6 +29,7 @@ _GIB = 1 << 30
 _HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device alone
 _GRAPH_LAYER_BYTES = 64 << 20  # of the one graph of semi-automatic mode, while MindSpore compiles it
 _NAME = "ascend"
+_MODEL = "model.model_config"
 
 
 class DryRun(NamedTuple):
@@ -64,14 +68,15 @@ def dry_run(
     """Runs steps of the training as one rank; data are made up and weights stay empty.
 
     Raises:
-        UserError: The file could not start on an Ascend, or this machine lacks memory or a compiler.
+        UserError: The file could not start on an Ascend, its model's sizes are not here, or this machine lacks memory
+            or a compiler.
         RunError: The stand-ins for CANN cannot be built.
     """
     plan = plan_file(config, world._replace(rank=0, local_rank=0), told, opens_data=False)
-    config = in_job(config, world)
-    _check_memory(config, memory_left_bytes())
+    raise_problems([one for one in run_problems(config, world) if one.error.key == config.source.name(_MODEL)])
+    _check_memory(config, world, memory_left_bytes())
     tell("loading MindSpore's Ascend backend")
-    case = Case(dump_config(config), steps=steps)
+    case = Case(_text_without_files(config), steps=steps)
     found = run_cases({_NAME: case}, world.size, world.rank, lambda name, text: tell(text))
     limit = config.context.max_device_memory
     return DryRun(
@@ -84,15 +89,32 @@ def dry_run(
 
 def audit_there(config: Config, world: World) -> dict[str, Any] | str:
     """What `tasks.audit` returns, or why the audit cannot be made on the Ascend backend."""
-    if missing := missing_compiler():
-        return missing
-    case = Case(dump_config(in_job(config, world)), task="trainer.dryrun.tasks:audit")
-    found = run_cases({_NAME: case}, world.size, world.rank)[_NAME]
+    case = Case(_text_without_files(config), task="trainer.dryrun.tasks:audit")
+    try:
+        found = run_cases({_NAME: case}, world.size, world.rank)[_NAME]
+    except TrainerError as error:
+        return error.rule
+    except OSError as error:  # the folder of the libraries cannot be written
+        return str(error)
     return found.found if found.failure is None else found.failure.message
 
 
-def _check_memory(config: Config, left_bytes: int) -> None:
-    layers = config.decoder.num_layers if config.classifier is None and is_semi_auto(config) else 0
+def _text_without_files(config: Config) -> str:
+    """The configuration for a process in another folder: relative paths do not hold there, and files may be missing.
+
+    What a model folder says is already in the configuration.
+    """
+    ascend = dict(config.context.ascend_config or {})
+    if ascend.get(SPEED_UP_KEY):
+        ascend[SPEED_UP_KEY] = str(Path(ascend[SPEED_UP_KEY]).expanduser().absolute())
+        context = config.context.model_copy(update={"ascend_config": ascend})
+        config = config.model_copy(update={"context": context})
+    return dump_config(config.model_copy(update={"pretrained_model_dir": None}))
+
+
+def _check_memory(config: Config, world: World, left_bytes: int) -> None:
+    one_graph = config.classifier is None and runs_semi_auto(config, world)
+    layers = config.decoder.num_layers if one_graph else 0
     needed = _HOST_BYTES + layers * _GRAPH_LAYER_BYTES
     if needed > left_bytes:
         rule = f"a dry run takes about {size(needed)} of this machine's memory, of which {size(left_bytes)} are left"

@@ -16,7 +16,7 @@ from mindspore import Tensor
 
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.state import Position, load_weights, save
-from trainer.config.checks.parallel import degrees_of, is_semi_auto
+from trainer.config.checks.parallel import degrees_of, runs_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.mnist import ImageBatch
 from trainer.dryrun.weights import leave_weights_empty
@@ -61,7 +61,7 @@ def train(run: Run) -> dict[str, Any]:
 def open_step(run: Run) -> Any:
     """The step of a training, explicit or semi-automatic."""
     run.say("building the model")
-    if not is_semi_auto(run.config):
+    if not runs_semi_auto(run.config, run.world):
         return open_training(run.config, _schedule, None, run.world, "Ascend")
     step = open_semi_auto_training(run.config, _schedule, None, run.world, "Ascend")
     step.gives_loss = True  # other stages have it, and they are not there
@@ -108,7 +108,7 @@ def tokens_batch(run: Run, rows: int, seed: int) -> Batch:
 
 def evaluation(run: Run) -> dict[str, Any]:
     """Evaluates batches; each is a step."""
-    graph = is_semi_auto(run.config)
+    graph = runs_semi_auto(run.config, run.world)
     session = open_step(run) if graph else open_session(run.config, None, run.world, "Ascend")
     rows = run.config.runner_config.batch_size * (degrees_of(run.config, run.world).data_parallel if graph else 1)
     found = None

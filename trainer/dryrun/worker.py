@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import parse_config
+from trainer.config.checks.parallel import in_job
 from trainer.dryrun.measure import Run, failure_of
 from trainer.dryrun.process import CASES, RESULTS, Measurement
 from trainer.parallel.world import World
@@ -56,7 +57,7 @@ def measure(
 
     began, failure, found, results = time.perf_counter(), None, {}, {}
     try:
-        config = parse_config(name, case["config"])
+        config = in_job(parse_config(name, case["config"]), world)
         prepare_process(config, world)
         run = Run(config, world, case["steps"], case["options"], say, libraries)
         run.start()

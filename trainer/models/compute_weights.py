@@ -7,7 +7,7 @@ there are no copies, and nothing here costs anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
@@ -26,21 +26,30 @@ class ComputeWeights:
         parameters: All parameters of the model by name.
         dtype: Dtype of the matrix products.
         experts: Whether the products of experts take copies.
+        shared: Names of matrices that several products take. They have no copy: its gradient would be the sum over the
+            products in half precision.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], dtype: mstype.Type, experts: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        dtype: mstype.Type,
+        experts: bool = False,
+        shared: Collection[str] = (),
+    ) -> None:
         self.masters, self.dtype = parameters, dtype
         self.copies: dict[str, Parameter] = {}
         for name, master in parameters.items() if dtype != mstype.float32 else ():
             # Adapters are multiplied by their factor first, which is float32.
             is_product = master.ndim > 1 and ".lora_" not in name and not name.endswith(_IN_FLOAT32)
-            if is_product and (experts or _STACKED not in name):
+            if is_product and name not in shared and (experts or _STACKED not in name):
                 self.copies[name] = Parameter(master.astype(dtype), f"compute.{name}", master.requires_grad)
 
-    def refresh(self) -> None:
-        """Casts the weights again, after an update or a load."""
-        for name, copy in self.copies.items():
-            copy.copy_(self.masters[name].astype(self.dtype))
+    def refresh(self, names: Iterable[str] | None = None) -> None:
+        """Casts again the weights that an update has changed, or all of them after a load."""
+        for name in self.copies if names is None else names:
+            if name in self.copies:
+                self.copies[name].copy_(self.masters[name].astype(self.dtype))
 
     def get(self, name: str) -> Parameter | None:
         """What a product takes, and what its gradient comes from: the copy, or the parameter where there is none."""

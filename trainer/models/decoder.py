@@ -162,7 +162,11 @@ class Decoder(DecoderWiring):
             for name, shape in all_shapes(settings).items()
         }
         experts_take_copies = kernels.cpu_router is None
-        self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype, experts_take_copies)
+        # The multi-token prediction modules use these of the main model again.
+        shared = (HEAD, MAPPING_IN, MAPPING_OUT) if settings.mtp_depth else ()
+        self.compute_weights = ComputeWeights(
+            self.parameters_by_name, kernels.compute_dtype, experts_take_copies, shared
+        )
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]

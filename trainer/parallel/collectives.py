@@ -355,7 +355,7 @@ class Broadcast(nn.Cell):
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
         total = self.sum(dout)
         # A compiled graph would drop an unused sum, and the other ranks would wait for it.
-        return (total if self.is_root else self.depend(ops.zeros_like(x), total),)
+        return (total if self.is_root else self.depend(ops.zeros(x.shape, x.dtype), total),)
 
 
 class Send(nn.Cell):

@@ -37,10 +37,10 @@ class Communicator(Protocol):
         a CPU has arrays, as `all_sum` rounds them. A single process gets its own values."""
 
     def gradient_reducer(
-        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool]
+        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward | SumDuringBackward:
         """Sums the gradients of these parameters over all ranks, step by step; the optimizer state of those that
-        `is_sharded` names is divided among the ranks."""
+        `is_sharded` names is divided among the ranks. `in_float32` False leaves each gradient in its dtype."""
 
     def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
         """Completes parameters in place from the ranges of all ranks; see `OptimizerShard`."""
@@ -66,7 +66,9 @@ class SingleProcess:
     def sums(self, values: Sequence[Any]) -> list[Any]:
         return list(values)
 
-    def gradient_reducer(self, parameters: Sequence[Parameter], is_sharded: Sequence[bool]) -> SumAfterBackward:
+    def gradient_reducer(
+        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+    ) -> SumAfterBackward:
         return SumAfterBackward()
 
     def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
@@ -108,10 +110,10 @@ class ProcessGroup:
         return [part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, arrays, strict=True)]
 
     def gradient_reducer(
-        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool]
+        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward | SumDuringBackward:
         if self.keeps_sums:
-            return SumDuringBackward(parameters, is_sharded, self.rank, self.size)
+            return SumDuringBackward(parameters, is_sharded, self.rank, self.size, in_float32)
         return SumAfterBackward(self.sum_gradients)
 
     def any(self, flag: bool) -> bool:

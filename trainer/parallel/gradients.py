@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -57,9 +58,14 @@ class SumAfterBackward:
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, Reduced]:
-        """Runs the backward pass of the last micro-batch and adds its gradients to those of the others, `total`."""
+        """Runs the backward pass of the last micro-batch and adds its gradients to those of the others, `total`.
+
+        The returned result of `backward`, a dataclass, keeps none of its gradients: while ranks add up theirs, there
+        are two sets of them and no third.
+        """
         part = backward()
         gradients = add_gradients(total, part.gradients)
+        part = replace(part, gradients=())
         if self.sum_gradients is None:
             return part, Reduced(gradients)
         for gradient in gradients:
@@ -85,6 +91,7 @@ class SumDuringBackward:
     Args:
         parameters: Those whose gradients the backward pass computes, in its order of results.
         is_sharded: Whether the optimizer state of each is divided among the ranks.
+        in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
         bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
     """
 
@@ -94,11 +101,13 @@ class SumDuringBackward:
         is_sharded: Sequence[bool],
         rank: int,
         ranks: int,
+        in_float32: bool = True,
         bucket_bytes: int | None = None,
     ) -> None:
         from trainer.parallel import collectives
 
         self.collectives, self.parameters, self.is_sharded, self.ranks = collectives, parameters, is_sharded, ranks
+        self.in_float32 = in_float32
         self.counted = np.array([float(sharded or rank == 0) for sharded in is_sharded], np.float32)
         limit = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self.buckets = plan_buckets([parameter.size for parameter in parameters], is_sharded, limit)
@@ -106,7 +115,8 @@ class SumDuringBackward:
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, Reduced]:
-        """As `SumAfterBackward.last`; the result of `backward` keeps none of its gradients."""
+        """As `SumAfterBackward.last`; the result of `backward` has placeholders for gradients."""
+        from mindspore import dtype as mstype
         from mindspore import ops
 
         ready: dict[int, Tensor] = {}
@@ -116,7 +126,8 @@ class SumDuringBackward:
         nothing = ops.zeros(1)
 
         def arrived(place: int, gradient: Tensor) -> Tensor:
-            dtypes[place] = gradient.dtype
+            assert place not in dtypes, "the sum over all uses of a parameter comes once"
+            dtypes[place] = mstype.float32 if self.in_float32 else gradient.dtype
             ready[place] = gradient if total is None else total[place] + gradient
             if total is not None:
                 total[place] = None

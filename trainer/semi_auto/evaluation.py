@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,12 +42,17 @@ class GraphEvaluator:
     """
 
     def __init__(self, loss: LossCell, config: Config, world: World) -> None:
-        self.config, self.world, self.degrees = config, world, degrees_of(config, world)
-        self.network = AutoParallel(MainLoss(loss), parallel_mode="semi_auto")
-        self.network.no_init_parameters_in_compile()
-        set_parallelism(self.network, config, world)
-        self.network.set_train(False)
+        self.loss, self.config, self.world, self.degrees = loss, config, world, degrees_of(config, world)
         self.window: Window | None = None
+
+    @cached_property
+    def network(self) -> AutoParallel:
+        """Built at the first call: `set_train(False)` reaches the cells that it shares with the training."""
+        network = AutoParallel(MainLoss(self.loss), parallel_mode="semi_auto")
+        network.no_init_parameters_in_compile()
+        set_parallelism(network, self.config, self.world)
+        network.set_train(False)
+        return network
 
     def __call__(self, batch: Batch) -> LossSums:
         if self.window is None:
@@ -55,8 +61,16 @@ class GraphEvaluator:
             self.window = Window(rows, batch.labels.shape[1], own_rows(self.config, self.world, rows, 1))
         with graph_mode():
             loss = self.network(*self.window.tensors([batch], 1.0))
-        # In a pipeline only the ranks of the last stage have the loss; the mean over all ranks is to be the loss.
-        stages, stage_ranks = self.degrees.pipeline_stage, self.world.size // self.degrees.pipeline_stage
-        share = stages if self.world.rank // stage_ranks == stages - 1 else 0.0
-        total = Tensor(np.float32(loss.asnumpy() * share)) if share != 1 else loss
+        stages = self.degrees.pipeline_stage
+        total = own_share(loss, self.world.rank // (self.world.size // stages), stages)
         return LossSums(total, total)
+
+
+def own_share(loss: Tensor, stage: int, stages: int) -> Tensor:
+    """What a rank of a stage adds to the mean over all ranks, which is to be the loss.
+
+    In a pipeline only the ranks of the last stage have the loss; what the others get has no meaning and may be NaN.
+    """
+    if stage != stages - 1:
+        return Tensor(np.float32(0))
+    return loss if stages == 1 else Tensor(np.float32(loss.asnumpy() * stages))

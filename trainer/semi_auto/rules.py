@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import Problem, one_of, problem
+from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.root import Config
+from trainer.config.stages import stage_layers
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.errors import UserError
+from trainer.models.shapes import layer_targets
 from trainer.parallel.world import World
 
 _NOT_YET = "not yet supported in semi-automatic mode"
-_FUSED = ("openstate", "allreduce", "allgather", "reducescatter")
+_FUSED = {"allreduce": ("auto", "size", "index"), "allgather": ("auto", "size"), "reducescatter": ("auto", "size")}
+"""Collectives that MindSpore joins, and the modes of each."""
 _INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
 
 
@@ -66,7 +71,7 @@ def sharing_level(config: Config) -> str:
 
 def semi_auto_problems(config: Config, world: World) -> list[Problem]:
     """What keeps this job from running in semi-automatic mode."""
-    return list(_cannot(config)) or fit_problems(config, world)
+    return list(_cannot(config, world)) or fit_problems(config, world)
 
 
 def speed_up_file(config: Config) -> Path | None:
@@ -92,7 +97,7 @@ def semi_auto_without_device(config: Config) -> UserError:
     return problem(config, "parallel.parallel_mode", rule, fix).error
 
 
-def _cannot(config: Config) -> Iterator[Problem]:
+def _cannot(config: Config, world: World) -> Iterator[Problem]:
     """What the mode cannot do."""
     if not config.trains:
         fix = "add --use_parallel False to run alone, or --parallel_fallback explicit for several ranks"
@@ -102,6 +107,8 @@ def _cannot(config: Config) -> Iterator[Problem]:
         yield problem(config, "model.arch.type", _NOT_YET, f"use a decoder, {_INSTEAD}")
         return
     yield from _degrees(config)
+    yield from _communication(config, degrees_of(config, world).data_parallel)
+    yield from _expert_parallel(config)
     yield from _pipeline(config)
     yield from _not_in_one_graph(config)
 
@@ -123,8 +130,6 @@ def _degrees(config: Config) -> Iterator[Problem]:
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
     if section.context_parallel > 1:
         yield problem(config, "parallel_config.context_parallel", _NOT_YET, "set it to 1")
-    yield from _communication(config)
-    yield from _expert_parallel(config)
 
 
 def _expert_parallel(config: Config) -> Iterator[Problem]:
@@ -149,17 +154,40 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
 
 
-def _communication(config: Config) -> Iterator[Problem]:
-    unknown = [name for name in config.parallel.comm_fusion or () if name not in _FUSED]
-    if unknown:
-        rule = f"MindSpore joins {', '.join(_FUSED[1:])}"
-        yield problem(config, "parallel.comm_fusion", rule, f"write one of {', '.join(_FUSED)}", value=unknown[0])
+def _communication(config: Config, copies: int) -> Iterator[Problem]:
+    """What `copies`, data-parallel ranks, send each other."""
+    for name, written in (config.parallel.comm_fusion or {}).items():
+        mistake = _fusion_mistake(name, written)
+        if mistake:
+            key = "parallel.comm_fusion"
+            yield problem(config, f"{key}.{name}", *mistake, value=written, because=key)
     size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
-    copies = config.parallel_config.data_parallel
-    if size == 0 or (size > 0 and copies and size <= copies and copies % size):
+    if size == 0 or 0 < size <= copies and copies % size:
         key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
         rule = f"must divide data_parallel {copies}" if size else "must be the number of ranks that share a weight"
         yield problem(config, key, rule, "write -1 for all of them")
+
+
+def _fusion_mistake(name: str, written: Any) -> tuple[str, str] | None:
+    """Rule and fix for an entry of `comm_fusion` that is not as MindSpore's `AutoParallel.comm_fusion` documents it."""
+    if name == "openstate":
+        return None if isinstance(written, bool) else ("must be True or False", "True joins collectives")
+    if name not in _FUSED:
+        return f"MindSpore joins {', '.join(_FUSED)}", f"write one of openstate, {', '.join(_FUSED)}"
+    if not isinstance(written, dict) or set(written) != {"mode", "config"}:
+        return "must have the keys mode and config", "write {mode: auto, config: null}"
+    mode, value = written["mode"], written["config"]
+    if mode not in _FUSED[name]:
+        return f"its mode must be {one_of(_FUSED[name])}", "write {mode: auto, config: null}"
+    if mode == "auto":
+        return None if value is None else ("mode auto takes no config", "write config: null, or mode: size")
+    if mode == "size":
+        right = type(value) is int and value > 0
+        return None if right else ("the config of mode size is a number of megabytes above 0", "write config: 64")
+    right = isinstance(value, list) and value and all(type(index) is int and index >= 0 for index in value)
+    if right and value == sorted(set(value)):
+        return None
+    return "the config of mode index is a list of ascending numbers of gradients", "write for example config: [10, 20]"
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -195,6 +223,11 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     rule = f"{_NOT_YET} with a pipeline"
     if config.freeze != FreezeConfig():
         yield problem(config, "freeze", rule, "remove it, or set pipeline_stage to 1")
+    for stage, layers in enumerate(stage_layers(config) if settings.pet_config is not None else ()):
+        if layers and not any(layer_targets(settings, layer) for layer in layers):
+            rule = f"gives no adapter to stage {stage} of the pipeline, which has {layer_text(layers)}"
+            fix = "name a projection of some layer of each stage, or set pipeline_stage to 1"
+            yield problem(config, f"{model}.pet_config.target_modules", rule, fix)
 
 
 def _not_in_one_graph(config: Config) -> Iterator[Problem]:

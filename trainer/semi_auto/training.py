@@ -9,6 +9,7 @@ import mindspore
 import numpy as np
 
 from trainer.config.checks.parallel import degrees_of
+from trainer.config.device_defaults import with_device_defaults
 from trainer.data.batches.batch import padding_batch
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
@@ -47,6 +48,7 @@ def open_semi_auto_training(
         RunError: The other ranks do not answer.
     """
     set_up_device(config, device, world)
+    config = with_device_defaults(config, device)
     communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
     degrees = degrees_of(config, world)
     if degrees.expert_parallel > 1:

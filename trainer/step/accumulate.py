@@ -175,7 +175,7 @@ def _window(
         to_read[_SQUARES] = measures.square_sums(squares, list(wanted.groups.values()), wanted.each)
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
-    # All ranks together have no fewer tokens than this one, even where a dry run reads zeros.
+    # At least this rank's own: a window that has gradients is never taken for an empty one.
     tokens, empty = max(_count(read[_TOTALS][0]), own_tokens), _count(read[_TOTALS][1])
     if tokens == 0:
         return WindowGradients(0.0, 0, empty, None, votes=read.get(_VOTES))

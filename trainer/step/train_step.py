@@ -114,7 +114,8 @@ class TrainStep:
         sharded = [name in optimizer.own_ranges for name in names]
         model.compute_weights.refresh()
         leaves = model.compute_weights.leaves(names)
-        self.reducer = self.communicator.gradient_reducer(leaves, sharded)
+        in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
+        self.reducer = self.communicator.gradient_reducer(leaves, sharded, in_fp32)
         experts = model.settings.experts
         self.load = WindowLoad(self.communicator.sums) if experts and experts.balances_step else None
 
@@ -142,7 +143,7 @@ class TrainStep:
         )  # fmt: skip
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
-            self.model.compute_weights.refresh()
+            self.model.compute_weights.refresh(self.optimizer.parameters)
             self.model.update_expert_bias(window.routing)
         return result
 

@@ -68,6 +68,10 @@ def _bound(config: Config) -> str:
     return f"capacity_factor {'null' if factor is None else f'{factor:g}'} sets no bound"
 
 
+def _has_float32_products(config: Config) -> bool:
+    return config.classifier is not None or asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
+
+
 _GRAPH_ALONE = "only semi-automatic mode has it"
 _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
@@ -78,6 +82,14 @@ _UNUSED = (
             _GRAPH_ALONE),
     _Unused("parallel_config", "use_seq_parallel gradient_aggregation_group", lambda c: not is_semi_auto(c),
             _GRAPH_ALONE),
+    _Unused("parallel.parallel_optimizer_config", "parallel_optimizer_threshold optimizer_weight_shard_size"
+            " optimizer_level gradient_accumulation_shard",
+            lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer,
+            "parallel.enable_parallel_optimizer is False"),
+    _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler",
+            lambda c: is_semi_auto(c) and c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
+    _Unused("parallel_config", "use_seq_parallel",
+            lambda c: is_semi_auto(c) and c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
     _Unused("recompute_config", "select_comm_recompute mp_comm_recompute parallel_optimizer_comm_recompute"
             " recompute_slice_activation", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("optimizer", "betas eps ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "SGD",
@@ -106,6 +118,8 @@ _UNUSED = (
     _Unused("runner_wrapper", "global_norm_spike_threshold global_norm_spike_count_threshold",
             lambda c: c.trains and not c.runner_wrapper.use_skip_data_by_global_norm,
             "runner_wrapper.use_skip_data_by_global_norm is False", "use_skip_data_by_global_norm"),
+    _Unused("runner_wrapper", "accumulate_allreduce_grads_in_fp32", lambda c: c.trains and _has_float32_products(c),
+            "matrix products are float32, and so are the gradients"),
     _Unused("runner_wrapper.scale_sense", "scale_factor scale_window",
             lambda c: c.trains and getattr(c.runner_wrapper.scale_sense, "type", "") == "FixedLossScaleUpdateCell",
             "a FixedLossScaleUpdateCell does not change its scale"),
@@ -163,7 +177,7 @@ def _precision(config: Config, device: str) -> Iterator[str]:
     for key in PART_KEYS:
         keys[asked_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
     if keys["bfloat16"] and device == "CPU":
-        names = ", ".join(keys["bfloat16"])
+        names = ", ".join([*keys["bfloat16"], *_bfloat16_gradients(config)])
         yield f"{names}: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16"
     if settings.param_init_type != "float32":
         yield (f"{_MODEL}.param_init_type {settings.param_init_type}: parameters are kept in float32, as master weights"
@@ -173,6 +187,13 @@ def _precision(config: Config, device: str) -> Iterator[str]:
     if keys["float16"] and config.trains and config.runner_wrapper.scale_sense == 1.0:
         yield (f"{', '.join(keys['float16'])}: gradients below 6e-8 become zero in float16; set"
                " runner_wrapper.scale_sense, for example to {type: DynamicLossScaleUpdateCell}")
+
+
+def _bfloat16_gradients(config: Config) -> Iterator[str]:
+    """The key that asks for gradients in bfloat16, where it has an effect on a device."""
+    wanted = config.trains and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32
+    if wanted and not _has_float32_products(config):
+        yield "runner_wrapper.accumulate_allreduce_grads_in_fp32"
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -15,7 +15,6 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate import DropoutDoMaskExt, DropoutGenMaskExt
 
-from trainer.errors import RunError
 from trainer.ops.dropout import DropoutKey, mask_seed
 
 if TYPE_CHECKING:
@@ -44,14 +43,14 @@ class AttentionMasks:
         so that few graphs are compiled, and the end of the last is repeated (empty documents; MindSpore Transformers
         fills up its actual_seq_len in the same way).
 
-        The operator takes ends neither with a window nor with dropout of a fixed shape. There, and where the tokens of
-        a document are not neighbours, the mask is a whole one, [B, 1, T, T], and the ends are None.
+        The operator takes ends neither with a window nor with dropout of a fixed shape, and no more than 1024. There,
+        and where the tokens of a document are not neighbours, the mask is a whole one, [B, 1, T, T], and the ends are
+        None.
 
         Args:
             window: Tokens that each token sees, itself included. Default None: all before it.
 
         Raises:
-            RunError: There are more documents than the operator takes.
             ValueError: Sequences have another length than seq_length, which `Attention` relies on.
         """
         rows, length = segment_ids_BT.shape
@@ -63,17 +62,12 @@ class AttentionMasks:
         starts = np.flatnonzero(starts_BT)
         ends = np.append(starts[1:], rows * length)
         apart = all(len(set(row[begin])) == begin.sum() for row, begin in zip(segment_ids_BT, starts_BT, strict=True))
-        if not apart or self.drops or (window is not None and (ends - starts).max() > window):
+        too_long = window is not None and (ends - starts).max() > window
+        if not apart or self.drops or too_long or len(ends) > _MOST_DOCUMENTS:
             allowed_BTT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & np.tri(length, dtype=bool)
             if window is not None:
                 allowed_BTT &= ~np.tri(length, k=-window, dtype=bool)
             return Tensor(~allowed_BTT[:, None]), None
-        if len(ends) > _MOST_DOCUMENTS:
-            raise RunError(
-                f"a micro-batch has {len(ends)} documents; flash_attention_score takes {_MOST_DOCUMENTS}",
-                key="runner_config.batch_size",
-                fix="take fewer sequences in a micro-batch, or set use_flash_attention: False",
-            )
         padding = (1 << (len(ends) - 1).bit_length()) - len(ends)
         return self.causal(), Tensor(np.pad(ends, (0, padding), mode="edge"), mstype.int64)
 

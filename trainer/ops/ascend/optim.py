@@ -34,6 +34,8 @@ class FusedAdamW:
         """Of each parameter: itself, first and second moment, gradient, decay. `updates` counts this one too."""
         step = Tensor(updates - 1, mstype.float32)
         for parameter, first, second, gradient, decay in items:
+            # Gradients may be kept in half precision; one at a time, so that there is no second set in float32.
+            gradient = gradient if gradient.dtype == mstype.float32 else gradient.astype(mstype.float32)
             # The second moment again: the largest one of AMSGrad, which is off.
             self.update(parameter, first, second, second, gradient, step, lr, *self.betas, decay, self.eps)
 
