@@ -193,6 +193,19 @@ class ExpertBiases(nn.Cell):
         return self.matmul(share_NkE.sum(1), bias_ED)
 
 
+def route_of(settings: ModelConfig, kernels: KernelSet, *, safe_tokens: bool) -> nn.Cell:
+    """The kernel that chooses the experts as `moe_config` says."""
+    moe = settings.experts
+    return kernels.route(
+        moe.expert_num,
+        moe.num_experts_chosen,
+        groups=moe.n_group or 1,
+        chosen_groups=moe.topk_group or moe.n_group or 1,
+        group_score=moe.group_score,
+        safe_tokens=safe_tokens,
+    )
+
+
 class MoeLayer(nn.Cell):
     """The feed-forward sublayer of a layer with experts; one instance serves all layers, like a compiled block.
 
@@ -221,14 +234,7 @@ class MoeLayer(nn.Cell):
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
         self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None
         self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
-        self.route = kernels.route(
-            moe.expert_num,
-            moe.num_experts_chosen,
-            groups=moe.n_group or 1,
-            chosen_groups=moe.topk_group or moe.n_group or 1,
-            group_score=moe.group_score,
-            safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens,
-        )
+        self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.drop = kernels.dropout(settings.hidden_dropout)
         # Without a capacity and without safe tokens every row is one of an expert.

@@ -30,7 +30,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
 
 from trainer.config.checks.parallel import degrees_of
-from trainer.models.moe import Gates, Router, SharedExperts
+from trainer.models.moe import Gates, Router, SharedExperts, route_of
 from trainer.models.shapes import EXPERT_BIAS, balanced_layers, layer_prefix, moe_shapes
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RoutingCounts
@@ -85,13 +85,7 @@ class ExpertChoice(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, ranks: ExpertRanks, capacity: int | None) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
-        self.route = kernels.route(
-            moe.expert_num,
-            moe.num_experts_chosen,
-            groups=moe.n_group or 1,
-            chosen_groups=moe.topk_group or moe.n_group or 1,
-            group_score=moe.group_score,
-        )
+        self.route = route_of(settings, kernels, safe_tokens=False)  # this mode sends a row of zeros to every expert
         self.capacity, self.policy = capacity, moe.drop_policy
         self.length, self.experts, self.chosen = settings.seq_length, moe.expert_num, moe.num_experts_chosen
         self.every_11E = Tensor(np.arange(self.experts, dtype=np.int32)[None, None])
