@@ -152,6 +152,17 @@ class Block(nn.Cell):
         return x_ND
 
 
+class EmbeddingRows(nn.Cell):
+    """(weight_VE, ids_N) -> x_NE. One by one, on a CPU, the operator of its gradient would be compiled at every call."""
+
+    def __init__(self, kernels: KernelSet) -> None:
+        super().__init__()
+        self.gather_rows = kernels.gather_rows
+
+    def construct(self, weight_VE, ids_N):
+        return self.gather_rows(weight_VE, ids_N)
+
+
 class EmbeddingMapping(nn.Cell):
     """(x_NI, weight_OI) -> y_NO: from the width of the embedding to that of the residual stream, or back."""
 
