@@ -182,7 +182,7 @@ class Decoder(DecoderWiring):
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
         self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
-        self.embedding_rows = compile_cell(EmbeddingRows(kernels), compiled)
+        self.embedding_rows = Differentiable(EmbeddingRows(kernels), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
         self.head_loss = self._head_loss(compiled)
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
