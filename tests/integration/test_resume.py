@@ -332,16 +332,16 @@ def foreign_state(arrays: dict) -> tuple:
         ("optimizer", turned_state, "exp_avg.model.layers.0.mlp.gate_proj.weight of shape [16, 32], not [32, 16]"),
         ("optimizer", half_state, "exp_avg_sq.model.norm.weight in F16, not F32"),
         ("optimizer", foreign_state, "lacks exp_avg_sq.model.norm.weight"),
-        ("state", {"position": {"step": 15}}, "state.json says step 15 (position.step), its marker 16"),
+        ("state", {"position": {"step": 17}}, "state.json says step 17 (position.step), its marker 16"),
         ("state", {"position": {"batch": 10**6}}, "position.batch is 1000000, and an epoch has"),
         ("state", {"optimizer": {"updates": 17}}, "optimizer.updates is 17, and position.step 16"),
         ("state", {"step": {"loss_scale": 3}}, "step.loss_scale: input should be"),
     ],
 )
 def test_a_checkpoint_with_right_checksums_that_makes_no_sense(
-    path: Path, whole: Path, home: Path, name: str, change, part: str
+    path: Path, whole: Path, tmp_path: Path, name: str, change, part: str
 ) -> None:
-    output = home / "senseless"
+    output = tmp_path / "output"
     shutil.copytree(whole, output)
     checkpoint = output / "checkpoints" / f"step-{2 * HALF:08d}"
     if name == "state":
@@ -353,8 +353,7 @@ def test_a_checkpoint_with_right_checksums_that_makes_no_sense(
         change_arrays(checkpoint / f"{name}.safetensors", change)
     mark_again(checkpoint)
     message = refusal(path, output)
-    shutil.rmtree(output)
-    assert part in message and (f"step-{HALF:08d}" in message or name == "model"), message
+    assert part in message and f"step-{HALF:08d}" in message, message
 
 
 def test_nan_in_the_optimizer_state_is_found_when_it_is_read(path: Path, whole: Path, home: Path) -> None:

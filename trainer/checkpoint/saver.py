@@ -74,20 +74,27 @@ class Saver:
         Raises:
             RunError: The checkpoint cannot be written.
         """
-        if self._thread is None:
-            return
-        began = time.perf_counter()
-        thread, self._thread = self._thread, None
-        path = self._next(thread.result())
-        self.waited_seconds += time.perf_counter() - began
-        if path is not None:
-            self._stages = None
-            self.on_saved(path, self._step)
+        if self._thread is not None:
+            began = time.perf_counter()
+            self._go_on()
+            if self.communicator.size > 1:  # a single process has exchanged nothing
+                self.waited_seconds += time.perf_counter() - began
 
     def finish(self) -> None:
         """Waits until a save that is being written is complete; all ranks must call it. Raises as `advance` does."""
+        if self._thread is None:
+            return
+        began = time.perf_counter()
         while self._thread is not None:
-            self.advance()
+            self._go_on()
+        self.waited_seconds += time.perf_counter() - began
+
+    def _go_on(self) -> None:
+        thread, self._thread = self._thread, None
+        path = self._next(thread.result())
+        if path is not None:
+            self._stages = None
+            self.on_saved(path, self._step)
 
     def _next(self, found: Path | Done) -> Path | None:
         """Begins the next stage; returns the folder after the last one."""

@@ -192,15 +192,18 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
     """
-    where = config.source.where(_KEY)
+    try:
+        return _resumed(read_checkpoint(path, lazy=(OPTIMIZER,)), config, layout)
+    except UserError as error:
+        raise (error if error.where else error.at(config.source.where(_KEY), _KEY)) from error
+
+
+def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any]) -> Resumed:
+    path = found.path
 
     def mismatch(rule: str, fix: str) -> UserError:
-        return UserError(rule, where=where, key=_KEY, value=str(path), fix=fix)
+        return UserError(rule, value=str(path), fix=fix)
 
-    try:
-        found = read_checkpoint(path, lazy=(OPTIMIZER,))
-    except UserError as error:
-        raise error.at(where, _KEY) from error
     state = read_state(found)
     weights = _weights_of(found, config, mismatch)
     before, now = state.optimizer.type, config.optimizer.type

@@ -399,15 +399,15 @@ def _check_file(path: Path, name: str, marker: Marker, whose: str = "") -> None:
 
 
 def _incomplete(path: Path, why: str) -> UserError:
-    return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=_use_another(path))
+    return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=use_another(path))
 
 
 def damaged(path: Path, what: str) -> UserError:
     """The error for a checkpoint whose files are not as they were saved; its fix names another one."""
-    return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=_use_another(path))
+    return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=use_another(path))
 
 
-def _use_another(path: Path) -> str:
+def use_another(path: Path) -> str:
     """Offers the complete checkpoint that was saved before this one; else the one saved last."""
     others = [other for other in complete_checkpoints(path.parent) if other != path]
     marker = read_marker(path)

@@ -11,7 +11,7 @@ import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
 from trainer.checkpoint.joined_names import split_joined
-from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_checkpoint
+from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.init import initial_value
@@ -167,7 +167,7 @@ def check_weights(
         problems.append(f"has {first_of(other)} of shape {list(theirs)} where this model has {list(ours)}")
     if not problems and (bad := [name for name in shapes if not is_finite(weights[name])]):
         rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
-        fix = "use a checkpoint from before that; a run stops by itself at a loss that is not finite"
+        fix = use_another(path) if (path / MARKER).exists() else "use another checkpoint"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
     if problems:
         fix = "" if settings is None or other else fix_for(missing, unknown, settings)
