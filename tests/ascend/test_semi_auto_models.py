@@ -21,10 +21,14 @@ STAGES = {
         "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "expert_parallel": 4,
     },
 }  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
 CASES = {
     "experts, middle rank": on_ascend(SEMI, TENSOR, model=SHARED, ranks=8, rank=3),
-    "experts, first stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED}, ranks=8, rank=0),
-    "experts, last stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED}, ranks=8, rank=7),
+    "experts, first stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED} | LATENT, ranks=8, rank=0),
+    "experts, last stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED} | LATENT, ranks=8, rank=7),
 }  # fmt: skip
 
 

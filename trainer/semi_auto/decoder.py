@@ -161,34 +161,10 @@ class LayerCell(nn.Cell):
         return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
-        """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its
-        outputs, the second along its inputs; all else along the batch, or like the columns of its input.
-
-        The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
-        (Korthikanti et al. 2022, section 4.2) data * tensor.
-        """
-        attention, row = self.block.attention, (tokens, 1)
-        for norm in (attention.norm, attention.post_norm):
-            norm.shard_over(tokens)
-        for projection in (attention.query, attention.key, attention.value):
-            projection.shard_over(data, columns=tensor)
-        attention.out.shard_over(data, rows=tensor, tokens=tokens)
-        for part in (attention.query_rotary, attention.key_rotary, attention.attention):
-            part.shard_over(data, tensor)
-        for norm in (attention.query_norm, attention.key_norm) if attention.qk_norm else ():
-            norm.shard_over(data, tensor)
-        self.block.add_attention.shard((row, row))
+        """As `Block.shard_over`."""
+        self.block.shard_over(data, tensor, tokens)
         if self.experts is not None:
             self.experts.shard_over(data, tensor, tokens)
-            return
-        mlp = self.block.mlp
-        for norm in (mlp.norm, mlp.post_norm):
-            norm.shard_over(tokens)
-        for projection in (mlp.gate, mlp.up):
-            projection.shard_over(data, columns=tensor)
-        mlp.down.shard_over(data, rows=tensor, tokens=tokens)
-        mlp.swiglu.shard_over(data, tensor)
-        self.block.add_mlp.shard((row, row))
 
 
 class MergeCell(nn.Cell):

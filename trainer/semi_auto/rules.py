@@ -240,9 +240,6 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if settings.pet_config is not None and settings.pet_config.lora_dropout:
         rule = f"{_NOT_YET}, whose graph draws no masks"
         yield problem(config, f"{model}.pet_config.lora_dropout", rule, "set it to 0")
-    if settings.multi_latent_attention:
-        fix = f"use a model with n_kv_heads, {_INSTEAD}"
-        yield problem(config, f"{model}.multi_latent_attention", _NOT_YET, fix)
     for name, used in (("layers_group", settings.layers_group > 1), ("embedding_size", settings.maps_embedding)):
         if used:
             yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
