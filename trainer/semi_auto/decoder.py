@@ -156,8 +156,9 @@ class MatrixCell(nn.Cell):
 class LayerCell(nn.Cell):
     """(x_ND, tables, mask) -> x_ND.
 
-    With experts further weight_N1 of each token, weight_G1 and the sum of the router losses of the layers
-    before, [1, 1]; x_ND then comes with the sum that has those of this layer too. A weight that only other layers have is None. `experts` take the place of the feed-forward sublayer.
+    With experts further weight_N1 of each token, weight_G1 and the sum of the router losses of the layers before,
+    [1, 1]; x_ND then comes with the sum that has those of this layer too. A weight that only other layers have is None.
+    `experts` take the place of the feed-forward sublayer.
     """
 
     def __init__(self, block: Block, weights: Sequence[Parameter | None], experts: nn.Cell | None = None) -> None:
