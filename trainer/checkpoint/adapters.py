@@ -22,6 +22,7 @@ from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_ba
 from trainer.checkpoint.store import MARKER, check_file, find_checkpoint, read_checkpoint
 from trainer.checkpoint.weights import check_weights, read_safetensors, requested_weights
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.models.init import initial_value
 from trainer.models.shapes import adapter_shapes, layer_targets, parameter_shapes
 from trainer.storage.json_files import JsonError, parse_json
@@ -154,7 +155,7 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     if (folder / MARKER).exists():
         check_file(folder, CONFIG_FILE)
     try:
-        found = parse_json(path.read_bytes(), AdapterDescription, CONFIG_FILE)
+        found = parse_json(read_bytes(path), AdapterDescription, CONFIG_FILE)
     except (OSError, JsonError) as error:
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
         raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error

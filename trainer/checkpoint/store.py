@@ -31,6 +31,7 @@ import safetensors
 from pydantic import Field, model_validator
 
 from trainer.errors import UserError
+from trainer.input_files import open_file, read_bytes
 from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file
 from trainer.storage.json_files import Count, Document, JsonError, parse_json
 
@@ -271,7 +272,7 @@ def check_file(path: Path, name: str) -> None:
 def _whole_marker(path: Path) -> Marker:
     """The marker of a checkpoint that is complete; raises a UserError."""
     try:
-        marker = parse_json((path / MARKER).read_bytes(), Marker, MARKER)
+        marker = parse_json(read_bytes(path / MARKER), Marker, MARKER)
     except JsonError as error:
         raise damaged(path, str(error)) from error
     except OSError as error:
@@ -361,7 +362,7 @@ def step_folders(folder: Path) -> list[Path]:
 def read_marker(path: Path) -> Marker | None:
     """The marker; None where there is none, or a damaged one."""
     try:
-        return parse_json((path / MARKER).read_bytes(), Marker, MARKER)
+        return parse_json(read_bytes(path / MARKER), Marker, MARKER)
     except (OSError, JsonError):
         return None
 
@@ -369,7 +370,7 @@ def read_marker(path: Path) -> Marker | None:
 def _read_state(path: Path, marker: Marker) -> dict:
     _check_file(path, STATE, marker)
     try:
-        content = (path / STATE).read_bytes()
+        content = read_bytes(path / STATE)
         return parse_json(content, dict[str, Any], STATE)
     except (OSError, JsonError) as error:
         raise damaged(path, f"{STATE} cannot be read ({error})") from error
@@ -378,7 +379,8 @@ def _read_state(path: Path, marker: Marker) -> dict:
 def _check_file(path: Path, name: str, marker: Marker, whose: str = "") -> None:
     """Checks length and checksum of a file."""
     try:
-        actual_bytes = (path / name).stat().st_size
+        with open_file(path / name) as file:
+            actual_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         if whose and isinstance(error, FileNotFoundError):
             raise _incomplete(path, f"{name}{whose}, is missing") from error
@@ -388,8 +390,6 @@ def _check_file(path: Path, name: str, marker: Marker, whose: str = "") -> None:
     expected_bytes = marker.file_bytes[name]
     if actual_bytes != expected_bytes:
         raise damaged(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
-    if not (path / name).is_file():
-        raise damaged(path, f"{name} is not a file")
     try:
         changed = marker.checksums is not None and checksum_of_file(path / name) != marker.checksums[name]
     except OSError as error:

@@ -14,6 +14,7 @@ from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.models.init import initial_value
 from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_name, parameter_shapes
 
@@ -194,7 +195,7 @@ def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> di
         UserError: The file cannot be read, or has tensors that are not floating-point.
     """
     try:
-        entries = safetensors.deserialize(file.read_bytes())
+        entries = safetensors.deserialize(read_bytes(file))
     except (OSError, safetensors.SafetensorError) as error:
         fix = "name a checkpoint folder or a complete .safetensors file"
         rule = f"not a readable safetensors file ({error})"

@@ -35,6 +35,7 @@ from trainer.data.source.samples import SkippedRecords
 from trainer.data.tokens.encode import Encoded
 from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.errors import RunError, UserError
+from trainer.input_files import read_bytes
 from trainer.storage.checksums import (
     DIGEST_BYTES,
     DIGEST_PATTERN,
@@ -155,7 +156,7 @@ def open_token_file(path: Path) -> TokenFile | None:
 def read_meta(path: Path) -> TokenFileMeta | None:
     """Reads ``meta.json`` and checks it against the sizes on disk; None if anything disagrees."""
     try:
-        meta = parse_json((path / "meta.json").read_bytes(), TokenFileMeta, "meta.json")
+        meta = parse_json(read_bytes(path / "meta.json"), TokenFileMeta, "meta.json")
         found_bytes = {name: (path / name).stat().st_size for name in meta.expected_bytes()}
     except (OSError, JsonError):
         return None
