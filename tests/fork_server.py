@@ -2,12 +2,13 @@
 
     python tests/fork_server.py serve SOCKET          imports, then forks a process for each request, until it is ended
     python tests/fork_server.py SCRIPT [arguments]    runs a script, for example run_trainer.py, in such a process
+    python tests/fork_server.py -m pytest [...]       runs a module
 
-The second form stands for its process, which has the same input, output, folder, environment, cores and exit code. It
-hands signals on, and its process does not outlive it. Not for tests of what the two cannot share: a terminal, SIGSTOP,
-what happens while MindSpore is imported, and variables that MindSpore reads then.
+The process of such a command stands for the forked one, which has the same input, output, folder, environment, cores
+and exit code. It hands signals on, and the other does not outlive it. Not for tests of what the two cannot share: a
+terminal, SIGSTOP, what happens while MindSpore is imported, and variables that MindSpore reads then.
 
-Only the standard library is imported for it, so it starts within some hundredths of a second.
+Such a command imports the standard library alone, so it starts within some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 FORKED = Path(__file__).resolve()
 """Stands for Python in a command: [sys.executable, FORKED, script, ...]."""
@@ -32,7 +34,17 @@ SOCKET_VARIABLE = "RUN_TRAINER_FORK_SERVER"
 """Environment variable with the path of the server's socket."""
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+USAGE_VARIABLE = "RUN_TRAINER_FORK_USAGE"
+"""Environment variable with a file for the process's `End`, as JSON."""
 _READY = b"ready\n"
+
+
+class End(NamedTuple):
+    """How a process ended and what it used, the processes that it started too."""
+
+    code: int
+    cpu_seconds: float
+    memory_gb: float
 
 
 def ensure_server() -> None:
@@ -60,6 +72,8 @@ def serve(path: str) -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # each process gets the cores of its client
     sys.path[0] = str(REPOSITORY)
     import gc
+
+    import pytest  # noqa: F401
 
     import trainer.cli.main
     import trainer.run.loop  # noqa: F401  imports MindSpore
@@ -125,23 +139,27 @@ def _become(request: dict, descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
-    script, *arguments = request["words"]
-    sys.argv = [script, *arguments]
-    more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [str(Path(script).resolve().parent), *filter(None, more)]
     sys.stdout.reconfigure(write_through=request["unbuffered"])
-    runpy.run_path(script, run_name="__main__")
+    script, *arguments = request["words"]
+    more = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if script == "-m":
+        sys.argv, sys.path[:1] = arguments, [os.getcwd(), *more]
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:1] = [script, *arguments], [str(Path(script).resolve().parent), *more]
+        runpy.run_path(script, run_name="__main__")
 
 
 def _report_ends(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
     """Tells clients that their processes have ended, and how."""
     while clients:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
         if not pid:
             return
         client = clients.pop(pid)
+        end = End(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20)
         with contextlib.suppress(OSError):
-            client.sendall(json.dumps(os.waitstatus_to_exitcode(status)).encode() + b"\n")
+            client.sendall(json.dumps(end).encode() + b"\n")
         with contextlib.suppress(KeyError):
             selector.unregister(client)
         client.close()
@@ -166,6 +184,7 @@ def run_forked(words: list[str]) -> int:
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[SOCKET_VARIABLE])
         ignored = [number for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
+        usage_file = os.environ.pop(USAGE_VARIABLE, None)
         request = {
             "words": words,
             "folder": os.getcwd(),
@@ -183,7 +202,9 @@ def run_forked(words: list[str]) -> int:
             if not part:
                 raise ConnectionError("the fork server has ended")
             answer += part
-    code = json.loads(answer)
+    if usage_file:
+        Path(usage_file).write_bytes(answer)
+    code = End(*json.loads(answer)).code
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
