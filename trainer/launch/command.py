@@ -33,7 +33,7 @@ from trainer.launch.msrun import ENCODING_VARIABLE, SCHEDULER, Scratch, pick_fre
 from trainer.launch.nodes import connect_nodes
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
-from trainer.launch.supervisor import Supervisor
+from trainer.launch.supervisor import Limits, Supervisor
 from trainer.launch.terminal import Follower, Screen, growth_of, output_of_pipe, terminal_size
 from trainer.launch.wire import Listener, Message
 
@@ -70,10 +70,11 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
     specs = worker_specs(options, files)
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     try:
-        pool = WorkerPool(workers, WorkerHandle(None), listener, specs)
+        pool = WorkerPool(workers, WorkerHandle(None), listener, specs, files.folder)
         screen = _screen(specs[options.ranks[0]], scratch)
         start = functools.partial(start_msrun, options, files, scratch)
-        supervisor = Supervisor(pool, start, files, state, nodes, options.hang_timeout, screen)
+        limits = Limits(options.start_limit, options.hang_timeout, options.needs_msrun)
+        supervisor = Supervisor(pool, start, files, state, nodes, limits, screen)
         count = f"{options.local_worker_num} worker{'s' if options.local_worker_num > 1 else ''}"
         if options.nodes > 1:
             count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
