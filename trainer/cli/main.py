@@ -446,8 +446,7 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    check_launch(context.obj, build_plan)
-    return launch(context.obj)
+    return launch(context.obj, check_launch(context.obj, build_plan))
 
 
 @app.command("status")
