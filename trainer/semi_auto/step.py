@@ -135,7 +135,8 @@ class GraphStep:
         self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
         self.gives_loss, self.routers, self.model = gives_loss, routers, model
         self.guards = Guards(wrapper, stop_at_bad_loss)
-        self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
+        sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
+        self.sums = {name: sums[name] for name in sums if name in parameters.own}  # others are of other stages
 
     def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
@@ -143,7 +144,7 @@ class GraphStep:
         window = self.differentiate(micro_batches, scale, votes)
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
-            ops.assign(total, ops.zeros_like(total))
+            total.zero_()
         if self.routers is not None and window.routing is not None:
             if result.updated:
                 self.routers.update_bias(window.routing)
