@@ -77,7 +77,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     if "rms_norm" in fused and any(recomputed_parts(config)):
         inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
         separate = kernels_ascend.SeparateRmsNorm
-        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes), inside, outside))
+        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
