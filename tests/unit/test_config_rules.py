@@ -265,7 +265,7 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
             "runner_wrapper: {global_norm_spike_threshold: 3, global_norm_spike_count_threshold: 10}\n",
             ["threshold 3.0, runner_wrapper.global_norm_spike_count_threshold 10: not", "use_skip_data_by_global_"],
         ),
-        ("parallel: {parallel_optimizer_threshold: 8}\n", ["threshold 8: not used", "enable_parallel_optimizer is False"]),
+        ("parallel: {parallel_optimizer_threshold: 8}\n", ["threshold 8: not used, parallel.enable_parallel_opt"]),
         ("parallel: {parallel_mode: 1}\nrecompute_config: {recompute: True, parallel_optimizer_comm_recompute: True}\n",
          ["parallel_optimizer_comm_recompute True: not used, parallel.enable_parallel_optimizer is False"]),
         ("parallel: {parallel_mode: 1}\nrecompute_config: {recompute_slice_activation: True}\n",

@@ -99,7 +99,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
             inner,
             [loss.by_name[name] for name in trained_shapes(config)],
             accumulates_in_graph=aside,
-            returns_accumulated=aside and not config.parallel.enable_parallel_optimizer,
+            uses_sums=aside and not config.parallel.enable_parallel_optimizer,
         )
     network = AutoParallel(step, parallel_mode="semi_auto")
     network.no_init_parameters_in_compile()
