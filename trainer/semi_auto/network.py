@@ -23,7 +23,7 @@ from mindspore.ops import operations as P
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, sharing_level
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
@@ -41,7 +41,7 @@ from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
-from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, sharing_level, speed_up_file
+from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, speed_up_file
 from trainer.semi_auto.step import GradientCell
 
 if TYPE_CHECKING:
