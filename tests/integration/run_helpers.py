@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from fork_server import FORKED, ensure_server
 
 from trainer.checkpoint.store import newest_complete, read_checkpoint
 from trainer.config import Config, Override, load_config
@@ -164,13 +165,18 @@ def files_below(folder: Path) -> set[str]:
 # Processes
 
 
-def start(*arguments: object, cwd: Path, sigint: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
+def start(
+    *arguments: object, cwd: Path, sigint: signal.Handlers = signal.SIG_DFL, has_imported: bool = True
+) -> subprocess.Popen:
     """Starts the program as a user does: with Ctrl-C working, even where the tests run in a shell's background.
 
-    With `sigint` SIG_IGN it starts as a background job of a script does.
+    With `sigint` SIG_IGN it starts as a background job of a script does. `has_imported`: in a process that has imported
+    MindSpore already (fork_server.py); False: in one that imports it as a user's does.
     """
+    if has_imported:
+        ensure_server()
     return subprocess.Popen(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        [sys.executable, *([str(FORKED)] if has_imported else []), str(PROGRAM), *map(str, arguments)],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -189,8 +195,8 @@ def finish(process: subprocess.Popen, timeout_seconds: float = 60) -> tuple[int,
     return process.returncode, output, errors
 
 
-def call(*arguments: object, cwd: Path) -> tuple[int, str, str]:
-    return finish(start(*arguments, cwd=cwd))
+def call(*arguments: object, cwd: Path, has_imported: bool = True) -> tuple[int, str, str]:
+    return finish(start(*arguments, cwd=cwd, has_imported=has_imported))
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen, timeout_seconds: float = 60) -> None:

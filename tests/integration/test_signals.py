@@ -116,7 +116,7 @@ def test_run_mode_eval_says_that_it_was_stopped(home: Path, uninterrupted: Path,
     changes = {**EAGER, "run_mode": "eval", "load_checkpoint": str(uninterrupted), "eval_dataset": endless}
     folder = home / f"eval_mode-{seconds}"
     path = write_config(folder, home / "data", changes)
-    process = start("--config", path, cwd=home, sigint=signal.SIG_IGN)
+    process = start("--config", path, cwd=home, sigint=signal.SIG_IGN, has_imported=seconds > 1)
     wait_until((folder / "output").is_dir, process)  # MindSpore loads, and the evaluation begins
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
@@ -152,7 +152,7 @@ def test_a_second_signal_acts_at_once(home: Path) -> None:
 def test_before_the_first_step_nothing_is_waited_for(number: int, code: int, home: Path) -> None:
     path = write_config(home / "early", home / "data", {**LONG, "output_dir": str(home / "early" / f"out{number}")})
     output = home / "early" / f"out{number}"
-    process = start("--config", path, cwd=home)
+    process = start("--config", path, cwd=home, has_imported=False)
     wait_until(lambda: (output / "logs" / "rank-0.log").exists(), process)  # MindSpore is about to load
     process.send_signal(number)
     returned, printed, errors = finish(process, 20)

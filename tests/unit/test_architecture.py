@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # not know each other. The longest prefix decides where a module belongs.
 ROOMS = (
     ("trainer.errors",),
+    ("trainer.input_files",),
     ("trainer.parallel.world",),
     ("trainer.parallel.mesh",),
     ("trainer.config",),

@@ -156,7 +156,7 @@ def test_adapters_are_those_of_the_modules_that_the_expression_finds():
     pet = load(SMALL + lora).decoder.pet_config
     assert (pet.lora_rank, pet.lora_alpha, pet.target_modules) == (4, 8, ".*(q_proj|k_proj|v_proj|gate_proj|up_proj)")
     assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notices(SMALL + lora)
-    assert "target_modules = '(': is no regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
+    assert "target_modules = '(': it is not a regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
     assert "lora_config.target_modules = 'x'" in error_of(SMALL + "lora_config: {target_modules: x}\n")
 
 

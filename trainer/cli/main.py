@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
     except Exception:
+        if signal.getsignal(signal.SIGTERM) is _end_at_once:  # MindSpore makes an exception of its own of a signal's
+            sys.exit(EXIT_SIGTERM)
         heartbeat.failed(EXIT_RUN_FAILED)
         raise
     if code not in (EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM):
@@ -107,8 +109,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
+    """Ends with a clean-up. An exception within that would show tracebacks, so a second signal ends at once."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, _end_at_once)
+    heartbeat.signalled(number)
     print("stopped by SIGTERM", file=sys.stderr)
     raise SystemExit(EXIT_SIGTERM)
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    os._exit(EXIT_SIGTERM)
 
 
 def _receive_signals_in_a_thread() -> None:
@@ -436,8 +446,7 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    check_launch(context.obj, build_plan)
-    return launch(context.obj)
+    return launch(context.obj, check_launch(context.obj, build_plan))
 
 
 @app.command("status")

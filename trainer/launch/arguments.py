@@ -17,6 +17,9 @@ PROGRAM = REPOSITORY / "run_trainer.py"
 SHARED_PORT = 8118
 """The scheduler's port where several nodes must agree on one and none is given: msrun's own default."""
 
+START_SECONDS = 7200.0
+"""Loading a large model, compiling its first step, and waiting for the other nodes take less."""
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -24,6 +27,7 @@ class LaunchOptions:
 
     Attributes:
         master_port: None: a free one is picked, or `SHARED_PORT` with several nodes.
+        start_timeout: None: `START_SECONDS`, or no limit for a script, which may not report its steps.
         force: Whether to start even where the estimate says that memory is too small.
         script: What every worker runs: a Python file; None: this trainer.
         arguments: Those of the script.
@@ -37,6 +41,7 @@ class LaunchOptions:
     log_dir: Path = Path("output/msrun_log")
     join: bool = True
     cluster_time_out: int = 7200
+    start_timeout: float | None = None
     hang_timeout: float = 600.0
     force: bool = False
     script: Path | None = None
@@ -56,6 +61,13 @@ class LaunchOptions:
     def needs_msrun(self) -> bool:
         """One worker of this trainer needs no scheduler and no cluster."""
         return self.worker_num > 1 or self.script is not None
+
+    @property
+    def start_limit(self) -> float:
+        """Seconds from the start to the first finished step that count as a hang; 0: none do."""
+        if self.start_timeout is not None:
+            return self.start_timeout
+        return START_SECONDS if self.script is None else 0.0
 
     @property
     def script_name(self) -> str:
@@ -139,6 +151,11 @@ _OPTIONS: Mapping[str, _Option] = {
     "join": _Option("BOOL", "True: stay until the job ends. False: return at once, and leave it running.", _boolean),
     "cluster_time_out": _Option(
         "SECONDS", "How long the workers wait for each other when they start; default 7200.", _integer
+    ),
+    "start_timeout": _Option(
+        "SECONDS",
+        "End the job when the first step takes so long from the start; default 7200, 0: never; never for a script.",
+        _seconds,
     ),
     "hang_timeout": _Option(
         "SECONDS", "End the job when no step was finished for so long; default 600, 0: never.", _seconds

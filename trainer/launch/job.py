@@ -197,14 +197,14 @@ def how(exit_code: int) -> str:
     return f"exit code {exit_code}"
 
 
-def decide_outcome(ends: Sequence[End], stopped_by: int | None, hung_seconds: float | None) -> Outcome:
-    """The outcome of a job from the ends of its processes and the signal that the launcher received.
+def decide_outcome(ends: Sequence[End], stopped_by: int | None, hang: str = "") -> Outcome:
+    """The outcome of a job from the ends of its processes and the signal that stopped it.
 
     Args:
-        hung_seconds: For how long no step was finished, where the job was ended for that.
+        hang: What took too long, where the job was ended for that.
     """
-    if hung_seconds is not None:
-        return Outcome(EXIT_HANG, f"no step was finished for {hung_seconds:.0f} s")
+    if hang:
+        return Outcome(EXIT_HANG, hang)
     # A worker that ended by the signal that stopped the job did not fail.
     fine = {EXIT_OK} | ({128 + stopped_by} if stopped_by else set())
     failed = sorted((end for end in ends if end.exit_code not in fine), key=lambda end: end.at_seconds)

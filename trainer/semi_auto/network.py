@@ -243,7 +243,8 @@ class LossCell(nn.Cell):
         self.reshape, self.cast = P.Reshape(), P.Cast()
         self.differs, self.weigh, self.at_least = P.NotEqual(), P.Mul(), P.Maximum()
         self.slice, self.concat, self.equal, self.select = P.StridedSlice(), P.Concat(1), P.Equal(), P.Select()
-        self.clear, self.fill = P.Mul(), P.Add()
+        self.clear, self.fill, self.share = P.Mul(), P.Add(), P.ReduceMean(keep_dims=True)
+        self.has_experts = experts is not None
 
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
         return self.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, self.depth)
@@ -259,7 +260,11 @@ class LossCell(nn.Cell):
             ids_N = self.reshape(self.shifted(input_ids_BT, offset, 0), (-1,))
             mtp += ((ids_N, *self.targets(ahead_BT, share_B1)),)
         ids_N, targets = self.reshape(input_ids_BT, (-1,)), self.targets(labels_BT, share_B1)
-        return self.decoder(ids_N, targets, tables + tables, mask, mtp)
+        counted = None
+        if self.has_experts:
+            valid_BT = self.cast(self.differs(labels_BT, IGNORE_INDEX), mstype.float32)
+            counted = self.reshape(valid_BT, (-1, 1)), self.share(share_B1, 0)
+        return self.decoder(ids_N, targets, tables + tables, mask, mtp, counted)
 
     def targets(self, labels_BT, share_B1):
         """Labels, and what the loss of each counts: 0 where there is none."""
@@ -287,7 +292,8 @@ class LossCell(nn.Cell):
             part.shard((row, ()))
         for part in (self.weigh, self.equal, self.concat):
             part.shard((row, row))
-        self.slice.shard((row,))
+        for part in (self.slice, self.share):
+            part.shard((row,))
         self.select.shard((row, row, row))
 
 

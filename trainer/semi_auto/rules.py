@@ -201,12 +201,6 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         rule = f"the model has {settings.num_layers} layers"
         each = f", for {parts} parts of each stage" if parts > 1 else ""
         yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
-    moe = settings.experts
-    if moe is not None and (settings.balance_factor or moe.z_loss_factor):
-        # MindSpore 2.10 assigns operators to stages without end where each stage adds a number to the loss.
-        rule = f"{_NOT_YET} with a pipeline, in which each stage would add to the loss"
-        fix = "set it and z_loss_factor to 0, and balance_via_topk_bias to True; or set pipeline_stage to 1"
-        yield problem(config, f"{model}.moe_config.aux_loss_factor", rule, fix)
     # MindSpore 2.10 does not compile a stage in which nothing is trained.
     rule = f"{_NOT_YET} with a pipeline"
     if config.freeze != FreezeConfig():
@@ -228,9 +222,6 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if settings.pet_config is not None and settings.pet_config.lora_dropout:
         rule = f"{_NOT_YET}, whose graph draws no masks"
         yield problem(config, f"{model}.pet_config.lora_dropout", rule, "set it to 0")
-    if settings.multi_latent_attention:
-        fix = f"use a model with n_kv_heads, {_INSTEAD}"
-        yield problem(config, f"{model}.multi_latent_attention", _NOT_YET, fix)
     for name, used in (("layers_group", settings.layers_group > 1), ("embedding_size", settings.maps_embedding)):
         if used:
             yield problem(config, f"{model}.{name}", _NOT_YET, f"set it to 1, {_INSTEAD}")
