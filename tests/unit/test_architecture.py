@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
     ("trainer.errors",),
     ("trainer.input_files",),
+    ("trainer.storage",),
     ("trainer.parallel.world",),
     ("trainer.parallel.mesh",),
     ("trainer.config",),
