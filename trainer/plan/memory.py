@@ -33,11 +33,17 @@ _FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that
 _OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  # arrays of a weight's size
 
 
-def memory_estimate(config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS) -> dict[str, int]:
-    """Estimated peak of resident memory of a rank in bytes, by part and in total; on an Ascend of device memory."""
+def memory_estimate(
+    config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS, stage: int | None = None
+) -> dict[str, int]:
+    """Estimated peak of resident memory of a rank in bytes, by part and in total; on an Ascend of device memory.
+
+    Args:
+        stage: Of a pipeline; None: the one that needs most.
+    """
     settings, network = config.decoder, config.network
     if device == "Ascend" and config.classifier is None:
-        return device_memory(config, world, trains, _OPTIMIZER_STATES)
+        return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
     weights = _bytes(all_shapes(network))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if config.run_mode in ("predict", "chat"):
