@@ -15,11 +15,14 @@ CUTS = {
     "pipeline 2": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2},
 }
 SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+FROZEN = {"freeze": {"embeddings": True, "layers": 0}}  # all of the first stage
 # Ranks of a stage compile the same graph; only a pipeline has others.
 WHERE = [(name, shared, 0) for name in CUTS for shared in (False, True)] + [("pipeline 2", True, 7)]
 CASES = {
     f"{name}{', hsdp' if shared else ''}, rank {rank}": on_ascend(
-        SEMI, {"parallel_config": CUTS[name], "parallel": SHARED if shared else {}},
+        SEMI,
+        {"parallel_config": CUTS[name], "parallel": SHARED if shared else {}}
+        | (FROZEN if shared and "pipeline" in name else {}),
         model={"compute_dtype": None, "use_flash_attention": None},  # the defaults of an Ascend
         ranks=8, rank=rank, process=f"{name if 'pipeline' in name else ''}{shared}",
     )
