@@ -21,6 +21,7 @@ STAGES = {
         "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "use_seq_parallel": True,
     },
     "recompute_config": {"recompute": True},
+    "freeze": {"embeddings": True, "layers": 0},  # all of the first stage
 }  # fmt: skip
 TIED = {"tie_word_embeddings": True, "mtp_depth": 1}
 INTERLEAVED = {
