@@ -124,7 +124,7 @@ def test_nodes_that_do_not_fit_are_told(tmp_path: Path) -> None:
     port = pick_free()
     first = start_node(tmp_path, 0, port, 1000)
     second = start_node(tmp_path, 1, port, 1000, workers=6)
-    assert second.end() == 1
+    assert second.end() == EXIT_BAD_INPUT
     assert "node 0 does not take this node in: worker_num is 6 there and 4 on node 0" in second.errors
     first.process.terminate()
     assert first.end() == 143
