@@ -19,8 +19,9 @@ import numpy as np
 import yaml
 from fork_server import FORKED, ensure_server
 
-from trainer.checkpoint.store import newest_complete, read_checkpoint
+from trainer.checkpoint.store import MARKER, marker_content, newest_complete, read_checkpoint
 from trainer.config import Config, Override, load_config
+from trainer.storage.checksums import checksum_of_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"
@@ -156,6 +157,22 @@ def assert_same_bits(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndar
     assert left.keys() == right.keys()
     different = [name for name in left if left[name].tobytes() != right[name].tobytes()]
     assert not different, f"other bits in {different}"
+
+
+def mark_again(checkpoint: Path, with_checksums: bool = True) -> None:
+    """Writes the marker of a checkpoint whose files were changed: everything in it is right.
+
+    Without checksums it is that of an earlier version.
+    """
+    marker = json.loads((checkpoint / MARKER).read_text())
+    kept = {name: marker[name] for name in ("step", "save_number")}
+    lengths = {name: (checkpoint / name).stat().st_size for name in marker["file_bytes"]}
+    if with_checksums:
+        checksums = {name: checksum_of_file(checkpoint / name) for name in lengths}
+        content = marker_content(kept | {"file_bytes": lengths, "checksums": checksums})
+    else:
+        content = json.dumps(kept | {"file_bytes": lengths}).encode()
+    (checkpoint / MARKER).write_bytes(content)
 
 
 def files_below(folder: Path) -> set[str]:

@@ -56,8 +56,9 @@ def assert_stopped_and_goes_on(output: Path, printed: str, name: str, uninterrup
 
 
 def test_finishes_the_step_saves_and_can_go_on(home: Path, uninterrupted: Path) -> None:
-    """SIGTERM; SIGINT is test_control_c_at_a_terminal."""
-    path = write_config(home / "SIGTERM", home / "data", LONG)
+    """SIGTERM; SIGINT is test_control_c_at_a_terminal. Checkpoints are written beside the training."""
+    saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 2, "keep_checkpoint_max": 2, "async_save": True}]
+    path = write_config(home / "SIGTERM", home / "data", {**LONG, "callbacks": saves})
     output = home / "SIGTERM" / "output"
     process = start("--config", path, cwd=home)
     wait_until(lambda: steps_done(output) >= 3, process)
@@ -78,7 +79,7 @@ def test_the_interrupted_checkpoint_is_that_of_its_step(home: Path, uninterrupte
 
 
 def test_killed_at_any_moment_the_newest_complete_checkpoint_serves(home: Path, uninterrupted: Path) -> None:
-    saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 1, "keep_checkpoint_max": 2}]
+    saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 1, "keep_checkpoint_max": 2, "async_save": True}]
     path = write_config(home / "killed", home / "data", {**LONG, "callbacks": saves})
     output = home / "killed" / "output"
     process = start("--config", path, cwd=home)
@@ -87,7 +88,7 @@ def test_killed_at_any_moment_the_newest_complete_checkpoint_serves(home: Path, 
     assert finish(process)[0] == -signal.SIGKILL
     saved, written = newest_complete(output / "checkpoints"), steps_done(output)
     step = int(saved.name.removeprefix("step-"))
-    assert written - 1 <= step <= written
+    assert written - 2 <= step <= written  # one save may be in flight
     train(path, resume_training=True, runner_config__stop_step=step + 2)
     assert figures(output) == figures(uninterrupted)[: step + 2]
     kept = sorted(path.name for path in (output / "checkpoints").iterdir())

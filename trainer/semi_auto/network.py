@@ -23,7 +23,7 @@ from mindspore.ops import operations as P
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, sharing_level
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
@@ -41,7 +41,7 @@ from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
-from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, sharing_level, speed_up_file
+from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, speed_up_file
 from trainer.semi_auto.step import GradientCell
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     if "rms_norm" in fused and any(recomputed_parts(config)):
         inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
         separate = kernels_ascend.SeparateRmsNorm
-        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes), inside, outside))
+        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
@@ -99,7 +99,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
             inner,
             [loss.by_name[name] for name in trained_shapes(config)],
             accumulates_in_graph=aside,
-            returns_accumulated=aside and not config.parallel.enable_parallel_optimizer,
+            uses_sums=aside and not config.parallel.enable_parallel_optimizer,
         )
     network = AutoParallel(step, parallel_mode="semi_auto")
     network.no_init_parameters_in_compile()
