@@ -195,7 +195,7 @@ def test_every_job_of_a_cluster_names_its_files(commands: list[list[str]]) -> No
 
 def test_the_table_of_launch_holds_every_option() -> None:
     part = LAUNCH[LAUNCH.index("## Options of launch") : LAUNCH.index("## In the background")]
-    assert re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE) == [*HELP, "force"]
+    assert re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE) == [*HELP, "elastic", "force"]
 
 
 def test_every_other_command_starts_a_file_that_is_there(commands: list[list[str]]) -> None:
