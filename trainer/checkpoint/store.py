@@ -130,9 +130,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def newest_complete(folder: Path) -> Path | None:
+def newest_complete(folder: Path, without: Container[Path] = ()) -> Path | None:
     """The complete checkpoint of ``folder`` that was saved last, or None."""
-    checkpoints = complete_checkpoints(folder)
+    checkpoints = [path for path in complete_checkpoints(folder) if path not in without]
     return checkpoints[-1] if checkpoints else None
 
 
@@ -249,19 +249,20 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Contai
     return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
 
 
-def check_files(path: Path) -> Marker:
-    """Checks every file of a checkpoint, those of other programs too, without reading arrays.
+def check_checkpoint(path: Path) -> Checkpoint:
+    """Checks every file of a checkpoint, those of other programs too; its arrays are read when they are accessed.
 
     Raises:
         UserError: It is incomplete or damaged.
     """
     marker = _whole_marker(path)
+    parts = _files_of_parts(path, marker)
+    found = read_checkpoint(path, parts, lazy=parts)
+    read = {STATE, *(name for names in parts.values() for name in names)}
     for name in marker.file_bytes:
-        _check_file(path, name, marker)
-    for names in _files_of_parts(path, marker).values():
-        for name in names:
+        if name not in read:
             _check_file(path, name, marker)
-    return marker
+    return found
 
 
 def check_file(path: Path, name: str) -> None:
@@ -354,9 +355,14 @@ class _Arrays(Mapping[str, np.ndarray]):
 
 def step_folders(folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+        return [path for path in folder.iterdir() if is_step_folder(path) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def is_step_folder(path: Path) -> bool:
+    """Whether it has the name of a checkpoint."""
+    return _STEP_FOLDER.fullmatch(path.name) is not None
 
 
 def read_marker(path: Path) -> Marker | None:

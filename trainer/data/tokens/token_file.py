@@ -50,7 +50,7 @@ FORMAT_VERSION = 2
 _MASK_CHUNK = 4 << 20
 _ABANDONED_SECONDS = 3600.0
 _TEMPORARY = ".building-"
-_PAGED, _PAGES = ("tokens.bin", "mask.bin"), "pages.bin"
+_PAGED, _PAGES, _META = ("tokens.bin", "mask.bin"), "pages.bin", "meta.json"
 
 Progress = Callable[[int, int], None]  # bytes of the source done, of how many
 
@@ -124,45 +124,77 @@ class TokenFile:
                 raise RunError(rule, where=str(self.path), fix="remove this folder: the next run builds it again")
 
 
+class DamagedTokenFile(ValueError):
+    """A token file is missing, or not what was written; the message says which of its files."""
+
+
 def open_token_file(path: Path) -> TokenFile | None:
     """Opens a token file; None when it is missing or damaged (truncated, changed, unreadable, of another format)."""
-    meta = read_meta(path)
-    if meta is None:
-        return None
-    dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64)}
     try:
-        arrays = {
-            name: np.asarray(np.memmap(path / name, dtypes.get(name, np.dtype(np.uint8)), mode="r"))
-            for name in meta.file_bytes
-        }
-    except (OSError, ValueError):
+        return checked_token_file(path)
+    except DamagedTokenFile:
         return None
+
+
+def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
+    """Opens a token file and checks it; with `every_page` also the tokens, which otherwise are checked when read.
+
+    Raises:
+        DamagedTokenFile: It is missing or damaged.
+    """
+    meta = _read_meta(path)
+    dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64)}
+    arrays = {}
+    for name in meta.file_bytes:
+        try:
+            arrays[name] = np.asarray(np.memmap(path / name, dtypes.get(name, np.dtype(np.uint8)), mode="r"))
+        except (OSError, ValueError) as error:
+            raise DamagedTokenFile(f"{name} cannot be read ({error})") from None
+    for name in ("offsets.bin", _PAGES) if meta.checksums is not None else ():
+        if checksum_of_bytes(arrays[name].tobytes()) != meta.checksums.get(name):
+            raise DamagedTokenFile(f"{name} is not what was written: its checksum is another")
     offsets = arrays["offsets.bin"]
     if offsets[0] != 0 or offsets[-1] != meta.num_tokens or (np.diff(offsets) <= 0).any():
-        return None
+        raise DamagedTokenFile("offsets.bin does not hold the offsets of documents")
     checks = {}
     if meta.checksums is not None:
-        found = {name: checksum_of_bytes(arrays[name].tobytes()) for name in ("offsets.bin", _PAGES)}
-        if any(meta.checksums.get(name) != checksum for name, checksum in found.items()):
-            return None
         digests = arrays[_PAGES].reshape(-1, DIGEST_BYTES)
         paged = [name for name in _PAGED if name in arrays]
         ends = np.cumsum([PageChecks.count(arrays[name].nbytes) for name in paged])
         parts = zip(paged, np.split(digests, ends[:-1]), strict=True)
         checks = {name: PageChecks(arrays[name].view(np.uint8), part) for name, part in parts}
-    return TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
+    found = TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
+    if every_page:
+        try:
+            found.check(np.array([0]), np.array([meta.num_tokens]))
+        except RunError as error:
+            raise DamagedTokenFile(error.rule.partition(": ")[2]) from None
+    return found
 
 
-def read_meta(path: Path) -> TokenFileMeta | None:
-    """Reads ``meta.json`` and checks it against the sizes on disk; None if anything disagrees."""
+def is_token_file(path: Path) -> bool:
+    """Whether a folder is a token file, whole or not."""
+    return (path / _META).is_file() and (path / "offsets.bin").exists()
+
+
+def _read_meta(path: Path) -> TokenFileMeta:
+    """Reads ``meta.json`` and checks it against the sizes on disk; raises DamagedTokenFile if anything disagrees."""
     try:
-        meta = parse_json(read_bytes(path / "meta.json"), TokenFileMeta, "meta.json")
-        found_bytes = {name: (path / name).stat().st_size for name in meta.expected_bytes()}
-    except (OSError, JsonError):
-        return None
-    if meta.checksums is not None and meta.checksums.get("meta.json") != meta.own_checksum():
-        return None
-    return meta if found_bytes == meta.expected_bytes() == meta.file_bytes else None
+        meta = parse_json(read_bytes(path / _META), TokenFileMeta, _META)
+        sizes = {name: (path / name).stat().st_size for name in meta.expected_bytes()}
+    except JsonError as error:
+        raise DamagedTokenFile(str(error)) from None
+    except OSError as error:
+        name = Path(error.filename or _META).name
+        raise DamagedTokenFile(f"{name} cannot be read ({error.strerror})") from None
+    if meta.checksums is not None and meta.checksums.get(_META) != meta.own_checksum():
+        raise DamagedTokenFile(f"{_META} has changed since it was written: its own checksum is another")
+    for name, size in meta.expected_bytes().items():
+        if sizes[name] != size or meta.file_bytes.get(name) != size:
+            raise DamagedTokenFile(f"{name} has {sizes[name]:,} bytes, not {size:,}")
+    if meta.file_bytes.keys() != sizes.keys():
+        raise DamagedTokenFile(f"{_META}: file_bytes names other files than it should")
+    return meta
 
 
 def build_token_file(
@@ -329,8 +361,8 @@ class _Writer:
             file_bytes=file_bytes,
         )
         checksums = {name: checksum_of_file(self._folder / name) for name in ("offsets.bin", _PAGES)}
-        meta = meta.model_copy(update={"checksums": checksums | {"meta.json": meta.own_checksum()}})
-        with open(self._folder / "meta.json", "w", encoding="utf-8") as stream:
+        meta = meta.model_copy(update={"checksums": checksums | {_META: meta.own_checksum()}})
+        with open(self._folder / _META, "w", encoding="utf-8") as stream:
             stream.write(meta.model_dump_json(indent=1))
             stream.flush()
             os.fsync(stream.fileno())
