@@ -103,6 +103,8 @@ def _stage(
     adds_up = max(config.runner_config.gradient_accumulation_steps, micro_batches) > 1
     shares_sums = shares_weights and (not adds_up or sharing_level(config) != "level1")
     parts["gradients"] = sum(size(name, shares_sums) for name in of_trained)
+    if half and not is_graph and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
+        parts["gradients"] -= sum(matrices.get(name, 0) for name in of_trained if name != EMBEDDING) // 2
     parts["optimizer state"] = sum(
         states[group.rule] * size(name, shares_state) for group in groups for name in group.parameters
     )
