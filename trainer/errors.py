@@ -24,6 +24,26 @@ def working_directory() -> str:
         return "the working directory, which is gone"
 
 
+_LONGEST_VALUE, _LONGEST_PART = 200, 2000  # characters
+
+
+def shown(value: object) -> str:
+    """The ``repr`` of a value for a message; of a long one the beginning and the end."""
+    return _shortened(repr(value), _LONGEST_VALUE)
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
+
+
+def _printable(text: str) -> str:
+    """The text for a terminal, which obeys control characters: these are escaped, but for line ends and tabs."""
+    text = _shortened(text, _LONGEST_PART)
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+
+
 class TrainerError(Exception):
     """Base of the errors that the user sees as one message.
 
@@ -31,7 +51,7 @@ class TrainerError(Exception):
         rule: What is wrong, or the rule that the value breaks, as a sentence without its full stop.
         where: Origin of the value, for example ``configs/a.yaml:12`` or ``flag --seed``.
         key: The dotted key, for example ``runner_config.batch_size``.
-        value: The wrong value; shown with ``repr``. Left out when there is none.
+        value: The wrong value; shown with ``repr``, a long one shortened. Left out when there is none.
         fix: What to do, as a sentence without its full stop.
     """
 
@@ -41,9 +61,11 @@ class TrainerError(Exception):
     def __init__(self, rule: str, *, where: str = "", key: str = "", value: object = _ABSENT, fix: str = "") -> None:
         self.rule, self.where, self.key, self.fix, self._given = rule, where, key, fix, value
         self.value = None if value is self._ABSENT else value
-        subject = key if value is self._ABSENT else f"{key or 'value'} = {value!r}"
-        message = ": ".join(part for part in (where, subject, rule) if part) + "."
-        super().__init__(message + (f"\n  Fix: {fix}." if fix else ""))
+        subject = _printable(key)
+        if value is not self._ABSENT:
+            subject = f"{subject or 'value'} = {shown(value)}"
+        message = ": ".join(part for part in (_printable(where), subject, _printable(rule)) if part) + "."
+        super().__init__(message + (f"\n  Fix: {_printable(fix)}." if fix else ""))
 
     def at(self, where: str, key: str = "") -> TrainerError:
         """The same error with the location, and if given the key, that only the caller knows."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
+from trainer.launch.control.nodes import LOST_SECONDS
 from trainer.launch.msrun import pick_free
-from trainer.launch.nodes import LOST_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_group(__name__)]
 
@@ -64,6 +66,14 @@ def test_a_failure_on_one_ends_both(tmp_path: Path) -> None:
     assert "The workers of this node ended because of that" in first.errors
     assert "Ended because of that: rank 2" in second.errors
     assert all("saved after SIGTERM" in log(tmp_path, rank) for rank in (0, 1, 2))
+
+
+def test_both_start_again_together(tmp_path: Path) -> None:
+    first, second = start_both(tmp_path, 6, "3@3:first=7", "--max_restarts=1")
+    assert [first.end(), second.end()] == [0, 0]
+    assert all("restart 1 of 1" in each.errors for each in (first, second))
+    assert first.errors.count("the launchers of all 2 nodes are connected") == 2
+    assert all(log(tmp_path, rank).endswith("did step 6\n") for rank in ALL)
 
 
 def test_a_failure_before_the_others_are_there(tmp_path: Path) -> None:
@@ -122,20 +132,36 @@ def test_nodes_that_do_not_fit_are_told(tmp_path: Path) -> None:
     port = pick_free()
     first = start_node(tmp_path, 0, port, 1000)
     second = start_node(tmp_path, 1, port, 1000, workers=6)
-    assert second.end() == 1
+    assert second.end() == EXIT_BAD_INPUT
     assert "node 0 does not take this node in: worker_num is 6 there and 4 on node 0" in second.errors
     first.process.terminate()
     assert first.end() == 143
 
 
 def test_a_stranger_on_the_control_port_does_no_harm(tmp_path: Path) -> None:
-    port = pick_free()
-    first = start_node(tmp_path, 0, port, 40)
+    """Neither before the other node calls nor in a running job. Nothing of the secret is left."""
+    port, go_on = pick_free(), tmp_path / "go-on"
+    first = start_node(tmp_path, 0, port, 40, f"0@5:after={go_on}")
     first.wait_until(lambda: "launching" in first.errors)
-    with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
+    (secret,) = (tmp_path / "logs").glob(".*.secret")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    strange = (b"GET / HTTP/1.1\r\n\r\n[1]\n", b"[" * 200_000 + b"\n", b'{"node": 1, "worker_num": 4}\n{"stop": 9}\n')
+    ask(port + 1, strange)
     second = start_node(tmp_path, 1, port, 40)
+    wait_for_step(first, tmp_path, 2)
+    ask(port + 1, strange)
+    go_on.touch()
     assert [first.end(), second.end()] == [0, 0]
+    assert first.errors.count("127.0.0.1 called the control port without the secret of this job") == 1
+    assert not secret.exists()
+
+
+def ask(port: int, lines: tuple[bytes, ...]) -> None:
+    for line in lines:
+        with socket.create_connection(("127.0.0.1", port)) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(line)
+            while stranger.recv(1 << 10):
+                pass
 
 
 def test_a_control_port_in_use_is_bad_input(tmp_path: Path) -> None:

@@ -73,6 +73,22 @@ def test_the_first_failure_ends_the_job_and_is_told(tmp_path: Path) -> None:
     assert "(failed first)" in line_of(1, said) and "(ended because of that)" in line_of(0, said)
 
 
+def test_a_job_that_fails_starts_again(tmp_path: Path) -> None:
+    job = launch(tmp_path, 6, "1@3:first=7", options=("--max_restarts", 2))
+    assert job.end() == 0
+    assert "rank 1 failed first: exit code 7" in job.errors
+    assert "restart 1 of 2, from where the job began\n" in job.errors and "restart 2" not in job.errors
+    assert job.printed.count("rank 0 did step 6\n") == 1 and job.printed.count("rank 0 did step 1\n") == 2
+    assert "saved after SIGTERM" in (job.logs / "rank-0.1.log").read_text()
+    code, said, _ = call(tmp_path, "status", "logs")
+    assert code == 0 and "finished" in said and "started again: 1 times" in said
+
+
+def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
+    job = launch(tmp_path, 6, "1@3:exit=2", options=("--max_restarts", 2))
+    assert job.end() == EXIT_BAD_INPUT and "restart" not in job.errors
+
+
 def line_of(rank: int, said: str) -> str:
     return next(line for line in said.splitlines() if line.startswith(f"  rank {rank}:"))
 
@@ -119,6 +135,15 @@ def test_a_signal_reaches_every_worker(tmp_path: Path, number: signal.Signals) -
     assert f"stopped by {number.name}" in job.errors and "error" not in job.errors
 
 
+def test_a_signal_to_one_worker_names_it_and_stops_all(tmp_path: Path) -> None:
+    job = launch(tmp_path, 1000)
+    job.wait_for_step(2)
+    os.kill(job.facts(1)["pid"], signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
+    assert "SIGTERM, which rank 1 received: the workers finish their step and save" in job.errors
+    assert all(job.log(rank).endswith("saved after SIGTERM\n") for rank in range(2))
+
+
 def test_who_ignores_a_signal_is_killed_at_the_third(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, "0@1:deaf", "1@1:deaf")
     job.wait_for_step(2)
@@ -126,6 +151,7 @@ def test_who_ignores_a_signal_is_killed_at_the_third(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
     assert job.end(8) == 128 + signal.SIGINT
+    assert "Traceback" not in job.errors
 
 
 def test_a_signal_before_any_worker_runs(tmp_path: Path) -> None:
@@ -150,20 +176,34 @@ def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
     assert call(tmp_path, "stop", "logs")[0] == 0
 
 
-def test_workers_outlive_msrun(tmp_path: Path) -> None:
-    job = launch(tmp_path, 30)
-    job.wait_for_step(2)
-    next(process for process in job.family() if "stand_in_msrun.py" in " ".join(process.cmdline())).kill()
-    assert job.end() == 0
-    assert "did step 30" in job.log(0) and "did step 30" in job.log(1)
-
-
 def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
+    """And only that: msrun, which kills all agents when one dies, is gone once all of them run."""
     job = launch(tmp_path, 1000, "1@1:child")
     job.wait_for_step(2)
+    assert not any("stand_in_msrun.py" in " ".join(process.cmdline()) for process in job.family())
     psutil.Process(job.facts(1)["pid"]).parent().kill()
     assert job.end() == 128 + signal.SIGKILL
-    assert "rank 1 failed first" in job.errors
+    assert "rank 1 failed first" in job.errors and "saved after SIGTERM" in job.log(0)
+
+
+def test_stopped_workers_and_agents_end_with_the_job(tmp_path: Path) -> None:
+    """Neither acts on a word of the launcher, and a stopped agent does not report an end."""
+    job = launch(tmp_path, 1000, "2@20:exit=7", options=("--nproc", 3), **SHORT)
+    job.wait_for_step(2, range(3))
+    psutil.Process(job.facts(0)["pid"]).parent().suspend()
+    psutil.Process(job.facts(1)["pid"]).suspend()
+    began = time.monotonic()
+    assert job.end() == 7
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert "rank 2 failed first" in job.errors
+    assert "Ended because of that: rank 0 (ended by SIGKILL), rank 1 (ended by SIGKILL)" in job.errors
+
+
+def test_a_stopped_agent_is_woken_to_report_the_end(tmp_path: Path) -> None:
+    job = launch(tmp_path, 20)
+    job.wait_for_step(2)
+    psutil.Process(job.facts(1)["pid"]).parent().suspend()
+    assert job.end() == 0
 
 
 def test_a_child_of_a_worker_ends_with_it(tmp_path: Path) -> None:
@@ -177,20 +217,21 @@ def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
     began = time.monotonic()
     assert job.end() == EXIT_HANG
     assert time.monotonic() - began < LIMIT_SECONDS + 2
-    assert "no step was finished for 2 s" in job.errors
+    assert "no step was finished for 2 s." in job.errors
     for rank in range(2):
         assert "in wait_for_ever" in job.log(rank) and "most recent call first" in job.log(rank)
 
 
 def test_a_slow_first_step_is_no_hang(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, "0@1:hang", "1@1:hang", options=("--hang_timeout", 0.5))
+    """The start has a limit of its own."""
+    limits = ("--hang_timeout", 0.5, "--start_timeout", 4)
+    job = launch(tmp_path, 1000, "0@1:hang", "1@1:hang", options=limits, **SHORT)
     job.wait_until(lambda: "facts" in job.log(0) and "facts" in job.log(1))
-    time.sleep(2)
-    assert job.process.poll() is None
-    for _ in range(3):
-        job.process.terminate()
-        time.sleep(0.3)
-    assert job.end() == 128 + signal.SIGTERM
+    psutil.Process(job.facts(1)["pid"]).suspend()
+    assert job.end() == EXIT_HANG
+    assert "no step was finished for 4 s, the first one since the start." in job.errors
+    assert "Stopped by a signal (SIGSTOP or the like): rank 1, process" in job.errors
+    assert "in wait_for_ever" in job.log(0)
 
 
 def test_logs_of_earlier_jobs_stay(tmp_path: Path) -> None:

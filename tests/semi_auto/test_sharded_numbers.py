@@ -33,7 +33,13 @@ MODEL = {
 }  # fmt: skip
 DEGREES = {"data_parallel": 2, "model_parallel": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "one batch": {"recompute_config": {"recompute": True}, "parallel": {"parallel_mode": 1, "full_batch": False}},
+    "one batch": {
+        "recompute_config": {"recompute": True}, "parallel": {"parallel_mode": 1, "full_batch": False},
+        "model": {"model_config": MODEL | {
+            "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 8,
+            "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        }},
+    },
     # All rows on every rank: of its own ones MindSpore makes micro-batches by an AllGather, which a CPU's groups lack.
     "micro-batches": {
         "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2},

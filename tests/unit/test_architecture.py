@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # not know each other. The longest prefix decides where a module belongs.
 ROOMS = (
     ("trainer.errors",),
+    ("trainer.input_files",),
+    ("trainer.storage",),
     ("trainer.parallel.world",),
     ("trainer.parallel.mesh",),
     ("trainer.config",),
@@ -34,9 +36,11 @@ ROOMS = (
         "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process"),
+    ("trainer.plan.graph_memory",),
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan",),
+    ("trainer.launch.restart",),
     ("trainer.launch.checks",),
     ("trainer.device.threads",),
     ("trainer.parallel",),

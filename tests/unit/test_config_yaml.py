@@ -99,12 +99,6 @@ def test_a_mistake_in_the_yaml_names_its_line_and_a_fix(text, line, rule):
     assert "\n  Fix: " in message
 
 
-def test_aliases_of_aliases_cannot_grow_without_bound():
-    lines = ["processor:", "  a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
-    assert "more than 100000 values" in error_of("\n".join(lines))
-
-
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path):
     assert "does not exist" in failure(lambda: load_config(str(tmp_path / "none.yaml")))
     assert "is a directory" in failure(lambda: load_config(str(tmp_path)))

@@ -15,11 +15,9 @@ from trainer.models.rotary import rotary_angles
 from trainer.models.shapes import adapter_shapes, attention_shapes, parameter_shapes
 from trainer.ops.precision import PartDtype, Precision
 from trainer.ops.select import select_kernels
-from trainer.parallel.world import world_of
 from trainer.plan.memory import memory_estimate
 from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
-from trainer.semi_auto.rules import semi_auto_problems
 
 SIZES = {
     "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 300, "seq_length": 16,
@@ -200,11 +198,6 @@ def test_which_kernels_ascend_gets() -> None:
     assert "no wider than the queries, here 24 and 16" in chosen(v_head_dim=24)["attention"]
     assert "a multiple of 16 up to 512, here 18" in chosen(qk_nope_head_dim=10)["attention"]
     assert "neighbouring numbers" in chosen(rope_interleave=True)["rotary_embedding"]
-
-
-def test_semi_automatic_mode_does_not_have_it() -> None:
-    config = parse_config("a.yaml", dense())
-    assert ["multi_latent_attention" in str(one.error) for one in semi_auto_problems(config, world_of(1))] == [True]
 
 
 def test_the_plan_counts_the_cache_of_the_latent_vectors() -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,10 +31,10 @@ from trainer.launch.job import (
     shell_code,
     write_state,
 )
-from trainer.launch.msrun import listen_error, pick_free
+from trainer.launch.msrun import Scratch, listen_error, pick_free
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
 from trainer.launch.terminal import Follower, PlainText, growth_of, last_lines
-from trainer.launch.wire import Channel
+from trainer.launch.wire import Channel, Lines
 
 CHATTER = (
     b"[WARNING] DISTRIBUTED(28967,7f2bd89ebb80,python):2026-11-21-16:00:49.022.095 "
@@ -62,6 +63,26 @@ def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.launch.msrun.listen_error", lambda host, port: errno.EADDRINUSE)
     with pytest.raises(RunError, match="no free port"):
         pick_free()
+
+
+# ---- the private folder ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import os; from trainer.launch.msrun import Scratch; scratch = Scratch(); scratch.write_shim(); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}).returncode == 9
+    (left,) = tmp_path.iterdir()
+    (tmp_path / "run_trainer-link").symlink_to("/nowhere")
+    living, young = Scratch(), tmp_path / "run_trainer-young"
+    young.mkdir()
+    assert {left, living.path, young} <= set(tmp_path.iterdir()), "another launcher may just be making it"
+    for path in (left, living.path):
+        os.utime(path, (0, 0))
+    Scratch().close()
+    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, young.name, "run_trainer-link"}
+    living.close()
+    assert not living.path.exists()
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -118,11 +139,11 @@ def test_messages_arrive_whole_whatever_the_pieces() -> None:
 
 def test_a_line_without_end_closes_the_channel() -> None:
     left, right = socket.socketpair()
-    channel = Channel(right)
-    for _ in range(2000):
-        if not channel.closed:
-            left.send(b"x" * 1024)
-            channel.receive()
+    channel = Lines(right, max_line_bytes=1 << 16)
+    for _ in range(65):
+        assert not channel.closed
+        left.send(b"x" * 1024)
+        assert channel.receive_lines() == []
     assert channel.closed
 
 
@@ -196,7 +217,7 @@ def test_exit_codes_in_words() -> None:
 
 def test_the_first_failure_is_the_outcome() -> None:
     ends = [End(0, 1, 3.0), End(1, 7, 2.0), End(2, 143, 2.5, by_launcher=True), End(3, 0, 1.0)]
-    outcome = decide_outcome(ends, None, None)
+    outcome = decide_outcome(ends, None)
     assert outcome.exit_code == 7 and outcome.first is ends[1] and outcome.others == [ends[2], ends[0]]
     text = "\n".join(report(outcome, None, 12))
     assert "rank 1 failed first: exit code 7, 12 s after" in text
@@ -204,26 +225,26 @@ def test_the_first_failure_is_the_outcome() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "stopped_by", "hung", "expected"),
+    ("codes", "stopped_by", "hang", "expected"),
     [
-        ([0, 0], None, None, 0),
-        ([143, 143], 15, None, 143),
-        ([130, 0], 2, None, 130),
-        ([0, 0], 15, None, 0),  # they were done when the signal came
-        ([143, 1], 15, None, 1),  # one failed to save
-        ([], 15, None, 143),  # before any started
-        ([137, 137], None, 600.0, EXIT_HANG),
+        ([0, 0], None, "", 0),
+        ([143, 143], 15, "", 143),
+        ([130, 0], 2, "", 130),
+        ([0, 0], 15, "", 0),  # they were done when the signal came
+        ([143, 1], 15, "", 1),  # one failed to save
+        ([], 15, "", 143),  # before any started
+        ([137, 137], None, "no step was finished for 600 s", EXIT_HANG),
     ],
 )
-def test_exit_codes_of_jobs(codes: list[int], stopped_by: int | None, hung: float | None, expected: int) -> None:
+def test_exit_codes_of_jobs(codes: list[int], stopped_by: int | None, hang: str, expected: int) -> None:
     ends = [End(rank, code, float(rank)) for rank, code in enumerate(codes)]
-    assert decide_outcome(ends, stopped_by, hung).exit_code == expected
+    assert decide_outcome(ends, stopped_by, hang).exit_code == expected
 
 
 def test_what_the_launcher_ended_did_not_fail_first() -> None:
     ends = [End(0, 137, 1.0, by_launcher=True), End(1, 137, 2.0, by_launcher=True)]
-    assert decide_outcome(ends, 2, None).exit_code == 130
-    outcome = decide_outcome(ends, None, None)
+    assert decide_outcome(ends, 2).exit_code == 130
+    outcome = decide_outcome(ends, None)
     assert (outcome.exit_code, outcome.first) == (1, None)
 
 

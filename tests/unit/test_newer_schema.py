@@ -121,6 +121,7 @@ def test_every_section_becomes_ours():
     schedule = config.lr_schedule
     assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
     assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
+    assert config.checkpoint_monitor.async_save
     assert (config.checkpoint_monitor.save_checkpoint_steps, config.checkpoint_monitor.keep_checkpoint_max) == (50, 2)
     data = config.train_dataset
     assert data.input_columns == ["input_ids", "labels", "loss_mask", "position_ids"] and data.data_loader.shuffle
@@ -156,7 +157,7 @@ def test_adapters_are_those_of_the_modules_that_the_expression_finds():
     pet = load(SMALL + lora).decoder.pet_config
     assert (pet.lora_rank, pet.lora_alpha, pet.target_modules) == (4, 8, ".*(q_proj|k_proj|v_proj|gate_proj|up_proj)")
     assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notices(SMALL + lora)
-    assert "target_modules = '(': is no regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
+    assert "target_modules = '(': it is not a regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
     assert "lora_config.target_modules = 'x'" in error_of(SMALL + "lora_config: {target_modules: x}\n")
 
 
@@ -180,7 +181,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
     told = notices(FULL)
     assert "a.yaml: a file of MindSpore Transformers' newer schema" in told
     for key, line in (
-        ("checkpoint.async_save", 7), ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
+        ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
         ("train_dataset.num_parallel_workers", 51), ("monitor.tensorboard.output_dir", 56),
         ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.enable_profiling", 60),
     ):  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -51,3 +53,26 @@ def test_the_first_kind_gives_the_exit_code() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
     assert stop.exit_code == EXIT_SIGTERM
+
+
+_CLEANS_UP = """
+import atexit, signal
+from trainer.cli import main
+
+def dispatch(argv):
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        if argv:
+            signal.raise_signal(signal.SIGTERM)
+
+atexit.register(signal.raise_signal, signal.SIGTERM)
+main.dispatch = dispatch
+main.main()
+"""
+
+
+@pytest.mark.parametrize("words", [["within the clean-up"], []], ids=["within the clean-up", "at the end of Python"])
+def test_a_second_sigterm_shows_no_traceback(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", _CLEANS_UP, *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (EXIT_SIGTERM, "stopped by SIGTERM\n")

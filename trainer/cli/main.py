@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
     except Exception:
+        if signal.getsignal(signal.SIGTERM) is _end_at_once:  # MindSpore makes an exception of its own of a signal's
+            sys.exit(EXIT_SIGTERM)
         heartbeat.failed(EXIT_RUN_FAILED)
         raise
     if code not in (EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM):
@@ -107,8 +109,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
+    """Ends with a clean-up. An exception within that would show tracebacks, so a second signal ends at once."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, _end_at_once)
+    heartbeat.signalled(number)
     print("stopped by SIGTERM", file=sys.stderr)
     raise SystemExit(EXIT_SIGTERM)
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    os._exit(EXIT_SIGTERM)
 
 
 def _receive_signals_in_a_thread() -> None:
@@ -425,6 +435,7 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
 def _launch(
     context: typer.Context,
     force: Annotated[bool, typer.Option("--force", help="Start even where memory seems too small.")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="--max_restarts: without a rank that is lost.")] = False,
 ) -> int:
     """Runs the trainer on several devices, through MindSpore's msrun, and supervises it.
 
@@ -436,8 +447,7 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    check_launch(context.obj, build_plan)
-    return launch(context.obj)
+    return launch(context.obj, check_launch(context.obj, build_plan))
 
 
 @app.command("status")
@@ -454,6 +464,24 @@ def _stop(folder: _Folder) -> int:
     from trainer.launch.command import stop
 
     return stop(folder)
+
+
+@app.command("verify")
+def _verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a folder of them, or a token cache.")],
+    json_: _Json = False,
+) -> int:
+    """Checks that checkpoints and token files are what was written: checksums, and that everything makes sense.
+
+    Exit code 0: all are whole; 1: one is damaged; 2: there is nothing to check.
+    """
+    from trainer.checkpoint.verify import finding_dict, finding_lines, verify
+    from trainer.input_files import user_path
+
+    found = verify(user_path(folder, "DIR"))
+    lines = [json.dumps([finding_dict(one) for one in found], indent=1)] if json_ else finding_lines(found)
+    print(*lines, sep="\n")
+    return EXIT_RUN_FAILED if any(one.problem for one in found) else EXIT_OK
 
 
 @app.command("export")

@@ -38,7 +38,7 @@ def main() -> int:
         return _STARTED_TOO_LATE
     channel = Channel(connection)
     role = "scheduler" if os.environ.get("MS_ROLE") == "MS_SCHED" else "worker"
-    channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0"))})
+    channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0")), "pid": os.getpid()})
     return _Agent(channel).serve()
 
 

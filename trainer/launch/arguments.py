@@ -17,6 +17,9 @@ PROGRAM = REPOSITORY / "run_trainer.py"
 SHARED_PORT = 8118
 """The scheduler's port where several nodes must agree on one and none is given: msrun's own default."""
 
+START_SECONDS = 7200.0
+"""Loading a large model, compiling its first step, and waiting for the other nodes take less."""
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -24,9 +27,11 @@ class LaunchOptions:
 
     Attributes:
         master_port: None: a free one is picked, or `SHARED_PORT` with several nodes.
+        start_timeout: None: `START_SECONDS`, or no limit for a script, which may not report its steps.
         force: Whether to start even where the estimate says that memory is too small.
         script: What every worker runs: a Python file; None: this trainer.
         arguments: Those of the script.
+        devices: Numbers of the devices that are left, where ranks were lost for good; empty: all of the host.
     """
 
     worker_num: int = 8
@@ -37,10 +42,14 @@ class LaunchOptions:
     log_dir: Path = Path("output/msrun_log")
     join: bool = True
     cluster_time_out: int = 7200
+    start_timeout: float | None = None
     hang_timeout: float = 600.0
+    max_restarts: int = 0
+    elastic: bool = False
     force: bool = False
     script: Path | None = None
     arguments: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -56,6 +65,13 @@ class LaunchOptions:
     def needs_msrun(self) -> bool:
         """One worker of this trainer needs no scheduler and no cluster."""
         return self.worker_num > 1 or self.script is not None
+
+    @property
+    def start_limit(self) -> float:
+        """Seconds from the start to the first finished step that count as a hang; 0: none do."""
+        if self.start_timeout is not None:
+            return self.start_timeout
+        return START_SECONDS if self.script is None else 0.0
 
     @property
     def script_name(self) -> str:
@@ -140,11 +156,20 @@ _OPTIONS: Mapping[str, _Option] = {
     "cluster_time_out": _Option(
         "SECONDS", "How long the workers wait for each other when they start; default 7200.", _integer
     ),
+    "start_timeout": _Option(
+        "SECONDS",
+        "End the job when the first step takes so long from the start; default 7200, 0: never; never for a script.",
+        _seconds,
+    ),
     "hang_timeout": _Option(
         "SECONDS", "End the job when no step was finished for so long; default 600, 0: never.", _seconds
     ),
+    "max_restarts": _Option(
+        "INT", "How often a job that fails starts again, from its newest checkpoint; default 0.", _integer
+    ),
     "script": _Option("FILE", "A Python file to run instead of run_trainer.py.", lambda where, name: find_script(name)),
 }
+_SWITCHES = ("elastic", "force")
 HELP: Mapping[str, tuple[str, str]] = {name: (option.metavar, option.help) for name, option in _OPTIONS.items()}
 """By name of the option: the placeholder of its value, and what it does."""
 
@@ -169,7 +194,7 @@ def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, equals, string = token[2:].partition("=") if token.startswith("--") else ("", "", "")
         name = name.replace("-", "_")
         name = "nproc" if name == "worker_num" else name
-        if name in ("force", "help") and not equals:
+        if name in (*_SWITCHES, "help") and not equals:
             own[name] = "True"
         elif name in _OPTIONS:
             if not equals and not tokens:
@@ -187,8 +212,7 @@ def _with_values(options: LaunchOptions, strings: Mapping[str, str], shown: str)
         for name, string in strings.items()
         if name in _OPTIONS
     }
-    if "force" in strings:
-        values["force"] = True
+    values |= {name: True for name in _SWITCHES if name in strings}
     if "worker_num" in values:
         values.setdefault("local_worker_num", values["worker_num"])
     return replace(options, **values)
@@ -198,7 +222,7 @@ def to_arguments(options: LaunchOptions) -> list[str]:
     """The command line that `read_options` reads as these options."""
     own = {name: getattr(options, option.field or name) for name, option in _OPTIONS.items()}
     given = [f"--{name}={value}" for name, value in own.items() if value is not None]
-    return [*given, *(["--force"] if options.force else []), *options.arguments]
+    return [*given, *(f"--{name}" for name in _SWITCHES if getattr(options, name)), *options.arguments]
 
 
 def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> LaunchOptions:

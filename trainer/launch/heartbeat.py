@@ -1,4 +1,4 @@
-"""What a worker tells its launcher, through files, which need no thread and no answer: a finished step, a failure.
+"""What a worker tells its launcher, through files, which need no thread and no answer: a step, a failure, a signal.
 
 Outside a job all of it does nothing.
 """
@@ -12,10 +12,15 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 JOB_VARIABLE = "RUN_TRAINER_JOB"
 """Environment variable with the path of the job's folder."""
+
+RESTART_VARIABLE = "RUN_TRAINER_RESTART"
+"""Environment variable of the workers of a job that has been started again: a JSON object with its number and why."""
 
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a worker write the Python stacks of its threads to its log."""
@@ -29,6 +34,11 @@ def beat_file(job: Path, rank: int) -> Path:
 def failure_file(job: Path, rank: int) -> Path:
     """Written when a worker knows that it fails, which may be long before its process ends."""
     return job / f"rank-{rank}.failed"
+
+
+def signal_file(job: Path, rank: int) -> Path:
+    """Written when a worker receives a signal to end, whoever sent it."""
+    return job / f"rank-{rank}.signal"
 
 
 def start() -> None:
@@ -49,11 +59,30 @@ def failed(exit_code: int) -> None:
 
     Ending may take long, and the other workers may notice and end before: so the launcher knows who failed first.
     """
+    _tell(failure_file, {"exit_code": exit_code})
+
+
+def signalled(number: int) -> None:
+    """To be called when the worker receives a signal to end: all ranks may end before the launcher looks again."""
+    _tell(signal_file, {"signal": number})
+
+
+def restarted() -> dict[str, Any]:
+    """The number of this start of the job and why the one before failed; empty for the first one."""
+    with contextlib.suppress(ValueError):
+        told = json.loads(os.environ.get(RESTART_VARIABLE, ""))
+        return told if isinstance(told, dict) else {}
+    return {}
+
+
+def _tell(file: Callable[[Path, int], Path], what: dict[str, int]) -> None:
     job = os.environ.get(JOB_VARIABLE)
     if job:
+        path = file(Path(job), _rank())
+        unfinished = path.with_name(f"{path.name}.new")
         with contextlib.suppress(OSError):
-            text = json.dumps({"exit_code": exit_code, "at_seconds": time.monotonic()})
-            failure_file(Path(job), _rank()).write_text(text, encoding="ascii")
+            unfinished.write_text(json.dumps({**what, "at_seconds": time.monotonic()}), encoding="ascii")
+            os.replace(unfinished, path)
 
 
 def _rank() -> int:

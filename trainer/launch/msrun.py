@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import shlex
+import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from trainer.errors import RunError
 from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import PROGRAM, REPOSITORY, LaunchOptions
+from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.job import JobFiles
 from trainer.launch.processes import start_session
 
@@ -51,6 +56,7 @@ os._exit(0)
 """
 
 _LONGEST_PARENT_BYTES = 70
+_PREFIX = "run_trainer-"
 _FIRST_PORT = 20_000
 _ATTEMPTS = 200
 
@@ -61,8 +67,12 @@ class Scratch:
     def __init__(self) -> None:
         # The path of a socket has about 100 bytes at most; every system has /tmp.
         parent = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PARENT_BYTES else "/tmp"
-        self._folder = tempfile.TemporaryDirectory(prefix="run_trainer-", dir=parent, ignore_cleanup_errors=True)
-        self.path = Path(self._folder.name)
+        remove_abandoned(Path(parent))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # The system releases the lock when this process ends, however that happens.
+        self._lock = os.open(self.path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is removed either
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.socket = self.path / "launcher"
 
     def write_shim(self) -> None:
@@ -81,7 +91,28 @@ class Scratch:
             )
 
     def close(self) -> None:
-        self._folder.cleanup()
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_abandoned(parent: Path, least_seconds: float = 2.0) -> None:
+    """Removes the private folders of this user's launchers that were killed. A living one holds a lock on its own.
+
+    Args:
+        least_seconds: A younger folder stays: its launcher may not have locked it yet.
+    """
+    for path in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - found.st_mtime > least_seconds:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(folder)
 
 
 def trainer_command() -> list[str]:
@@ -96,6 +127,7 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> su
     """
     search = f"{scratch.path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(scratch.socket)}
+    environment.pop(SECRET_VARIABLE, None)  # for launchers alone
     if options.needs_msrun:
         scratch.write_shim()
         stand_in = os.environ.get(MSRUN_VARIABLE)

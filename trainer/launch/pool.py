@@ -6,13 +6,18 @@ import contextlib
 import json
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trainer.launch.heartbeat import beat_file, failure_file
+from trainer.launch.heartbeat import beat_file, failure_file, signal_file
 from trainer.launch.job import End, shell_code
-from trainer.launch.processes import Identity, identity, kill_group, send_signal
-from trainer.launch.wire import Channel, Listener, Message
+from trainer.launch.processes import Identity, identity, is_alive, kill_group, send_signal
+from trainer.launch.wire import Channel, Listener, Message, scaled
+
+_SILENT_SECONDS = 5.0
+"""How long an agent may take to report the end of its worker; one that a signal has stopped never does."""
 
 
 @dataclass
@@ -21,10 +26,14 @@ class WorkerHandle:
 
     rank: int | None
     channel: Channel | None = None  # to its agent, once that has connected
+    agent: Identity | None = None
     process: Identity | None = None  # the worker itself, not its agent
     end: End | None = None
     failed: End | None = None  # when it announced its failure, and the exit code; it may still run
+    signalled: int | None = None  # the signal to end that it received, whoever sent it
     beat: int | None = None  # when its heartbeat file changed last, in nanoseconds
+    gone_at: float | None = None  # when its process was first seen to be gone, without a word of its agent
+    kills: int = 0
 
     @property
     def pending(self) -> bool:
@@ -36,11 +45,24 @@ class WorkerHandle:
             self.channel.send(message)
 
     def kill(self) -> None:
-        """Kills it with its children, through its agent or, where that is gone, directly."""
+        """Kills it with its children, and the second time its agent too: a stopped agent neither kills nor reports."""
         self.send({"kill": True})
-        if self.process is not None and (self.channel is None or self.channel.closed):
+        if self.process is not None and identity(self.process.pid, ended=True) in (self.process, None):
             kill_group(self.process.pid)
-            send_signal(self.process, signal.SIGKILL)
+        self.kills += 1
+        if self.kills > 1 and self.agent is not None:
+            send_signal(self.agent, signal.SIGKILL)
+
+    def check_agent(self, now: float) -> None:
+        """Wakes, and later kills, an agent that does not report that its worker has ended."""
+        if self.process is None or self.agent is None or is_alive(self.process):
+            self.gone_at = None
+            return
+        self.gone_at = self.gone_at or now
+        if now - self.gone_at > scaled(_SILENT_SECONDS):
+            send_signal(self.agent, signal.SIGKILL)
+        elif now > self.gone_at:  # it is not just about to report
+            send_signal(self.agent, signal.SIGCONT)
 
 
 @dataclass
@@ -51,12 +73,19 @@ class WorkerPool:
     scheduler: WorkerHandle  # msrun starts it on the host of master_addr
     listener: Listener  # where the agents connect
     specs: dict[int | None, Message]  # what each agent starts, by rank; that of the scheduler under None
+    folder: Path  # of the job, where workers leave heartbeats and what they announce
     ending_since: float | None = None  # when the workers were first told to end because of a failure
     closing: bool = False  # whether agents that connect from now on start nothing
+    polled_at: float = field(default_factory=time.monotonic)
 
     @property
     def all(self) -> list[WorkerHandle]:
         return [*self.workers.values(), self.scheduler]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the agents of all workers have connected."""
+        return all(worker.channel is not None for worker in self.workers.values())
 
     @property
     def ended(self) -> bool:
@@ -69,7 +98,7 @@ class WorkerPool:
 
     def poll(self) -> bool:
         """Accepts agents and handles what they report; whether anything changed."""
-        changed = False
+        changed, before, self.polled_at = False, self.polled_at, time.monotonic()
         for channel, message in self.listener.accept():  # an agent sends nothing more before it has its answer
             self._register(channel, message)
             changed = True
@@ -83,8 +112,9 @@ class WorkerPool:
                 elif "ended" in message:
                     code = shell_code(message["ended"])
                     self._record_end(worker, code, message["at_seconds"], message.get("why", ""))
-            if worker.channel.closed and worker.end is None:  # the agent was killed, and with it the worker
-                self._record_end(worker, 128 + signal.SIGKILL, time.monotonic(), "")
+            if worker.channel.closed and worker.end is None:
+                # The agent was killed, and with it the worker: after the last look, and before any consequence of it.
+                self._record_end(worker, 128 + signal.SIGKILL, before, "")
                 worker.kill()
                 changed = True
         return changed
@@ -94,10 +124,11 @@ class WorkerPool:
         if worker is None or worker.channel is not None or self.closing or worker.rank not in self.specs:
             channel.send({"release": True})
         else:
-            worker.channel = channel
+            worker.channel, worker.agent = channel, identity(message["pid"])
             worker.send({"start": self.specs[worker.rank]})
 
     def _record_end(self, worker: WorkerHandle, exit_code: int, at_seconds: float, why: str) -> None:
+        self._read_announcements(worker)  # the last ones
         by_launcher = self.ending_since is not None and at_seconds >= self.ending_since
         worker.end = End(worker.rank, exit_code, at_seconds, by_launcher, why)
         if worker.failed is not None:  # it failed when it said so; what it takes to end is not its exit code
@@ -105,20 +136,41 @@ class WorkerPool:
             if by_launcher:
                 worker.end.exit_code = worker.failed.exit_code
 
-    def read_files(self, folder: Path) -> bool:
-        """Looks at heartbeats and announced failures; whether any worker has done another step."""
-        moved = False
+    def read_files(self) -> bool:
+        """Looks at heartbeats and announcements; whether any worker has done another step."""
+        moved, now = False, time.monotonic()
         for rank, worker in self.workers.items():
             if worker.process is None or worker.end is not None:
                 continue
             with contextlib.suppress(OSError):
-                beat = beat_file(folder, rank).stat().st_mtime_ns
+                beat = beat_file(self.folder, rank).stat().st_mtime_ns
                 moved, worker.beat = moved or beat != worker.beat, beat
-            if worker.failed is None:
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    data = json.loads(failure_file(folder, rank).read_text(encoding="ascii"))
-                    worker.failed = End(rank, data["exit_code"], data["at_seconds"])
+            self._read_announcements(worker)
+            worker.check_agent(now)
         return moved
+
+    def _read_announcements(self, worker: WorkerHandle) -> None:
+        if worker.failed is None:
+            failure = self._announced(failure_file, worker, "exit_code")
+            worker.failed = failure and End(worker.rank, failure["exit_code"], failure["at_seconds"])
+        if worker.signalled is None:
+            received = self._announced(signal_file, worker, "signal")
+            worker.signalled = received and received["signal"]
+
+    def _announced(self, file: Callable[[Path, int], Path], worker: WorkerHandle, what: str) -> dict[str, Any] | None:
+        """What a worker wrote, with its numbers `what` and `at_seconds`; None where it wrote nothing, or nonsense."""
+        if worker.rank is None:
+            return None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            told = json.loads(file(self.folder, worker.rank).read_text(encoding="ascii"))
+            if isinstance(told, dict) and isinstance(told.get(what), int) and isinstance(told.get("at_seconds"), float):
+                return told
+        return None
+
+    def received_signal(self) -> tuple[int, int] | None:
+        """The lowest rank that received a signal to end, and the signal."""
+        found = ((rank, worker.signalled) for rank, worker in self.workers.items() if worker.signalled is not None)
+        return next(found, None)
 
     def send_to_workers(self, message: Message) -> None:
         """Sends to all workers but those that are failing: they are busy with that."""
@@ -126,10 +178,24 @@ class WorkerPool:
             if worker.pending and worker.failed is None:
                 worker.send(message)
 
+    def forward_signal(self, number: int) -> None:
+        """Sends a signal to all workers that have not received it from elsewhere: a second one would be a command to
+        end at once."""
+        for worker in self.workers.values():
+            if worker.pending and worker.failed is None and worker.signalled is None:
+                worker.send({"signal": number})
+
     def kill_all(self) -> None:
         for worker in self.all:
             if worker.end is None:
                 worker.kill()
+
+    def give_up(self) -> None:
+        """Counts those as ended that not even SIGKILL ends: they wait within the system, for a device or a disk."""
+        for worker in self.workers.values():
+            if worker.pending:
+                why = f"process {worker.process.pid if worker.process else '?'} does not react to SIGKILL"
+                self._record_end(worker, 128 + signal.SIGKILL, time.monotonic(), why)
 
     def release_all(self) -> None:
         for worker in self.all:

@@ -23,13 +23,17 @@ class Identity(NamedTuple):
     start: float
 
 
-def identity(pid: int) -> Identity | None:
-    """The process that has this number now; None without one, and for one that has ended but is not reaped yet."""
+def identity(pid: int, ended: bool = False) -> Identity | None:
+    """The process that has this number now; None without one.
+
+    Args:
+        ended: Whether one that has ended but is not reaped yet counts too.
+    """
     import psutil  # an agent does without it and starts sooner
 
     try:
         process = psutil.Process(pid)
-        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        if not ended and process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return None
         return Identity(pid, round(process.create_time() - psutil.boot_time(), 2))
     except psutil.Error:
@@ -46,6 +50,15 @@ def send_signal(process: Identity, number: int) -> bool:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
             return True
+    return False
+
+
+def is_stopped(process: Identity) -> bool:
+    """Whether a signal such as SIGSTOP keeps it from running."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return is_alive(process) and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
     return False
 
 

@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
+from trainer.launch.control.interface import Event, Nodes
 from trainer.launch.job import End, JobFiles, JobState, Outcome, decide_outcome, report, shell_code, write_state
-from trainer.launch.nodes import Event, Hub, Spoke
 from trainer.launch.pool import WorkerPool
-from trainer.launch.processes import end_children
+from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
 from trainer.launch.wire import scaled, wakeup_pipe
 
@@ -26,9 +27,25 @@ GRACE_SECONDS = 8.0
 _TICK_SECONDS = 0.1
 _FILES_EVERY_SECONDS = 0.5
 _STATE_EVERY_SECONDS = 1.0
+_ECHO_SECONDS = 2.0
 _DUMP_SECONDS = 2.0
 _MSRUN_SECONDS = 3.0
+_UNKILLABLE_SECONDS = 15.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Limits(NamedTuple):
+    """When a job counts as hanging, in seconds; 0: never.
+
+    Attributes:
+        start_timeout: From the start to the first finished step.
+        hang_timeout: From one finished step to the next.
+        msrun_only_starts: Whether msrun starts the agents, and is not the agent of the only worker itself.
+    """
+
+    start_timeout: float
+    hang_timeout: float
+    msrun_only_starts: bool = True
 
 
 @dataclass
@@ -39,19 +56,24 @@ class Supervisor:
     start_msrun: Callable[[], subprocess.Popen]
     files: JobFiles
     state: JobState  # for other processes to read
-    nodes: Hub | Spoke
-    hang_timeout: float  # seconds without a step that count as a hang; 0: none do
+    nodes: Nodes
+    limits: Limits
     screen: Screen
     msrun: subprocess.Popen = field(init=False)
     signals: deque[int] = field(default_factory=deque)  # those that have arrived and are not handled yet
     stopped_by: int | None = None
     stop_requests: int = 0
-    hung_seconds: float | None = None  # for how long no step was finished, once that counts as a hang
+    stop_source: str = ""  # who received the first one
+    stopped_at: float = 0.0
+    signalled: int | None = None  # the rank that received the signal that stops the job, where it was not the launcher
+    hang: str = ""  # what took too long, once that counts as a hang
+    stopped_lines: list[str] = field(default_factory=list)  # about processes that a signal had stopped by then
     msrun_failure: End | None = None
     failure_elsewhere: Event | None = None  # of another node, which ends this one
     reported_done: bool = False
     began: float = field(default_factory=time.monotonic)
     kill_at: float | None = None
+    killed_at: float | None = None  # for the first time
     dumped_at: float | None = None
     last_step_at: float | None = None
     files_at: float = 0.0
@@ -106,15 +128,18 @@ class Supervisor:
             if number == signal.SIGWINCH:
                 self.pool.send_to_workers({"size": terminal_size()})
             else:
-                self._stop(signal.SIGTERM if number == signal.SIGHUP else number, now)
-                self.nodes.stop(int(self.stopped_by))
+                number = signal.SIGTERM if number == signal.SIGHUP else number
+                if self._stop(number, now, "the launcher"):
+                    self.nodes.stop(int(number))
         for event in self.nodes.poll(now):
             self._handle(event, now)
         changed = self.pool.poll()
         if now >= self.files_at:
             self.files_at = now + _FILES_EVERY_SECONDS
-            if self.pool.read_files(self.files.folder):
+            if self.pool.read_files():
                 self.last_step_at = now
+        self._check_signals(now)
+        self._check_msrun()
         self._check_failures(now)
         self._check_hang(now)
         if self.kill_at is not None and now > self.kill_at:
@@ -124,26 +149,37 @@ class Supervisor:
             self.state_at = now + _STATE_EVERY_SECONDS
             self._write_state()
 
-    def _stop(self, number: int, now: float) -> None:
-        """Hands a signal to every worker. They save and end; the second time they have little time, then none."""
+    def _stop(self, number: int, now: float, source: str) -> bool:
+        """Hands a signal to every worker. They save and end; the second time they have little time, then none.
+
+        Returns whether it is a new one: batch systems signal all launchers and all ranks at once.
+        """
+        if self.stop_requests and source != self.stop_source and now - self.stopped_at < _ECHO_SECONDS:
+            return False
+        if not self.stop_requests:
+            self.stop_source, self.stopped_at = source, now
         self.stop_requests += 1
         self.stopped_by = self.stopped_by or number
         self.pool.closing = True
         name = signal.Signals(number).name
         if self.stop_requests == 1:
             again = "send it again to end them without saving"
-            self.screen.print([f"{name}: the workers finish their step and save; {again}."])
-        self.pool.send_to_workers({"signal": number})
+            who = name if self.signalled is None else f"{name}, which rank {self.signalled} received"
+            self.screen.print([f"{who}: the workers finish their step and save; {again}."])
+            self.pool.forward_signal(number)
+        else:
+            self.pool.send_to_workers({"signal": number})
         if self.stop_requests > 2:
             self._kill(now)
         elif self.stop_requests == 2 or self.last_step_at is None:
             self.kill_at = self.kill_at or now + scaled(GRACE_SECONDS)
+        return True
 
     def _handle(self, event: Event, now: float) -> None:
         if event.kind == "note":
             self.screen.print(event.lines)
         elif event.kind == "stop":
-            self._stop(event.number, now)
+            self._stop(event.number, now, "another node")
         elif self.pool.ending_since is None and self.failure_elsewhere is None:
             self.failure_elsewhere = event
             if event.number == EXIT_HANG:
@@ -151,16 +187,30 @@ class Supervisor:
             else:
                 self._end_workers(now, GRACE_SECONDS)
 
+    def _check_signals(self, now: float) -> None:
+        """A signal to end that came to one rank alone is one to the job: all ranks of a training act on it together."""
+        received = self.pool.received_signal() if self.stopped_by is None and self.pool.ending_since is None else None
+        if received is not None:
+            self.signalled, number = received
+            self._stop(number, now, f"rank {self.signalled}")
+            self.nodes.stop(number)
+
+    def _check_msrun(self) -> None:
+        """Ends msrun once it has started all agents: when one of them dies, it would kill the others without grace, and
+        nobody could tell any more which one died first."""
+        if self.msrun.poll() is None:
+            if self.limits.msrun_only_starts and self.pool.complete:
+                self.msrun.kill()
+        elif not self.pool.closing and not self.pool.complete and self.msrun_failure is None:
+            code = shell_code(self.msrun.returncode) or EXIT_RUN_FAILED  # it will not start the others any more
+            self.msrun_failure = End(None, code, time.monotonic(), process="msrun")
+
     def _check_failures(self, now: float) -> None:
         workers = self.pool.workers.values()
-        if self.msrun.poll() is not None and not self.pool.closing and self.msrun_failure is None:
-            if any(worker.channel is None for worker in workers):  # msrun will not start the others any more
-                code = shell_code(self.msrun.returncode) or EXIT_RUN_FAILED
-                self.msrun_failure = End(None, code, time.monotonic(), process="msrun")
         if self.pool.ending_since is not None:
             return
         announced = [worker.failed for worker in workers if worker.failed is not None and not worker.end]
-        outcome = decide_outcome([*self._ends(), *announced], self.stopped_by, None)
+        outcome = decide_outcome([*self._ends(), *announced], self.stopped_by)
         if outcome.first is not None:
             self._end_workers(now, GRACE_SECONDS)
             self.nodes.failed(outcome.exit_code, self._failure_lines(outcome))
@@ -168,7 +218,7 @@ class Supervisor:
     def _end_workers(self, now: float, grace_seconds: float) -> None:
         self.pool.closing = True
         self.pool.ending_since = now
-        self.msrun.kill()  # it would kill the others without grace
+        self.msrun.kill()  # it may not have started all yet
         self.pool.send_to_workers({"signal": int(signal.SIGTERM)})
         self.kill_at = now + scaled(grace_seconds)
 
@@ -178,10 +228,25 @@ class Supervisor:
         if self.dumped_at is not None:
             if now - self.dumped_at > scaled(_DUMP_SECONDS):
                 self._end_workers(now, GRACE_SECONDS / 2)
-        elif self.hang_timeout and self.last_step_at is not None and now - self.last_step_at > self.hang_timeout:
-            self.hung_seconds = now - self.last_step_at
+            return
+        began = self.began if self.last_step_at is None else self.last_step_at
+        limit = self.limits.start_timeout if self.last_step_at is None else self.limits.hang_timeout
+        if limit and now - began > limit:
+            first = ", the first one since the start" if self.last_step_at is None else ""
+            self.hang = f"no step was finished for {now - began:.0f} s{first}"
+            self.stopped_lines = self._stopped_lines()
             self._dump(now)
-            self.nodes.failed(EXIT_HANG, [f"error: no step was finished for {self.hung_seconds:.0f} s."])
+            self.nodes.failed(EXIT_HANG, [f"error: {self.hang}.", *self.stopped_lines])
+
+    def _stopped_lines(self) -> list[str]:
+        """Names ranks that stand still because of a signal."""
+        processes = {f"rank {rank}": worker.process for rank, worker in self.pool.workers.items() if worker.pending}
+        agents = {f"the agent of rank {rank}": worker.agent for rank, worker in self.pool.workers.items()}
+        return [
+            f"  Stopped by a signal (SIGSTOP or the like): {name}, process {process.pid}."
+            for name, process in (processes | agents).items()
+            if process is not None and is_stopped(process)
+        ]
 
     def _dump(self, now: float) -> None:
         """Asks the workers for their Python stacks; `_check_hang` ends them soon after."""
@@ -190,8 +255,11 @@ class Supervisor:
 
     def _kill(self, now: float) -> None:
         self.pool.ending_since = self.pool.ending_since or now
+        self.killed_at = self.killed_at or now
         self.pool.kill_all()
-        self.kill_at = now + 1.0  # and again those that appear meanwhile
+        self.kill_at = now + scaled(1.0)  # and again those that appear meanwhile, and stopped agents
+        if now - self.killed_at > scaled(_UNKILLABLE_SECONDS):
+            self.pool.give_up()
 
     def _ends(self) -> list[End]:
         ends = [worker.end for worker in self.pool.all if worker.end is not None]
@@ -219,9 +287,10 @@ class Supervisor:
     def _finish(self) -> Outcome:
         """All workers have ended: releases everything else, and tells how it went."""
         self.pool.closing = True
-        outcome = decide_outcome(self._ends(), self.stopped_by, self.hung_seconds)
+        outcome = decide_outcome(self._ends(), self.stopped_by, self.hang)
         if self.failure_elsewhere is not None:
             outcome = Outcome(self.failure_elsewhere.number, "ended because of another node")
+        outcome.progressed = self.last_step_at is not None
         self.pool.scheduler.kill()
         self.pool.release_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -235,7 +304,7 @@ class Supervisor:
             return outcome
         if self.failure_elsewhere is not None:
             self.screen.print([*self.failure_elsewhere.lines, "  The workers of this node ended because of that."])
-        elif self.stopped_by is not None and outcome.first is None and self.hung_seconds is None:
+        elif self.stopped_by is not None and outcome.first is None and not self.hang:
             self.screen.print([f"{outcome.words}."])
         else:
             self.screen.print(self._failure_lines(outcome))
@@ -246,7 +315,8 @@ class Supervisor:
         if first is not None:
             log = self.files.msrun_log if first is self.msrun_failure else self.files.log(first.rank)
         lines = report(outcome, log, first.at_seconds - self.began if first else 0.0)
-        if self.hung_seconds is not None:
+        if self.hang:
             where = self.files.log_dir
+            lines += self.stopped_lines
             lines.append(f"  Ranks that still answer have their Python stacks at the end of their logs: {where}")
         return lines

@@ -90,6 +90,18 @@ class AttentionLayer(nn.Cell):
         out_BQC = attend(q_NC.reshape(rows, -1, q_NC.shape[1]), cached[0], cached[1], mask, heads, kv_heads)
         return self.added(out_BQC.reshape(q_NC.shape), weights)
 
+    def shard_over(self, data: int, tensor: int, tokens: int) -> None:
+        """As `Block.shard_over`."""
+        for norm in (self.norm, self.post_norm):
+            norm.shard_over(tokens)
+        for projection in (self.query, self.key, self.value):
+            projection.shard_over(data, columns=tensor)
+        self.out.shard_over(data, rows=tensor, tokens=tokens)
+        for part in (self.query_rotary, self.key_rotary, self.attention):
+            part.shard_over(data, tensor)
+        for norm in (self.query_norm, self.key_norm) if self.qk_norm else ():
+            norm.shard_over(data, tensor)
+
 
 class MlpLayer(nn.Cell):
     """x_ND -> what the feed-forward layer adds to the residual stream, [N, D].
@@ -112,6 +124,15 @@ class MlpLayer(nn.Cell):
         y_ND = self.norm(x_ND, weights[self.norm_weight])
         out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
         return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
+
+    def shard_over(self, data: int, tensor: int, tokens: int) -> None:
+        """As `Block.shard_over`."""
+        for norm in (self.norm, self.post_norm):
+            norm.shard_over(tokens)
+        for projection in (self.gate, self.up):
+            projection.shard_over(data, columns=tensor)
+        self.down.shard_over(data, rows=tensor, tokens=tokens)
+        self.swiglu.shard_over(data, tensor)
 
 
 class Block(nn.Cell):
@@ -150,6 +171,22 @@ class Block(nn.Cell):
                 added_ND = self.drop_mlp(added_ND, drop_mlp)
             x_ND = self.add_mlp(x_ND, added_ND)
         return x_ND
+
+    def shard_over(self, data: int, tensor: int, tokens: int) -> None:
+        """For semi-automatic mode: the products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair
+        is sharded along its outputs, the second along its inputs; all else along the batch, or like the columns of its
+        input.
+
+        The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
+        (Korthikanti et al. 2022, section 4.2) data * tensor.
+        """
+        row = (tokens, 1)
+        if self.has_attention:
+            self.attention.shard_over(data, tensor, tokens)
+            self.add_attention.shard((row, row))
+        if self.has_mlp:
+            self.mlp.shard_over(data, tensor, tokens)
+            self.add_mlp.shard((row, row))
 
 
 class EmbeddingRows(nn.Cell):

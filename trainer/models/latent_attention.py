@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspore import nn, ops
-from mindspore.ops import operations as P
 
 from trainer.models.projection import Projection
 from trainer.models.shapes import block_names
@@ -66,7 +65,10 @@ class LatentAttentionLayer(nn.Cell):
         )  # fmt: skip
         self.heads, self.latent = heads, settings.kv_lora_rank
         self.plain, self.rotated, self.value = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
-        self.join, self.repeat, self.split = P.Concat(1), P.Tile(), kernels.split_columns
+        self.cut_query = kernels.split_heads(heads, self.plain)
+        self.cut_down, self.cut_key_value = kernels.split_heads(1, self.latent), kernels.split_heads(heads, self.plain)
+        self.join_query, self.join_key = kernels.join_heads(heads), kernels.join_heads(heads, shared=True)
+        self.join_absorbed, self.cut_absorbed = kernels.join_heads(heads), kernels.split_heads(heads, self.plain)
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, latent_NL, key_NR = self.project(x_ND, query_tables, key_tables, weights)
@@ -80,23 +82,16 @@ class LatentAttentionLayer(nn.Cell):
         if self.has_query_latent:
             made_from = self.query_norm(self.query_down(y_ND, weights), weights[self.query_norm_weight])
         q_NC = self.query(made_from, weights)
-        plain, turned = self.cut(q_NC, self.plain + self.rotated, self.plain)
-        turned = self.query_rotary(turned.reshape(q_NC.shape[0], -1), query_tables[0], query_tables[1])
-        q_NC = self.join((plain, turned.reshape(-1, self.rotated))).reshape(q_NC.shape)
-        latent_NL, key_NR = self.cut(self.key_value_down(y_ND, weights), self.latent + self.rotated, self.latent)
+        plain, turned = self.cut_query(q_NC)
+        q_NC = self.join_query(plain, self.query_rotary(turned, query_tables[0], query_tables[1]))
+        latent_NL, key_NR = self.cut_down(self.key_value_down(y_ND, weights))
         latent_NL = self.key_value_norm(latent_NL, weights[self.key_value_norm_weight])
         return q_NC, latent_NL, self.key_rotary(key_NR, key_tables[0], key_tables[1])
 
     def expand(self, latent_NL, key_NR, weights):
         """Keys [N, C] and values [N, V] of all heads."""
-        plain, v = self.cut(self.key_value(latent_NL, weights), self.plain + self.value, self.plain)
-        shared = self.repeat(key_NR, (1, self.heads)).reshape(-1, self.rotated)
-        k_NC = self.join((plain, shared)).reshape(key_NR.shape[0], -1)
-        return k_NC, v.reshape(key_NR.shape[0], -1)
-
-    def cut(self, x, width, first):
-        """Rows of this width in two: the first columns and the others, each [rows, columns]."""
-        return self.split(x.reshape(-1, width), first)
+        plain, v_NV = self.cut_key_value(self.key_value(latent_NL, weights))
+        return self.join_key(plain, key_NR), v_NV
 
     def over_cache(self, attend, q_NC, cached, mask, weights):
         """The same over the cached vectors [B, S, L] and keys [B, S, R], for prediction.
@@ -107,12 +102,31 @@ class LatentAttentionLayer(nn.Cell):
         rows, tokens = latent_BSL.shape[0], q_NC.shape[0]
         matrix = self.key_value.matrix(weights).astype(q_NC.dtype).reshape(self.heads, -1, self.latent)
         of_keys, of_values = ops.split(matrix, (self.plain, self.value), 1)
-        plain, turned = self.cut(q_NC, self.plain + self.rotated, self.plain)
+        plain, turned = self.cut_absorbed(q_NC)
         plain = ops.bmm(ops.transpose(plain.reshape(tokens, self.heads, -1), (1, 0, 2)), of_keys)
-        plain = ops.transpose(plain, (1, 0, 2)).reshape(-1, self.latent)
-        queries = self.join((plain, turned)).reshape(rows, -1, self.heads * (self.latent + self.rotated))
+        queries = self.join_absorbed(ops.transpose(plain, (1, 0, 2)).reshape(tokens, -1), turned).reshape(
+            rows, -1, self.heads * (self.latent + self.rotated)
+        )
         keys = ops.concat((latent_BSL, key_BSR), -1)
         out = attend(queries, keys, latent_BSL, mask, self.heads, 1, scale=self.scale)
         out = ops.transpose(out.reshape(tokens, self.heads, self.latent), (1, 0, 2))
         out = ops.bmm(out, ops.transpose(of_values, (0, 2, 1)))
         return self.out(ops.transpose(out, (1, 0, 2)).reshape(tokens, -1), weights)
+
+    def shard_over(self, data: int, tensor: int, tokens: int) -> None:
+        """As `AttentionLayer.shard_over`. What all heads share, up to the norms of the latent vectors, is computed like
+        the residual stream: the ranks of a tensor group hold whole matrices for it."""
+        self.norm.shard_over(tokens)
+        shared = [self.key_value_down, self.key_value_norm]
+        if self.has_query_latent:
+            shared += [self.query_down, self.query_norm]
+        for part in shared:
+            part.shard_over(tokens)
+        self.cut_down.shard_over(tokens, 1)
+        for projection in (self.query, self.key_value):
+            projection.shard_over(data, columns=tensor)
+        self.key_rotary.shard_over(data, 1)
+        parts = self.query_rotary, self.cut_query, self.cut_key_value, self.join_query, self.join_key, self.attention
+        for part in parts:
+            part.shard_over(data, tensor)
+        self.out.shard_over(data, rows=tensor, tokens=tokens)

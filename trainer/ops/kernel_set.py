@@ -85,7 +85,8 @@ class KernelSet:
     unpermute: MakeCell
     gather_rows: Callable
     one_hot: MakeCell
-    split_columns: Callable
+    split_heads: MakeCell
+    join_heads: MakeCell
     write_rows: Callable
     rotary_tables: Callable
     attention_masks: Callable
@@ -171,6 +172,7 @@ def load_kernels(
     rms_norm = part("rms_norm", "RmsNorm", norm)
     if module_of["rms_norm"] is ascend:
         rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
+    split_heads = partial(reference.SplitHeads, split=own.split_columns) if plain is reference else plain.SplitHeads
     return KernelSet(
         linear=product(plain.Linear),
         linear_bias=product((own if plain is reference else plain).LinearBias),
@@ -188,7 +190,8 @@ def load_kernels(
         unpermute=sorting[1],
         gather_rows=own.gather_rows,
         one_hot=own.OneHot,
-        split_columns=own.split_columns,
+        split_heads=split_heads,
+        join_heads=plain.JoinHeads,
         write_rows=own.write_rows,
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
         attention_masks=masks.AttentionMasks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
 from trainer.data.source.records import Record
 from trainer.data.source.samples import prompt_messages
 from trainer.errors import EXIT_SIGTERM, UserError
+from trainer.launch import heartbeat
 from trainer.monitors.files import make_folder, write_failure
 from trainer.run.generation import (
     context_length,
@@ -92,7 +94,7 @@ def _prompt_of_record(config: Config, line: str, where: str) -> Prompt:
     """The prompt of one line of a .jsonl file."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if isinstance(record, dict):
         for name in ("prompt", "text"):
@@ -124,12 +126,17 @@ def predict(config: Config, world: World, device: str) -> int:
     """
     with StopSignals() as stop:
         try:
-            _predict(config, lambda: bool(stop), world, device)
+            _predict(config, functools.partial(_asked_to_stop, stop), world, device)
         except _Stopped:
             name = stop.received.name if stop.received else "a signal to another rank"
             print(f"stopped by {name}", file=sys.stderr)
             return stop.exit_code or EXIT_SIGTERM
     return stop.exit_code
+
+
+def _asked_to_stop(stop: StopSignals) -> bool:
+    heartbeat.beat(0)  # asked after each token: a prediction may be long
+    return bool(stop)
 
 
 def _predict(config: Config, stop: Callable[[], bool], world: World, device: str) -> None:

@@ -8,6 +8,7 @@ import time
 from types import FrameType
 
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
+from trainer.launch import heartbeat
 
 EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
 _ECHO_SECONDS = 0.4
@@ -38,6 +39,7 @@ class StopSignals:
         now = time.monotonic()
         if now - self._remembered_at.setdefault(number, now) < _ECHO_SECONDS:
             self.received = self.received or signal.Signals(number)
+            heartbeat.signalled(self.received)
             return
         before = self._before[number]
         signal.signal(number, before)

@@ -10,13 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mindspore import Parameter, ParameterTuple, nn
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, block_weights, layer_prefix, moe_shapes, sublayer_of
+from trainer.models.shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MAPPING_IN,
+    MAPPING_OUT,
+    block_weights,
+    layer_prefix,
+    moe_shapes,
+    parameter_name,
+    sublayer_of,
+)
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -25,10 +37,12 @@ if TYPE_CHECKING:
 
 
 class SemiAutoDecoder(DecoderWiring):
-    """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
+    """(ids_N, targets, tables, masks, mtp, counted) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module. The model has no dropout.
+    multi-token prediction module. `masks` are the causal one and that of the layers with a window. `counted` is None in
+    a dense model and in evaluation, else for the losses of the routers valid_N1, 1
+    where a label counts, and share_11, the weight of such a label. The model has no dropout.
 
     MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
     of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were
@@ -51,11 +65,14 @@ class SemiAutoDecoder(DecoderWiring):
         output = None if self.hands_on else embedding if tied else parameters[HEAD]
 
         def weights(layer: int, names: Iterable[str]) -> list[Parameter | None]:
-            return [parameters.get(layer_prefix(layer) + name) for name in names]
+            return [parameters.get(parameter_name(settings, layer, name)) for name in names]
 
         norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in all_layers[depth:])]
-        self.embed = EmbeddingCell(embedding)
-        self.mtp_embeds = _cells(EmbeddingCell(embedding) for _ in range(settings.mtp_depth))
+        mapping_in, mapping_out = (parameters.get(name) for name in (MAPPING_IN, MAPPING_OUT))
+        self.embed = EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in)
+        self.mtp_embeds = _cells(
+            EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in) for _ in range(settings.mtp_depth)
+        )
         self.matrix = MatrixCell(embedding, kernels.compute_dtype) if self.hands_on else None
 
         def layer_cell(layer: int) -> LayerCell:
@@ -68,20 +85,31 @@ class SemiAutoDecoder(DecoderWiring):
             return LayerCell(Block(settings, kernels, "attention"), own, cell)
 
         self.layers = _cells(map(layer_cell, all_layers))
+        self.has_window = tuple(map(settings.has_window, all_layers))
         self.has_experts = tuple(layer.experts is not None for layer in self.layers)
         self.merges = _cells(
             MergeCell(MergeTokens(settings, kernels), [norm, *weights(layer, MTP_WEIGHTS)])
             for layer, norm in zip(all_layers[depth:], norms, strict=False)
         )
-        self.heads = _cells(HeadCell(Head(settings, kernels), norm, output) for norm in norms)
+        self.heads = _cells(HeadCell(Head(settings, kernels), norm, output, mapping_out) for norm in norms)
         self.reshape, self.group_weights = P.Reshape(), experts.group_weights if experts else None
+        self.balances, self.weigh, self.no_loss_11 = self.aux_factor > 0 or self.z_factor > 0, P.Mul(), None
+        self.aux_factor = self.z_factor = 0.0  # `RouterLosses` multiplies by them
+        if experts is not None:
+            self.no_loss_11 = Tensor(np.zeros((1, 1), np.float32))
 
-    def construct(self, ids_N, targets, tables, mask, mtp):
+    def construct(self, ids_N, targets, tables, masks, mtp, counted):
         embedded, matrix_1VD = (), self.matrix() if self.hands_on else None
         for module in range(len(mtp)):
             embedded += (self.mtp_embeds[module](mtp[module][0]),)
-        weight_G1 = None if self.group_weights is None else self.group_weights(targets[1])
-        total = self.losses(ids_N, len(mtp), (targets, tables, mask, mtp, embedded, matrix_1VD, weight_G1))[0]
+        weights = (None, None) if counted is None else (counted[0], self.group_weights(counted[0]))
+        call = (targets, tables, masks, mtp, embedded, matrix_1VD, weights)
+        losses = self.losses(ids_N, len(mtp), call)
+        total = losses[0]
+        if self.balances and counted is not None:
+            # The product also makes the gradient that stages hand back one that depends on the batch: MindSpore 2.10
+            # folds a constant one, and then does not find who sends it ("The pointer[fg_cnode] is null").
+            total = total + self.weigh(losses[2], counted[1])
         return self.reshape(total, ())
 
     # The parts: cells that hold the weights that they use, because MindSpore takes the pipeline stage of a weight from
@@ -90,11 +118,14 @@ class SemiAutoDecoder(DecoderWiring):
     def run_embedding(self, ids_N, call):
         return self.embed(ids_N)
 
-    def run_layer(self, number, x_ND, call):
-        if not self.has_experts[number]:
-            return self.layers[number](x_ND, call[1], call[2], call[0][1], call[6]), None, None
-        x_ND, losses = self.layers[number](x_ND, call[1], call[2], call[0][1], call[6])
-        return x_ND, losses[0], losses[1] if self.z_factor else None
+    def add_layer(self, number, x_ND, losses, call):
+        """The layer itself adds its losses: a stage of a pipeline gets the sum as it gets the residual stream."""
+        mask = call[2][1 if self.has_window[number] else 0]
+        if not self.has_experts[number] or not self.training:
+            return self.layers[number](x_ND, call[1], mask), losses
+        loss_11 = self.no_loss_11 if losses[0] is None else losses[0]
+        x_ND, loss_11 = self.layers[number](x_ND, call[1], mask, *call[6], loss_11)
+        return x_ND, (loss_11, None)
 
     def run_merge(self, module, x_ND, call):
         return self.merges[module](call[4][module], x_ND)
@@ -109,16 +140,18 @@ def _cells(cells: Iterable[nn.Cell]) -> nn.CellList:
 
 
 class EmbeddingCell(nn.Cell):
-    """ids_N -> [N, D]."""
+    """ids_N -> [N, D]; `matrix` is that of the mapping, None where the embedding is as wide as the residual stream."""
 
-    def __init__(self, weight: Parameter) -> None:
+    def __init__(self, weight: Parameter, mapping: EmbeddingMapping, matrix: Parameter | None) -> None:
         super().__init__(auto_prefix=False)
-        self.weight, self.gather = weight, P.Gather()
+        self.weight, self.gather, self.mapping, self.matrix = weight, P.Gather(), mapping, matrix
 
     def construct(self, ids_N):
-        return self.gather(self.weight, ids_N, 0)
+        x_NE = self.gather(self.weight, ids_N, 0)
+        return x_NE if self.matrix is None else self.mapping(x_NE, self.matrix)
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
+        self.mapping.linear.shard_over(tokens)
         self.gather.shard(((vocabulary, 1), (data,)), **({"out_strategy": ((tokens, 1),)} if tokens > data else {}))
 
 
@@ -140,9 +173,11 @@ class MatrixCell(nn.Cell):
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask, weight_N1 of tokens, weight_G1) -> x_ND, and with experts the losses of their router.
+    """(x_ND, tables, mask) -> x_ND.
 
-    A weight that only other layers have is None. `experts` take the place of the feed-forward sublayer.
+    With experts further weight_N1 of each token, weight_G1 and the sum of the router losses of the layers before,
+    [1, 1]; x_ND then comes with the sum that has those of this layer too. A weight that only other layers have is None.
+    `experts` take the place of the feed-forward sublayer.
     """
 
     def __init__(self, block: Block, weights: Sequence[Parameter | None], experts: nn.Cell | None = None) -> None:
@@ -152,43 +187,19 @@ class LayerCell(nn.Cell):
         self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
         self.experts = experts
 
-    def construct(self, x_ND, tables, mask, weight_N1, weight_G1):
+    def construct(self, x_ND, tables, mask, weight_N1=None, weight_G1=None, loss_11=None):
         weights = ()
         for place in self.places:
             weights += (self.weights[place],) if place >= 0 else (None,)
         x_ND = self.block(x_ND, *tables, mask, None, None, None, None, *weights)
         # Without a None for a dense layer: the graph of a cell that is computed again cannot return it.
-        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1)
+        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1, loss_11)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
-        """The products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair is sharded along its
-        outputs, the second along its inputs; all else along the batch, or like the columns of its input.
-
-        The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
-        (Korthikanti et al. 2022, section 4.2) data * tensor.
-        """
-        attention, row = self.block.attention, (tokens, 1)
-        for norm in (attention.norm, attention.post_norm):
-            norm.shard_over(tokens)
-        for projection in (attention.query, attention.key, attention.value):
-            projection.shard_over(data, columns=tensor)
-        attention.out.shard_over(data, rows=tensor, tokens=tokens)
-        for part in (attention.query_rotary, attention.key_rotary, attention.attention):
-            part.shard_over(data, tensor)
-        for norm in (attention.query_norm, attention.key_norm) if attention.qk_norm else ():
-            norm.shard_over(data, tensor)
-        self.block.add_attention.shard((row, row))
+        """As `Block.shard_over`."""
+        self.block.shard_over(data, tensor, tokens)
         if self.experts is not None:
             self.experts.shard_over(data, tensor, tokens)
-            return
-        mlp = self.block.mlp
-        for norm in (mlp.norm, mlp.post_norm):
-            norm.shard_over(tokens)
-        for projection in (mlp.gate, mlp.up):
-            projection.shard_over(data, columns=tensor)
-        mlp.down.shard_over(data, rows=tensor, tokens=tokens)
-        mlp.swiglu.shard_over(data, tensor)
-        self.block.add_mlp.shard((row, row))
 
 
 class MergeCell(nn.Cell):
@@ -211,15 +222,16 @@ class MergeCell(nn.Cell):
 class HeadCell(nn.Cell):
     """(x_ND, (labels_N, counts_N1), matrix_1VD or None) -> sum of the losses."""
 
-    def __init__(self, head: Head, norm: Parameter, weight: Parameter | None) -> None:
+    def __init__(self, head: Head, norm: Parameter, weight: Parameter | None, mapping: Parameter | None) -> None:
         super().__init__(auto_prefix=False)
-        self.head, self.norm, self.weight, self.squeeze = head, norm, weight, P.Squeeze(0)
+        self.head, self.norm, self.weight, self.mapping, self.squeeze = head, norm, weight, mapping, P.Squeeze(0)
 
     def construct(self, x_ND, targets, matrix_1VD):
         matrix_VD = self.weight if matrix_1VD is None else self.squeeze(matrix_1VD)
-        return self.head(x_ND, self.norm, matrix_VD, targets[0], targets[1])
+        return self.head(x_ND, self.norm, matrix_VD, targets[0], targets[1], self.mapping)
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
         self.head.normed.norm.shard_over(tokens)
+        self.head.normed.mapping.linear.shard_over(tokens)
         self.head.cross_entropy.shard_over(data, vocabulary)
         self.squeeze.shard(((1, vocabulary, 1),))

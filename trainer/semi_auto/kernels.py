@@ -147,6 +147,49 @@ class Rotary(nn.Cell):
         self.add.shard((whole, whole))
 
 
+class SplitHeads(nn.Cell):
+    """As `reference.SplitHeads`."""
+
+    def __init__(self, heads: int, first: int) -> None:
+        super().__init__()
+        self.heads, self.first, self.reshape, self.slice = heads, first, P.Reshape(), P.StridedSlice()
+
+    def construct(self, x_NC):
+        tokens, width = x_NC.shape[0], x_NC.shape[1] // self.heads
+        x_NHw = self.reshape(x_NC, (tokens, self.heads, width))
+        first = self.slice(x_NHw, (0, 0, 0), (tokens, self.heads, self.first), (1, 1, 1))
+        rest = self.slice(x_NHw, (0, 0, self.first), (tokens, self.heads, width), (1, 1, 1))
+        columns = self.heads * self.first
+        return self.reshape(first, (tokens, columns)), self.reshape(rest, (tokens, x_NC.shape[1] - columns))
+
+    def shard_over(self, data: int, tensor: int) -> None:
+        self.slice.shard(((data, tensor, 1),))
+
+
+class JoinHeads(nn.Cell):
+    """As `reference.JoinHeads`."""
+
+    def __init__(self, heads: int, *, shared: bool = False) -> None:
+        super().__init__()
+        self.heads, self.shared = heads, shared
+        self.reshape, self.repeat, self.concat = P.Reshape(), P.Tile(), P.Concat(2)
+
+    def construct(self, x_NA, y_NB):
+        tokens = x_NA.shape[0]
+        x_NHa = self.reshape(x_NA, (tokens, self.heads, x_NA.shape[1] // self.heads))
+        if self.shared:
+            y_NHb = self.repeat(self.reshape(y_NB, (tokens, 1, y_NB.shape[1])), (1, self.heads, 1))
+        else:
+            y_NHb = self.reshape(y_NB, (tokens, self.heads, y_NB.shape[1] // self.heads))
+        joined = self.concat((x_NHa, y_NHb))
+        return self.reshape(joined, (tokens, self.heads * joined.shape[2]))
+
+    def shard_over(self, data: int, tensor: int) -> None:
+        whole = (data, tensor, 1)
+        self.repeat.shard((whole,))
+        self.concat.shard((whole, whole))
+
+
 class SwiGLU(nn.Cell):
     """As `reference.SwiGLU`."""
 
@@ -163,18 +206,20 @@ class SwiGLU(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """softmax(q k^T / sqrt(d) + mask) v with the mask of `AttentionMask`; keys and values are repeated for the query
+    """softmax(scale q k^T + mask) v with the mask of `AttentionMask`; keys and values are repeated for the query
     heads that share them.
 
     Args:
         heads, kv_heads, head_size: H, K, d.
         dtype: Of q, k, v, the products and the result.
         softmax_dtype: What goes into the softmax and what comes out is rounded to it; mask and arithmetic are float32.
+        value_size, scale: As of `reference.Attention`.
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32
-    ) -> None:
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32,
+        value_size: int | None = None, scale: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.kv_heads, self.head_size, self.dtype = heads, kv_heads, head_size, dtype
         self.softmax_dtype = softmax_dtype
@@ -183,7 +228,7 @@ class Attention(nn.Cell):
         self.tile = P.Tile()
         self.score, self.scale, self.mask = P.BatchMatMul(transpose_b=True), P.Mul(), P.Add()
         self.softmax, self.mix = P.Softmax(), P.BatchMatMul()
-        self.factor = head_size**-0.5
+        self.value_size, self.factor = value_size or head_size, head_size**-0.5 if scale is None else scale
 
     def construct(self, q_NC, k_NK, v_NK, bias_B1TT, late_mask, dropout):
         rows, length = bias_B1TT.shape[0], bias_B1TT.shape[2]
@@ -193,10 +238,10 @@ class Attention(nn.Cell):
         scores = self.rounded(self.scale(self.score(q, k), self.factor))
         probabilities = self.rounded(self.softmax(self.mask(scores, bias_B1TT)))
         out = self.from_heads(self.mix(self.cast(probabilities, self.dtype), v), (0, 2, 1, 3))
-        return self.reshape(out, (rows * length, self.heads * self.head_size))
+        return self.reshape(out, (rows * length, self.heads * self.value_size))
 
     def split(self, x_NC, rows, length, heads):
-        return self.to_heads(self.reshape(x_NC, (rows, length, heads, self.head_size)), (0, 2, 1, 3))
+        return self.to_heads(self.reshape(x_NC, (rows, length, heads, x_NC.shape[1] // heads)), (0, 2, 1, 3))
 
     def repeat(self, x_BKTd, rows, length):
         """[B, K, T, d] -> [B, H, T, d]: each key head is repeated for its query heads."""
@@ -294,12 +339,15 @@ class RotaryTables(nn.Cell):
 
 class AttentionMask(nn.Cell):
     """segment_ids_BT -> [B, 1, T, T]: for the fused operator True where a position must not be seen, else a float32
-    bias of 0 or the least number."""
+    bias of 0 or the least number. A token sees no more than `window` tokens, itself included; None: all before it."""
 
-    def __init__(self, fused: bool, length: int) -> None:
+    def __init__(self, fused: bool, length: int, window: int | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.fused, self.length = fused, length
-        self.hidden_11TT = Tensor(~np.tri(length, dtype=bool)[None, None])
+        hidden_TT = ~np.tri(length, dtype=bool)
+        if window is not None:
+            hidden_TT |= np.tri(length, k=-window, dtype=bool)
+        self.hidden_11TT = Tensor(hidden_TT[None, None])
         self.reshape, self.differs, self.either, self.cast, self.bias = (
             P.Reshape(), P.NotEqual(), P.LogicalOr(), P.Cast(), P.Mul()
         )  # fmt: skip

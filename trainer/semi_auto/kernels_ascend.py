@@ -5,11 +5,14 @@ Legend: as in trainer/ops/cpu/kernels.py.
 
 from __future__ import annotations
 
+import numpy as np
+from mindspore import Tensor, nn
 from mindspore import dtype as mstype
-from mindspore import nn
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import FlashAttentionScore, RotaryPositionEmbedding, Swiglu
 from mindspore.ops.auto_generate import RmsNorm as FusedNorm
+
+from trainer.semi_auto.kernels import JoinHeads, SplitHeads
 
 
 class RmsNorm(nn.Cell):
@@ -27,20 +30,21 @@ class RmsNorm(nn.Cell):
 
 
 class SeparateRmsNorm(RmsNorm):
-    """A norm of [N, D] for a graph that computes norms again in the backward pass.
+    """A norm of [N, D] for a graph that computes norms again in the backward pass, its result as `outside`.
 
     MindSpore 2.10 joins an addition and the norm of its result to one operator, AddRmsNorm. Where the norm is one that
     is computed again, the addition would wait for the gradients ("Graph cycle exists"). The reshapes keep them apart.
+    The cast stands before the second one, after which MindSpore gathers the tokens of other ranks.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, outside: mstype.Type) -> None:
         super().__init__(size, eps)
-        self.reshape = P.Reshape()
+        self.outside, self.cast, self.reshape = outside, P.Cast(), P.Reshape()
 
     def construct(self, x_ND, weight_D):
         tokens, features = x_ND.shape
         y_N1D = self.norm(self.reshape(x_ND, (tokens, 1, features)), weight_D)[0]
-        return self.reshape(y_N1D, (tokens, features))
+        return self.reshape(self.cast(y_N1D, self.outside), (tokens, features))
 
     def shard_over(self, data: int) -> None:
         super().shard_over(data, 1)
@@ -85,17 +89,26 @@ class Attention(nn.Cell):
     """As `ascend.Attention`."""
 
     def __init__(
-        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32
-    ) -> None:
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32,
+        value_size: int | None = None, scale: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.dtype, self.reshape, self.cast = dtype, P.Reshape(), P.Cast()
-        self.flash = FlashAttentionScore(heads, scale_value=head_size**-0.5, input_layout="BSH")
+        self.dtype, self.reshape, self.cast, value_size = dtype, P.Reshape(), P.Cast(), value_size or head_size
+        scale = head_size**-0.5 if scale is None else scale
+        self.flash = FlashAttentionScore(heads, scale_value=scale, input_layout="BSH")
+        # The operator takes values as wide as the queries.
+        self.kv_heads, self.fills_up, missing = kv_heads, value_size < head_size, head_size - value_size
+        self.zeros_11w, self.repeat = Tensor(np.zeros((1, 1, missing), np.float32), dtype), P.Tile()
+        self.fill_up, self.cut = JoinHeads(kv_heads), SplitHeads(heads, value_size)
 
     def construct(self, q_NC, k_NK, v_NK, mask_B1TT, late_mask, dropout):
         rows, length = mask_B1TT.shape[0], mask_B1TT.shape[2]
+        if self.fills_up:
+            zeros_NKw = self.repeat(self.zeros_11w, (v_NK.shape[0], self.kv_heads, 1))
+            v_NK = self.fill_up(self.cast(v_NK, self.dtype), self.reshape(zeros_NKw, (v_NK.shape[0], -1)))
         q, k, v = self.split(q_NC, rows, length), self.split(k_NK, rows, length), self.split(v_NK, rows, length)
-        out = self.flash(q, k, v, None, None, None, mask_B1TT, None)[3]
-        return self.cast(self.reshape(out, q_NC.shape), q_NC.dtype)
+        out = self.reshape(self.flash(q, k, v, None, None, None, mask_B1TT, None)[3], q_NC.shape)
+        return self.cast(self.cut(out)[0] if self.fills_up else out, q_NC.dtype)
 
     def split(self, x_NC, rows, length):
         return self.cast(self.reshape(x_NC, (rows, length, x_NC.shape[1])), self.dtype)
@@ -103,3 +116,6 @@ class Attention(nn.Cell):
     def shard_over(self, data: int, tensor: int) -> None:
         columns = (data, 1, tensor)
         self.flash.shard((columns, columns, columns, (data, 1, 1, 1)))
+        self.repeat.shard(((data, tensor, 1),))
+        for part in (self.fill_up, self.cut):
+            part.shard_over(data, tensor)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from trainer.config.checks.problem import Problem, nearest, problem
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
+from trainer.config.patterns import PatternError, matches_whole
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.adapter import projections
@@ -252,9 +253,8 @@ def _adapters(config: Config) -> Iterator[Problem]:
         return
     try:
         matches = _targets(config.decoder, range(config.decoder.num_layers), config.decoder.projections)
-    except re.error as error:
-        fix = "write one such as '.*q_proj|.*v_proj', in quotes"
-        yield problem(config, key, f"is not a regular expression: {error}", fix)
+    except PatternError as error:
+        yield problem(config, key, str(error), "write one such as '.*q_proj|.*v_proj', in quotes")
         return
     if not matches and not targets_experts(config):
         fix = _nearest_targets(adapters.target_modules, config.decoder.projections)
@@ -272,7 +272,7 @@ def targets_experts(config: Config) -> bool:
     decoder = config.decoder
     layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
     names = [f"model.layers.{layer}.{name}" for layer in layers for name in _NAMES_OF_EXPERTS]
-    return any(re.fullmatch(decoder.pet_config.target_modules, name) for name in names)
+    return any(matches_whole(decoder.pet_config.target_modules, name) for name in names)
 
 
 def targets_in_experts(config: Config) -> list[str]:
@@ -288,7 +288,11 @@ def _targets_elsewhere(decoder: ModelConfig) -> list[str]:
     for part in targets.split("|") if "(" not in targets else ():
         section = decoder.pet_config.model_copy(update={"target_modules": part})
         alone = decoder.model_copy(update={"pet_config": section})
-        if _targets(alone, layers, projections()) and not _targets(alone, layers, decoder.projections):
+        try:
+            is_elsewhere = _targets(alone, layers, projections()) and not _targets(alone, layers, decoder.projections)
+        except PatternError:  # a | within brackets
+            return []
+        if is_elsewhere:
             found.append(part)
     return found
 

@@ -27,6 +27,7 @@ _BOUNDS = {
     "too_short": "a list of at least {min_length} values",
     "too_long": "a list of at most {max_length} values",
     "string_too_short": "a string that is not empty",
+    "string_too_long": "a string of at most {max_length} characters",
 }
 
 
@@ -55,7 +56,8 @@ def validate(
             path = _path(item["loc"], data, absent=item["type"] == "missing")
             findings.setdefault(path, []).append(item)
         # Of a union's members only the problems of the nearest one are told: those that lie deepest.
-        deepest = [path for path in findings if not any(path == other[: len(path)] != other for other in findings)]
+        around = {path[:length] for path in findings for length in range(len(path))}
+        deepest = [path for path in findings if path not in around]
         problems = [_problem(path, findings[path], positions, written, kind) for path in deepest]
     for path in deepest:
         _remove(data, path)

@@ -6,7 +6,7 @@ A key that acts is translated by `translate`; those that change nothing here, or
 
 from typing import Any, Literal, TypeAlias
 
-from trainer.config.schema.fields import Section, section, setting
+from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, WIDTH, FilePath, Section, section, setting
 
 _Ranges: TypeAlias = list[int | str]
 
@@ -15,33 +15,34 @@ class PynativeCheckpoint(Section):
     """Saving and loading (``checkpoint``)."""
 
     enable_save: bool = setting(True, "Save checkpoints.")
-    save_path: str = setting("", "Folder of the run. Default empty: ./output.")
-    save_max: int = setting(5, "Newest checkpoints that are kept.", ge=1)
-    save_interleaved_steps: int = setting(1000, "Optimizer steps between checkpoints.", ge=1)
-    load_path: str = setting("", "Weights to start from. Default empty: new ones.")
+    save_path: FilePath = setting("", "Folder of the run. Default empty: ./output.")
+    save_max: int = setting(5, "Newest checkpoints that are kept.", ge=1, le=COUNT)
+    save_interleaved_steps: int = setting(1000, "Optimizer steps between checkpoints.", ge=1, le=COUNT)
+    async_save: bool = setting(False, "Write checkpoints beside the training.")
+    load_path: FilePath = setting("", "Weights to start from. Default empty: new ones.")
     no_load_optim: bool = setting(False, "Load the weights alone instead of resuming.")
 
 
 class PynativeTraining(Section):
     """Steps and batches (``training``)."""
 
-    steps: int = setting(1000, "Optimizer steps.", ge=1)
-    local_batch_size: int = setting(1, "Sequences of a micro-batch.", ge=1)
-    global_batch_size: int = setting(1, "Sequences of an optimizer step, over all ranks.", ge=1)
+    steps: int = setting(1000, "Optimizer steps.", ge=1, le=COUNT)
+    local_batch_size: int = setting(1, "Sequences of a micro-batch.", ge=1, le=BATCH)
+    global_batch_size: int = setting(1, "Sequences of an optimizer step, over all ranks.", ge=1, le=BATCH)
     max_norm: float = setting(1.0, "Largest norm of the gradient; 0 or less: no clipping.")
-    seed: int = setting(42, "Seed.", ge=0)
+    seed: int = setting(42, "Seed.", ge=0, le=2**63 - 1)
     deterministic: bool = setting(False, "The same bits each time.")
 
 
 class PynativeParallelism(Section):
     """Degrees of parallelism (``parallelism``)."""
 
-    data_parallel_shard: int = setting(-1, "Data-parallel ranks that share state; -1: all.", ge=-1)
-    tensor_parallel: int = setting(1, "Devices that share each matrix.", ge=1)
-    context_parallel: int = setting(1, "Devices that share each sequence's tokens.", ge=1)
-    pipeline_parallel: int = setting(1, "Devices that share the layers.", ge=1)
-    expert_parallel: int = setting(1, "Devices that share the experts.", ge=1)
-    pipeline_parallel_interleave_num: int = setting(1, "Parts of a pipeline stage.", ge=1)
+    data_parallel_shard: int = setting(-1, "Data-parallel ranks that share state; -1: all.", ge=-1, le=RANKS)
+    tensor_parallel: int = setting(1, "Devices that share each matrix.", ge=1, le=RANKS)
+    context_parallel: int = setting(1, "Devices that share each sequence's tokens.", ge=1, le=RANKS)
+    pipeline_parallel: int = setting(1, "Devices that share the layers.", ge=1, le=RANKS)
+    expert_parallel: int = setting(1, "Devices that share the experts.", ge=1, le=RANKS)
+    pipeline_parallel_interleave_num: int = setting(1, "Parts of a pipeline stage.", ge=1, le=LAYERS)
 
 
 class PynativeDataset(Section):
@@ -102,7 +103,7 @@ class PynativeLora(Section):
     """Adapters (``lora_config``)."""
 
     target_modules: str = setting("", "Regular expression for the modules to adapt. Default empty.", min_length=1)
-    lora_rank: int = setting(8, "Rank.", ge=1)
+    lora_rank: int = setting(8, "Rank.", ge=1, le=WIDTH)
     lora_alpha: float = setting(16, "Numerator of their scale.", gt=0)
     lora_dropout: float = setting(0.0, "Dropout on what enters them.", ge=0, lt=1)
 

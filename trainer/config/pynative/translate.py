@@ -11,6 +11,7 @@ from trainer.config.checks.notices import Notice
 from trainer.config.checks.problem import Problem, SourceLocation, problem_at, raise_problems
 from trainer.config.checks.unsupported import findings, ignored_texts
 from trainer.config.checks.validation import validate
+from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.pynative.schema import PynativeConfig
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain
 from trainer.config.read.resolve import resolve
@@ -237,6 +238,8 @@ def _checkpoint(work: _Work) -> None:
         text = "checkpoint.enable_save False: the end of a run is saved all the same"
         work.made.notices.append(Notice(text, "ignored"))
     saver["keep_checkpoint_max"] = section.save_max
+    if section.async_save:
+        saver["async_save"] = True
     theirs = work.root.entries().get("callbacks")
     if theirs is not None and isinstance(theirs.node, Items):
         callbacks.entries += theirs.node.entries
@@ -321,11 +324,11 @@ def _model(work: _Work) -> None:
     try:
         names = [
             name for name, modules in adapted.items()
-            if any(re.search(wanted, f"decoder.layers.0.{module}") for module in modules)
+            if any(read_pattern(wanted).search(f"decoder.layers.0.{module}") for module in modules)
         ]  # fmt: skip
-    except re.error as error:
-        rule = f"is no regular expression: {error}"
-        work.made.problems.append(problem_at(work.place(key), key, rule, "write for example linear_qkv", wanted))
+    except PatternError as error:
+        fix = "write for example linear_qkv"
+        work.made.problems.append(problem_at(work.place(key), key, str(error), fix, wanted))
         return
     if names:
         work.put(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)

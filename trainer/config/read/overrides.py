@@ -10,12 +10,13 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import Problem, SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, is_null, own_node, plain
 from trainer.config.read.relocate import canonical_key, fields_at
-from trainer.config.read.yaml_reader import parse_value
+from trainer.config.read.yaml_reader import MAX_LEVELS, parse_value
 from trainer.config.schema.fields import Section, Shape, aliases_of, fields_by_yaml_name, scalar_kinds, shape_of
 from trainer.config.schema.root import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, shown
 
 _AFTER_FILE = 1_000_000
+_LONGEST_KEY = 1000
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Pr
 
 
 def _apply(root: Table, override: Override, place: SourceLocation) -> list[str]:
+    if len(override.key) > _LONGEST_KEY or override.key.count(".") >= MAX_LEVELS:
+        rule = f"is longer than a key of a file can be: {_LONGEST_KEY} characters in {MAX_LEVELS} levels"
+        raise UserError(rule, where=place.text, key=shown(override.key), fix="correct the key")
     if not all(override.key.split(".")):
         fix = "write section.key, as in runner_config.epochs"
         raise UserError("is not a dotted key", where=place.text, key=override.key, fix=fix)

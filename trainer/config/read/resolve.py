@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -30,6 +30,8 @@ _SUGGESTED = 3
 """At most so many sections are named for a key that stands in the wrong place."""
 _LISTED = 15
 """A section with at most so many keys has them listed when an unknown one resembles none."""
+_GUESSED = 100
+"""For so many unknown keys of a file the nearest name is sought, which takes milliseconds each."""
 
 
 _ABSENT = object()
@@ -65,7 +67,7 @@ def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> d
                 rule = f"not yet supported: {what}"
                 found.problems.append(problem_at(entry.place, f"{path}{name}", rule, NOT_BUILT, plain(entry.node)))
         elif name not in names:
-            found.problems.append(_unknown(name, kind, path, entry.place, found.kind))
+            found.problems.append(_unknown(name, kind, path, entry.place, found))
         elif names[name] not in chosen:
             chosen[names[name]] = entry
             if name != names[name]:
@@ -91,8 +93,9 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
         return first
 
 
-def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, schema: type[Section]) -> Problem:
-    guess = nearest(name, list(yaml_names(kind)))
+def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, found: Resolved) -> Problem:
+    schema, is_one_of_many = found.kind, len(found.problems) > _GUESSED
+    guess = "" if is_one_of_many else nearest(name, list(yaml_names(kind)))
     homes = [f"{home}.{name}" for home in sections_with(name, schema) if f"{home}." != path]
     if homes and guess.lower() != name.lower():
         fix = f"write it in its section: {one_of(homes)}"
@@ -106,13 +109,13 @@ def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, s
         is_short = len(known) <= _LISTED or schema is not Config
         fix = f"remove it; {listed if is_short else '`run_trainer.py schema` lists all'}"
     rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
-    return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess))
+    return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess or is_one_of_many))
 
 
 def sections_with(name: str, schema: type[Section] = Config) -> list[str]:
     """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first."""
     homes: dict[str, bool] = {}
-    for path, info in _keys_named(name, schema, ()):
+    for path, info in _keys_by_name(schema).get(name, ()):
         homes[path] = homes.get(path, False) or support_of(info)[0] == "supported"
     acting = [path for path, acts in homes.items() if acts]
     # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
@@ -120,14 +123,22 @@ def sections_with(name: str, schema: type[Section] = Config) -> list[str]:
     return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
 
 
-def _keys_named(name: str, kind: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, FieldInfo]]:
-    """Each section below the top level with a key of this name, and the key's declaration."""
-    for main, info in fields_by_yaml_name(kind).items():
-        if path and name != "type" and name in (main, *aliases_of(info)):
-            yield ".".join(path), info
-        shape = shape_of(info)
-        for each in shape.kinds:
-            yield from _keys_named(name, each, (*path, main, *(["0"] if shape.is_list else [])))
+@cache
+def _keys_by_name(schema: type[Section]) -> dict[str, list[tuple[str, FieldInfo]]]:
+    """For each name of a key below the top level: the sections with such a key, and its declaration there."""
+    found: dict[str, list[tuple[str, FieldInfo]]] = {}
+
+    def walk(kind: type[Section], path: tuple[str, ...]) -> None:
+        for main, info in fields_by_yaml_name(kind).items():
+            for name in (main, *aliases_of(info)) if path else ():
+                found.setdefault(name, []).append((".".join(path), info))
+            shape = shape_of(info)
+            for each in shape.kinds:
+                walk(each, (*path, main, *(["0"] if shape.is_list else [])))
+
+    walk(schema, ())
+    found.pop("type", None)
+    return found
 
 
 def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:

@@ -6,10 +6,11 @@ a notice, unless it ends the file), and ``None`` is ``null``.
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from yaml import events
@@ -20,11 +21,15 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from trainer.config.checks.problem import SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, is_null
-from trainer.errors import UserError, working_directory
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null
+from trainer.errors import UserError, shown, working_directory
+from trainer.input_files import read_bytes
 
 _TAG = "tag:yaml.org,2002:"
-_MAX_VALUES = 100_000
+# The largest files of MindSpore Transformers have 300 values in 6 levels.
+_MAX_BYTES = 1 << 20
+_MAX_VALUES = 20_000
+MAX_LEVELS = 64
 _ELLIPSIS = re.compile(r"^[ \t]*\.\.\.[ \t]*$")
 _PATTERNS = (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -45,17 +50,64 @@ for _name, _pattern, _letters in _PATTERNS:
     _first = [*_letters, ""] if _name == "null" else [*_letters]
     ScalarResolver.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
 
+_LONGEST_INTEGER = 100
+"""Characters, leading zeros included; Python takes quadratic time to read an integer."""
+
+
+class _OutOfRange(ValueError):
+    """A number that no key can hold; its text is the rule."""
+
+
+def _integer(text: str) -> int:
+    value = int(text, 0 if text[:2] in ("0o", "0x") else 10) if len(text) < _LONGEST_INTEGER else 1 << 64
+    if not -(1 << 63) <= value < 1 << 63:
+        raise _OutOfRange("is an integer beyond 64 bits")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if math.isinf(value) and "inf" not in text.lower():
+        raise _OutOfRange("is beyond the range of a number")
+    return value
+
+
+_SMALLER = "write a number that the key can hold, or quote it if it is a text"
 _SCALARS: dict[str, Callable[[str], Any]] = {
     _TAG + "str": str,
-    _TAG + "int": lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10),
-    _TAG + "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    _TAG + "int": _integer,
+    _TAG + "float": _float,
     _TAG + "bool": lambda text: text.lower() == "true",
     _TAG + "null": lambda text: None,
 }
 
 
+class _Anchor(NamedTuple):
+    """A complete node, how many values it expands to, and in how many levels below it."""
+
+    node: Node
+    values: int
+    levels: int
+
+
+def checked_text(value: Any, place: SourceLocation) -> Any:
+    """The value; a string must be one that files, paths and terminals can hold.
+
+    Raises:
+        UserError: It has a zero byte or half a character (a lone surrogate), as quoted escapes can write them.
+    """
+    wrong = next((one for one in value if one == "\0" or "\ud800" <= one <= "\udfff"), "") \
+        if isinstance(value, str) else ""
+    if wrong:
+        raise UserError(f"a text with the character U+{ord(wrong):04X}", where=place.text, fix="remove the character")
+    return value
+
+
 class _Composer(Reader, Scanner, Parser, ScalarResolver):
     """Composes the tree from PyYAML's events; an anchor and its aliases are one node.
+
+    Values and levels are counted as they would be with every alias and merge key expanded, and bounded, so that what
+    walks the tree later takes neither long nor too deep a stack.
 
     A flag's value has one location for all that it says: ``place``.
     """
@@ -65,7 +117,8 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         for base in (Scanner, Parser, ScalarResolver):
             base.__init__(self)
         self.file, self.place = name, place
-        self.anchors: dict[str, Node | None] = {}
+        self.anchors: dict[str, _Anchor | None] = {}
+        self.values = self.level = self.deepest = 0
         self.text_lines: set[int] = set()
         """Lines (from 0) inside quoted and block scalars: there ``...`` is text."""
 
@@ -89,32 +142,60 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         event = self.get_event()
         place = place or self._place_of(event)
         if isinstance(event, events.AliasEvent):
-            return Entry(self._anchored(event, place), place, is_alias=True)
+            anchor = self._anchored(event, place)
+            self._count(anchor.values, self.level + anchor.levels, place)
+            return Entry(anchor.node, place, is_alias=True)
         if event.anchor in self.anchors:
             raise ComposerError(None, None, f"found duplicate anchor {event.anchor!r}", event.start_mark)
         if event.anchor is not None:
             self.anchors[event.anchor] = None  # until it is complete
-        if isinstance(event, events.ScalarEvent):
-            node: Node = self._scalar(event, place)
-        elif isinstance(event, events.SequenceStartEvent):
-            node = Items()
-            while not self.check_event(events.SequenceEndEvent):
-                node.entries.append(self._entry())
-            self.get_event()
-        else:
-            node = self._table()
+        before, deepest, self.deepest = self.values, self.deepest, self.level
+        self._count(1, self.level, place)
+        self.level += 1
+        node = self._node(event, place)
+        self.level -= 1
         if event.anchor is not None:
-            self.anchors[event.anchor] = node
+            self.anchors[event.anchor] = _Anchor(node, self.values - before, self.deepest - self.level)
+        self.deepest = max(self.deepest, deepest)
         return Entry(node, place)
 
-    def _anchored(self, event: events.AliasEvent, place: SourceLocation) -> Node:
+    def _node(self, event: events.Event, place: SourceLocation) -> Node:
+        if isinstance(event, events.ScalarEvent):
+            return self._scalar(event, place)
+        if event.tag is not None:
+            rule = f"the tag {event.tag.replace(_TAG, '!!')} is not supported on a list or mapping"
+            raise UserError(rule, where=place.text, fix="remove the tag")
+        if not isinstance(event, events.SequenceStartEvent):
+            return self._table()
+        items = Items()
+        while not self.check_event(events.SequenceEndEvent):
+            items.entries.append(self._entry())
+        self.get_event()
+        return items
+
+    def _count(self, values: int, level: int, place: SourceLocation) -> None:
+        """Adds values whose deepest is at a level.
+
+        Raises:
+            UserError: There are too many, or they lie too deep.
+        """
+        self.values += values
+        self.deepest = max(self.deepest, level)
+        if self.values > _MAX_VALUES:
+            rule = f"more than {_MAX_VALUES} keys and values, counting those of aliases"
+            raise UserError(rule, where=place.text, fix="write fewer, and no aliases of aliases")
+        if self.deepest > MAX_LEVELS:
+            rule = f"more than {MAX_LEVELS} levels of lists and sections, counting those of aliases"
+            raise UserError(rule, where=place.text, fix="check the brackets and the indentation")
+
+    def _anchored(self, event: events.AliasEvent, place: SourceLocation) -> _Anchor:
         if event.anchor not in self.anchors:
             raise ComposerError(None, None, f"found undefined alias {event.anchor!r}", event.start_mark)
-        node = self.anchors[event.anchor]
-        if node is None:
+        anchor = self.anchors[event.anchor]
+        if anchor is None:
             rule = "an anchor refers to itself"
             raise UserError(rule, where=place.text, fix="remove the alias inside its own anchor")
-        return node
+        return anchor
 
     def _scalar(self, event: events.ScalarEvent, place: SourceLocation) -> Scalar:
         if event.style:
@@ -125,9 +206,11 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         rule = f"the tag {tag.replace(_TAG, '!!')} is not supported"
         if tag in _SCALARS:
             try:
-                return Scalar(_SCALARS[tag](event.value))
+                return Scalar(checked_text(_SCALARS[tag](event.value), place))
+            except _OutOfRange as error:
+                raise UserError(f"{shown(event.value)} {error}", where=place.text, fix=_SMALLER) from None
             except ValueError:
-                rule = f"{event.value!r} is not of the type its tag says"
+                rule = f"{shown(event.value)} is not of the type its tag says"
         raise UserError(rule, where=place.text, fix="remove the tag")
 
     def _table(self) -> Table:
@@ -185,6 +268,7 @@ def _syntax_error(name: str, error: yaml.MarkedYAMLError) -> UserError:
 
 def _compose(name: str, text: str, place: SourceLocation | None = None) -> tuple[list[Entry], set[int]]:
     """The roots of the documents, and the lines (from 0) that are inside of strings."""
+    composer = None
     try:
         composer = _Composer(name, text, place)
         return composer.documents(), composer.text_lines
@@ -194,6 +278,9 @@ def _compose(name: str, text: str, place: SourceLocation | None = None) -> tuple
         line = text.count("\n", 0, error.position) + 1
         rule, fix = f"the character U+{error.character:04X} is not text", "remove it, or give a YAML text file"
         raise UserError(rule, where=f"{name}:{line}", fix=fix) from None
+    except (ValueError, OverflowError) as error:  # of an escape such as \\UFFFFFFFF, which PyYAML hands to chr
+        where = f"{name}:{composer.line + 1}" if composer is not None else name
+        raise UserError(f"not valid YAML: {error}", where=where, fix="correct the escape in the quoted text") from None
 
 
 def _without_ellipses(name: str, text: str) -> tuple[list[Entry], list[int]]:
@@ -218,13 +305,13 @@ def read_text(path: str) -> str:
     """
     example = "give a YAML file: --config configs/quickstart.yaml"
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(path, _MAX_BYTES)
         text = content.decode("utf-8-sig")
     except OSError as error:
-        base = "" if Path(path).is_absolute() else f": it is relative to {working_directory()}"
+        base = "" if os.path.isabs(path) else f": it is relative to {working_directory()}"
         missing = ("does not exist", f"correct the path{base}")
         says = {FileNotFoundError: missing, IsADirectoryError: ("is a directory", example)}
-        unreadable = (f"cannot be read: {error.strerror or error}", "make it readable")
+        unreadable = (f"cannot be read: {error.strerror or error}", "make it readable, or give another file")
         rule, fix = says.get(type(error), unreadable)
         raise UserError(f"the configuration file {rule}", where=path, fix=fix) from None
     except UnicodeDecodeError as error:
@@ -256,22 +343,8 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     if not isinstance(root, Table):
         kind, where = "a list" if isinstance(root, Items) else "a single value", roots[0].place.text
         raise UserError(f"the file holds {kind}, not sections", where=where, fix="write section: and key: value")
-    _check_size(name, root)
     numbers = ", ".join(str(number) for number in left_out)
     return root, [f"{name}: left out the lines of only '...' ({numbers})"] if left_out else []
-
-
-def _check_size(name: str, root: Node) -> None:
-    """Refuses aliases of aliases that would grow without bound."""
-    sizes: dict[int, int] = {}
-
-    def size(node: Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = 1 + sum(size(entry.node) for _, entry in children(node))
-        return sizes[id(node)]
-
-    if size(root) > _MAX_VALUES:
-        raise UserError(f"more than {_MAX_VALUES} values", where=f"{name}:1", fix="use fewer aliases of aliases")
 
 
 def parse_value(text: str, place: SourceLocation, key: str) -> Entry:
@@ -282,7 +355,12 @@ def parse_value(text: str, place: SourceLocation, key: str) -> Entry:
     """
     if not text.lstrip().startswith(("[", "{", '"', "'")):
         tag = ScalarResolver().resolve(yaml.ScalarNode, text.strip(), (True, False))
-        return Entry(Scalar(_SCALARS[tag](text.strip()) if tag in _SCALARS and tag != _TAG + "str" else text), place)
+        if tag not in _SCALARS or tag == _TAG + "str":
+            return Entry(Scalar(text), place)
+        try:
+            return Entry(Scalar(_SCALARS[tag](text.strip())), place)
+        except _OutOfRange as error:
+            raise UserError(str(error), where=place.text, key=key, value=text, fix=_SMALLER) from None
     try:
         return _compose(place.text, text, place)[0][0]
     except UserError:

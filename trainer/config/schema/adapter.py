@@ -1,10 +1,10 @@
 """Adapters: YAML ``model_config.pet_config``."""
 
-import re
 from collections.abc import Mapping
 from typing import Literal
 
-from trainer.config.schema.fields import Section, setting
+from trainer.config.patterns import matches_whole
+from trainer.config.schema.fields import WIDTH, Section, setting
 
 _ATTENTION = {
     "self_attn.q_proj": "attention.wq",
@@ -46,7 +46,7 @@ class PetConfig(Section):
     """Low-rank adapters (YAML ``model_config.pet_config``): Hu et al. 2021, y = x W^T + alpha / rank x A^T B^T."""
 
     pet_type: Literal["lora"] = setting("lora", "Kind of adapter.")
-    lora_rank: int = setting(8, "Rows of A and columns of B.", ge=1)
+    lora_rank: int = setting(8, "Rows of A and columns of B.", ge=1, le=WIDTH)
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
     lora_dropout: float = setting(0.0, "Dropout on what enters an adapter.", ge=0, lt=1)
     target_modules: str = setting(
@@ -66,4 +66,4 @@ class PetConfig(Section):
 
     def _is_target(self, layer: int, *both: str) -> bool:
         names = [f"model.layers.{layer}.{one}" for one in both] + [one.split(".")[-1] for one in both]
-        return any(re.fullmatch(self.target_modules, one) for one in names)
+        return any(matches_whole(self.target_modules, one) for one in names)

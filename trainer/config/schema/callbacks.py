@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.fields import REQUIRED, Section, setting
+from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, REQUIRED, Section, setting
 
 _METRICS = "metrics.jsonl and report.png hold what it would show"
 
@@ -13,7 +13,7 @@ class LossMonitor(Section):
     """A line every few steps."""
 
     type: Literal["MFLossMonitor"] = setting(REQUIRED, "Kind of monitor.")
-    per_print_times: int = setting(1, "Optimizer steps between printed lines.", ge=1, aliases="log_interval")
+    per_print_times: int = setting(1, "Optimizer steps between printed lines.", ge=1, le=COUNT, aliases="log_interval")
 
 
 class CheckpointMonitor(Section):
@@ -21,22 +21,27 @@ class CheckpointMonitor(Section):
 
     type_aliases: ClassVar[dict[str, str]] = {"CheckpointMointor": "CheckpointMonitor"}
     type: Literal["CheckpointMonitor"] = setting(REQUIRED, "Kind of monitor.")
-    save_checkpoint_steps: int = setting(1, "Optimizer steps between checkpoints; 0: only at the end.", ge=0)
-    keep_checkpoint_max: int = setting(5, "Newest complete checkpoints that are kept.", ge=1)
+    save_checkpoint_steps: int = setting(1, "Optimizer steps between checkpoints; 0: only at the end.", ge=0, le=COUNT)
+    keep_checkpoint_max: int = setting(5, "Newest complete checkpoints that are kept.", ge=1, le=COUNT)
+    async_save: bool = setting(
+        False, "Write checkpoints beside the training, which then waits only until weights and optimizer state are"
+        " copied to host memory, and where an earlier checkpoint is still being written.")
     keep_best: int = setting(
         0, "Checkpoints with the lowest eval loss that are kept beside the newest ones; an evaluation that finds one"
-        " saves it, and checkpoints/best points to the best. Needs do_eval.", ge=0)
+        " saves it, and checkpoints/best points to the best. Needs do_eval.", ge=0, le=COUNT)
 
 
 class MoEDropRate(Section):
     """Share of tokens that experts dropped, per layer."""
 
     type: Literal["MoEDropRateCallback"] = setting(REQUIRED, "Kind of monitor.")
-    expert_num: int | None = setting(None, "Experts; must agree with the model. Default null: the model's.", ge=1)
+    expert_num: int | None = setting(
+        None, "Experts; must agree with the model. Default null: the model's.", ge=1, le=RANKS)
     capacity_factor: float | None = setting(None, "Capacity; must agree with the model. Default null: the model's.")
-    num_layers: int | None = setting(None, "Layers; must agree with the model. Default null: the model's.", ge=1)
+    num_layers: int | None = setting(
+        None, "Layers; must agree with the model. Default null: the model's.", ge=1, le=LAYERS)
     mtp_depth: int | None = setting(
-        None, "Multi-token prediction modules; must agree with the model. Default null: the model's.", ge=0)
+        None, "Multi-token prediction modules; must agree with the model. Default null: the model's.", ge=0, le=LAYERS)
 
 
 class ObsMonitor(Section):
@@ -70,7 +75,7 @@ class EarlyStop(Section):
     type: Literal["EarlyStop"] = setting(REQUIRED, "Kind of monitor.")
     monitor: Literal["eval_loss"] = setting("eval_loss", "What must fall.")
     patience: int = setting(
-        1, "Evaluations in a row without an improvement that end the run.", ge=1,
+        1, "Evaluations in a row without an improvement that end the run.", ge=1, le=COUNT,
         aliases="early_stopping_patience")
     min_delta: float = setting(
         0.0, "An improvement is a loss lower than the last improved one by more than this, in nats.", ge=0,
@@ -92,8 +97,9 @@ class TopkBiasBalance(Section):
         None, "Balance experts by a bias; must agree with the model. Default null: the model's.")
     topk_bias_update_rate: float | None = setting(
         None, "Step of that bias; must agree with the model. Default null: the model's.", ge=0)
-    expert_num: int | None = setting(None, "Experts; must agree with the model. Default null: the model's.", ge=1)
-    micro_batch_num: int | None = setting(None, "Micro-batches.")
+    expert_num: int | None = setting(
+        None, "Experts; must agree with the model. Default null: the model's.", ge=1, le=RANKS)
+    micro_batch_num: int | None = setting(None, "Micro-batches.", ge=1, le=BATCH)
 
 
 Callback = Annotated[

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from trainer.config.schema.fields import Section, setting
+from trainer.config.schema.fields import VOCABULARY, WIDTH, Section, setting
 
 
 class ClassifierConfig(Section):
@@ -13,9 +13,10 @@ class ClassifierConfig(Section):
     The defaults are the network of MindSpore's tutorial on gradient accumulation.
     """
 
-    pixels: int = setting(784, "Pixels of an image. Default 784: 28 x 28.", ge=1)
-    hidden_sizes: list[Annotated[int, Field(ge=1)]] = setting([512, 512], "Width of each hidden layer.", min_length=1)
-    classes: int = setting(10, "Kinds of images; labels are 0 to one less.", ge=2)
+    pixels: int = setting(784, "Pixels of an image. Default 784: 28 x 28.", ge=1, le=WIDTH)
+    hidden_sizes: list[Annotated[int, Field(ge=1, le=WIDTH)]] = setting(
+        [512, 512], "Width of each hidden layer.", min_length=1)
+    classes: int = setting(10, "Kinds of images; labels are 0 to one less.", ge=2, le=VOCABULARY)
     initializer_range: float = setting(
         0.01, "Standard deviation of new weights; 0.01 is MindSpore's weight_init \"normal\".", gt=0)
 

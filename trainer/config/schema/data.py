@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from trainer.config.schema.fields import REQUIRED, Section, section, setting
+from trainer.config.schema.fields import BATCH, COUNT, LENGTH, REQUIRED, TOKEN_ID, FilePath, Section, section, setting
 
 _Field: TypeAlias = Literal[
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "text", "system",
@@ -18,17 +18,17 @@ class _Loader(Section):
     default_type: ClassVar[str] = "TextDataset"
     reads_text: ClassVar[bool] = True  # otherwise the files hold tokens or images, and there is nothing to tokenize
 
-    dataset_dir: str = setting(
+    dataset_dir: FilePath = setting(
         "", 'A file, a folder, or "stdlib" (the standard library of this Python). Default empty: none.',
         aliases="dataset_path")
     shuffle: bool = setting(True, "Another order of sequences each epoch, from the seed.")
-    num_samples: int | None = setting(None, "Maximum number of sequences or images. Default null: all.", ge=1)
+    num_samples: int | None = setting(None, "Maximum number of sequences or images. Default null: all.", ge=1, le=COUNT)
 
 
 class SourceItem(Section):
     """One of several sources (YAML ``data_loader.sources``)."""
 
-    path: str = setting(REQUIRED, "A file or a folder, as in dataset_dir.", min_length=1)
+    path: FilePath = setting(REQUIRED, "A file or a folder, as in dataset_dir.", min_length=1)
     weight: float = setting(
         1.0, "Share of the source in an epoch is weight divided by the sum of all weights.", gt=0,
         fix="give a weight above 0, or remove the source")
@@ -80,7 +80,7 @@ class MnistLoader(_Loader):
     """Images of digits in the files of MNIST, for an MlpClassifier."""
     reads_text = False
     type: Literal["MnistDataset"] = setting(REQUIRED, "Kind of data.")
-    dataset_dir: str = setting(
+    dataset_dir: FilePath = setting(
         "", "Folder of the files. Default empty: the folder in the environment variable DATA_PATH.",
         aliases="dataset_path")
     usage: Literal["train", "test", "all"] | None = setting(
@@ -91,14 +91,14 @@ class MindLoader(_Loader):
     """MindRecord files of tokens."""
     reads_text = False
     type: Literal["MindDataset"] = setting(REQUIRED, "Kind of data.")
-    dataset_dir: str = setting(
+    dataset_dir: FilePath = setting(
         "", "A MindRecord file, which stands for all that were written with it, or a folder, with those below it. "
         "Default empty: dataset_files.", aliases="dataset_path")
-    dataset_files: list[str] | str | None = setting(
+    dataset_files: list[FilePath] | FilePath | None = setting(
         None, "In place of dataset_dir: one file or folder, or several of which each file counts alone. Default null.")
 
 
-_DataPath: TypeAlias = list[str | int | float] | str | None
+_DataPath: TypeAlias = list[FilePath | int | float] | FilePath | None
 
 
 class MegatronConfig(Section):
@@ -117,9 +117,11 @@ class MegatronConfig(Section):
         "section reads all.")
     seed: int = setting(1234, "Seed of the order of documents and samples.", ge=0, lt=2**32)
     seq_length: int | None = setting(
-        None, "Tokens of a sample. Default null: model.model_config.seq_length, which it must equal.")
-    eod: int = setting(-1, "Token that ends a document, for the keys below. Default -1: none.", ge=-1)
-    pad: int = setting(-1, "Token that is padding: it has no loss, and the model sees token 0. Default -1: none.")
+        None, "Tokens of a sample. Default null: model.model_config.seq_length, which it must equal.", ge=1, le=LENGTH)
+    eod: int = setting(-1, "Token that ends a document, for the keys below. Default -1: none.", ge=-1, le=TOKEN_ID)
+    pad: int = setting(
+        -1, "Token that is padding: it has no loss, and the model sees token 0. Default -1: none.",
+        ge=-TOKEN_ID, le=TOKEN_ID)
     eod_mask_loss: bool = setting(False, "No loss for what follows the token eod.")
     reset_position_ids: bool = setting(False, "Positions start at 0 after each token eod.")
     create_attention_mask: bool = setting(
@@ -136,11 +138,11 @@ class MegatronLoader(_Loader):
     """Megatron-LM's indexed token files, in Megatron-LM's order."""
     reads_text = False
     type: Literal["BlendedMegatronDatasetDataLoader"] = setting(REQUIRED, "Kind of data.")
-    dataset_dir: str = setting(
+    dataset_dir: FilePath = setting(
         "", "A single path without .bin and .idx, in place of config.data_path. Default empty: config says it.",
         aliases="dataset_path")
     shuffle: bool = setting(False, "Shuffle the samples again each epoch; their order is random without it.")
-    sizes: list[int | None] = setting(
+    sizes: list[Annotated[int, Field(ge=0, le=COUNT)] | None] = setting(
         [], "Samples of an epoch of training, validation and test: documents repeat where they are fewer. Default "
         "empty, or null for one: as many as the documents fill once.", max_length=3)
     phase: Literal["train", "valid", "test"] | None = setting(
@@ -151,12 +153,12 @@ class MegatronLoader(_Loader):
 class HuggingFaceLoader(_RecordLoader):
     """Data sets of Hugging Face in local files: folders saved by `datasets`, and what `load_dataset` reads."""
     type: Literal["HFDataLoader", "CommonDataLoader"] = setting(REQUIRED, "Kind of data.")
-    path: str = setting(
+    path: FilePath = setting(
         "", "A local folder or file, or a format (json, parquet, arrow) whose files data_files or data_dir names. "
         "Default empty: dataset_dir.")
-    data_files: str | list[str] | dict[str, str | list[str]] | None = setting(
+    data_files: FilePath | list[FilePath] | dict[str, FilePath | list[FilePath]] | None = setting(
         None, "Files, or for each split its files; names may be patterns such as *.json. Default null: all of path.")
-    data_dir: str | None = setting(None, "Folder below path, or the folder of data_files. Default null: path.")
+    data_dir: FilePath | None = setting(None, "Folder below path, or the folder of data_files. Default null: path.")
     handler: list[dict[str, Any]] | dict[str, Any] = setting(
         [], "Steps of processing: take and rename_column act, AlpacaInstructDataHandler and PackingHandler are what is "
         "done anyway, others are errors. Default empty.")
@@ -179,7 +181,7 @@ class TokenizerConfig(Section):
     """Text to tokens (YAML ``train_dataset.tokenizer``)."""
 
     type: Literal["bytes", "huggingface"] = setting("bytes", "bytes: one token a byte; huggingface: a tokenizer.json.")
-    path: str = setting("", "huggingface: the tokenizer.json or its folder. Default empty.")
+    path: FilePath = setting("", "huggingface: the tokenizer.json or its folder. Default empty.")
 
 
 class DatasetConfig(Section):
@@ -198,8 +200,8 @@ class DatasetConfig(Section):
         False, "MindDataset: keep apart the documents of a row, with positions of their own. Other data: see packing.")
     eod_token_id: int | None = setting(
         None, "MindDataset: the token that ends a document, for eod_reset. Default null: model_config.eos_token_id.",
-        ge=0)
-    chat_template: str = setting(
+        ge=0, le=TOKEN_ID)
+    chat_template: FilePath = setting(
         "", "How a conversation becomes text: chatml, llama3, qwen3, ... (docs/data.md), a .jinja file, or a folder. "
         "Default empty: the tokenizer's own; without one ChatML, with a note. In eval_dataset: that of train_dataset.")
     train_on: Literal["assistant", "last", "all"] | None = setting(
@@ -214,11 +216,11 @@ class DatasetConfig(Section):
         "truncate", "packing whole and none: what to do with a document longer than a sequence. truncate: keep its "
         "last seq_length tokens; drop: leave it out; error: end.")
     drop_remainder: bool = setting(True, "Leave out the last, smaller batch of an epoch.")
-    prefetch_size: int = setting(2, "Micro-batches prepared ahead, at least those of a step.", ge=1)
+    prefetch_size: int = setting(2, "Micro-batches prepared ahead, at least those of a step.", ge=1, le=BATCH)
     batch_size: int | None = setting(
-        None, "eval_dataset: sequences of a batch. Default null: runner_config.batch_size.", ge=1)
-    max_batches: int = setting(0, "eval_dataset: micro-batches an evaluation reads. Default 0: all.", ge=0)
-    cache_dir: str | None = setting(
+        None, "eval_dataset: sequences of a batch. Default null: runner_config.batch_size.", ge=1, le=BATCH)
+    max_batches: int = setting(0, "eval_dataset: micro-batches an evaluation reads. Default 0: all.", ge=0, le=COUNT)
+    cache_dir: FilePath | None = setting(
         None, "Folder of the token files that are built once. Default null: ~/.cache/run_trainer/tokens.")
 
 

@@ -12,14 +12,39 @@ from __future__ import annotations
 
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from trainer.config.schema.unsupported import OTHER_NAMES, Support, unsupported_keys
+from trainer.input_files import path_mistake
 
 REQUIRED: Any = ...
+
+# Upper bounds of counts, far beyond what anybody trains: what is larger is a slip, refused before it costs memory.
+LAYERS = 10_000
+RANKS = 1 << 20  # of heads and experts too
+WIDTH = VOCABULARY = 1 << 24
+LENGTH = 1 << 28  # tokens
+BATCH = 1 << 20
+COUNT = 10**12  # steps, samples
+TOKEN_ID = (1 << 31) - 1
+TokenId: TypeAlias = Annotated[int, Field(ge=-TOKEN_ID, le=TOKEN_ID)]
+Layer: TypeAlias = Annotated[int, Field(ge=-LAYERS, le=LAYERS)]
+"""A layer, or how many more a stage has."""
+
+
+def _is_path(path: str) -> str:
+    if mistake := path_mistake(path):
+        raise PydanticCustomError("path", mistake)  # type: ignore[arg-type]
+    return path
+
+
+FilePath: TypeAlias = Annotated[str, AfterValidator(_is_path)]
+"""A file or a folder, which need not be there; the empty string where a key says so."""
+
 _WORDS = {"ignored": "Ignored", "not_yet": "Not yet"}
 
 _ALIASES, _SUPPORT, _REASON, _MEANINGS, _FIX = "x-aliases", "x-support", "x-reason", "x-meanings", "x-fix"

@@ -1,10 +1,13 @@
 """Weights that are not trained: YAML ``freeze``."""
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field
 
 from trainer.config.schema.fields import Section, setting
 
-_Patterns: TypeAlias = str | list[str | dict[str, Any]] | dict[str, Any]
+_Pattern: TypeAlias = Annotated[str, Field(max_length=1000)]
+_Patterns: TypeAlias = _Pattern | list[_Pattern | dict[str, Any]] | dict[str, Any]
 
 
 class FreezeConfig(Section):

@@ -6,7 +6,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.config.schema.adapter import PetConfig, projections
-from trainer.config.schema.fields import Section, setting
+from trainer.config.schema.fields import (
+    BATCH,
+    LAYERS,
+    LENGTH,
+    RANKS,
+    TOKEN_ID,
+    VOCABULARY,
+    WIDTH,
+    Layer,
+    Section,
+    TokenId,
+    setting,
+)
 from trainer.config.schema.moe import MoEConfig
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -22,7 +34,7 @@ class RopeScaling(Section):
     low_freq_factor: float = setting(1.0, "llama3: frequencies below are scaled wholly.", gt=0)
     high_freq_factor: float = setting(4.0, "llama3: frequencies above are kept.", gt=0)
     original_max_position_embeddings: int | None = setting(
-        None, "Trained length in tokens. Default null: max_position_embeddings.", ge=1)
+        None, "Trained length in tokens. Default null: max_position_embeddings.", ge=1, le=LENGTH)
     attention_factor: float | None = setting(
         None, "yarn: factor on cosine and sine. Default null: from the scaling factor.", gt=0)
     beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept.", gt=0)
@@ -44,55 +56,59 @@ class ModelConfig(Section):
         None, "Hugging Face's class: says model.arch.type where that is left out.")
     net_name: str | None = setting(
         None, "TelechatForCausalLM: a name that begins with telechat3 makes it a TeleChat3. Default null: a TeleChat2.")
-    batch_size: int = setting(1, "predict: prompts generated at once.", ge=1)
-    seq_length: int = setting(2048, "Tokens in a sequence.", ge=1, aliases="max_seq_len")
-    num_layers: int = setting(32, "Decoder blocks.", ge=1, aliases="num_hidden_layers n_layers n_layer")
-    hidden_size: int = setting(4096, "Width of the residual stream.", ge=1, aliases="dim")
-    num_heads: int = setting(32, "Query heads.", ge=1, aliases="num_attention_heads n_heads n_head")
+    batch_size: int = setting(1, "predict: prompts generated at once.", ge=1, le=BATCH)
+    seq_length: int = setting(2048, "Tokens in a sequence.", ge=1, le=LENGTH, aliases="max_seq_len")
+    num_layers: int = setting(32, "Decoder blocks.", ge=1, le=LAYERS, aliases="num_hidden_layers n_layers n_layer")
+    hidden_size: int = setting(4096, "Width of the residual stream.", ge=1, le=WIDTH, aliases="dim")
+    num_heads: int = setting(32, "Query heads.", ge=1, le=RANKS, aliases="num_attention_heads n_heads n_head")
     n_kv_heads: int | None = setting(
-        None, "Key and value heads. Default null: num_heads.", ge=1,
+        None, "Key and value heads. Default null: num_heads.", ge=1, le=RANKS,
         aliases="num_key_value_heads num_query_groups multi_query_group_num")
     multi_query_attention: bool | None = setting(
         None, "ChatGLM: False takes num_heads instead of multi_query_group_num. Default null: the number given.")
     head_dim: int | None = setting(
-        None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, aliases="kv_channels")
+        None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, le=WIDTH, aliases="kv_channels")
     multi_latent_attention: bool = setting(
         False, "Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are made from one"
         " vector of kv_lora_rank numbers a token. n_kv_heads and head_dim have no effect then.")
     q_lora_rank: int | None = setting(
         None, "multi_latent_attention: width of the vector that queries are made from. Default null: queries are made"
-        " from the residual stream, by one q_proj.", ge=1)
+        " from the residual stream, by one q_proj.", ge=1, le=WIDTH)
     kv_lora_rank: int = setting(
         512, "multi_latent_attention: width of the vector that keys and values are made from, which prediction caches.",
-        ge=1)
+        ge=1, le=WIDTH)
     qk_nope_head_dim: int = setting(
         128, "multi_latent_attention: width of the part of a query or key without positions. Beside it, qk_head_dim may"
-        " be the whole width, as transformers writes it.", ge=1, aliases="qk_head_dim")
+        " be the whole width, as transformers writes it.", ge=1, le=WIDTH, aliases="qk_head_dim")
     qk_rope_head_dim: int = setting(
-        64, "multi_latent_attention: width of the part with rotary positions, of which all heads share one key.", ge=2,
+        64, "multi_latent_attention: width of the part with rotary positions, of which all heads share one key.",
+        ge=2, le=WIDTH,
         aliases="qk_pos_emb_head_dim")
-    v_head_dim: int = setting(128, "multi_latent_attention: width of a head's values.", ge=1)
+    v_head_dim: int = setting(128, "multi_latent_attention: width of a head's values.", ge=1, le=WIDTH)
     intermediate_size: int | None = setting(
-        None, "Width of the feed-forward layer. Default null: 2/3 of 4 x hidden_size, rounded up to multiple_of.", ge=1,
+        None, "Width of the feed-forward layer. Default null: 2/3 of 4 x hidden_size, rounded up to multiple_of.",
+        ge=1, le=WIDTH,
         aliases="ffn_hidden_size")
     embedding_size: int | None = setting(
         None, "Width of embedding and head, which two matrices map to hidden_size and back (TeleChat3-1.8B). Default"
-        " null, and 1: hidden_size, without such matrices.", ge=1)
+        " null, and 1: hidden_size, without such matrices.", ge=1, le=WIDTH)
     layers_group: int = setting(
-        1, "So many layers, one after the other, share the weights of attention (TeleChat3-1.8B).", ge=1)
-    multiple_of: int = setting(256, "What the default of intermediate_size is rounded up to.", ge=1)
+        1, "So many layers, one after the other, share the weights of attention (TeleChat3-1.8B).", ge=1, le=LAYERS)
+    multiple_of: int = setting(256, "What the default of intermediate_size is rounded up to.", ge=1, le=WIDTH)
     ffn_dim_multiplier: float | None = setting(
         None, "Factor on the default of intermediate_size before rounding. Default null: 1.", gt=0)
-    vocab_size: int = setting(32000, "Tokens of the vocabulary.", ge=2, aliases="padded_vocab_size")
+    vocab_size: int = setting(32000, "Tokens of the vocabulary.", ge=2, le=VOCABULARY, aliases="padded_vocab_size")
     max_position_embeddings: int | None = setting(
-        None, "Longest context in tokens. Default null: seq_length.", ge=1, aliases="max_position_embedding")
+        None, "Longest context in tokens. Default null: seq_length.", ge=1, le=LENGTH, aliases="max_position_embedding")
     sliding_window: int | None = setting(
-        None, "Tokens that attention sees, the token itself included. Default null, and 0: all earlier ones.", ge=0)
+        None, "Tokens that attention sees, the token itself included. Default null, and 0: all earlier ones.",
+        ge=0, le=LENGTH)
     use_sliding_window: bool | None = setting(
         None, "False: no layer has the window. True: those from max_window_layers on have it. Default null: layer_types"
         " says which, else all have it.")
     max_window_layers: int | None = setting(
-        None, "use_sliding_window: layers that see all earlier tokens, from the first. Default null: none.", ge=0)
+        None, "use_sliding_window: layers that see all earlier tokens, from the first. Default null: none.",
+        ge=0, le=LAYERS)
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = setting(
         None, "Which layers have the window: sliding_attention. Default null: the other keys say it.")
     rms_norm_eps: float = setting(
@@ -147,30 +163,32 @@ class ModelConfig(Section):
     use_fused_swiglu: bool = setting(False, "Fused SwiGLU where the device has it.", aliases="bias_swiglu_fusion")
     moe_config: MoEConfig | None = setting(None, "Mixture of experts. Default null: dense.")
     mtp_depth: int = setting(
-        0, "Modules that each predict one token further (DeepSeek-V3, section 2.2).", ge=0,
+        0, "Modules that each predict one token further (DeepSeek-V3, section 2.2).", ge=0, le=LAYERS,
         aliases="mtp_num_layers num_nextn_predict_layers num_mtp_layers")
     mtp_loss_factor: float = setting(
         0.3, "Weight of the mean of their losses.", ge=0, aliases="mtp_loss_scaling_factor")
-    offset: int | list[int] | list[list[int]] = setting(
+    offset: Layer | list[Layer] | list[list[Layer]] = setting(
         0, "Layers that a pipeline stage has beyond an equal share: a number for each stage, with pp_interleave_num a"
         " list of them for each of its parts.")
-    pp_interleave_num: int = setting(1, "Parts into which the layers of a pipeline stage are divided.", ge=1)
-    eos_token_id: int | list[int] | None = setting(None, "Token that ends a document. Default null: the tokenizer's.")
-    bos_token_id: int | None = setting(None, "Token that starts a document. Default null: the tokenizer's.")
+    pp_interleave_num: int = setting(1, "Parts into which the layers of a pipeline stage are divided.", ge=1, le=LAYERS)
+    eos_token_id: TokenId | list[TokenId] | None = setting(
+        None, "Token that ends a document. Default null: the tokenizer's.")
+    bos_token_id: int | None = setting(
+        None, "Token that starts a document. Default null: the tokenizer's.", ge=-TOKEN_ID, le=TOKEN_ID)
     eod_reset: bool = setting(
         False, "MindDataset: attention_mask says for each token where its document begins in the row, instead of 1 and "
         "0. Other data need no such key.")
     pad_token_id: int | None = setting(
         None, "MindDataset: no loss where this token is the input. Other data: padding never has a loss. Default null: "
-        "none.")
+        "none.", ge=-TOKEN_ID, le=TOKEN_ID)
 
     max_decode_length: int | None = setting(
-        None, "predict: tokens of prompt and answer. Default null: seq_length.", ge=1)
+        None, "predict: tokens of prompt and answer. Default null: seq_length.", ge=1, le=LENGTH)
     max_new_tokens: int | None = setting(
-        None, "predict: tokens of the answer. Default null: up to max_decode_length.", ge=1)
+        None, "predict: tokens of the answer. Default null: up to max_decode_length.", ge=1, le=LENGTH)
     do_sample: bool = setting(False, "predict: draw tokens instead of taking the likeliest.")
     temperature: float = setting(1.0, "predict: divides the logits before drawing.", gt=0)
-    top_k: int = setting(0, "predict: draw among this many likeliest tokens. Default 0: all.", ge=0)
+    top_k: int = setting(0, "predict: draw among this many likeliest tokens. Default 0: all.", ge=0, le=VOCABULARY)
     top_p: float = setting(
         1.0, "predict: draw among the likeliest tokens of this total probability. Default 1: all.", gt=0, le=1)
     repetition_penalty: float = setting(

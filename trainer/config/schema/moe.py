@@ -3,17 +3,17 @@
 import math
 from typing import Literal
 
-from trainer.config.schema.fields import Section, setting
+from trainer.config.schema.fields import LAYERS, RANKS, WIDTH, Layer, Section, setting
 
 
 class MoEConfig(Section):
     """Mixture of experts (YAML ``moe_config``, at the top level or inside ``model_config``)."""
 
     expert_num: int = setting(
-        1, "Experts a layer; 1 is a dense model.", ge=1,
+        1, "Experts a layer; 1 is a dense model.", ge=1, le=RANKS,
         aliases="n_routed_experts num_experts num_local_experts num_moe_experts")
     num_experts_chosen: int = setting(
-        1, "Experts each token goes to.", ge=1, aliases="num_experts_per_tok moe_router_topk")
+        1, "Experts each token goes to.", ge=1, le=RANKS, aliases="num_experts_per_tok moe_router_topk")
     capacity_factor: float | None = setting(
         None, "Room of an expert, as a multiple of its fair share of a micro-batch's tokens; what goes beyond is"
         " dropped, in training only. -1: no bound. Default null: no bound; with enable_sdrop 1.1.",
@@ -38,26 +38,29 @@ class MoEConfig(Section):
         aliases="moe_router_score_function")
     routed_scaling_factor: float = setting(
         1.0, "Factor on the routed experts' sum.", gt=0, aliases="moe_router_topk_scaling_factor")
-    shared_expert_num: int = setting(0, "Experts every token goes to.", ge=0, aliases="n_shared_experts")
+    shared_expert_num: int = setting(0, "Experts every token goes to.", ge=0, le=RANKS, aliases="n_shared_experts")
     moe_intermediate_size: int | None = setting(
-        None, "Width of an expert. Default null: intermediate_size.", ge=1, aliases="moe_ffn_hidden_size")
+        None, "Width of an expert. Default null: intermediate_size.", ge=1, le=WIDTH, aliases="moe_ffn_hidden_size")
     moe_shared_expert_intermediate_size: int | None = setting(
-        None, "Width of the shared experts together. Default null: shared_expert_num times that of an expert.", ge=1,
+        None, "Width of the shared experts together. Default null: shared_expert_num times that of an expert.",
+        ge=1, le=WIDTH,
         aliases="shared_expert_intermediate_size")
     use_shared_expert_gating: bool = setting(
         False, "Multiply the shared experts' output by the sigmoid of a projection of the token (Qwen2-MoE).",
         aliases="moe_shared_expert_gate")
-    first_k_dense_replace: int | None = setting(None, "Leading layers that stay dense. Default null: none.", ge=0)
-    moe_layer_freq: int | list[int] = setting(
+    first_k_dense_replace: int | None = setting(
+        None, "Leading layers that stay dense. Default null: none.", ge=0, le=LAYERS)
+    moe_layer_freq: Layer | list[Layer] = setting(
         1, "Every how many layers experts stand, or a list with 1 for each layer that has them, else 0.")
     decoder_sparse_step: int = setting(
-        1, "Qwen3-MoE: of every N layers the last one has experts. Default 1: moe_layer_freq says it.", ge=1)
-    mlp_only_layers: list[int] | None = setting(
+        1, "Qwen3-MoE: of every N layers the last one has experts. Default 1: moe_layer_freq says it.", ge=1, le=LAYERS)
+    mlp_only_layers: list[Layer] | None = setting(
         None, "Qwen3-MoE: layers that stay dense, counted from 0. Default null: moe_layer_freq says it.")
     n_group: int | None = setting(
-        None, "Groups of experts the router chooses among; 0 or null: none.", ge=0, aliases="moe_router_num_groups")
+        None, "Groups of experts the router chooses among; 0 or null: none.",
+        ge=0, le=RANKS, aliases="moe_router_num_groups")
     topk_group: int | None = setting(
-        None, "Groups a token may go to; 0 or null: any.", ge=0, aliases="moe_router_group_topk")
+        None, "Groups a token may go to; 0 or null: any.", ge=0, le=RANKS, aliases="moe_router_group_topk")
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = setting(
         None, "The router's choice by its Hugging Face name: greedy has no groups, noaux_tc has an expert bias."
         " Default null: the other keys say it.")

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.fields import REQUIRED, Section, setting
+from trainer.config.schema.fields import COUNT, REQUIRED, Section, setting
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -57,7 +57,7 @@ class _Schedule(Section):
 
     total_steps: int = setting(
         -1, "Optimizer steps over which the schedule runs. Default -1: all steps of the run (epochs x steps per"
-        " epoch).", ge=-1)
+        " epoch).", ge=-1, le=COUNT)
 
 
 class _WarmUpSchedule(_Schedule):
@@ -66,7 +66,8 @@ class _WarmUpSchedule(_Schedule):
     learning_rate: float = setting(5e-5, "Peak learning rate.", ge=0)
     warmup_lr_init: float = setting(0.0, "Learning rate of the first warm-up step.", ge=0)
     warmup_steps: int | None = setting(
-        None, "Optimizer steps of warm-up; excludes warmup_ratio. Default null: 0.", ge=0, aliases="warmup_step")
+        None, "Optimizer steps of warm-up; excludes warmup_ratio. Default null: 0.",
+        ge=0, le=COUNT, aliases="warmup_step")
     warmup_ratio: Ratio | None = setting(None, "Warm-up as a fraction of the total steps.")
 
 
@@ -88,7 +89,7 @@ class CosineWithWarmUpLR(_WarmUpSchedule):
     type: Literal["CosineWithWarmUpLR"] = setting("CosineWithWarmUpLR", "Kind of schedule.")
     lr_end: float = setting(0.0, "Learning rate at the end.", ge=0)
     num_cycles: float = setting(0.5, "Waves of the cosine; half a wave falls once.", gt=0)
-    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1)
+    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1, le=COUNT)
     decay_ratio: Ratio | None = setting(None, "The decay as a fraction of the total steps.")
 
 
@@ -98,7 +99,7 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpSchedule):
     type: Literal["CosineWithRestartsAndWarmUpLR"] = setting(REQUIRED, "Kind of schedule.")
     lr_end: float = setting(0.0, "Learning rate at the end of a fall.", ge=0)
     num_cycles: float = setting(1.0, "Falls from peak to lr_end.", gt=0)
-    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1)
+    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1, le=COUNT)
 
 
 class PolynomialWithWarmUpLR(_WarmUpSchedule):
@@ -107,7 +108,7 @@ class PolynomialWithWarmUpLR(_WarmUpSchedule):
     type: Literal["PolynomialWithWarmUpLR"] = setting(REQUIRED, "Kind of schedule.")
     lr_end: float = setting(1e-7, "Learning rate at the end.", ge=0)
     power: float = setting(1.0, "Exponent. Default 1: a straight line.", gt=0)
-    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1)
+    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1, le=COUNT)
 
 
 class CosineAnnealingLR(_Schedule):
@@ -115,7 +116,7 @@ class CosineAnnealingLR(_Schedule):
 
     type: Literal["CosineAnnealingLR"] = setting(REQUIRED, "Kind of schedule.")
     base_lr: float = setting(5e-5, "Highest learning rate.", ge=0, aliases="learning_rate")
-    t_max: int = setting(REQUIRED, "Optimizer steps of half a wave.", ge=1)
+    t_max: int = setting(REQUIRED, "Optimizer steps of half a wave.", ge=1, le=COUNT)
     eta_min: float = setting(0.0, "Lowest learning rate.", ge=0)
 
 
@@ -124,8 +125,8 @@ class CosineAnnealingWarmRestarts(_Schedule):
 
     type: Literal["CosineAnnealingWarmRestarts"] = setting(REQUIRED, "Kind of schedule.")
     base_lr: float = setting(5e-5, "Highest learning rate.", ge=0, aliases="learning_rate")
-    t_0: int = setting(REQUIRED, "Optimizer steps of the first fall.", ge=1)
-    t_mult: int = setting(1, "How many times longer each fall is than the one before.", ge=1)
+    t_0: int = setting(REQUIRED, "Optimizer steps of the first fall.", ge=1, le=COUNT)
+    t_mult: int = setting(1, "How many times longer each fall is than the one before.", ge=1, le=COUNT)
     eta_min: float = setting(0.0, "Lowest learning rate.", ge=0)
 
 
@@ -135,7 +136,7 @@ class WarmUpStableDecayLR(_WarmUpSchedule):
     type: Literal["WarmUpStableDecayLR"] = setting(REQUIRED, "Kind of schedule.")
     lr_end: float = setting(1e-7, "Learning rate at the end.", ge=0)
     decay_start_steps: int | None = setting(
-        None, "Optimizer step at which the decay starts; excludes decay_start_ratio.", ge=0)
+        None, "Optimizer step at which the decay starts; excludes decay_start_ratio.", ge=0, le=COUNT)
     decay_start_ratio: Ratio | None = setting(None, "The same as a fraction of the total steps.")
 
 
@@ -143,12 +144,12 @@ class ConstantWithCoolDownLR(_WarmUpSchedule):
     """Warm-up, ``keep_steps`` at the peak, a cosine fall to ``lr_end1``, ``final_steps`` in a line to ``lr_end2``."""
 
     type: Literal["ConstantWithCoolDownLR"] = setting(REQUIRED, "Kind of schedule.")
-    keep_steps: int = setting(0, "Optimizer steps at the peak after warm-up.", ge=0)
-    decay_steps: int | None = setting(None, "Steps of the cosine fall. Default null: the rest.", ge=1)
+    keep_steps: int = setting(0, "Optimizer steps at the peak after warm-up.", ge=0, le=COUNT)
+    decay_steps: int | None = setting(None, "Steps of the cosine fall. Default null: the rest.", ge=1, le=COUNT)
     decay_ratio: Ratio | None = setting(None, "The fall as a fraction of the total steps.")
     num_cycles: float = setting(0.5, "Waves of the cosine.", gt=0)
     lr_end1: float = setting(0.0, "Learning rate at the end of the fall.", ge=0)
-    final_steps: int = setting(0, "Steps of the closing line.", ge=0)
+    final_steps: int = setting(0, "Steps of the closing line.", ge=0, le=COUNT)
     lr_end2: float | None = setting(None, "Learning rate at the very end. Default null: lr_end1.", ge=0)
 
 

@@ -10,7 +10,7 @@ from trainer.config.families import FAMILIES
 from trainer.config.schema.callbacks import Callback, CheckpointMonitor, EarlyStop
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
-from trainer.config.schema.fields import Section, section, setting
+from trainer.config.schema.fields import BATCH, COUNT, FilePath, Section, section, setting
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
@@ -77,25 +77,26 @@ class Config(Section):
     """The whole configuration of a run. Made by :func:`trainer.config.load_config`."""
 
     seed: int = setting(1, "Seed of weights, dropout and the order of data.", ge=0, le=2**63 - 1)
-    output_dir: str = setting("./output", "Folder for all files that a run writes; created if missing.", min_length=1)
+    output_dir: FilePath = setting(
+        "./output", "Folder for all files that a run writes; created if missing.", min_length=1)
     run_mode: Literal["train", "finetune", "eval", "predict", "chat"] = setting("train", "What to do.")
     use_parallel: bool | None = setting(
         None, "Whether parallel_config counts. Default null: True in a job of several ranks, False in a run of one.")
-    resume_training: bool | str = setting(
+    resume_training: bool | FilePath = setting(
         False, "True: go on from the newest complete checkpoint; or the name of a step folder.")
-    load_checkpoint: str = setting(
+    load_checkpoint: FilePath = setting(
         "", "Weights to start from: a checkpoint folder or a safetensors file. Default empty: new weights.")
-    pretrained_model_dir: str | None = setting(
+    pretrained_model_dir: FilePath | None = setting(
         None, "A model folder as Hugging Face publishes it. It gives what the YAML leaves out: the model's keys, the"
         " weights (but in run mode train), the tokenizer and the generation defaults.")
     do_eval: bool = setting(False, "Evaluate while training.")
-    eval_step_interval: int = setting(100, "Optimizer steps between evaluations; -1: never by steps.", ge=-1)
-    eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs.", ge=-1)
+    eval_step_interval: int = setting(100, "Optimizer steps between evaluations; -1: never by steps.", ge=-1, le=COUNT)
+    eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs.", ge=-1, le=COUNT)
     report: bool = setting(True, "Leave report.png: the curves of the run.")
     log_format: Literal["rich", "plain", "mindformers", "mindspore"] = setting(
         "rich", "Progress line, plain lines, MindSpore Transformers' lines, or those of MindSpore's LossMonitor; rich"
         " prints plain lines if the output is no terminal.")
-    worker_log_dir: str | None = setting(
+    worker_log_dir: FilePath | None = setting(
         None, "Folder where every rank also writes what it prints, as worker_<rank>.log in log_format. Default null:"
         " none.", min_length=1)
     ignore_data_skip: bool = setting(False, "Resume with the data from the beginning instead of where the run stopped.")
@@ -105,7 +106,7 @@ class Config(Section):
     predict_data: str | list[str] | None = setting(
         None, "predict: a prompt, several, or a file of prompts.", aliases="input_data")
     predict_batch_size: int | None = setting(
-        None, "predict: prompts generated at once. Default null: model_config.batch_size.", ge=1)
+        None, "predict: prompts generated at once. Default null: model_config.batch_size.", ge=1, le=BATCH)
 
     chat: bool = setting(
         False, "predict: a prompt is a user's message, rendered with the chat template; a record of a .jsonl may also"
@@ -137,7 +138,7 @@ class Config(Section):
     check_for_nan_in_loss_and_grad: bool = setting(
         False, "Stop at a loss that is not finite even where loss scaling would skip the step. Default False; without"
         " loss scaling a run always stops there.")
-    adapter_id: str | None = setting(
+    adapter_id: FilePath | None = setting(
         None, "Adapters to start from, for model_config.pet_config: a folder with adapter_model.safetensors, as PEFT"
         " writes it, or the checkpoints of a training. Default null: new ones.")
     recompute: bool = setting(False, "The same as recompute_config.recompute: True, where older files write it.")

@@ -4,25 +4,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.fields import Section, setting
+from trainer.config.schema.fields import BATCH, COUNT, Section, setting
 
 
 class RunnerConfig(Section):
     """How many batches of which size (YAML ``runner_config``)."""
 
-    batch_size: int = setting(1, "Sequences (of a classifier: images) in one micro-batch.", ge=1)
-    epochs: int = setting(1, "Passes over the training data.", ge=1)
+    batch_size: int = setting(1, "Sequences (of a classifier: images) in one micro-batch.", ge=1, le=BATCH)
+    epochs: int = setting(1, "Passes over the training data.", ge=1, le=COUNT)
     gradient_accumulation_steps: int = setting(
-        1, "Micro-batches whose gradients are summed before one optimizer step.", ge=1)
+        1, "Micro-batches whose gradients are summed before one optimizer step.", ge=1, le=BATCH)
     global_batch_size: int | None = setting(
         None, "Sequences of one optimizer step over all ranks, in place of gradient_accumulation_steps (in a pipeline:"
-        " micro_batch_num), which are then what batch_size and data_parallel leave. Default null: they say it.", ge=1)
+        " micro_batch_num), which are then what batch_size and data_parallel leave. Default null: they say it.",
+        ge=1, le=BATCH)
     max_steps: int | None = setting(
         None, "Optimizer steps of the whole run, in place of epochs: the data are read again until then. Default null:"
-        " epochs says it.", ge=1)
+        " epochs says it.", ge=1, le=COUNT)
     stop_step: int = setting(
         0, "Ends the run after this optimizer step and changes nothing else, the schedule included. Default 0: off.",
-        ge=0)
+        ge=0, le=COUNT)
 
 
 class LossScaleSection(Section):
@@ -31,8 +32,9 @@ class LossScaleSection(Section):
     type: Literal["DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell"] = setting(
         "DynamicLossScaleUpdateCell", "Dynamic: falls on overflow, grows after a quiet window. Fixed: stays.")
     loss_scale_value: float = setting(65536, "First loss scale.", gt=0)
-    scale_factor: int = setting(2, "Dynamic: factor of a change of the scale; 1: the scale stays.", ge=1)
-    scale_window: int = setting(1000, "Dynamic: optimizer steps without overflow before the scale grows.", ge=1)
+    scale_factor: int = setting(2, "Dynamic: factor of a change of the scale; 1: the scale stays.", ge=1, le=COUNT)
+    scale_window: int = setting(
+        1000, "Dynamic: optimizer steps without overflow before the scale grows.", ge=1, le=COUNT)
 
 
 class RunnerWrapper(Section):
@@ -56,4 +58,4 @@ class RunnerWrapper(Section):
         False, "Skip the update of a step whose gradient norm is above global_norm_spike_threshold.")
     global_norm_spike_threshold: float = setting(
         1.0, "Gradient norm before clipping above which a step is a spike. Default 1.0.", gt=0)
-    global_norm_spike_count_threshold: int = setting(10, "Consecutive spikes that stop the run.", ge=1)
+    global_norm_spike_count_threshold: int = setting(10, "Consecutive spikes that stop the run.", ge=1, le=COUNT)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypeAlias
 
-from trainer.config.schema.fields import Section, section, setting
+from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, Section, section, setting
 
 # A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
 _Layers: TypeAlias = bool | int | str | list[int | str | list[Any]]
@@ -18,14 +18,14 @@ class ContextConfig(Section):
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
     device_fallback: bool = setting(
         False, "Take the best device there is where device_target is not there, and say so.")
-    device_id: int = setting(0, "Which device of this machine.", ge=0)
+    device_id: int = setting(0, "Which device of this machine.", ge=0, le=RANKS)
     max_device_memory: str | None = setting(None, 'Ascend: bound on device memory, as "58GB". Default null: none.')
     mempool_block_size: str | None = setting(
         None, 'Ascend: by how much the memory pool grows, as "1GB". Default null: MindSpore\'s 2GB.')
     memory_optimize_level: Literal["O0", "O1"] | None = setting(
         None, "Ascend: optimization of memory. Default null: MindSpore's O0.")
     max_call_depth: int | None = setting(
-        None, "Ascend: depth of calls in a graph. Default null: MindSpore's 1000.", ge=1)
+        None, "Ascend: depth of calls in a graph. Default null: MindSpore's 1000.", ge=1, le=COUNT)
     jit_config: dict[str, Any] | None = setting(
         None, "Ascend: options of mindspore.jit, jit_level and exec_order. Default null: MindSpore's.")
     jit_level: Literal["O0", "O1", "O2"] | None = setting(
@@ -36,9 +36,9 @@ class ContextConfig(Section):
     affinity_cpu_list: bool | str | list[Any] | dict[str, Any] | None = setting(
         None, "Ascend: bind MindSpore's threads to cores, True or which ones. Default null: not bound.")
     runtime_num_threads: int | None = setting(
-        None, "Ascend: threads of kernels on the host; 0: as null. Default null: MindSpore's 30.", ge=0)
+        None, "Ascend: threads of kernels on the host; 0: as null. Default null: MindSpore's 30.", ge=0, le=RANKS)
     inter_op_parallel_num: int | None = setting(
-        None, "Ascend: threads that start operators; 0: as null. Default null: MindSpore's 5.", ge=0)
+        None, "Ascend: threads that start operators; 0: as null. Default null: MindSpore's 5.", ge=0, le=RANKS)
     deterministic: Literal["ON", "OFF"] | None = setting(
         None, "Ascend: the same bits each time, which a CPU always gives. Default null: OFF.")
     exec_order: str | None = setting(None, "Ascend: order of operators, bfs or dfs. Default null: MindSpore's bfs.")
@@ -49,10 +49,10 @@ class ParallelOptimizerConfig(Section):
     """How optimizer state is cut (YAML ``parallel.parallel_optimizer_config``)."""
 
     parallel_optimizer_threshold: int = setting(
-        64, "Kilobytes (1024 bytes) of a parameter from which its optimizer state is cut.", ge=0)
+        64, "Kilobytes (1024 bytes) of a parameter from which its optimizer state is cut.", ge=0, le=COUNT)
     optimizer_weight_shard_size: int = setting(
         -1, "Semi-automatic mode: ranks that share the state of a weight. Default -1: all that have a copy of it.",
-        ge=-1)
+        ge=-1, le=RANKS)
     optimizer_level: Literal["level1", "level2", "level3"] = setting(
         "level1", "Semi-automatic mode: level1 cuts weights and optimizer state, level2 also the sums of gradients over"
         " micro-batches; with level3 the backward pass gathers weights again.")
@@ -92,16 +92,18 @@ class ParallelConfig(Section):
     """Degrees of parallelism (YAML ``parallel_config``); with use_parallel False they are not used."""
 
     data_parallel: int | None = setting(
-        None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.", ge=1)
-    model_parallel: int = setting(1, "Devices that share each matrix.", ge=1)
-    context_parallel: int = setting(1, "Devices that share each sequence's tokens.", ge=1)
-    expert_parallel: int = setting(1, "Devices that share the experts.", ge=1)
-    pipeline_stage: int = setting(1, "Devices that share the layers.", ge=1)
-    micro_batch_num: int = setting(1, "Micro-batches of a pipeline.", ge=1)
+        None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.",
+        ge=1, le=RANKS)
+    model_parallel: int = setting(1, "Devices that share each matrix.", ge=1, le=RANKS)
+    context_parallel: int = setting(1, "Devices that share each sequence's tokens.", ge=1, le=RANKS)
+    expert_parallel: int = setting(1, "Devices that share the experts.", ge=1, le=RANKS)
+    pipeline_stage: int = setting(1, "Devices that share the layers.", ge=1, le=RANKS)
+    micro_batch_num: int = setting(1, "Micro-batches of a pipeline.", ge=1, le=BATCH)
     use_seq_parallel: bool = setting(
         False, "Semi-automatic mode: the ranks of model_parallel share the tokens between the products too.")
     gradient_aggregation_group: int = setting(
-        4, "Semi-automatic mode: groups of layers whose gradients MindSpore may sum in one collective.", ge=1)
+        4, "Semi-automatic mode: groups of layers whose gradients MindSpore may sum in one collective.",
+        ge=1, le=LAYERS)
 
 
 class RecomputeConfig(Section):

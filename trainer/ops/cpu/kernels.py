@@ -12,6 +12,7 @@ heads, G = H / K, d width of a query or key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -353,6 +354,33 @@ def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
 def split_columns(x_RD: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """The first columns, and the others."""
     return ops.split(x_RD, (first, x_RD.shape[1] - first), 1)
+
+
+class SplitHeads(nn.Cell):
+    """x_NC -> the first columns of every head [N, heads * first], and the others."""
+
+    def __init__(self, heads: int, first: int, split: Callable = split_columns) -> None:
+        super().__init__()
+        self.heads, self.first, self.split = heads, first, split
+
+    def construct(self, x_NC):
+        rows, columns = x_NC.shape
+        first, rest = self.split(x_NC.reshape(rows * self.heads, columns // self.heads), self.first)
+        return first.reshape(rows, -1), rest.reshape(rows, -1)
+
+
+class JoinHeads(nn.Cell):
+    """(x_NA, y_NB) -> for every head its columns of x, then its columns of y, or with `shared` all of y: [N, C]."""
+
+    def __init__(self, heads: int, *, shared: bool = False) -> None:
+        super().__init__()
+        self.heads, self.shared, self.repeat, self.concat = heads, shared, P.Tile(), P.Concat(1)
+
+    def construct(self, x_NA, y_NB):
+        rows = x_NA.shape[0]
+        if self.shared:
+            y_NB = self.repeat(y_NB, (1, self.heads))
+        return self.concat((x_NA.reshape(rows * self.heads, -1), y_NB.reshape(rows * self.heads, -1))).reshape(rows, -1)
 
 
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:

@@ -1,0 +1,135 @@
+"""What could fill memory, never end or stand for nothing: refused by bounds, within two seconds."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import Annotated, Literal, get_args, get_origin
+
+import pytest
+from config_helpers import error_of, load
+
+from trainer.config import Config
+from trainer.config.patterns import PatternError, read_pattern
+from trainer.config.schema.fields import shape_of, support_of
+from trainer.errors import UserError
+
+
+def bomb(use: str) -> str:
+    """Each of nine sections refers nine times to the one before: 9^9 values when they are expanded."""
+    lines = ["processor:", "  a0: &a0 {x: 1, y: 2}"]
+    for n in range(1, 9):
+        names = ", ".join([f"*a{n - 1}"] * 9)
+        lines.append(f"  a{n}: &a{n} {'{<<: [' + names + ']}' if use == 'merge' else '[' + names + ']'}")
+    return "\n".join(lines)
+
+
+def chain(length: int) -> str:
+    links = [f"  a{n}: &a{n} {{<<: *a{n - 1}}}" for n in range(1, length)]
+    return "\n".join(["processor:", "  a0: &a0 {x: 1}", *links])
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (bomb("alias"), "more than 20000 keys and values"),
+        (bomb("merge"), "more than 20000 keys and values"),
+        (chain(900), "more than 64 levels"),
+        ("processor: " + "[" * 900 + "]" * 900, "more than 64 levels"),
+        ("processor: " + "{a: " * 900 + "1" + "}" * 900, "more than 64 levels"),
+        ("processor: " + "[" * 200_000, "more than 64 levels"),
+        ("\n".join(" " * n + "a:" for n in range(900)), "more than 64 levels"),
+        ("\n".join(f"key{n}: {n}" for n in range(11_000)), "more than 20000 keys and values"),
+        ("seed: 1" + "0" * 4000, "is an integer beyond 64 bits"),
+        ("seed: 0x1" + "0" * 4000, "is an integer beyond 64 bits"),
+        ("optimizer: {learning_rate: 1e999}", "is beyond the range of a number"),
+        ("model: {model_config: {num_layers: 9223372036854775808}}", "is an integer beyond 64 bits"),
+        ("model: {model_config: {num_layers: 9223372036854775807}}", "must be at most 10000"),
+        ("model: {model_config: {hidden_size: 100000000}}", "must be at most 16777216"),
+        ("model: {model_config: {eos_token_id: [1, 4294967296]}}", "must be at most 2147483647"),
+        ("processor: !secret {a: 1}", "the tag !secret is not supported on a list or mapping"),
+        ("processor: !!set {a, b}", "the tag !!set is not supported"),
+        ("callbacks: !!python/tuple [1, 2]", "the tag !!python/tuple is not supported"),
+        ('output_dir: "a\\0b"', "a text with the character U+0000"),
+        ('output_dir: "a\\ud800b"', "a text with the character U+D800"),
+        ('output_dir: "\\UFFFFFFFF"', "not valid YAML"),
+        ("output_dir: ~nosuchuser/out", "this machine has no user 'nosuchuser'"),
+        (f"output_dir: {'x' * 300}", "at most 255 bytes"),
+        ("freeze: {include: ['" + "*a" * 5000 + "']}", "at most 1000 characters"),
+        ("model: {model_config: {pet_config: {target_modules: '(.*)\\1'}}}", "reference to a group"),
+    ],
+)
+def test_what_could_fill_memory_or_never_end_is_refused(text, rule):
+    begun = time.process_time()
+    message = error_of(text)
+    assert rule in message and "\n  Fix: " in message
+    assert len(message) < 5000
+    assert time.process_time() - begun < 4, "seconds of this process"
+
+
+def test_what_is_within_the_bounds_is_read():
+    assert load(chain(40))
+    assert "must be a section" in error_of("processor: " + "[" * 60 + "]" * 60)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(f"no_such_key_{n}: {n}" for n in range(2000)),
+        "model:\n  model_config:\n" + "\n".join(f"    hidden_sizes_{n}: {n}" for n in range(2000)),
+        "train_dataset:\n  data_loader:\n    patterns: [" + "1, " * 2000 + "2]",
+        "model: {model_config: {num_layers: 8, pet_config: {target_modules: '(.*)*x|((a|.)*)*y|q_proj'}}}",
+    ],
+    ids=["top level", "model", "values", "expression"],
+)
+def test_thousands_of_mistakes_and_any_expression_are_answered_in_two_seconds(text):
+    begun = time.process_time()
+    try:
+        load(text)
+    except UserError:
+        pass
+    assert time.process_time() - begun < 2
+
+
+def test_expressions_match_as_pythons_do():
+    rng, compared = random.Random(1), 0
+    pieces = ["a", "b", ".", "[ab]", "[^a]", r"\w", r"\.", "[a-c]", "$", "^", r"\b", "(?i:a)", "(?<=a)", "(?<!ab)", "|",
+              "(", "(?:", "(?=", "(?!", ")", ")", ")*", ")+?", "){2}", "){1,3}", "*", "+?", "?"]  # fmt: skip
+    while compared < 1500:
+        expression = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 9)))
+        try:
+            theirs = re.compile(expression)
+            ours = read_pattern(expression)
+        except (re.error, PatternError):
+            continue
+        name = "".join(rng.choice("abA.") for _ in range(rng.randint(1, 6)))
+        assert ours.fullmatch(name) == bool(theirs.fullmatch(name)), (expression, name)
+        assert ours.search(name) == bool(theirs.search(name)), (expression, name)
+        compared += 1
+
+
+def test_every_count_has_an_upper_bound():
+    def counts(annotation):
+        if get_origin(annotation) is Annotated:
+            inner, *notes = get_args(annotation)
+            if inner is int:
+                return [any(hasattr(one, "le") or hasattr(one, "lt") for note in notes for one in note.metadata)]
+            return counts(inner)
+        parts = get_args(annotation) if get_origin(annotation) is not Literal else ()
+        return [annotation is not int] if not parts else [found for part in parts for found in counts(part)]
+
+    seen, todo, unbounded = set(), [Config], []
+    while todo:
+        kind = todo.pop()
+        seen.add(kind)
+        for name, field in kind.model_fields.items():
+            todo += [below for below in shape_of(field).kinds if below not in seen]
+            is_bounded = any(hasattr(one, "le") or hasattr(one, "lt") for one in field.metadata)
+            acts = "supported" == kind.support == support_of(field)[0]
+            if acts and not is_bounded and not all(counts(field.annotation)):
+                unbounded.append(f"{kind.__name__}.{name}")
+    # Layers by their number, which those of the model bound, and weights of files.
+    by_number = ("recompute", "select_comm_recompute", "select_recompute", "select_recompute_exclude")
+    expected = {"FreezeConfig.layers", *(f"RecomputeConfig.{name}" for name in by_number)}
+    assert {name for name in unbounded if not name.endswith("data_path")} == expected

@@ -1,0 +1,88 @@
+"""Files and paths that somebody else names: what cannot be read is an error at once, never a wait.
+
+Opening a pipe waits for its writer, and a device such as /dev/zero never ends: both are refused before they are opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.errors import UserError, shown
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of Linux
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens a regular file for reading.
+
+    Raises:
+        OSError: There is none, it is a folder, a pipe, a socket or a device, or it may not be read.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a zero byte, or half a character
+        raise OSError(errno.EINVAL, f"no name of a file: {error}") from None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file")
+    return open(path, "rb")
+
+
+def read_bytes(path: str | Path, limit: int | None = None) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: As `open_file`, or the file is larger than `limit` bytes.
+    """
+    with open_file(path) as stream:
+        content = stream.read() if limit is None else stream.read(limit + 1)
+    if limit is not None and len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes")
+    return content
+
+
+def path_mistake(path: str) -> str:
+    """What is wrong with the text of a path whatever is on the disk; empty for nothing.
+
+    `~name` must be a user of this machine: it would otherwise be a folder of that name in the working directory.
+    """
+    if "\0" in path:
+        return "a path cannot have a zero byte"
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "a path cannot have half a character (a lone surrogate)"
+    if path.startswith("~") and os.path.expanduser(path).startswith("~"):
+        return f"this machine has no user {shown(path[1:].partition('/')[0])}"
+    if len(encoded) > _LONGEST_PATH:
+        return f"a path has at most {_LONGEST_PATH} bytes"
+    if max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
+        return f"a name in a path has at most {_LONGEST_NAME} bytes"
+    return ""
+
+
+def user_path(path: str | Path, where: str, key: str = "") -> Path:
+    """The path that an argument of the command line names, with its ``~``.
+
+    Raises:
+        UserError: It names none.
+    """
+    if mistake := path_mistake(str(path)):
+        raise UserError(mistake, where=where, key=key, value=str(path), fix="write another path")
+    return Path(path).expanduser()
+
+
+def why_missing(path: str | Path) -> str:
+    """Why a path cannot be found, as the end of "the path ...": ``does not exist``; empty where it is there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is a link to a file that is gone" if os.path.islink(path) else "does not exist"
+    except (OSError, ValueError) as error:
+        return f"cannot be reached ({getattr(error, 'strerror', None) or error})"
+    return ""
