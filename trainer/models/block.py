@@ -190,7 +190,10 @@ class Block(nn.Cell):
 
 
 class EmbeddingRows(nn.Cell):
-    """(weight_VE, ids_N) -> x_NE. One by one, on a CPU, the operator of its gradient would be compiled at every call."""
+    """(weight_VE, ids_N) -> x_NE.
+
+    Compiled like the other parts: on its own MindSpore compiles the operator of its gradient anew at every call.
+    """
 
     def __init__(self, kernels: KernelSet) -> None:
         super().__init__()
