@@ -148,8 +148,9 @@ def main() -> None:
     parser.add_argument("--flags", type=json.loads, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warm_up", type=int, required=True)
+    parser.add_argument("--every", type=int, default=EVERY, help="steps between samples")
     options = parser.parse_args()
-    print(json.dumps({"samples": train(options.flags, options.steps, options.warm_up)}))
+    print(json.dumps({"samples": train(options.flags, options.steps, options.warm_up, options.every)}))
 
 
 if __name__ == "__main__":
