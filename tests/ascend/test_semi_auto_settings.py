@@ -39,7 +39,9 @@ PARTS = {
     "recompute_config": {"recompute": True, "select_comm_recompute": True},
 }  # fmt: skip
 WINDOW = {
-    "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1, "embedding_size": 64, "layers_group": 2,
+    "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1, "embedding_size": 64,
+    "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    "pet_config": {"lora_rank": 8, "lora_dropout": 0.1, "target_modules": ".*(q|o|up|down)_proj"},
 }  # fmt: skip
 MOE = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "use_gmm": True}
 CASES = {

@@ -208,14 +208,11 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     """What a run does on the host, or between the graphs of its blocks."""
-    settings, model = config.decoder, "model.model_config"
-    for name in ("hidden_dropout", "attention_dropout"):
-        if getattr(settings, name):
-            rule = f"{_NOT_YET}, whose graph draws no masks"
-            yield problem(config, f"{model}.{name}", rule, "set it to 0")
-    if settings.pet_config is not None and settings.pet_config.lora_dropout:
-        rule = f"{_NOT_YET}, whose graph draws no masks"
-        yield problem(config, f"{model}.pet_config.lora_dropout", rule, "set it to 0")
+    settings, sequence = config.decoder, config.parallel_config.use_seq_parallel
+    if sequence and settings.multi_latent_attention and settings.pet_config and settings.pet_config.lora_dropout:
+        rule = f"{_NOT_YET} with latent attention and sequence parallelism"
+        fix = "set it to 0, or use_seq_parallel to False"
+        yield problem(config, "model.model_config.pet_config.lora_dropout", rule, fix)
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":
