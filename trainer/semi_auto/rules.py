@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.notices import Notice
-from trainer.config.checks.parallel import degrees_of, fit_problems
+from trainer.config.checks.parallel import degrees_of, fit_problems, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers
@@ -213,6 +213,14 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
         rule = f"{_NOT_YET} with latent attention and sequence parallelism"
         fix = "set it to 0, or use_seq_parallel to False"
         yield problem(config, "model.model_config.pet_config.lora_dropout", rule, fix)
+    staged = config.parallel_config.pipeline_stage > 1
+    staged = staged or sharing_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
+    drops = settings.hidden_dropout or settings.attention_dropout
+    if drops and settings.maps_embedding and config.parallel.enable_parallel_optimizer and staged:
+        # MindSpore 2.10 does not compile it ("The pointer[prim] is null", node_info.cc).
+        rule = f"{_NOT_YET} with dropout, shared optimizer state and a pipeline or shared sums of gradients"
+        fix = "set hidden_dropout and attention_dropout to 0, or enable_parallel_optimizer to False"
+        yield problem(config, "model.model_config.embedding_size", rule, fix)
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":
