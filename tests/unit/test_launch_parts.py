@@ -159,7 +159,7 @@ def test_who_does_not_read_counts_as_gone() -> None:
     right.close()
 
 
-# ---- the workers as the launcher sees them ----------------------------------------------------------------------------
+# ---- the workers as the launcher sees them ---------------------------------------------------------------------------
 
 
 def pool_of(tmp_path: Path, ranks: int) -> tuple[WorkerPool, list[Channel]]:
