@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from fork_server import FORKED, ensure_server
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
@@ -30,9 +31,10 @@ def run_job(script: Path, *arguments: object, workers: int, folder: Path, limit_
     """
     shims = folder / "bin"
     shims.mkdir(parents=True, exist_ok=True)
+    ensure_server()
     # msrun starts its workers with the python that it finds first.
     shim = shims / "python"
-    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(FORKED)])} "$@"\n')
     shim.chmod(0o755)
     command = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}"]
     command += [f"--local_worker_num={workers}", f"--master_port={_free_port()}", f"--log_dir={folder}"]

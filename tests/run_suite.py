@@ -4,13 +4,15 @@ MindSpore keeps every function that it compiled, and its operators leak on a CPU
 grows to several GB. So a process ends after a few files. There is one process for each core, which it keeps to, because
 MindSpore's threads poll and those of two processes on one core slow each other down. Only the tests of jobs use all
 cores. Tests of the launcher mostly wait for other processes: they run beside the others.
+
+One server forks these processes and most of those that the tests start: few of them import MindSpore (fork_server.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +21,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
+
+import psutil
+from fork_server import FORKED, USAGE_VARIABLE, End, ensure_server
 
 TESTS = Path(__file__).resolve().parent
 MOST_PROCESSES = 4
@@ -70,6 +75,7 @@ class Running(NamedTuple):
     batch: Batch
     process: subprocess.Popen
     output: IO[str]
+    used: Path  # what the process used, when it has ended
     core: int | None
     began: float
 
@@ -104,25 +110,27 @@ def spread(files: list[str], most: int) -> list[tuple[str, ...]]:
 
 def start(batch: Batch, core: int | None, root: Path) -> Running:
     output = tempfile.TemporaryFile("w+", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}", *batch.files]
+    handle, used = tempfile.mkstemp()
+    os.close(handle)
+    command = [sys.executable, FORKED, "-m", "pytest", "-q", f"--durations={SLOWEST}", *batch.files]
     keep = None if core is None or batch.jobs else lambda: os.sched_setaffinity(0, {core})
     # With compiled modules on disk the many short processes of the tests start faster.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
-        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        preexec_fn=keep,
+        command, cwd=root, env={**environment, USAGE_VARIABLE: used}, stdin=subprocess.DEVNULL, stdout=output,
+        stderr=subprocess.STDOUT, preexec_fn=keep,
     )  # fmt: skip
-    return Running(batch, process, output, core, time.monotonic())
+    return Running(batch, process, output, Path(used), core, time.monotonic())
 
 
-def finished(running: list[Running]) -> tuple[Running, int, resource.struct_rusage]:
-    """Waits for one of the processes; returns it, its exit code and what it used, the processes that it started too."""
+def finished(running: list[Running]) -> tuple[Running, End]:
+    """Waits for one of the processes; returns it and its end."""
     while True:
         for one in running:
-            pid, status, usage = os.wait4(one.process.pid, os.WNOHANG)
-            if pid:
-                one.process.returncode = os.waitstatus_to_exitcode(status)
-                return one, one.process.returncode, usage
+            if one.process.poll() is not None:
+                used = one.used.read_text(encoding="ascii")
+                one.used.unlink()
+                return one, End(*json.loads(used)) if used else End(one.process.returncode, 0, 0)
         time.sleep(0.05)
 
 
@@ -155,7 +163,8 @@ def next_batch(waiting: Sequence[Batch], core: int | None, has_job: bool = False
 def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -> int:
     """Runs the batches, one at a time on each of the cores and one that mostly waits; returns the exit code."""
     began, failed = time.monotonic(), False
-    all_cpu_seconds, most_gb = 0.0, 0.0
+    ensure_server()
+    most_gb = 0.0
     running: list[Running] = []
     total: dict[str, int] = {}
     slowest: list[tuple[float, str]] = []
@@ -169,8 +178,7 @@ def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -
                     waiting.remove(batch)
                     free.remove(core)
                     running.append(start(batch, core, root))
-            one, code, usage = finished(running)
-            cpu_seconds, memory_gb = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+            one, end = finished(running)
             running.remove(one)
             free.append(one.core)
             one.output.seek(0)
@@ -179,22 +187,23 @@ def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -
             slowest += durations(text)
             for word, number in counts(text).items():
                 total[word] = total.get(word, 0) + number
-            if code:
+            if end.code:
                 failed = True
                 print(text)
             seconds = time.monotonic() - one.began
             names = " ".join(file.removeprefix("tests/") for file in one.batch.files)
             done = f"[{batches_in_all - len(waiting) - len(running)}/{batches_in_all}]"
             closing = text.rstrip().rpartition("\n")[2]
-            used = f"{seconds:.0f} s, {cpu_seconds:.0f} CPU s, {memory_gb:.1f} GB"
+            used = f"{seconds:.0f} s, {end.cpu_seconds:.0f} CPU s, {end.memory_gb:.1f} GB"
             print(f"{done} {closing} | {used} | {names}", flush=True)
-            all_cpu_seconds, most_gb = all_cpu_seconds + cpu_seconds, max(most_gb, memory_gb)
+            most_gb = max(most_gb, end.memory_gb)
     finally:
         for one in running:
             one.process.send_signal(signal.SIGINT)
     print(f"\nslowest {SLOWEST}:")
     for seconds, what in sorted(slowest, reverse=True)[:SLOWEST]:
         print(f"{seconds:.2f}s {what}")
+    all_cpu_seconds = sum(sum(child.cpu_times()[:4]) for child in psutil.Process().children())  # of the fork server
     print(f"{all_cpu_seconds:.0f} CPU s; the largest process used {most_gb:.1f} GB")
     print(closing_line(total, time.monotonic() - began))
     return int(failed)

@@ -42,6 +42,10 @@ master_addr="${hosts%%$'\n'*}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-}"
 [ -n "$SRUN_CPUS_PER_TASK" ] || unset SRUN_CPUS_PER_TASK
 
+# By it the launchers know each other. Slurm hands its environment on to srun's tasks; the workers do not get this one.
+RUN_TRAINER_SECRET="${RUN_TRAINER_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
+export RUN_TRAINER_SECRET
+
 # The node's number is only known on the node. A node that fails ends the others itself; --wait is for one that cannot.
 # shellcheck disable=SC2016
 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --wait=120 \

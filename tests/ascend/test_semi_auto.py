@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 from ascend_cases import LEGACY_OF_GRAPH, LEGACY_OF_STAGES, SEMI, on_ascend
 
+from trainer.config import parse_config
 from trainer.dryrun.process import Measurement
+from trainer.dryrun.report import planned_bytes
+from trainer.parallel.world import World
 
 CUTS = {
     "data 8": {"data_parallel": 8},
@@ -15,12 +18,15 @@ CUTS = {
     "pipeline 2": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2},
 }
 SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+# Nothing is computed, so large sizes cost nothing: with small ones the allocator's alignment would count.
+SIZES = {"hidden_size": 512, "head_dim": 128, "intermediate_size": 2048, "vocab_size": 16384, "seq_length": 1024}
 # Ranks of a stage compile the same graph; only a pipeline has others.
 WHERE = [(name, shared, 0) for name in CUTS for shared in (False, True)] + [("pipeline 2", True, 7)]
 CASES = {
     f"{name}{', hsdp' if shared else ''}, rank {rank}": on_ascend(
         SEMI, {"parallel_config": CUTS[name], "parallel": SHARED if shared else {}},
-        model={"compute_dtype": None, "use_flash_attention": None},  # the defaults of an Ascend
+        # The dtype and the attention are the defaults of an Ascend.
+        model={"compute_dtype": None, "use_flash_attention": None} | (SIZES if "pipeline" in name else {}),
         ranks=8, rank=rank, process=f"{name if 'pipeline' in name else ''}{shared}",
     )
     for name, shared, rank in WHERE
@@ -56,3 +62,10 @@ def test_stages_send_each_other_what_the_other_receives(bench: Callable[[str], M
     sent, received = ([each.bytes for each in first.collectives if each.name == name] for name in ("Send", "Receive"))
     assert sent == [each.bytes for each in last.collectives if each.name == "Receive"]
     assert received == [each.bytes for each in last.collectives if each.name == "Send"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "pipeline" in name])
+def test_the_plan_estimates_the_memory_of_a_stage(bench: Callable[[str], Measurement], name: str) -> None:
+    case, ranks, rank, _ = CASES[name]
+    planned = planned_bytes(parse_config(name, case.config), World(rank, ranks, 0, 1))
+    assert planned == pytest.approx(bench(name).peak_bytes, rel=0.1)

@@ -13,7 +13,7 @@ MOE = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "u
 SHARED = {"moe_config": MOE | {"shared_expert_num": 1}, "num_layers": 1}
 BALANCED = {
     "use_gating_sigmoid": True, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.001, "n_group": 4,
-    "topk_group": 2, "aux_loss_factor": 0.0,
+    "topk_group": 2, "z_loss_factor": 0.001,
 }  # fmt: skip
 TENSOR = {"parallel_config": {"data_parallel": 4, "model_parallel": 2, "expert_parallel": 4}}
 STAGES = {
@@ -37,3 +37,10 @@ def test_it_runs(bench: Callable[[str], Measurement], name: str) -> None:
     found = bench(name)
     assert found.failure is None
     assert found.found["updated"], found.found
+
+
+def test_the_losses_of_routers_travel_with_the_residual_stream(bench: Callable[[str], Measurement]) -> None:
+    """One number of the first stage for each micro-batch, and its gradient back."""
+    for stage in ("first", "last"):
+        moves = [each for each in bench(f"experts, {stage} stage").collectives if each.bytes == 4]
+        assert [sum(each.name == way for each in moves) for way in ("Send", "Receive")] == [2, 2]

@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+from fork_server import FORKED, ensure_server
 
-from trainer.checkpoint.store import newest_complete, read_checkpoint
+from trainer.checkpoint.store import MARKER, marker_content, newest_complete, read_checkpoint
 from trainer.config import Config, Override, load_config
+from trainer.storage.checksums import checksum_of_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"
@@ -157,6 +159,22 @@ def assert_same_bits(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndar
     assert not different, f"other bits in {different}"
 
 
+def mark_again(checkpoint: Path, with_checksums: bool = True) -> None:
+    """Writes the marker of a checkpoint whose files were changed: everything in it is right.
+
+    Without checksums it is that of an earlier version.
+    """
+    marker = json.loads((checkpoint / MARKER).read_text())
+    kept = {name: marker[name] for name in ("step", "save_number")}
+    lengths = {name: (checkpoint / name).stat().st_size for name in marker["file_bytes"]}
+    if with_checksums:
+        checksums = {name: checksum_of_file(checkpoint / name) for name in lengths}
+        content = marker_content(kept | {"file_bytes": lengths, "checksums": checksums})
+    else:
+        content = json.dumps(kept | {"file_bytes": lengths}).encode()
+    (checkpoint / MARKER).write_bytes(content)
+
+
 def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
@@ -164,13 +182,18 @@ def files_below(folder: Path) -> set[str]:
 # Processes
 
 
-def start(*arguments: object, cwd: Path, sigint: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
+def start(
+    *arguments: object, cwd: Path, sigint: signal.Handlers = signal.SIG_DFL, has_imported: bool = True
+) -> subprocess.Popen:
     """Starts the program as a user does: with Ctrl-C working, even where the tests run in a shell's background.
 
-    With `sigint` SIG_IGN it starts as a background job of a script does.
+    With `sigint` SIG_IGN it starts as a background job of a script does. `has_imported`: in a process that has imported
+    MindSpore already (fork_server.py); False: in one that imports it as a user's does.
     """
+    if has_imported:
+        ensure_server()
     return subprocess.Popen(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        [sys.executable, *([str(FORKED)] if has_imported else []), str(PROGRAM), *map(str, arguments)],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -189,8 +212,8 @@ def finish(process: subprocess.Popen, timeout_seconds: float = 60) -> tuple[int,
     return process.returncode, output, errors
 
 
-def call(*arguments: object, cwd: Path) -> tuple[int, str, str]:
-    return finish(start(*arguments, cwd=cwd))
+def call(*arguments: object, cwd: Path, has_imported: bool = True) -> tuple[int, str, str]:
+    return finish(start(*arguments, cwd=cwd, has_imported=has_imported))
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen, timeout_seconds: float = 60) -> None:

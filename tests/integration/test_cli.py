@@ -163,7 +163,7 @@ def test_the_schema_is_a_json_schema_of_the_configuration(tmp_path: Path) -> Non
     ("arguments", "parts"),
     [
         (["plam"], ["plam", "no such command", "use plan"]),
-        (["fit"], ["no such command", "plan, smoke, data, launch, status, stop, export, convert, doctor"]),
+        (["fit"], ["no such command", "plan, smoke, data, launch, status, stop, verify, export, convert, doctor"]),
         (["--btach_size", "3"], ["--btach_size", "unknown flag", "--batch_size"]),
         (["plan", "--epoch", "3"], ["--epoch", "unknown flag", "--epochs"]),
         (["doctor", "--jsn"], ["--jsn", "--json"]),

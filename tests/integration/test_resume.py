@@ -6,23 +6,28 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from run_helpers import (
     arrays_of,
     assert_same_bits,
     call,
     column,
+    config_of,
     eval_records,
     figures,
     files_below,
+    mark_again,
     step_records,
     train,
     write_config,
 )
+from safetensors.numpy import load_file, save_file
 
 from trainer.cli.main import dispatch
 from trainer.errors import EXIT_BAD_INPUT, UserError
 from trainer.monitors.files import claimed_folder
+from trainer.run.prepare import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -58,13 +63,16 @@ def whole(home: Path, path: Path) -> Path:
     return train(path, output_dir=home / "whole")
 
 
+BESIDE = {"callbacks__0__async_save": True, "callbacks__0__save_checkpoint_steps": 3}
+
+
 @pytest.fixture(scope="module")
 def resumed(home: Path, path: Path, whole: Path) -> Path:
-    """N steps, stopped, and N more."""
-    output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
+    """N steps, stopped, and N more; with checkpoints that are written beside the training."""
+    output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF, **BESIDE)
     assert column(step_records(output), "step") == list(range(1, HALF + 1))
     assert_same_bits(arrays_of(output), arrays_of(whole, HALF))
-    return train(path, output_dir=home / "halves", resume_training=True)
+    return train(path, output_dir=home / "halves", resume_training=True, **BESIDE)
 
 
 def test_the_stop_is_where_it_is_hardest(whole: Path) -> None:
@@ -87,6 +95,15 @@ def test_the_loss_scale_goes_on_where_it_was(resumed: Path) -> None:
     """It doubles after every third step; a window that began anew after the stop would double it later."""
     scales = [256 * 2 ** (step // 3) for step in range(2 * HALF)]
     assert column(step_records(resumed), "loss_scale") == scales
+
+
+def test_metrics_tell_how_long_a_save_held_the_training(whole: Path, resumed: Path) -> None:
+    for output, saved_at in ((whole, [HALF]), (resumed, [3, 6, 9, 12, 15])):
+        waited = {record["step"] - 1: record.get("save_wait_seconds") for record in step_records(output)}
+        assert [step for step, seconds in waited.items() if seconds] == saved_at
+    assert sorted(path.name for path in (resumed / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (12, 15, 16)
+    ]  # keep_checkpoint_max
 
 
 def test_metrics_hold_every_step_once(resumed: Path) -> None:
@@ -201,13 +218,12 @@ def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
     state = json.loads((checkpoint / "state.json").read_text())
     del state["settings"]
     (checkpoint / "state.json").write_text(json.dumps(state))
-    marker = json.loads((checkpoint / "COMPLETE").read_text())
-    marker["file_bytes"]["state.json"] = (checkpoint / "state.json").stat().st_size
-    (checkpoint / "COMPLETE").write_text(json.dumps(marker))
+    mark_again(checkpoint, with_checksums=False)
     flags = {"output_dir": output, "resume_training": checkpoint.name, "lr_schedule__learning_rate": 0.02}
     plan = plan_of(path, capsys, **flags)
     assert f"continues with step {HALF + 1}" in plan["resumed"]
     assert not any("differs" in notice for notice in plan["notices"])
+    assert any("was saved without checksums: only the lengths" in notice for notice in plan["notices"])
 
 
 def refusal(path: Path, output: Path, **flags: object) -> str:
@@ -276,6 +292,81 @@ def test_a_damaged_checkpoint_is_refused(path: Path, whole: Path, home: Path) ->
     state.write_bytes(state.read_bytes()[:-100])
     message = refusal(path, output)
     assert "damaged: optimizer.safetensors has" in message and f"step-{HALF:08d}" in message
+
+
+def change_arrays(file: Path, change) -> None:
+    arrays = load_file(file)
+    name, array = change(arrays)
+    save_file(arrays | {name: array}, file)
+
+
+def nan_weight(arrays: dict) -> tuple:
+    array = arrays["model.norm.weight"].copy()
+    array[3] = np.nan
+    return "model.norm.weight", array
+
+
+def turned_state(arrays: dict) -> tuple:
+    name = "exp_avg.model.layers.0.mlp.gate_proj.weight"
+    return name, np.ascontiguousarray(arrays[name].T)
+
+
+def half_state(arrays: dict) -> tuple:
+    name = "exp_avg_sq.model.norm.weight"
+    return name, arrays[name].astype(np.float16)
+
+
+def nan_state(arrays: dict) -> tuple:
+    name = "exp_avg_sq.model.norm.weight"
+    return name, np.full_like(arrays[name], np.nan)
+
+
+def foreign_state(arrays: dict) -> tuple:
+    return "third.model.norm.weight", arrays.pop("exp_avg_sq.model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "part"),
+    [
+        ("model", nan_weight, "not finite: model.norm.weight has NaN or infinity"),
+        ("optimizer", turned_state, "exp_avg.model.layers.0.mlp.gate_proj.weight of shape [16, 32], not [32, 16]"),
+        ("optimizer", half_state, "exp_avg_sq.model.norm.weight in F16, not F32"),
+        ("optimizer", foreign_state, "lacks exp_avg_sq.model.norm.weight"),
+        ("state", {"position": {"step": 17}}, "state.json says step 17 (position.step), its marker 16"),
+        ("state", {"position": {"batch": 10**6}}, "position.batch is 1000000, and an epoch has"),
+        ("state", {"optimizer": {"updates": 17}}, "optimizer.updates is 17, and position.step 16"),
+        ("state", {"step": {"loss_scale": 3}}, "step.loss_scale: input should be"),
+    ],
+)
+def test_a_checkpoint_with_right_checksums_that_makes_no_sense(
+    path: Path, whole: Path, tmp_path: Path, name: str, change, part: str
+) -> None:
+    output = tmp_path / "output"
+    shutil.copytree(whole, output)
+    checkpoint = output / "checkpoints" / f"step-{2 * HALF:08d}"
+    if name == "state":
+        state = json.loads((checkpoint / "state.json").read_text())
+        for key, values in change.items():
+            state[key] |= values
+        (checkpoint / "state.json").write_text(json.dumps(state))
+    else:
+        change_arrays(checkpoint / f"{name}.safetensors", change)
+    mark_again(checkpoint)
+    message = refusal(path, output)
+    assert part in message and f"step-{HALF:08d}" in message, message
+
+
+def test_nan_in_the_optimizer_state_is_found_when_it_is_read(path: Path, whole: Path, home: Path) -> None:
+    output = home / "nan_state"
+    shutil.copytree(whole, output)
+    checkpoint = output / "checkpoints" / f"step-{2 * HALF:08d}"
+    change_arrays(checkpoint / "optimizer.safetensors", nan_state)
+    mark_again(checkpoint)
+    config = config_of(path, output_dir=output, resume_training=True)
+    found = prepare(config).resumed.optimizer
+    with pytest.raises(UserError, match="not finite: exp_avg_sq.model.norm.weight") as caught:
+        dict(found)
+    assert f"--resume_training step-{HALF:08d}" in str(caught.value)
 
 
 def test_nothing_to_resume(path: Path, home: Path) -> None:

@@ -56,8 +56,9 @@ def assert_stopped_and_goes_on(output: Path, printed: str, name: str, uninterrup
 
 
 def test_finishes_the_step_saves_and_can_go_on(home: Path, uninterrupted: Path) -> None:
-    """SIGTERM; SIGINT is test_control_c_at_a_terminal."""
-    path = write_config(home / "SIGTERM", home / "data", LONG)
+    """SIGTERM; SIGINT is test_control_c_at_a_terminal. Checkpoints are written beside the training."""
+    saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 2, "keep_checkpoint_max": 2, "async_save": True}]
+    path = write_config(home / "SIGTERM", home / "data", {**LONG, "callbacks": saves})
     output = home / "SIGTERM" / "output"
     process = start("--config", path, cwd=home)
     wait_until(lambda: steps_done(output) >= 3, process)
@@ -78,7 +79,7 @@ def test_the_interrupted_checkpoint_is_that_of_its_step(home: Path, uninterrupte
 
 
 def test_killed_at_any_moment_the_newest_complete_checkpoint_serves(home: Path, uninterrupted: Path) -> None:
-    saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 1, "keep_checkpoint_max": 2}]
+    saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 1, "keep_checkpoint_max": 2, "async_save": True}]
     path = write_config(home / "killed", home / "data", {**LONG, "callbacks": saves})
     output = home / "killed" / "output"
     process = start("--config", path, cwd=home)
@@ -87,7 +88,7 @@ def test_killed_at_any_moment_the_newest_complete_checkpoint_serves(home: Path, 
     assert finish(process)[0] == -signal.SIGKILL
     saved, written = newest_complete(output / "checkpoints"), steps_done(output)
     step = int(saved.name.removeprefix("step-"))
-    assert written - 1 <= step <= written
+    assert written - 2 <= step <= written  # one save may be in flight
     train(path, resume_training=True, runner_config__stop_step=step + 2)
     assert figures(output) == figures(uninterrupted)[: step + 2]
     kept = sorted(path.name for path in (output / "checkpoints").iterdir())
@@ -116,7 +117,7 @@ def test_run_mode_eval_says_that_it_was_stopped(home: Path, uninterrupted: Path,
     changes = {**EAGER, "run_mode": "eval", "load_checkpoint": str(uninterrupted), "eval_dataset": endless}
     folder = home / f"eval_mode-{seconds}"
     path = write_config(folder, home / "data", changes)
-    process = start("--config", path, cwd=home, sigint=signal.SIG_IGN)
+    process = start("--config", path, cwd=home, sigint=signal.SIG_IGN, has_imported=seconds > 1)
     wait_until((folder / "output").is_dir, process)  # MindSpore loads, and the evaluation begins
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
@@ -152,7 +153,7 @@ def test_a_second_signal_acts_at_once(home: Path) -> None:
 def test_before_the_first_step_nothing_is_waited_for(number: int, code: int, home: Path) -> None:
     path = write_config(home / "early", home / "data", {**LONG, "output_dir": str(home / "early" / f"out{number}")})
     output = home / "early" / f"out{number}"
-    process = start("--config", path, cwd=home)
+    process = start("--config", path, cwd=home, has_imported=False)
     wait_until(lambda: (output / "logs" / "rank-0.log").exists(), process)  # MindSpore is about to load
     process.send_signal(number)
     returned, printed, errors = finish(process, 20)

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import FORKED, ensure_server
 from launch_helpers import LIMIT_SECONDS, PROGRAM, REPOSITORY, Launcher
 from tolerances import DecoderLimits, decoder_limits
 
@@ -46,10 +47,16 @@ JOB_SECONDS = 200  # two cores that other tests use as well
 EAGER = {"context.mode": 1}
 
 
-def launch(folder: Path, ranks: int, config: Path, *flags: object, **environment: str) -> Launcher:
-    """Starts a job whose logs lie in `folder`."""
-    own = ["--nproc", ranks, "--log_dir", "logs", "--force", "--config", config, *flags]
-    return Launcher(folder, [sys.executable, str(PROGRAM), "launch", *map(str, own)], environment)
+def launch(
+    folder: Path, ranks: int, config: Path, *flags: object, has_imported: bool = True, **environment: str
+) -> Launcher:
+    """Starts a job whose logs lie in `folder`. `has_imported`: with workers that have imported MindSpore already
+    (fork_server.py); a single rank does not take them, because a script needs msrun."""
+    own, words = ["--nproc", ranks, "--log_dir", "logs", "--force"], ["--config", config, *flags]
+    if has_imported and ranks > 1:
+        ensure_server()
+        own, words = [*own, "--script", FORKED], [PROGRAM, *words]
+    return Launcher(folder, [sys.executable, str(PROGRAM), "launch", *map(str, own + words)], environment)
 
 
 def run(folder: Path, ranks: int, config: Path, *flags: object, **environment: str) -> Launcher:
@@ -71,7 +78,8 @@ def endless(folder: Path, *flags: object, **environment: str) -> Launcher:
     """A job of two ranks that has done three steps of very many."""
     changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2, **EAGER}
     config, output = write_config(folder, write_corpus(folder / "data"), changes), folder / "output"
-    return going_on(launch(folder, 2, config, *flags, **environment), output, 3)
+    job = launch(folder, 2, config, *flags, has_imported=False, **environment)  # what ends is the worker itself
+    return going_on(job, output, 3)
 
 
 def going_on(job: Launcher, output: Path, step: int) -> Launcher:
@@ -145,6 +153,10 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
     for ranks, steps, ended_by in ((8, 24, None), (2, 22, signal.SIGTERM), (4, 3, signal.SIGINT), (1, 2, None)):
         own = {"runner_config.batch_size": 8 // ranks, "output_dir": str(output)} | (sharded if ranks in (8, 4) else {})
         own |= EAGER if steps < 10 else {}
+        if ranks in (8, 2):  # written beside the training, in the case of 8 ranks also in the middle of it
+            every = 10 if ranks == 8 else 0
+            own["callbacks"] = [{"type": "CheckpointMonitor", "save_checkpoint_steps": every, "async_save": True,
+                                 "keep_checkpoint_max": 1 if ranks == 8 else 5}]  # fmt: skip
         folder, last = tmp_path / f"on-{ranks}", done + steps
         flags = ["--resume_training"] if done else []
         config = write_config(folder, tmp_path, changes | own)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
+from trainer.launch.control.nodes import LOST_SECONDS
 from trainer.launch.msrun import pick_free
-from trainer.launch.nodes import LOST_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_group(__name__)]
 
@@ -129,13 +131,29 @@ def test_nodes_that_do_not_fit_are_told(tmp_path: Path) -> None:
 
 
 def test_a_stranger_on_the_control_port_does_no_harm(tmp_path: Path) -> None:
-    port = pick_free()
-    first = start_node(tmp_path, 0, port, 40)
+    """Neither before the other node calls nor in a running job. Nothing of the secret is left."""
+    port, go_on = pick_free(), tmp_path / "go-on"
+    first = start_node(tmp_path, 0, port, 40, f"0@5:after={go_on}")
     first.wait_until(lambda: "launching" in first.errors)
-    with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
+    (secret,) = (tmp_path / "logs").glob(".*.secret")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    strange = (b"GET / HTTP/1.1\r\n\r\n[1]\n", b"[" * 200_000 + b"\n", b'{"node": 1, "worker_num": 4}\n{"stop": 9}\n')
+    ask(port + 1, strange)
     second = start_node(tmp_path, 1, port, 40)
+    wait_for_step(first, tmp_path, 2)
+    ask(port + 1, strange)
+    go_on.touch()
     assert [first.end(), second.end()] == [0, 0]
+    assert first.errors.count("127.0.0.1 called the control port without the secret of this job") == 1
+    assert not secret.exists()
+
+
+def ask(port: int, lines: tuple[bytes, ...]) -> None:
+    for line in lines:
+        with socket.create_connection(("127.0.0.1", port)) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(line)
+            while stranger.recv(1 << 10):
+                pass
 
 
 def test_a_control_port_in_use_is_bad_input(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Host:
         words = [order, workers, workers // 2, master, PORT, self.node, "logs", True, 60]
         command = ["ip", "netns", "exec", self.name, "bash", str(LAUNCHER), *map(str, words)]
         environment = {**os.environ, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
+        environment["RUN_TRAINER_SECRET"] = "that both hosts know"  # they share no folder
         with (self.folder / "terminal").open("wb") as terminal:
             return subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal

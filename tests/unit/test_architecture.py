@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
     ("trainer.errors",),
     ("trainer.input_files",),
+    ("trainer.storage",),
     ("trainer.parallel.world",),
     ("trainer.parallel.mesh",),
     ("trainer.config",),
@@ -35,6 +36,7 @@ ROOMS = (
         "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process"),
+    ("trainer.plan.graph_memory",),
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan",),

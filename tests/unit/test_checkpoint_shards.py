@@ -12,7 +12,14 @@ import pytest
 from thread_ranks import ThreadRank, on_ranks
 
 from trainer.checkpoint import writing
-from trainer.checkpoint.store import MARKER, complete_checkpoints, newest_complete, read_checkpoint, shard_name
+from trainer.checkpoint.store import (
+    MARKER,
+    complete_checkpoints,
+    marker_content,
+    newest_complete,
+    read_checkpoint,
+    shard_name,
+)
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import RunError, UserError
 from trainer.parallel.sharding import range_of_rank
@@ -158,8 +165,10 @@ def test_a_checkpoint_without_one_shard_is_incomplete(tmp_path: Path) -> None:
 def test_a_marker_that_lacks_a_shard_makes_it_incomplete(tmp_path: Path) -> None:
     path = save(tmp_path, 2)[0]
     marker = json.loads((path / MARKER).read_text())
-    del marker["file_bytes"]["optimizer-00002-of-00002.safetensors"]
-    (path / MARKER).write_text(json.dumps(marker))
+    del marker["checksum"]
+    for key in ("file_bytes", "checksums"):
+        del marker[key]["optimizer-00002-of-00002.safetensors"]
+    (path / MARKER).write_bytes(marker_content(marker))
     with pytest.raises(UserError, match="the shard of rank 1 of 2, was not saved with it"):
         read_checkpoint(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from trainer.checkpoint import store, writing
+from trainer.checkpoint.tensor_file import CODES
 from trainer.errors import RunError, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,7 +46,7 @@ def names(folder: Path) -> list[str]:
 # ---- round trip ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", sorted(writing._SAVABLE_DTYPES))
+@pytest.mark.parametrize("dtype", sorted(CODES))
 def test_every_dtype_returns_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     raw = np.random.default_rng(0).integers(0, 256, size=(5, 3, 16), dtype=np.uint8)  # NaNs and infinities among them
     array = (raw & 1).astype(bool) if dtype == "bool" else np.frombuffer(raw.tobytes(), dtype=dtype)
@@ -180,6 +182,13 @@ def test_find_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
+def remove_checksums(path: Path) -> None:
+    """Makes a checkpoint as versions before checksums saved it."""
+    marker = json.loads((path / "COMPLETE").read_text())
+    kept = {name: marker[name] for name in ("step", "save_number", "file_bytes")}
+    (path / "COMPLETE").write_text(json.dumps(kept))
+
+
 def damage_marker(path: Path) -> None:
     (path / "COMPLETE").unlink()
 
@@ -207,9 +216,9 @@ def lose_optimizer(path: Path) -> None:
     ("damage", "message"),
     [
         (damage_marker, "incomplete: it has no readable COMPLETE file"),
-        (damage_state, "damaged: state.json cannot be read"),
+        (damage_state, "damaged: state.json is not what was saved: its checksum is another"),
         (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
-        (corrupt_model, "damaged: model.safetensors cannot be read"),
+        (corrupt_model, "damaged: model.safetensors is not what was saved: its checksum is another"),
         (lose_optimizer, "damaged: optimizer.safetensors is missing"),
     ],
 )
@@ -222,6 +231,83 @@ def test_damage_is_named_with_a_fix(tmp_path: Path, damage, message: str) -> Non
     shutil.rmtree(good)
     with pytest.raises(UserError, match="start a new run"):
         store.read_checkpoint(bad)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_state, "damaged: state.json cannot be read .*state.json is not valid JSON"),
+        (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
+        (corrupt_model, "damaged: model.safetensors cannot be read"),
+        (lose_optimizer, "damaged: optimizer.safetensors is missing"),
+    ],
+)
+def test_without_checksums_damage_is_named_too(tmp_path: Path, damage, message: str) -> None:
+    """A checkpoint of an earlier version."""
+    path = save(tmp_path, 1)
+    assert store.read_checkpoint(path).has_checksums
+    remove_checksums(path)
+    assert not store.read_checkpoint(path).has_checksums
+    damage(path)
+    with pytest.raises(UserError, match=message):
+        store.read_checkpoint(path)
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+    older, path = save(tmp_path, 1), save(tmp_path, 2)
+    draw = random.Random(1)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json", "COMPLETE"):
+        whole = (path / name).read_bytes()
+        for _ in range(100):
+            changed, position = bytearray(whole), draw.randrange(len(whole))
+            changed[position] ^= 1 << draw.randrange(8)
+            (path / name).write_bytes(changed)
+            if name == "COMPLETE" and changed.split() == whole.split():
+                continue  # a space became another one
+            with pytest.raises(UserError, match=f"damaged: .*{name}") as caught:
+                store.read_checkpoint(path)
+            assert f"use {older}" in str(caught.value) and f"--resume_training {older.name}" in str(caught.value)
+        (path / name).write_bytes(whole)
+    assert_holds(path, 2)
+
+
+def test_the_offer_is_the_next_older_checkpoint(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (3, 1, 2)]  # a run went back from step 3
+    corrupt_model(paths[1])
+    with pytest.raises(UserError, match=f"use {paths[0]}"):
+        store.read_checkpoint(paths[1])
+    shutil.rmtree(paths[0])
+    with pytest.raises(UserError, match=f"use {paths[2]}"):  # none is older
+        store.read_checkpoint(paths[1])
+
+
+def test_a_damaged_marker_of_the_newest_is_not_passed_over(tmp_path: Path) -> None:
+    older, path = save(tmp_path, 1), save(tmp_path, 2)
+    (path / "COMPLETE").write_bytes((path / "COMPLETE").read_bytes().replace(b'"step": 2', b'"step": 3'))
+    with pytest.raises(UserError, match="step-00000002.*COMPLETE: it has changed since it was written") as caught:
+        store.find_checkpoint(tmp_path)
+    assert f"use {older}" in str(caught.value)
+    save(tmp_path, 3)
+    assert store.find_checkpoint(tmp_path).name == "step-00000003"
+
+
+def test_a_folder_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, 2).rename(tmp_path / "step-00000009")
+    with pytest.raises(UserError, match="COMPLETE says step 2, the folder's name 9"):
+        store.read_checkpoint(path)
+
+
+def test_two_sets_of_files_with_one_part_are_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    marker = json.loads((path / "COMPLETE").read_text())
+    name = "optimizer-00001-of-00001.safetensors"
+    shutil.copy(path / "optimizer.safetensors", path / name)
+    del marker["checksum"]
+    for key in ("file_bytes", "checksums"):
+        marker[key][name] = marker[key]["optimizer.safetensors"]
+    (path / "COMPLETE").write_bytes(store.marker_content(marker))
+    with pytest.raises(UserError, match=f"{name} and optimizer.safetensors both hold 'optimizer'"):
+        store.read_checkpoint(path)
 
 
 def test_a_missing_checkpoint_or_part_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ VOLCANO = REPOSITORY / "scripts" / "cluster" / "volcano.yaml"
 ORDER = "run_trainer.py --config 'my file.yaml' --predict_data \"$HOME `x` é\""
 
 # Writes its arguments, and the interpreter's environment variable that Slurm needs, to a file of its own.
-_LAUNCHER = 'printf "%s\\0" "$@" > "$NOTES/$BASHPID"; echo "${SRUN_CPUS_PER_TASK-none}" > "$NOTES/cpus"\n'
+_LAUNCHER = """
+printf "%s\\0" "$@" > "$NOTES/$BASHPID"; echo "${SRUN_CPUS_PER_TASK-none}" > "$NOTES/cpus"
+echo "$RUN_TRAINER_SECRET" >> "$NOTES/secrets"
+"""
 _SCONTROL = '[ "$*" = "show hostnames node[07-08]" ] && printf "node07\\nnode08\\n"\n'
 _SRUN = """
 while [[ "$1" == --* ]]; do echo "$1" >> "$NOTES/srun"; shift; done
@@ -79,15 +82,18 @@ def test_every_node_gets_its_nine_arguments(cluster: dict[str, str]) -> None:
     assert len(arguments_in(notes)) == 2
     assert (notes / "srun").read_text().split() == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=120"]
     assert (notes / "cpus").read_text() == "32\n"
+    one, other = (notes / "secrets").read_text().split()
+    assert one == other and len(one) == 64 and set(one) <= set("0123456789abcdef")
 
 
 def test_variables_change_what_a_node_is_told(cluster: dict[str, str]) -> None:
-    changes = {"WORKERS_PER_NODE": "3", "MASTER_PORT": "9000", "CLUSTER_TIME_OUT": "60"}
+    changes = {"RUN_TRAINER_SECRET": "given", "WORKERS_PER_NODE": "3", "MASTER_PORT": "9000", "CLUSTER_TIME_OUT": "60"}
     without = {name: value for name, value in cluster.items() if name != "SLURM_CPUS_PER_TASK"}
     assert run_slurm({**without, **changes}, ORDER).returncode == 0
     (first, _) = arguments_in(Path(cluster["NOTES"]))
     assert first[1:6] == ["6", "3", "node07", "9000", "0"] and first[8] == "60"
     assert (Path(cluster["NOTES"]) / "cpus").read_text() == "none\n"
+    assert (Path(cluster["NOTES"]) / "secrets").read_text() == "given\ngiven\n"
 
 
 def test_the_exit_code_of_a_node_is_that_of_the_job(cluster: dict[str, str]) -> None:
@@ -152,9 +158,20 @@ class Policy(Kind):
     timeout: str | None = None
 
 
+class SecretKey(Kind):
+    name: Label
+    key: str
+    optional: bool = False
+
+
+class ValueFrom(Kind):
+    secretKeyRef: SecretKey
+
+
 class Variable(Kind):
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-    value: str
+    value: str | None = None
+    valueFrom: ValueFrom | None = None
 
 
 class Port(Kind):
@@ -242,6 +259,8 @@ def test_the_manifest_is_a_volcano_job(manifest: dict[str, Any]) -> None:
     assert job.spec.minAvailable == task.replicas, "all nodes are started, or none"
     assert set(job.spec.plugins) == {"env", "svc"}, "they set the variables that the command reads"
     (container,) = task.template.spec.containers
+    (secret,) = (variable.valueFrom for variable in container.env if variable.name == "RUN_TRAINER_SECRET")
+    assert secret.secretKeyRef.optional, "without it the launchers use a file on the volume"
     assert {mount.name for mount in container.volumeMounts} == {volume.name for volume in task.template.spec.volumes}
 
 
@@ -272,7 +291,7 @@ def test_every_pod_gets_its_nine_arguments(manifest: dict[str, Any], tmp_path: P
     program(tmp_path / "bin" / "getent", '[ "$*" = "hosts run-trainer-node-0.run-trainer" ]\n')
     (tmp_path / "notes").mkdir()
     environment = {
-        **{variable.name: variable.value for variable in container.env},
+        **{variable.name: variable.value or "" for variable in container.env},
         # What Volcano's plugins env and svc set; the middle part of the names is the task's.
         "VC_TASK_INDEX": str(node),
         f"VC_{task.name.upper()}_NUM": str(task.replicas),

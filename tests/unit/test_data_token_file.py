@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 from data_helpers import cache_of, jsonl, make_config, source_of, write_tokenizer
 
+from trainer.data.batches.packing import TokenDataset
+from trainer.data.batches.split import whole
 from trainer.data.source import files as sources
 from trainer.data.source.find import find_sources
 from trainer.data.tokens import token_file as token_file_module
@@ -33,6 +36,7 @@ from trainer.data.tokens.chat_template import ASSISTANT, load_chat_template
 from trainer.data.tokens.token_file import open_token_file
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.errors import RunError, UserError
+from trainer.storage.checksums import PageChecks
 
 TEXTS = {"a.txt": "first", "b.txt": "second document\nwith lines\n", "c.txt": "é" * 50}
 EOS = 256
@@ -65,7 +69,7 @@ def test_a_token_file_holds_documents_one_after_the_other(tmp_path):
     assert built.tokens.tolist() == expected_tokens() and built.tokens.dtype == np.uint16
     assert built.offsets.tolist() == [0, 6, 34, 135] and built.mask is None
     assert (built.meta.num_tokens, built.meta.num_documents, built.meta.max_token_id) == (135, 3, EOS)
-    assert sorted(path.name for path in built.path.iterdir()) == ["meta.json", "offsets.bin", "tokens.bin"]
+    assert sorted(path.name for path in built.path.iterdir()) == ["meta.json", "offsets.bin", "pages.bin", "tokens.bin"]
     assert token_files(tmp_path) == [built.path]
 
 
@@ -286,6 +290,63 @@ def test_a_damaged_token_file_is_rebuilt_with_a_notice(tmp_path, name, damage):
     assert token_files(tmp_path) == [path], "the damaged one is gone"
     find_token_file(source, ByteTokenizer(), cache, notice=told.append)
     assert len(told) == 1
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["offsets.bin", "pages.bin", "meta.json"])
+def test_a_flipped_bit_makes_it_damaged(tmp_path, name):
+    source = source_of(tmp_path, write_corpus(tmp_path / "corpus"))
+    path = find_token_file(source, ByteTokenizer(), cache_of(tmp_path)).path
+    written, draw = (path / name).read_bytes(), random.Random(2)
+    for _ in range(100):
+        position = draw.randrange(len(written))
+        if name == "meta.json" and written[position : position + 1].isspace():
+            continue
+        flip(path / name, position, draw.randrange(8))
+        assert open_token_file(path) is None, position
+        (path / name).write_bytes(written)
+    assert open_token_file(path) is not None
+
+
+def test_a_damaged_page_of_tokens_is_found_when_it_is_read(tmp_path):
+    conversation = {"messages": [{"role": "user", "content": "Q" * 300}, {"role": "assistant", "content": "A" * 300}]}
+    path = jsonl(tmp_path / "a.jsonl", *[conversation] * 400)
+    built = find_token_file(source_of(tmp_path, path, "JsonlDataset"), ByteTokenizer(), cache_of(tmp_path))
+    page_tokens = PageChecks.PAGE_BYTES // 2
+    assert built.meta.num_tokens > 3 * page_tokens and built.mask is not None
+    every = np.arange(0, built.meta.num_tokens - 8, 8), np.full((built.meta.num_tokens - 1) // 8, 8)
+    built.check(*every)
+    flip(built.path / "tokens.bin", 2 * page_tokens * 2 + 5)
+    built.check(*every)  # each page was checked once, as memory is later
+    opened = open_token_file(built.path)
+    first = np.arange(0, 2 * page_tokens, 8)
+    opened.check(first, np.full(len(first), 8))
+    with pytest.raises(RunError, match="damaged: tokens.bin is not what was written, from byte 131,072 on.*") as caught:
+        opened.check(*every)
+    assert str(built.path) in str(caught.value) and "remove this folder" in str(caught.value)
+    dataset = TokenDataset(opened, whole(opened.offsets), 256)
+    with pytest.raises(RunError, match="tokens.bin is not what was written"):
+        dataset.batch(range(dataset.num_sequences))
+    flip(built.path / "mask.bin", 7)
+    with pytest.raises(RunError, match="mask.bin is not what was written, from byte 0 on"):
+        open_token_file(built.path).check(np.array([0]), np.array([100]))
+
+
+def test_a_token_file_without_checksums_is_used(tmp_path):
+    """One that an earlier version wrote."""
+    source = source_of(tmp_path, write_corpus(tmp_path / "corpus"))
+    built = find_token_file(source, ByteTokenizer(), cache_of(tmp_path))
+    meta = json.loads((built.path / "meta.json").read_text())
+    del meta["checksums"], meta["file_bytes"]["pages.bin"]
+    (built.path / "meta.json").write_text(json.dumps(meta))
+    (built.path / "pages.bin").unlink()
+    again = find_token_file(source, ByteTokenizer(), cache_of(tmp_path), notice=pytest.fail)
+    assert again.tokens.tolist() == expected_tokens()
 
 
 def test_a_file_in_the_place_of_a_token_file_is_replaced(tmp_path):

@@ -36,7 +36,7 @@ MAX_README_LINES = 250
 MAX_IMAGE_BYTES = 150_000
 CONFIGS = sorted(path.name for path in (REPOSITORY / "configs").glob("*.yaml"))
 WITHOUT_CONFIG = ("doctor", "schema")
-OF_A_JOB = ("status", "stop")
+OF_A_JOB = ("status", "stop", "verify")
 # Switches and options with a value of the commands themselves; every other flag is the configuration's.
 SWITCHES = {
     "export": ("--help", "--merge", "--force"), "doctor": ("--help", "--json", "--deep"),

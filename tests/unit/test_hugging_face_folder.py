@@ -16,7 +16,7 @@ from golden_files import load_model_case, model_case_names
 from safetensors.numpy import load_file, save_file
 
 from trainer.checkpoint.expert_names import to_disk
-from trainer.checkpoint.hugging_face import as_bfloat16, class_on_disk, folder_files, parse_size, shards, write_tensors
+from trainer.checkpoint.hugging_face import as_bfloat16, class_on_disk, folder_files, parse_size, shards, write_weights
 from trainer.checkpoint.weights import read_weights
 from trainer.cli.main import dispatch
 from trainer.config import config_notices, parse_config
@@ -204,13 +204,13 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 def test_every_dtype_reads_back(tmp_path: Path, dtype: str, limit: float) -> None:
     arrays = {"b": np.random.RandomState(1).standard_normal((3, 5)).astype(np.float32), "a": np.ones(1, np.float32)}
     arrays["view"] = arrays["b"].T
-    write_tensors(tmp_path / "x.safetensors", arrays, dtype)
+    write_weights(tmp_path / "x.safetensors", arrays, dtype)
     with safetensors.safe_open(tmp_path / "x.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"}
     for name, array in read_weights(tmp_path / "x.safetensors").items():
         assert np.abs(array - arrays[name]).max() <= limit * np.abs(arrays[name]).max()
     if dtype == "float16":
-        message = failure(lambda: write_tensors(tmp_path / "y", {"big": np.array([1e5], np.float32)}, dtype))
+        message = failure(lambda: write_weights(tmp_path / "y", {"big": np.array([1e5], np.float32)}, dtype))
         assert "big has numbers beyond the range of float16" in message
 
 

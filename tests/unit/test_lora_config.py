@@ -10,6 +10,7 @@ import pytest
 from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.checkpoint.adapters import base_record, check_base, description, digest, merged
+from trainer.checkpoint.documents import BaseRecord
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PetConfig, projections
@@ -241,11 +242,11 @@ def test_the_digest_sees_every_bit_of_the_base_and_nothing_else() -> None:
     assert digest(weights | extra, config.decoder) == found
     other = {"model.norm.weight": np.nextafter(weights["model.norm.weight"], np.float32(2))}
     assert digest(weights | other, config.decoder) != found
-    state = {"base": base_record(config, weights)}
+    state = BaseRecord(**base_record(config, weights))
     check_base(state, config, weights)
     message = failure(lambda: check_base(state, config, weights | other))
     assert "trained on another base model" in message and "leave load_checkpoint out and use --seed 1" in message
-    state["base"]["load_checkpoint"] = "base.safetensors"
+    state = state.model_copy(update={"load_checkpoint": "base.safetensors"})
     message = failure(lambda: check_base(state, config, weights | other))
     assert "Fix: give the same base model with --load_checkpoint base.safetensors" in message
 

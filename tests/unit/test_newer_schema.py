@@ -121,6 +121,7 @@ def test_every_section_becomes_ours():
     schedule = config.lr_schedule
     assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
     assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
+    assert config.checkpoint_monitor.async_save
     assert (config.checkpoint_monitor.save_checkpoint_steps, config.checkpoint_monitor.keep_checkpoint_max) == (50, 2)
     data = config.train_dataset
     assert data.input_columns == ["input_ids", "labels", "loss_mask", "position_ids"] and data.data_loader.shuffle
@@ -180,7 +181,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
     told = notices(FULL)
     assert "a.yaml: a file of MindSpore Transformers' newer schema" in told
     for key, line in (
-        ("checkpoint.async_save", 7), ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
+        ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
         ("train_dataset.num_parallel_workers", 51), ("monitor.tensorboard.output_dir", 56),
         ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.enable_profiling", 60),
     ):  # fmt: skip

@@ -11,18 +11,21 @@ must match; adapters from elsewhere have no digest and are not checked.
 from __future__ import annotations
 
 import hashlib
-import json
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.checkpoint.store import MARKER, find_checkpoint, read_checkpoint
+from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
+from trainer.checkpoint.store import MARKER, check_file, find_checkpoint, read_checkpoint
 from trainer.checkpoint.weights import check_weights, read_safetensors, requested_weights
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.models.init import initial_value
 from trainer.models.shapes import adapter_shapes, layer_targets, parameter_shapes
+from trainer.storage.json_files import JsonError, parse_json
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -112,7 +115,7 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) ->
             tensors = read_checkpoint(path, parts=(PART,)).tensors[PART]
         except UserError as error:
             raise error.at(where, "adapter_id") from error
-        check_base(found.state, config, base)
+        check_base(read_base(found), config, base)
     return fitting_adapters(tensors, config, path, where)
 
 
@@ -126,16 +129,16 @@ def fitting_adapters(
     return adapters
 
 
-def check_base(state: Mapping[str, Any], config: Config, base: Mapping[str, np.ndarray]) -> None:
-    """Raises a UserError unless the adapters of a checkpoint with this `state` were trained on `base`."""
-    before, now = state["base"], digest(base, config.decoder)
-    if before["digest"] == now:
+def check_base(before: BaseRecord, config: Config, base: Mapping[str, np.ndarray]) -> None:
+    """Raises a UserError unless the adapters of a checkpoint with this record were trained on `base`."""
+    now = digest(base, config.decoder)
+    if before.digest == now:
         return
-    fix = f"give the same base model with --load_checkpoint {before['load_checkpoint']}"
-    if not before["load_checkpoint"]:
-        fix = f"their base model had random weights: leave load_checkpoint out and use --seed {before['seed']}"
+    fix = f"give the same base model with --load_checkpoint {before.load_checkpoint}"
+    if not before.load_checkpoint:
+        fix = f"their base model had random weights: leave load_checkpoint out and use --seed {before.seed}"
     rule = (
-        f"the adapters were trained on another base model (its SHA-256 is {before['digest'][:12]}..., that of this one"
+        f"the adapters were trained on another base model (its SHA-256 is {before.digest[:12]}..., that of this one"
         f" is {now[:12]}...)"
     )
     where = config.source.where("load_checkpoint")
@@ -149,21 +152,23 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     def problem(rule: str, fix: str) -> UserError:
         return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
 
+    if (folder / MARKER).exists():
+        check_file(folder, CONFIG_FILE)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        theirs = {"lora_rank": found["r"], "lora_alpha": found["lora_alpha"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = parse_json(read_bytes(path), AdapterDescription, CONFIG_FILE)
+    except (OSError, JsonError) as error:
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
         raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error
+    others, theirs = found.model_extra, {"lora_rank": found.r, "lora_alpha": found.lora_alpha}
     for name, value in _OURS.items():
-        if name in found and found[name] != value and (found[name] or value):
-            rule = f"{CONFIG_FILE} says {name} {found[name]!r}: such adapters are not supported"
+        if name in others and others[name] != value and (others[name] or value):
+            rule = f"{CONFIG_FILE} says {name} {reprlib.repr(others[name])}: such adapters are not supported"
             raise problem(rule, "use plain LoRA")
     for name, value in theirs.items():
         ours = getattr(adapters, name)
         if value != ours:
-            rule = f"the adapters have {name} {value}, model.model_config.pet_config says {ours}"
-            raise problem(rule, f"set pet_config.{name} to {value}")
+            rule = f"the adapters have {name} {value:g}, model.model_config.pet_config says {ours}"
+            raise problem(rule, f"set pet_config.{name} to {value:g}")
 
 
 def description(settings: ModelConfig, base: str) -> dict[str, Any]:

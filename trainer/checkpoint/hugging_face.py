@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.checkpoint.tensor_file import BFLOAT16, CODES, Entry, write_tensors
 from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, load_tokenizer
@@ -207,28 +208,24 @@ def index_of(files: Mapping[str, list[str]], weights: Mapping[str, np.ndarray], 
     return _json({"metadata": metadata, "weight_map": dict(sorted(where.items()))})
 
 
-def write_tensors(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> None:
+def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> None:
     """Writes float32 arrays as a safetensors file, each converted on its own: numpy has no bfloat16.
 
     Raises:
         OSError: The disk is full or cannot be written.
         UserError: A number is beyond the range of float16.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for this word
-    offset = 0
-    for name, array in arrays.items():
-        end = offset + array.size * _item_bytes(dtype)
-        header[name] = {"dtype": _CODES[dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    code, item_bytes = BFLOAT16 if dtype == "bfloat16" else CODES[dtype], _item_bytes(dtype)
+    entries = {name: Entry(code, array.shape, array.size * item_bytes) for name, array in arrays.items()}
+
+    def converted() -> Iterator[np.ndarray]:
         for name, array in arrays.items():
             if dtype == "float16" and np.abs(array).max(initial=0) > _LARGEST_FLOAT16:
                 rule = f"{name} has numbers beyond the range of float16"
                 raise UserError(rule, key="--dtype", value=dtype, fix="use bfloat16 or float32")
-            file.write(_CONVERTED[dtype](array).tobytes())
+            yield _CONVERTED[dtype](array)
+
+    write_tensors(path, entries, converted())
 
 
 def as_bfloat16(array: np.ndarray) -> np.ndarray:
@@ -238,7 +235,6 @@ def as_bfloat16(array: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(array), bits >> 16 | 0x40, rounded).astype(np.uint16)
 
 
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _CONVERTED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "float32": lambda array: np.ascontiguousarray(array, np.float32),
     "bfloat16": as_bfloat16,

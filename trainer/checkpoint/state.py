@@ -8,6 +8,7 @@ Finding, reading and checking a checkpoint needs no MindSpore, so a bad checkpoi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,18 +17,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint import adapters
+from trainer.checkpoint.documents import RunState, read_base, read_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import class_on_disk
-from trainer.checkpoint.store import Checkpoint, behind_link, find_checkpoint, read_checkpoint, shard_name
-from trainer.checkpoint.weights import first_of, fitting_weights
-from trainer.checkpoint.writing import write_checkpoint
+from trainer.checkpoint.store import Checkpoint, behind_link, damaged, find_checkpoint, read_checkpoint, shard_name
+from trainer.checkpoint.weights import first_of, fitting_weights, is_finite
+from trainer.checkpoint.writing import Stages, checkpoint_stages, do_stages
 from trainer.config.schema.fields import Section, support_of
 from trainer.data.batches.loader import optimizer_steps
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes
 from trainer.optim.freeze import trained_shapes
-from trainer.parallel.communicator import Communicator, SingleProcess
+from trainer.optim.groups import STATE_NAMES, parameter_groups
+from trainer.parallel.communicator import SingleProcess
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -81,7 +84,7 @@ class Resumed:
     notices: tuple[str, ...]  # settings that differ from the run that saved it
 
 
-def save(
+def save_stages(
     folder: Path,
     position: Position,
     saved: Saved,
@@ -93,9 +96,12 @@ def save(
     keep_max: int,
     evaluations: EvalHistory,
     files: Mapping[str, bytes] | None = None,
-    communicator: Communicator | None = None,
-) -> Path:
-    """Writes a checkpoint of the run and returns its folder. All ranks call it; each writes its own shard.
+    rank: int = 0,
+    ranks: int = 1,
+) -> Stages:
+    """The stages of saving a checkpoint of the run. All ranks do them; each writes its own shard.
+
+    Nothing begins before the first stage is asked for, and nothing that is given may change until the last is done.
 
     Args:
         folder: Holds the run's checkpoints, of which `keep_max` and the best of `evaluations` are kept.
@@ -107,10 +113,9 @@ def save(
     Raises:
         RunError: The disk is full or cannot be written, on any rank; earlier checkpoints are unchanged.
     """
-    communicator = communicator or SingleProcess()
-    tensors: dict[str, dict[str, np.ndarray]] = {}
+    tensors: dict[str, Mapping[str, np.ndarray]] = {}
     documents: dict[str, Any] = {}
-    if communicator.rank == 0:
+    if rank == 0:
         if base is None:
             tensors["model"] = to_disk(saved.weights, class_on_disk(config))
             documents |= files or {}
@@ -119,8 +124,8 @@ def save(
             tensors[adapters.PART] = {adapters.PREFIX + name: saved.weights[name] for name in names}
             documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
     if saved.is_sharded:
-        tensors[shard_name(OPTIMIZER, communicator.rank, communicator.size)] = saved.optimizer
-    elif communicator.rank == 0:
+        tensors[shard_name(OPTIMIZER, rank, ranks)] = saved.optimizer
+    elif rank == 0:
         tensors[OPTIMIZER] = saved.optimizer
     state = {
         "position": asdict(position),
@@ -132,10 +137,17 @@ def save(
     }
     state |= {"base": dict(base)} if base is not None else {}
     best_steps = [each.step for each in evaluations.best]
-    return write_checkpoint(
-        folder, position.step, tensors, state, keep_max,
-        documents=documents, communicator=communicator, best_steps=best_steps,
+    return (
+        yield from checkpoint_stages(
+            folder, position.step, tensors, state, keep_max,
+            documents=documents, rank=rank, ranks=ranks, best_steps=best_steps,
+        )
     )  # fmt: skip
+
+
+def save(folder: Path, *values: Any, **named: Any) -> Path:
+    """Saves a checkpoint of a single process: does all stages of `save_stages`, and returns the checkpoint's folder."""
+    return do_stages(save_stages(folder, *values, **named), folder, SingleProcess())
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
@@ -180,29 +192,74 @@ def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resum
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
     """
-    where = config.source.where(_KEY)
+    try:
+        return _resumed(read_checkpoint(path, lazy=(OPTIMIZER,)), config, layout)
+    except UserError as error:
+        raise (error if error.where else error.at(config.source.where(_KEY), _KEY)) from error
+
+
+def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any]) -> Resumed:
+    path = found.path
 
     def mismatch(rule: str, fix: str) -> UserError:
-        return UserError(rule, where=where, key=_KEY, value=str(path), fix=fix)
+        return UserError(rule, value=str(path), fix=fix)
 
-    try:
-        found = read_checkpoint(path, lazy=(OPTIMIZER,))
-    except UserError as error:
-        raise error.at(where, _KEY) from error
-    weights, optimizer = _weights_of(found, config, mismatch), found.state["optimizer"]
-    before, now = optimizer["type"], config.optimizer.type
+    state = read_state(found)
+    weights = _weights_of(found, config, mismatch)
+    before, now = state.optimizer.type, config.optimizer.type
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
         raise mismatch(rule, f"use {before}, or {_NEW_RUN}")
+    arrays = _CheckedArrays(found, config)
     _check_same_freeze(found, config, mismatch)
-    position = _position(found, config, layout, mismatch)
-    step = found.state["step"] if "step" in found.state else None
+    arrays.check()
+    position = _position(state, config, layout, mismatch)
     # Older checkpoints have no settings.
-    changes = changed_settings(found.state["settings"], settings_record(config)) if "settings" in found.state else ""
+    changes = changed_settings(state.settings, settings_record(config)) if state.settings is not None else ""
     notices = (f"differs from the run that made {path.name}: {changes}",) if changes else ()
-    evaluations = from_state(found.state.get("evaluations"), position.step)
-    updates = optimizer["updates"]
-    return Resumed(position, weights, found.tensors[OPTIMIZER], updates, step, evaluations, path, notices)
+    if not found.has_checksums:
+        notices += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
+    evaluations = from_state(state.evaluations and state.evaluations.model_dump(), position.step)
+    step = state.step and state.step.model_dump()
+    return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notices)
+
+
+class _CheckedArrays(Mapping[str, np.ndarray]):
+    """The optimizer's state in a checkpoint, each array checked for NaN and infinity when it is read."""
+
+    def __init__(self, found: Checkpoint, config: Config) -> None:
+        if OPTIMIZER not in found.tensors:
+            raise damaged(found.path, "it has no state of the optimizer")
+        self.arrays, self.path, self.config = found.tensors[OPTIMIZER], found.path, config
+
+    def check(self) -> None:
+        """Checks names, shapes and dtypes without reading arrays; raises a UserError."""
+        shapes, optimizer = trained_shapes(self.config), self.config.optimizer
+        groups = parameter_groups(shapes, optimizer.weight_decay, optimizer.type)
+        for group in groups:
+            for name in (f"{kind}.{one}" for kind in STATE_NAMES[group.rule] for one in group.parameters):
+                if name not in self.arrays:
+                    raise damaged(self.path, f"the optimizer's state lacks {name}")
+                dtype, shape = self.arrays.about(name)
+                expected = tuple(shapes[name.split(".", 1)[1]])
+                if dtype != "F32":
+                    raise damaged(self.path, f"the optimizer's state has {name} in {dtype}, not F32")
+                # What ranks have shared is flat.
+                if shape not in (expected, (math.prod(expected),)):
+                    rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
+                    raise damaged(self.path, rule)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array = self.arrays[name]
+        if not is_finite(array):
+            raise damaged(self.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
 
 
 def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:
@@ -217,7 +274,7 @@ def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:
 
 def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
     """Checks that the optimizer has state for exactly the weights that are trained."""
-    before = {name.split(".", 1)[1] for name in found.tensors[OPTIMIZER]}
+    before = {name.partition(".")[2] for name in found.tensors[OPTIMIZER]}
     now = set(trained_shapes(config))
     if before == now:
         return
@@ -240,21 +297,21 @@ def _weights_of(found: Checkpoint, config: Config, mismatch: Mismatch) -> dict[s
     if part == "model":
         return fitting_weights(found.tensors[part], config.network, found.path, where, key=_KEY)
     base = adapters.base_weights(config)
-    adapters.check_base(found.state, config, base)
+    adapters.check_base(read_base(found), config, base)
     return base | adapters.fitting_adapters(found.tensors[part], config, found.path, where, key=_KEY)
 
 
-def _position(found: Checkpoint, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:
+def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:
     """The position from which the run continues, with other ranks or batches too.
 
     Each epoch has its own order of sequences, the same for any number of ranks, and a step takes the next `batch_size`
     x `gradient_accumulation_steps` x ranks of them. As long as that product stays the same, a step means the same
     sequences, and the run continues with exactly the next one: no sequence is repeated or left out.
     """
-    position = Position(**found.state["position"])
+    position = Position(**state.position.model_dump())
     if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens)
-    before, now = _ONE_RANK | found.state["data"], _ONE_RANK | layout
+    before, now = _ONE_RANK | state.data.model_dump(exclude_unset=True), _ONE_RANK | layout
     same = [key for key in before if key in now and key not in _BATCH_KEYS]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]
     if changed:

@@ -4,7 +4,8 @@
                              /optimizer.safetensors  the optimizer's state; where ranks shard it, a file for each rank:
                              /optimizer-00003-of-00008.safetensors
                              /state.json             step, epoch, position in the data, settings ...
-                             /COMPLETE               written last: a folder without it is ignored
+                             /COMPLETE               written last, with the length and checksum of every file:
+                                                     a folder without it is ignored
     checkpoints/best                                 a link to the checkpoint with the lowest eval loss; where the file
                                                      system has no links, a text file with its name
 
@@ -17,16 +18,22 @@ had reached step 500 is resumed from step 100, its newest checkpoint is step 150
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import safetensors
+from pydantic import Field, model_validator
 
 from trainer.errors import UserError
+from trainer.input_files import open_file, read_bytes
+from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file
+from trainer.storage.json_files import Count, Document, JsonError, parse_json
 
 MARKER = "COMPLETE"
 STATE = "state.json"
@@ -52,21 +59,55 @@ class Checkpoint:
         tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. Shards are
             concatenated to a flat array.
         state: The rest of the run's state.
+        has_checksums: Whether its marker has checksums, which were compared.
     """
 
     path: Path
     step: int
     tensors: dict[str, Tensors]
     state: dict
+    has_checksums: bool = True
 
 
-@dataclass(frozen=True)
-class Marker:
-    """Content of the marker: the step, the number of the save, and the length of each file."""
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
+Checksum = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 
-    step: int
-    save_number: int
-    file_bytes: dict[str, int]
+
+class Marker(Document):
+    """Content of the marker.
+
+    Attributes:
+        step: Optimizer steps done.
+        save_number: Grows with every save of a run.
+        file_bytes: Length of each file.
+        checksums: Of each file, see `trainer.storage.checksums`; None in a checkpoint from before there were any.
+        checksum: Of the marker itself without this field.
+    """
+
+    step: Count
+    save_number: Count
+    file_bytes: dict[FileName, Count]
+    checksums: dict[FileName, Checksum] | None = None
+    checksum: Checksum | None = None
+
+    @model_validator(mode="after")
+    def is_consistent(self) -> Marker:
+        if self.checksums is None:
+            return self
+        if self.checksums.keys() != self.file_bytes.keys():
+            raise ValueError("checksums and file_bytes name other files")
+        if self.checksum != self._own_checksum():
+            raise ValueError("it has changed since it was written: its own checksum is another")
+        return self
+
+    def _own_checksum(self) -> str:
+        return checksum_of_bytes(json.dumps(self.model_dump(exclude={"checksum"}), sort_keys=True).encode())
+
+
+def marker_content(marker: Mapping[str, Any]) -> bytes:
+    """The marker's file, for its fields without its own checksum."""
+    own = checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
+    return (json.dumps({**marker, "checksum": own}, indent=1) + "\n").encode()
 
 
 def folder_name(step: int) -> str:
@@ -89,9 +130,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def newest_complete(folder: Path) -> Path | None:
+def newest_complete(folder: Path, without: Container[Path] = ()) -> Path | None:
     """The complete checkpoint of ``folder`` that was saved last, or None."""
-    checkpoints = complete_checkpoints(folder)
+    checkpoints = [path for path in complete_checkpoints(folder) if path not in without]
     return checkpoints[-1] if checkpoints else None
 
 
@@ -112,7 +153,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
             raise UserError("there is no such checkpoint", key=key, value=str(path), fix="check the path")
         if _STEP_FOLDER.fullmatch(path.name) or (path / STATE).exists():
             return path
-        newest = newest_complete(path) or newest_complete(path / "checkpoints")
+        newest = _newest_whole(path) or _newest_whole(path / "checkpoints")
     except OSError as error:
         raise UserError(f"checkpoints cannot be read there: {error.strerror}", key=key, value=str(path),
                         fix="make the folder readable") from error
@@ -120,6 +161,20 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
         return newest
     raise UserError("the folder holds no complete checkpoint", key=key, value=str(path),
                     fix="name a folder such as output/checkpoints or output/checkpoints/step-00000100")
+
+
+def _newest_whole(folder: Path) -> Path | None:
+    """The newest complete checkpoint; a UserError where a later one has a marker that is damaged.
+
+    To pass over the later one silently would repeat steps that were done, and remove it with the next save.
+    """
+    newest = newest_complete(folder)
+    for path in sorted(step_folders(folder), reverse=True):
+        if newest is not None and path.name <= newest.name:
+            break
+        if (path / MARKER).exists() and read_marker(path) is None:
+            _whole_marker(path)
+    return newest
 
 
 def behind_link(path: Path) -> Path:
@@ -170,7 +225,7 @@ def put_aside(folder: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Container[str] = ()) -> Checkpoint:
-    """Reads a complete checkpoint.
+    """Reads a complete checkpoint, and checks the lengths and checksums of the files that it reads.
 
     Args:
         parts: Which parts to read, for example ``("model",)``; all when None.
@@ -181,10 +236,8 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Contai
     """
     if not path.is_dir():
         raise UserError("there is no such checkpoint", key="checkpoint", value=str(path), fix="check the path")
-    marker = read_marker(path)
-    if marker is None:
-        raise _incomplete(path, f"it has no readable {MARKER} file, so its save was interrupted")
-    state, files = _read_state(path, marker), _files_of_parts(marker)
+    marker = _whole_marker(path)
+    state, files = _read_state(path, marker), _files_of_parts(path, marker)
     wanted = list(files) if parts is None else list(parts)
     tensors = {}
     for part in wanted:
@@ -193,10 +246,47 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Contai
                             value=str(path), fix="use a checkpoint of a training run")
         arrays = _Arrays(path, files[part], marker)
         tensors[part] = arrays if part in lazy else dict(arrays)
-    return Checkpoint(path, marker.step, tensors, state)
+    return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
 
 
-def _files_of_parts(marker: Marker) -> dict[str, list[str]]:
+def check_checkpoint(path: Path) -> Checkpoint:
+    """Checks every file of a checkpoint, those of other programs too; its arrays are read when they are accessed.
+
+    Raises:
+        UserError: It is incomplete or damaged.
+    """
+    marker = _whole_marker(path)
+    parts = _files_of_parts(path, marker)
+    found = read_checkpoint(path, parts, lazy=parts)
+    read = {STATE, *(name for names in parts.values() for name in names)}
+    for name in marker.file_bytes:
+        if name not in read:
+            _check_file(path, name, marker)
+    return found
+
+
+def check_file(path: Path, name: str) -> None:
+    """Checks one file of a checkpoint; a UserError names what is wrong with it."""
+    _check_file(path, name, _whole_marker(path))
+
+
+def _whole_marker(path: Path) -> Marker:
+    """The marker of a checkpoint that is complete; raises a UserError."""
+    try:
+        marker = parse_json(read_bytes(path / MARKER), Marker, MARKER)
+    except JsonError as error:
+        raise damaged(path, str(error)) from error
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = "its save was interrupted" if missing else error.strerror
+        raise _incomplete(path, f"it has no readable {MARKER} file: {why}") from error
+    named = _STEP_FOLDER.fullmatch(path.name)
+    if named is not None and int(named[1]) != marker.step:
+        raise damaged(path, f"{MARKER} says step {marker.step}, the folder's name {int(named[1])}")
+    return marker
+
+
+def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
     """Names of the files of each part, in the order of ranks, including missing ones."""
     found: dict[str, list[str]] = {}
     for name in marker.file_bytes:
@@ -204,11 +294,12 @@ def _files_of_parts(marker: Marker) -> dict[str, list[str]]:
             continue
         stem = name.removesuffix(_ENDING)
         shard = _SHARD.fullmatch(stem)
-        if shard is None:
-            found[stem] = [name]
-        else:
-            ranks = int(shard[3])
-            found[shard[1]] = [shard_name(shard[1], rank, ranks) + _ENDING for rank in range(ranks)]
+        part, ranks = (stem, 0) if shard is None else (shard[1], int(shard[3]))
+        names = [name] if shard is None else [shard_name(part, rank, ranks) + _ENDING for rank in range(ranks)]
+        if name not in names:
+            raise damaged(path, f"{MARKER} names {name}: there is no such shard")
+        if found.setdefault(part, names) != names:
+            raise damaged(path, f"{name} and {found[part][0]} both hold '{part}'")
     return found
 
 
@@ -222,26 +313,38 @@ class _Arrays(Mapping[str, np.ndarray]):
         """Opens the files; raises UserError where one is missing or damaged."""
         self.path, self.files = path, []
         for rank, name in enumerate(names):
-            _check_length(path, name, marker, f", the shard of rank {rank} of {len(names)}" if len(names) > 1 else "")
+            _check_file(path, name, marker, f", the shard of rank {rank} of {len(names)}" if len(names) > 1 else "")
             try:
                 self.files.append(safetensors.safe_open(path / name, "numpy"))
             except (OSError, safetensors.SafetensorError) as error:
-                raise _damaged(path, f"{name} cannot be read ({error})") from error
+                raise damaged(path, f"{name} cannot be read ({error})") from error
         self.names = [set(file.keys()) for file in self.files]
         if any(names - self.names[0] for names in self.names[1:]):
-            raise _damaged(path, "the shards of some ranks hold arrays that are not in that of rank 0")
+            raise damaged(path, "the shards of some ranks hold arrays that are not in that of rank 0")
 
     def __getitem__(self, name: str) -> np.ndarray:
+        try:
+            ranges = [file.get_tensor(name) for file in self._files_with(name)]
+        except (OSError, safetensors.SafetensorError, TypeError, AttributeError) as error:  # numpy lacks some dtypes
+            raise damaged(self.path, f"{name} cannot be read ({error})") from error
+        return ranges[0] if len(ranges) == 1 else np.concatenate([each.reshape(-1) for each in ranges])
+
+    def about(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype (in safetensors' words) and shape of an array, without reading it."""
+        slices = [file.get_slice(name) for file in self._files_with(name)]
+        (dtype, *others) = sorted({each.get_dtype() for each in slices})
+        if others:
+            raise damaged(self.path, f"{name} has another dtype in the shards of some ranks")
+        shapes = [tuple(each.get_shape()) for each in slices]
+        return dtype, shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
+
+    def _files_with(self, name: str) -> list:
         files = [file for file, names in zip(self.files, self.names, strict=True) if name in names]
         if not files:
             raise KeyError(name)
         if len(files) not in (1, len(self.files)):
-            raise _damaged(self.path, f"{name} is in the shards of {len(files)} of {len(self.files)} ranks")
-        try:
-            ranges = [file.get_tensor(name) for file in files]
-        except (OSError, safetensors.SafetensorError) as error:
-            raise _damaged(self.path, f"{name} cannot be read ({error})") from error
-        return ranges[0] if len(ranges) == 1 else np.concatenate([each.reshape(-1) for each in ranges])
+            raise damaged(self.path, f"{name} is in the shards of {len(files)} of {len(self.files)} ranks")
+        return files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files[0].keys())
@@ -252,49 +355,74 @@ class _Arrays(Mapping[str, np.ndarray]):
 
 def step_folders(folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+        return [path for path in folder.iterdir() if is_step_folder(path) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
+def is_step_folder(path: Path) -> bool:
+    """Whether it has the name of a checkpoint."""
+    return _STEP_FOLDER.fullmatch(path.name) is not None
+
+
 def read_marker(path: Path) -> Marker | None:
+    """The marker; None where there is none, or a damaged one."""
     try:
-        content = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        return Marker(int(content["step"]), int(content["save_number"]), dict(content["file_bytes"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return parse_json(read_bytes(path / MARKER), Marker, MARKER)
+    except (OSError, JsonError):
         return None
 
 
 def _read_state(path: Path, marker: Marker) -> dict:
-    _check_length(path, STATE, marker)
+    _check_file(path, STATE, marker)
     try:
-        return json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, f"{STATE} cannot be read ({error})") from error
+        content = read_bytes(path / STATE)
+        return parse_json(content, dict[str, Any], STATE)
+    except (OSError, JsonError) as error:
+        raise damaged(path, f"{STATE} cannot be read ({error})") from error
 
 
-def _check_length(path: Path, name: str, marker: Marker, whose: str = "") -> None:
+def _check_file(path: Path, name: str, marker: Marker, whose: str = "") -> None:
+    """Checks length and checksum of a file."""
     try:
-        actual_bytes = (path / name).stat().st_size
+        with open_file(path / name) as file:
+            actual_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         if whose and isinstance(error, FileNotFoundError):
             raise _incomplete(path, f"{name}{whose}, is missing") from error
-        raise _damaged(path, f"{name} is missing or out of reach ({error.strerror})") from error
+        raise damaged(path, f"{name} is missing or out of reach ({error.strerror})") from error
     if name not in marker.file_bytes:
         raise _incomplete(path, f"{name}{whose}, was not saved with it")
     expected_bytes = marker.file_bytes[name]
     if actual_bytes != expected_bytes:
-        raise _damaged(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
+        raise damaged(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
+    try:
+        changed = marker.checksums is not None and checksum_of_file(path / name) != marker.checksums[name]
+    except OSError as error:
+        raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
+    if changed:
+        raise damaged(path, f"{name} is not what was saved: its checksum is another")
 
 
 def _incomplete(path: Path, why: str) -> UserError:
-    return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=_use_another(path))
+    return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=use_another(path))
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=_use_another(path))
+def damaged(path: Path, what: str) -> UserError:
+    """The error for a checkpoint whose files are not as they were saved; its fix names another one."""
+    return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=use_another(path))
 
 
-def _use_another(path: Path) -> str:
+def use_another(path: Path) -> str:
+    """Offers the complete checkpoint that was saved before this one; else the one saved last."""
     others = [other for other in complete_checkpoints(path.parent) if other != path]
+    marker = read_marker(path)
+    older = [other for other in others if _is_older(other, path, marker)]
+    if older:
+        return f"use {older[-1]}, the one saved before it (--resume_training {older[-1].name})"
     return f"use {others[-1]}" if others else "use another checkpoint or start a new run"
+
+
+def _is_older(other: Path, path: Path, marker: Marker | None) -> bool:
+    """By the number of the save; where the marker is damaged by the step, which is the folder's name."""
+    return read_marker(other).save_number < marker.save_number if marker else other.name < path.name

@@ -11,9 +11,10 @@ import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
 from trainer.checkpoint.joined_names import split_joined
-from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_checkpoint
+from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.models.init import initial_value
 from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_name, parameter_shapes
 
@@ -121,8 +122,15 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if files and not any((path / name).exists() for name in _OUR_FILES):
         weights: dict[str, np.ndarray] = {}
+        file_of: dict[str, Path] = {}
         for file in files:
-            weights |= read_safetensors(file, where)
+            found = read_safetensors(file, where)
+            if twice := sorted(found.keys() & weights.keys()):
+                rule = f"{file_of[twice[0]].name} and {file.name} both hold {first_of(twice)}"
+                fix = "remove the file that does not belong there, or name one file"
+                raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix)
+            weights |= found
+            file_of |= dict.fromkeys(found, file)
         return weights
     try:
         found = find_checkpoint(path)
@@ -142,7 +150,7 @@ def check_weights(
     key: str = "load_checkpoint",
     settings: ModelConfig | None = None,
 ) -> None:
-    """Checks that every parameter is there with its shape; the file may also contain a tied head.
+    """Checks that every parameter is there with its shape and is finite; the file may also contain a tied head.
 
     `path`, `where` and `key` are for messages; `settings` is the model section, None for adapters.
 
@@ -158,11 +166,21 @@ def check_weights(
     if other:
         theirs, ours = weights[other[0]].shape, tuple(shapes[other[0]])
         problems.append(f"has {first_of(other)} of shape {list(theirs)} where this model has {list(ours)}")
+    if not problems and (bad := [name for name in shapes if not is_finite(weights[name])]):
+        rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
+        fix = use_another(path) if (path / MARKER).exists() else "use another checkpoint"
+        raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
     if problems:
         fix = "" if settings is None or other else fix_for(missing, unknown, settings)
         fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"
         rule = f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite; makes no array of its size."""
+    with np.errstate(invalid="ignore"):
+        return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 def first_of(names: list[str]) -> str:
@@ -177,7 +195,7 @@ def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> di
         UserError: The file cannot be read, or has tensors that are not floating-point.
     """
     try:
-        entries = safetensors.deserialize(file.read_bytes())
+        entries = safetensors.deserialize(read_bytes(file))
     except (OSError, safetensors.SafetensorError) as error:
         fix = "name a checkpoint folder or a complete .safetensors file"
         rule = f"not a readable safetensors file ({error})"

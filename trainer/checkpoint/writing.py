@@ -15,28 +15,52 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from trainer.checkpoint import store
 from trainer.checkpoint.store import BEST, MARKER, REPLACED, STATE, UNFINISHED, folder_name
+from trainer.checkpoint.tensor_file import CODES, save_arrays
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator, SingleProcess
+from trainer.storage.checksums import checksum_of_bytes
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_SAVABLE_DTYPES = frozenset(
-    "float64 float32 float16 int64 uint64 int32 uint32 int16 uint16 int8 uint8 bool complex64".split()
-)
 
 OnStage = Callable[[str], None]
-Result = TypeVar("Result")
+
+
+class Work(NamedTuple):
+    """What every rank does in a stage of a save; the result must be valid JSON."""
+
+    do: Callable[[], Any]
+    takes_long: bool = False
+
+
+class Failure(NamedTuple):
+    """Why a rank's work has failed, the fix, and where the disk is full how many bytes it has left."""
+
+    reason: str
+    fix: str
+    free_bytes: int | None = None
+
+
+class Done(NamedTuple):
+    """What a rank's work has given."""
+
+    result: Any
+    failure: Failure | None = None
+
+
+Stages: TypeAlias = Generator[Work, list[Done], Path]
+"""The stages of a save: yields work, is sent what it has given on every rank, and returns the folder.
+
+Nothing else communicates, so the work may be done in a thread while the ranks train.
+"""
 
 
 def write_checkpoint(
@@ -50,7 +74,50 @@ def write_checkpoint(
     communicator: Communicator | None = None,
     best_steps: Sequence[int] = (),
 ) -> Path:
-    """Saves a checkpoint, removes the oldest ones beyond ``keep_max`` and returns the folder. All ranks must call it.
+    """Does the stages of `checkpoint_stages`, one after the other. All ranks must call it; errors are the same."""
+    communicator = communicator or SingleProcess()
+    stages = checkpoint_stages(
+        folder, step, tensors, state, keep_max, on_stage, documents, communicator.rank, communicator.size, best_steps
+    )
+    return do_stages(stages, folder, communicator)
+
+
+def do_stages(stages: Stages, folder: Path, communicator: Communicator) -> Path:
+    try:
+        work = next(stages)
+        while True:
+            work = stages.send(exchange(attempt(work, folder), communicator))
+    except StopIteration as end:
+        return end.value
+
+
+def attempt(work: Work, folder: Path) -> Done:
+    """Does the work; a disk that fails is part of the result."""
+    try:
+        return Done(work.do())
+    except OSError as error:
+        return Done(None, _failure(folder, error))
+
+
+def exchange(done: Done, communicator: Communicator) -> list[Done]:
+    """What the work has given on every rank."""
+    every = (json.loads(data) for data in communicator.gather_bytes(json.dumps(done).encode()))
+    return [Done(result, failure and Failure(*failure)) for result, failure in every]
+
+
+def checkpoint_stages(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, np.ndarray]],
+    state: Mapping[str, object],
+    keep_max: int,
+    on_stage: OnStage | None = None,
+    documents: Mapping[str, Mapping[str, object] | bytes] | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    best_steps: Sequence[int] = (),
+) -> Stages:
+    """Saves a checkpoint, removes the oldest ones beyond ``keep_max`` and returns the folder.
 
     Args:
         folder: Holds the checkpoints; made if missing. All ranks must see the same folder.
@@ -68,11 +135,11 @@ def write_checkpoint(
             and nothing incomplete is left.
         TypeError: safetensors does not support an array's dtype.
     """
-    stage, communicator = on_stage or (lambda name: None), communicator or SingleProcess()
-    unfinished = folder / f"{UNFINISHED}{folder_name(step)}"
+    stage, first = on_stage or (lambda name: None), rank == 0
+    path, unfinished = folder / folder_name(step), folder / f"{UNFINISHED}{folder_name(step)}"
     for part, arrays in tensors.items():
         for name, array in arrays.items():
-            if array.dtype.name not in _SAVABLE_DTYPES:
+            if array.dtype.name not in CODES:
                 raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors does not support")
     files = {
         name: content if isinstance(content, bytes) else json.dumps(content, indent=1).encode()
@@ -80,8 +147,7 @@ def write_checkpoint(
     }
     own_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
     own_bytes += sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
-    needed_bytes = sum(int(size) for size in communicator.gather_bytes(str(own_bytes).encode()))
-    first = communicator.rank == 0
+    needed_bytes = sum(size for size, _ in (yield Work(lambda: own_bytes)))
 
     def prepare() -> None:
         if first:
@@ -92,56 +158,52 @@ def write_checkpoint(
             unfinished.mkdir()
             stage("made temporary folder")
 
-    def write() -> dict[str, int]:
+    def write() -> dict[str, tuple[int, str]]:
         return _write_files(unfinished, tensors, files if first else {}, stage)
 
     def complete() -> None:
         if first:
             _flush_to_disk(unfinished)
-            _move_in_place(folder, unfinished, step, file_bytes, stage)
+            _move_in_place(folder, unfinished, step, written, stage)
             # Before older checkpoints are removed: whatever happens, it points to one that is there.
             _point_to_best(folder, folder_name(best_steps[0]) if best_steps else "", stage)
+        stage("complete")
+        if first:
+            _remove_folder(path.with_name(path.name + REPLACED), stage)
+            best = {folder_name(each) for each in best_steps}
+            for old in store.complete_checkpoints(folder)[:-keep_max] if keep_max > 0 else ():
+                if old.name not in best:
+                    _remove_folder(old, stage)
+        stage("done")
 
-    def together(work: Callable[[], Result]) -> list[Result]:
-        return _together(work, communicator, folder, needed_bytes)
+    def agreed(every: list[Done]) -> list[Any]:
+        return _agreed(every, rank, ranks, folder, needed_bytes)
 
-    together(prepare)
-    file_bytes = {name: length for lengths in together(write) for name, length in lengths.items()}
-    together(complete)
-    stage("complete")
-    path = folder / folder_name(step)
-    if first:
-        _remove_folder(path.with_name(path.name + REPLACED), stage)
-        best = {folder_name(each) for each in best_steps}
-        for old in store.complete_checkpoints(folder)[:-keep_max] if keep_max > 0 else ():
-            if old.name not in best:
-                _remove_folder(old, stage)
-    stage("done")
+    agreed((yield Work(prepare)))
+    of_ranks = agreed((yield Work(write, takes_long=True)))
+    written = {name: tuple(found) for files_of_rank in of_ranks for name, found in files_of_rank.items()}
+    agreed((yield Work(complete, takes_long=True)))
     return path
 
 
-def _together(work: Callable[[], Result], communicator: Communicator, folder: Path, needed_bytes: int) -> list[Result]:
-    """Does one stage of a save on all ranks and returns the result of each, which must be valid JSON.
+def _agreed(every: list[Done], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
+    """The result of each rank.
 
     Raises:
-        RunError: It failed on some rank. The incomplete save has been removed.
+        RunError: Some rank has failed. The incomplete save has been removed.
     """
-    result, failure, cause = None, None, None
-    try:
-        result = work()
-    except OSError as error:
-        failure, cause = _failure(folder, error, needed_bytes), error
-    every = [json.loads(data) for data in communicator.gather_bytes(json.dumps([result, failure]).encode())]
-    failures = [(rank, error) for rank, (_, error) in enumerate(every) if error is not None]
+    failures = [(number, failure) for number, (_, failure) in enumerate(every) if failure is not None]
     if not failures:
         return [result for result, _ in every]
-    if communicator.rank == 0:  # no rank is writing any more
+    if rank == 0:  # no rank is writing any more
         with contextlib.suppress(OSError):
             _clear_leftovers(folder)
-    rank, (reason, fix) = failures[0]
-    who = f" by rank {rank}" if communicator.size > 1 else ""
+    number, (reason, fix, free_bytes) = failures[0]
+    who = f" by rank {number}" if ranks > 1 else ""
+    if free_bytes is not None:
+        reason += f": it needs {needed_bytes:,} bytes and {free_bytes:,} are free"
     rule = f"a checkpoint cannot be written{who}: {reason}; earlier checkpoints are untouched"
-    raise RunError(rule, key="checkpoint folder", value=str(folder), fix=fix) from cause
+    raise RunError(rule, key="checkpoint folder", value=str(folder), fix=fix)
 
 
 def _check_space(folder: Path, needed_bytes: int) -> None:
@@ -152,28 +214,30 @@ def _check_space(folder: Path, needed_bytes: int) -> None:
 
 def _write_files(
     unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], files: Mapping[str, bytes], stage: OnStage
-) -> dict[str, int]:
-    """Writes this rank's files and flushes them to disk; returns the length of each in bytes."""
+) -> dict[str, tuple[int, str]]:
+    """Writes this rank's files and flushes them to disk; returns length in bytes and checksum of each."""
     if not unfinished.is_dir():
         raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
-    written = []
+    checksums = {}
     for part, arrays in tensors.items():
-        written.append(unfinished / f"{part}.safetensors")
-        save_arrays(written[-1], arrays)
+        path = unfinished / f"{part}.safetensors"
+        checksums[path.name] = save_arrays(path, arrays)
         stage(f"wrote {part}")
     for name, content in files.items():
-        written.append(unfinished / name)
-        written[-1].write_bytes(content)
+        (unfinished / name).write_bytes(content)
+        checksums[name] = checksum_of_bytes(content)
     stage("wrote state")
-    file_bytes = {}
-    for path in sorted(written):
-        _flush_to_disk(path)
-        file_bytes[path.name] = path.stat().st_size
-        stage(f"flushed {path.name}")
-    return file_bytes
+    written = {}
+    for name in sorted(checksums):
+        _flush_to_disk(unfinished / name)
+        written[name] = (unfinished / name).stat().st_size, checksums[name]
+        stage(f"flushed {name}")
+    return written
 
 
-def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[str, int], stage: OnStage) -> None:
+def _move_in_place(
+    folder: Path, unfinished: Path, step: int, written: Mapping[str, tuple[int, str]], stage: OnStage
+) -> None:
     """Renames the temporary folder and marks it complete."""
     path = folder / folder_name(step)
     newest = store.newest_complete(folder)
@@ -187,10 +251,11 @@ def _move_in_place(folder: Path, unfinished: Path, step: int, file_bytes: dict[s
     marker = {
         "step": step,
         "save_number": newest_marker.save_number + 1 if newest_marker else 1,
-        "file_bytes": file_bytes,
+        "file_bytes": {name: size for name, (size, _) in written.items()},
+        "checksums": {name: checksum for name, (_, checksum) in written.items()},
     }
     unmarked = path / f"{UNFINISHED}{MARKER}"
-    unmarked.write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+    unmarked.write_bytes(store.marker_content(marker))
     stage("wrote marker's content")
     _flush_to_disk(unmarked)
     unmarked.rename(path / MARKER)
@@ -214,27 +279,6 @@ def _point_to_best(folder: Path, name: str, stage: OnStage) -> None:
     stage("made best")
     new.replace(best)
     _flush_to_disk(folder)
-
-
-def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a safetensors file with the permissions of the umask; the library makes it private to its owner.
-
-    Raises:
-        OSError: The disk is full or cannot be written.
-    """
-    # The library reads from an array's address and assumes C order. np.ascontiguousarray would make a scalar
-    # one-dimensional.
-    in_order = {name: np.require(array, requirements="C").reshape(array.shape) for name, array in arrays.items()}
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        # transformers asks for this word, in whose name it reads tensors without conversion.
-        safetensors.numpy.save_file(in_order, path, {"format": "pt"})
-    except safetensors.SafetensorError as error:
-        # The library reports the system's error in its message only.
-        code = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error)) from error
-    path.chmod(mode)
 
 
 def _flush_to_disk(path: Path) -> None:
@@ -272,12 +316,10 @@ def _remove_folder(path: Path, stage: OnStage) -> None:
         shutil.rmtree(path)
 
 
-def _failure(folder: Path, error: OSError, needed_bytes: int) -> Sequence[str]:
-    """The reason, and the fix."""
+def _failure(folder: Path, error: OSError) -> Failure:
     reason = error.strerror or str(error)
     if error.errno not in _FULL_DISK:
-        return reason, "make the folder writable or choose another output_dir, then resume"
+        return Failure(reason, "make the folder writable or choose another output_dir, then resume")
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free_bytes = shutil.disk_usage(existing).free
-    reason = f"{reason}: it needs {needed_bytes:,} bytes and {free_bytes:,} are free"
-    return reason, "free space, lower keep_checkpoint_max or choose another output_dir, then resume"
+    fix = "free space, lower keep_checkpoint_max or choose another output_dir, then resume"
+    return Failure(reason, fix, shutil.disk_usage(existing).free)

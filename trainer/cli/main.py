@@ -446,8 +446,7 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    check_launch(context.obj, build_plan)
-    return launch(context.obj)
+    return launch(context.obj, check_launch(context.obj, build_plan))
 
 
 @app.command("status")
@@ -464,6 +463,24 @@ def _stop(folder: _Folder) -> int:
     from trainer.launch.command import stop
 
     return stop(folder)
+
+
+@app.command("verify")
+def _verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a folder of them, or a token cache.")],
+    json_: _Json = False,
+) -> int:
+    """Checks that checkpoints and token files are what was written: checksums, and that everything makes sense.
+
+    Exit code 0: all are whole; 1: one is damaged; 2: there is nothing to check.
+    """
+    from trainer.checkpoint.verify import finding_dict, finding_lines, verify
+    from trainer.input_files import user_path
+
+    found = verify(user_path(folder, "DIR"))
+    lines = [json.dumps([finding_dict(one) for one in found], indent=1)] if json_ else finding_lines(found)
+    print(*lines, sep="\n")
+    return EXIT_RUN_FAILED if any(one.problem for one in found) else EXIT_OK
 
 
 @app.command("export")

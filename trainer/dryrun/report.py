@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config import dump_config
-from trainer.config.checks.parallel import runs_semi_auto
+from trainer.config.checks.parallel import degrees_of, in_job, runs_semi_auto
 from trainer.config.checks.problem import raise_problems
 from trainer.config.checks.rules import run_problems
+from trainer.config.device_defaults import with_device_defaults
 from trainer.device.doctor import memory_left_bytes
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Measurement, run_cases
 from trainer.errors import TrainerError, UserError
 from trainer.monitors.wording import size
+from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
 
 if TYPE_CHECKING:
@@ -82,9 +84,16 @@ def dry_run(
     return DryRun(
         world,
         next(iter(found.values())),
-        plan.memory_bytes.get("total"),
+        planned_bytes(config, world) if plan.memory_bytes else None,
         None if limit is None else int(float(limit.removesuffix("GB")) * _GIB),
     )
+
+
+def planned_bytes(config: Config, world: World) -> int:
+    """What the plan estimates of the device memory of this rank, as a part of its pipeline's stage."""
+    config = with_device_defaults(in_job(config, world), "Ascend")
+    stages = degrees_of(config, world).pipeline_stage
+    return memory_estimate(config, config.trains, "Ascend", world, world.rank * stages // world.size)["total"]
 
 
 def audit_there(config: Config, world: World) -> dict[str, Any] | str:

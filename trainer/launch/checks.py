@@ -32,8 +32,11 @@ _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Z
 
 def check_launch(
     options: LaunchOptions, plan_of: Callable[[Config, World], Plan], *, left_bytes: int | None = None
-) -> None:
+) -> Path:
     """Checks the options of `launch` and msrun_launcher.sh on the machine of this node.
+
+    Returns:
+        A folder that all nodes of the job share: the `output_dir`, or of a script the folder of logs.
 
     Args:
         plan_of: Plans what a worker will run, and tokenizes its text, which all workers then find in the cache.
@@ -57,8 +60,11 @@ def check_launch(
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise _error("log_dir", str(options.log_dir), rule, "give another --log_dir, or make room there") from None
-    if options.script is None:
-        _check_memory(options, plan_of(*_work(options)), left_bytes)
+    if options.script is not None:
+        return options.log_dir
+    config, world = _work(options)
+    _check_memory(options, plan_of(config, world), left_bytes)
+    return Path(config.output_dir)
 
 
 def _error(key: str, value: object, rule: str, fix: str) -> UserError:

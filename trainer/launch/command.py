@@ -17,6 +17,8 @@ from pathlib import Path
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
+from trainer.launch.control.interface import Nodes, NoOtherNodes
+from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE
 from trainer.launch.job import (
     JobFiles,
@@ -30,7 +32,6 @@ from trainer.launch.job import (
     write_state,
 )
 from trainer.launch.msrun import ENCODING_VARIABLE, SCHEDULER, Scratch, pick_free, start_msrun, trainer_command
-from trainer.launch.nodes import connect_nodes
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
 from trainer.launch.supervisor import Limits, Supervisor
@@ -42,8 +43,11 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
-def launch(options: LaunchOptions) -> int:
+def launch(options: LaunchOptions, shared: Path | None = None) -> int:
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
+
+    Args:
+        shared: A folder that all nodes see, that of `check_launch`.
 
     Raises:
         UserError: Bad input.
@@ -54,11 +58,11 @@ def launch(options: LaunchOptions) -> int:
     if options.master_port is None:
         port = pick_free(options.master_addr) if options.nodes == 1 else SHARED_PORT
         options = replace(options, master_port=port)
-    return _supervise(options, files) if options.join else _detach(options, files)
+    return _supervise(options, files, shared or files.log_dir) if options.join else _detach(options, files)
 
 
-def _supervise(options: LaunchOptions, files: JobFiles) -> int:
-    nodes = connect_nodes(options)
+def _supervise(options: LaunchOptions, files: JobFiles, shared: Path) -> int:
+    nodes = _nodes(options, shared)
     prepare(files, options.ranks, whole_host=options.nodes == 1)
     adopt_orphans()
     state = new_state(options, files)
@@ -89,6 +93,14 @@ def _supervise(options: LaunchOptions, files: JobFiles) -> int:
         scratch.close()
 
 
+def _nodes(options: LaunchOptions, shared: Path) -> Nodes:
+    if options.nodes == 1:
+        return NoOtherNodes()
+    from trainer.launch.control.nodes import connect_nodes
+
+    return connect_nodes(options, shared)
+
+
 def _screen(followed: Message, scratch: Scratch) -> Screen:
     """Shows the worker of this spec to the user; on a terminal, as if it were alone there."""
     if not sys.stdout.isatty():
@@ -103,7 +115,7 @@ def worker_specs(options: LaunchOptions, files: JobFiles) -> dict[int | None, Me
     cores = sorted(os.sched_getaffinity(0))
     program = trainer_command() if options.script is None else [sys.executable, "-u", str(options.script)]
     # Variables that only msrun and the agents get.
-    without = [SOCKET_VARIABLE, *([ENCODING_VARIABLE] if ENCODING_VARIABLE not in os.environ else [])]
+    without = [SOCKET_VARIABLE, SECRET_VARIABLE, *([ENCODING_VARIABLE] if ENCODING_VARIABLE not in os.environ else [])]
     specs: dict[int | None, Message] = {}
     for place, rank in enumerate(options.ranks):
         own = share_of_cores(cores, place, options.local_worker_num)

@@ -20,6 +20,7 @@ from pathlib import Path
 from trainer.errors import RunError
 from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import PROGRAM, REPOSITORY, LaunchOptions
+from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.job import JobFiles
 from trainer.launch.processes import start_session
 
@@ -126,6 +127,7 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> su
     """
     search = f"{scratch.path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(scratch.socket)}
+    environment.pop(SECRET_VARIABLE, None)  # for launchers alone
     if options.needs_msrun:
         scratch.write_shim()
         stand_in = os.environ.get(MSRUN_VARIABLE)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
+from trainer.launch.control.interface import Event, Nodes
 from trainer.launch.job import End, JobFiles, JobState, Outcome, decide_outcome, report, shell_code, write_state
-from trainer.launch.nodes import Event, Hub, Spoke
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
@@ -56,7 +56,7 @@ class Supervisor:
     start_msrun: Callable[[], subprocess.Popen]
     files: JobFiles
     state: JobState  # for other processes to read
-    nodes: Hub | Spoke
+    nodes: Nodes
     limits: Limits
     screen: Screen
     msrun: subprocess.Popen = field(init=False)

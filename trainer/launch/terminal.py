@@ -185,7 +185,13 @@ def last_lines(path: Path, count: int = 20) -> list[str]:
         data = log.read()
     every = [line for line in data.split(b"\n") if line.strip()]
     lines = [line for line in every if not _CHATTER.match(line)] or every
-    return [line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace") for line in lines[-count:]]
+    return [printable(line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")) for line in lines[-count:]]
+
+
+def printable(text: str) -> str:
+    """A line without what would act on a terminal: escape sequences, control characters, changes of direction."""
+    plain = _ESCAPES.sub(b"", text.encode("utf-8", "replace")).decode("utf-8", "replace")
+    return "".join(sign if sign.isprintable() else " " for sign in plain if sign.isprintable() or sign.isspace())
 
 
 # ---- the launcher's terminal -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Messages between the processes of a job: one JSON object per line, over a stream socket; and the scale of timers."""
+"""Messages between the processes of a job on one host: a JSON object a line, over a socket; and the scale of timers."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ Message = dict[str, Any]
 TIME_SCALE_VARIABLE = "RUN_TRAINER_TIME_SCALE"
 """Environment variable, for tests: a factor for the launcher's own grace periods and time-outs."""
 
-_MAX_LINE_BYTES = 1 << 20  # no message of this launcher is longer
+_MAX_LINE_BYTES = 1 << 22  # of a command line: the system allows 2 MiB
 
 
-class Channel:
-    """One end of a connection; `closed`: the other end is gone. Never blocks: what cannot be sent at once closes it."""
+class Lines:
+    """One end of a connection that carries lines; `closed`: the other end is gone. Never blocks.
 
-    def __init__(self, connection: socket.socket) -> None:
+    What cannot be sent at once closes it, and so does a longer line than `max_line_bytes`.
+    """
+
+    def __init__(self, connection: socket.socket, max_line_bytes: int) -> None:
         connection.setblocking(False)
         self._socket = connection
         self._rest = b""
+        self.max_line_bytes = max_line_bytes
         self.closed = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
-        """Sends a message; to a closed channel, nothing."""
+    def send_line(self, line: bytes) -> None:
+        """Sends a line, which is given without its end; to a closed channel, nothing."""
         if self.closed:
             return
-        line = json.dumps(message).encode("ascii") + b"\n"
         try:
-            if self._socket.send(line) != len(line):
+            if self._socket.send(line + b"\n") != len(line) + 1:
                 self.closed = True
         except OSError:
             self.closed = True
 
-    def receive(self) -> list[Message]:
-        """What has arrived since the last call; may close the channel. Lines that are no messages are left out."""
-        while not self.closed:
+    def receive_lines(self) -> list[bytes]:
+        """The lines that have arrived since the last call, at most a few of the longest at once; may close it."""
+        most = len(self._rest) + 4 * self.max_line_bytes
+        while not self.closed and len(self._rest) < most:
             try:
                 data = self._socket.recv(1 << 16)
             except BlockingIOError:
@@ -52,13 +56,10 @@ class Channel:
             self.closed = not data
             self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
-        if len(self._rest) > _MAX_LINE_BYTES:
-            self.closed = True
-        messages = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                messages.append(json.loads(line))
-        return [message for message in messages if isinstance(message, dict)]
+        if any(len(line) > self.max_line_bytes for line in (*lines, self._rest)):
+            self._rest, self.closed = b"", True
+            return []
+        return lines
 
     def close_gracefully(self, seconds: float) -> None:
         """Closes once the other end has read all that was sent: for that, its own last messages must be read too."""
@@ -74,6 +75,24 @@ class Channel:
         self.closed = True
         with contextlib.suppress(OSError):
             self._socket.close()
+
+
+class Channel(Lines):
+    """One end of a connection between the launcher and an agent, which trust each other."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, _MAX_LINE_BYTES)
+
+    def send(self, message: Message) -> None:
+        self.send_line(json.dumps(message).encode("ascii"))
+
+    def receive(self) -> list[Message]:
+        """What has arrived since the last call; may close the channel. Lines that are no messages are left out."""
+        messages = []
+        for line in self.receive_lines():
+            with contextlib.suppress(ValueError, RecursionError):
+                messages.append(json.loads(line))
+        return [message for message in messages if isinstance(message, dict)]
 
 
 class Listener:

@@ -89,14 +89,13 @@ class DecoderWiring(nn.Cell):
 
     def losses(self, ids_N, mtp_modules, call):
         """The fields of `LossSums` but the last, with as many of the modules as are wanted."""
-        x_ND, aux_loss, z_loss = self.run_main(ids_N, call)
+        x_ND, losses = self.run_main(ids_N, call)
         tokens, mtp = self.run_head(0, x_ND, call), None
         for module in range(mtp_modules):
             x_ND = self.run_merge(module, x_ND, call)
-            x_ND, layer_aux_loss, layer_z_loss = self.run_layer(self.num_layers + module, x_ND, call)
-            aux_loss, z_loss = _sum(aux_loss, layer_aux_loss), _sum(z_loss, layer_z_loss)
+            x_ND, losses = self.add_layer(self.num_layers + module, x_ND, losses, call)
             mtp = _sum(mtp, self.run_head(module + 1, x_ND, call))
-        total = tokens
+        total, aux_loss, z_loss = tokens, losses[0], losses[1]
         if mtp is not None:
             total = total + mtp * self.mtp_factor
         if aux_loss is not None and self.aux_factor:
@@ -107,11 +106,15 @@ class DecoderWiring(nn.Cell):
 
     def run_main(self, ids_N, call):
         """The residual stream after the last block, before the final norm, and the sums of both router losses."""
-        x_ND, aux_loss, z_loss = self.run_embedding(ids_N, call), None, None
+        x_ND, losses = self.run_embedding(ids_N, call), (None, None)
         for layer in range(self.num_layers):
-            x_ND, layer_aux_loss, layer_z_loss = self.run_layer(layer, x_ND, call)
-            aux_loss, z_loss = _sum(aux_loss, layer_aux_loss), _sum(z_loss, layer_z_loss)
-        return x_ND, aux_loss, z_loss
+            x_ND, losses = self.add_layer(layer, x_ND, losses, call)
+        return x_ND, losses
+
+    def add_layer(self, number, x_ND, losses, call):
+        """`run_layer`, and the sums of both router losses with those of this layer."""
+        x_ND, aux_loss, z_loss = self.run_layer(number, x_ND, call)
+        return x_ND, (_sum(losses[0], aux_loss), _sum(losses[1], z_loss))
 
 
 def _sum(total, added):

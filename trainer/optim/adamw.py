@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor
 
 from trainer.ops.ascend.optim import FusedAdamW
 from trainer.optim.base import Optimizer, one_for_each
-from trainer.optim.groups import ParameterGroup
+from trainer.optim.groups import STATE_NAMES, ParameterGroup
 from trainer.optim.host_adamw import HostAdamW, ParameterUpdate
 from trainer.parallel.sharding import OptimizerShard
 
@@ -40,7 +40,7 @@ class AdamW(Optimizer):
         """As `Optimizer`; `device` None means MindSpore's current target."""
         on_host = (device or mindspore.get_context("device_target")) == "CPU"
         self.host = HostAdamW() if on_host else None
-        super().__init__(parameters, groups, ("exp_avg", "exp_avg_sq"), shard)
+        super().__init__(parameters, groups, STATE_NAMES["AdamW"], shard)
         self.beta1, self.beta2 = settings.betas
         self.eps = settings.eps
         self.fused = None if on_host else FusedAdamW((self.beta1, self.beta2), self.eps)

@@ -16,6 +16,9 @@ class ParameterGroup:
     rule: str = "AdamW"
 
 
+STATE_NAMES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",), "Muon": ("momentum_buffer",)}
+"""The arrays of a parameter's size that each update rule keeps."""
+
 # Embedding and head: their rows are vectors of single tokens, to which an orthogonalised update does not apply.
 _NOT_FOR_MUON = {"embed_tokens", "lm_head"}
 

@@ -12,7 +12,7 @@ from mindspore.ops import operations as P
 from trainer.ops.ascend.optim import momentum_update
 from trainer.optim.adamw import AdamW
 from trainer.optim.base import Optimizer, scalar
-from trainer.optim.groups import ParameterGroup
+from trainer.optim.groups import STATE_NAMES, ParameterGroup
 from trainer.optim.muon import Muon
 from trainer.parallel.sharding import OptimizerShard
 
@@ -35,7 +35,7 @@ class SGD(Optimizer):
         settings: OptimizerConfig,
         shard: OptimizerShard | None = None,
     ) -> None:
-        super().__init__(parameters, groups, ("momentum_buffer",), shard)
+        super().__init__(parameters, groups, STATE_NAMES["SGD"], shard)
         self.momentum, self.nesterov = settings.momentum, settings.nesterov
         self.on_device = mindspore.get_context("device_target") != "CPU"
         self.factor, self.apply = scalar(settings.momentum), P.ApplyMomentum()

@@ -17,7 +17,7 @@ from trainer.device.doctor import memory_left_bytes
 from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory
 
@@ -30,14 +30,20 @@ _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the ke
 _SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
 _HALF_KEEPS = 5  # eighths of a block's activations with half precision: residuals and norms stay float32
 _FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full
-_OPTIMIZER_STATES = {"AdamW": 2, "SGD": 1, "Muon": 1}  # arrays of a weight's size, by update rule
+_OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  # arrays of a weight's size
 
 
-def memory_estimate(config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS) -> dict[str, int]:
-    """Estimated peak of resident memory of a rank in bytes, by part and in total; on an Ascend of device memory."""
+def memory_estimate(
+    config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS, stage: int | None = None
+) -> dict[str, int]:
+    """Estimated peak of resident memory of a rank in bytes, by part and in total; on an Ascend of device memory.
+
+    Args:
+        stage: Of a pipeline; None: the one that needs most.
+    """
     settings, network = config.decoder, config.network
     if device == "Ascend" and config.classifier is None:
-        return device_memory(config, world, trains, _OPTIMIZER_STATES)
+        return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
     weights = _bytes(all_shapes(network))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if config.run_mode in ("predict", "chat"):

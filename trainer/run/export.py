@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.expert_names import to_disk
-from trainer.checkpoint.hugging_face import CONFIG, INDEX, class_on_disk, folder_files, index_of, shards, write_tensors
+from trainer.checkpoint.hugging_face import CONFIG, INDEX, class_on_disk, folder_files, index_of, shards, write_weights
 from trainer.checkpoint.store import MARKER
 from trainer.checkpoint.weights import module_layers, requested_weights
 from trainer.config.families import FAMILIES
@@ -95,7 +95,7 @@ def export(
             path.unlink()
     for name, tensors in files.items():
         arrays = {tensor: weights[tensor] for tensor in tensors}
-        _write(folder / name, lambda path, arrays=arrays: write_tensors(path, arrays, dtype))
+        _write(folder / name, lambda path, arrays=arrays: write_weights(path, arrays, dtype))
     for name, content in more.items():
         _write(folder / name, lambda path, content=content: path.write_bytes(content))
     count = sum(array.size for array in weights.values())

@@ -7,6 +7,7 @@ checkpoints end a run within a second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import signal
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.adapters import base_record, starting_weights
 from trainer.checkpoint.evaluations import EvalHistory, Evaluated
 from trainer.checkpoint.hugging_face import folder_files
-from trainer.checkpoint.state import Position, save
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.state import Position, save_stages
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
@@ -77,9 +79,9 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     return _Training(config, world, prepared).run(extra_monitors)
 
 
-def votes_of(stop: StopSignals) -> list[float]:
-    """1 for the signal that has come to this rank, 0 for the others."""
-    return [float(stop.received == number) for number in EXIT_CODES]
+def votes_of(stop: StopSignals, saver: Saver) -> list[float]:
+    """1 for the signal that has come to this rank and 0 for the others; then 1 if its part of a save is written."""
+    return [*(float(stop.received == number) for number in EXIT_CODES), float(saver.is_ready)]
 
 
 class _Training:
@@ -94,7 +96,7 @@ class _Training:
         self.data, self.layout, self.resumed = prepared.plan.data, prepared.layout, prepared.resumed
         self.folder = Path(config.output_dir).expanduser()
         self.checkpoints = self.folder / "checkpoints"
-        self.saver, self.early_stop = config.checkpoint_monitor, config.early_stop
+        self.saves, self.early_stop = config.checkpoint_monitor, config.early_stop
         self.totals = Totals()
         self.monitors: list[Monitor] = []
         self.position = self.resumed.position if self.resumed else Position()
@@ -189,6 +191,7 @@ class _Training:
         step = self.step
         self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together)
         backend.check_layout(self.layout, self.session.communicator)
+        self.saver = Saver(self.checkpoints, self.session.communicator, self.saves.async_save, self.tell_saved)
         if self.resumed:
             self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)
         if self.resumed and self.resumed.step:
@@ -202,11 +205,26 @@ class _Training:
         process that is alone sees a signal that came later too.
         """
         if counts is None or self.world.size == 1:
-            counts = self.session.communicator.all_sum(votes_of(stop))
-        self.stopped = next((number for number, count in zip(EXIT_CODES, counts, strict=True) if count), None)
+            counts = self.session.communicator.all_sum(votes_of(stop, self.saver))
+        *signals, ready = counts
+        self.stopped = next((number for number, count in zip(EXIT_CODES, signals, strict=True) if count), None)
+        if ready == self.world.size:
+            self.saver.advance()
 
     def fit(self, stop: StopSignals) -> None:
         """Trains to the last step, an early stop or a signal; always leaves a checkpoint of where it stopped."""
+        try:
+            self.train(stop)
+            self.save()
+            self.saver.finish()
+        except Exception:
+            # What is being written is worth waiting for; the other ranks of a job may be gone.
+            if self.world.size == 1:
+                with contextlib.suppress(RunError):
+                    self.saver.finish()
+            raise
+
+    def train(self, stop: StopSignals) -> None:
         self.evaluate_if_due(stop)  # the run may have been stopped between a step and its evaluation
         while not self.ended() and not self.stopped:
             batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
@@ -217,12 +235,11 @@ class _Training:
                     self.agree(stop, votes)
                     if not self.stopped:
                         self.evaluate_if_due(stop)
-                    every = self.saver.save_checkpoint_steps
+                    every = self.saves.save_checkpoint_steps
                     if every and self.position.step % every == 0:
                         self.save()
                     if self.stopped or self.ended():
                         break
-        self.save()
 
     def ended(self) -> bool:
         return self.position.step >= self.info.last_step or bool(self.stops_early())
@@ -248,7 +265,7 @@ class _Training:
     def located_step(self, micro_batches: list[Batch], stop: StopSignals) -> StepResult:
         """Does a step; a failure says which step it was and which micro-batches it saw."""
         try:
-            return self.step(micro_batches, lambda: votes_of(stop))
+            return self.step(micro_batches, lambda: votes_of(stop, self.saver))
         except RunError as error:
             position = self.position
             first, last = position.batch + 1, position.batch + len(micro_batches)
@@ -294,6 +311,8 @@ class _Training:
         kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
         if self.world.size > 1 and result.reduce_seconds is not None:
             kept["reduce_seconds"] = result.reduce_seconds
+        if self.saver.waited_seconds:
+            kept["save_wait_seconds"], self.saver.waited_seconds = self.saver.waited_seconds, 0.0
         watched = result.router_rates is not None and watches_drop_rate(self.config)
         return kept | (routing_details(result.router_rates) if watched else {})
 
@@ -325,7 +344,7 @@ class _Training:
             return
         self.tell("on_eval", metrics)
         found = Evaluated(step, metrics.loss)
-        self.evaluations = self.evaluations.after(found, self.saver.keep_best)
+        self.evaluations = self.evaluations.after(found, self.saves.keep_best)
         # The evaluation at stop_step may be one that a run without stop_step does not make.
         if self.early_stop is not None and (by_step or by_epoch):
             self.evaluations = self.evaluations.counted(found, self.early_stop.min_delta)
@@ -336,22 +355,34 @@ class _Training:
         """Saves a checkpoint where something has happened since the last one."""
         if self.saved_at == (self.position.step, self.evaluations.step):
             return
-        path = save(
+        self.saver.finish()  # before memory is taken for the next one
+        began = time.perf_counter()
+        saved, position, communicator = self.step.to_save(), replace(self.position), self.session.communicator
+        if self.saves.async_save:
+            saved = saved.copied()
+        make_stages = functools.partial(
+            save_stages,
             self.checkpoints,
-            self.position,
-            self.step.to_save(),
+            position,
+            saved,
             step_state=self.step.state(),
             config=self.config,
             layout=self.layout,
             base=self.base,
-            keep_max=self.saver.keep_checkpoint_max,
+            keep_max=self.saves.keep_checkpoint_max,
             evaluations=self.evaluations,
             files=self.files,
-            communicator=self.session.communicator,
+            rank=communicator.rank,
+            ranks=communicator.size,
         )
+        del saved
+        self.saver.waited_seconds += time.perf_counter() - began
+        self.saver.save(make_stages, position.step)
         self.saved_at = (self.position.step, self.evaluations.step)
         heartbeat.beat(self.position.step)
-        self.tell("on_checkpoint", path, self.position.step)
+
+    def tell_saved(self, path: Path, step: int) -> None:
+        self.tell("on_checkpoint", path, step)
 
     def tell(self, event: str, *values: object) -> None:
         for monitor in self.monitors:

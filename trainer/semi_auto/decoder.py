@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mindspore import Parameter, ParameterTuple, nn
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class SemiAutoDecoder(DecoderWiring):
-    """(ids_N, targets, tables, mask, mtp) -> the minimised sum of losses.
+    """(ids_N, targets, tables, mask, mtp, counted) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module. The model has no dropout.
+    multi-token prediction module. `counted` is None in a dense model, else for the losses of the routers valid_N1, 1
+    where a label counts, and share_11, the weight of such a label. The model has no dropout.
 
     MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
     of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were
@@ -75,13 +77,23 @@ class SemiAutoDecoder(DecoderWiring):
         )
         self.heads = _cells(HeadCell(Head(settings, kernels), norm, output) for norm in norms)
         self.reshape, self.group_weights = P.Reshape(), experts.group_weights if experts else None
+        self.balances, self.weigh, self.no_loss_11 = self.aux_factor > 0 or self.z_factor > 0, P.Mul(), None
+        self.aux_factor = self.z_factor = 0.0  # `RouterLosses` multiplies by them
+        if experts is not None:
+            self.no_loss_11 = Tensor(np.zeros((1, 1), np.float32))
 
-    def construct(self, ids_N, targets, tables, mask, mtp):
+    def construct(self, ids_N, targets, tables, mask, mtp, counted):
         embedded, matrix_1VD = (), self.matrix() if self.hands_on else None
         for module in range(len(mtp)):
             embedded += (self.mtp_embeds[module](mtp[module][0]),)
-        weight_G1 = None if self.group_weights is None else self.group_weights(targets[1])
-        total = self.losses(ids_N, len(mtp), (targets, tables, mask, mtp, embedded, matrix_1VD, weight_G1))[0]
+        weights = () if counted is None else (counted[0], self.group_weights(counted[0]))
+        call = (targets, tables, mask, mtp, embedded, matrix_1VD, weights)
+        losses = self.losses(ids_N, len(mtp), call)
+        total = losses[0]
+        if self.balances:
+            # The product also makes the gradient that stages hand back one that depends on the batch: MindSpore 2.10
+            # folds a constant one, and then does not find who sends it ("The pointer[fg_cnode] is null").
+            total = total + self.weigh(losses[2], counted[1])
         return self.reshape(total, ())
 
     # The parts: cells that hold the weights that they use, because MindSpore takes the pipeline stage of a weight from
@@ -90,11 +102,13 @@ class SemiAutoDecoder(DecoderWiring):
     def run_embedding(self, ids_N, call):
         return self.embed(ids_N)
 
-    def run_layer(self, number, x_ND, call):
+    def add_layer(self, number, x_ND, losses, call):
+        """The layer itself adds its losses: a stage of a pipeline gets the sum as it gets the residual stream."""
         if not self.has_experts[number]:
-            return self.layers[number](x_ND, call[1], call[2], call[0][1], call[6]), None, None
-        x_ND, losses = self.layers[number](x_ND, call[1], call[2], call[0][1], call[6])
-        return x_ND, losses[0], losses[1] if self.z_factor else None
+            return self.layers[number](x_ND, call[1], call[2]), losses
+        loss_11 = self.no_loss_11 if losses[0] is None else losses[0]
+        x_ND, loss_11 = self.layers[number](x_ND, call[1], call[2], *call[6], loss_11)
+        return x_ND, (loss_11, None)
 
     def run_merge(self, module, x_ND, call):
         return self.merges[module](call[4][module], x_ND)
@@ -140,9 +154,11 @@ class MatrixCell(nn.Cell):
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask, weight_N1 of tokens, weight_G1) -> x_ND, and with experts the losses of their router.
+    """(x_ND, tables, mask) -> x_ND.
 
-    A weight that only other layers have is None. `experts` take the place of the feed-forward sublayer.
+    With experts further weight_N1 of each token, weight_G1 and the sum of the router losses of the layers before,
+    [1, 1]; x_ND then comes with the sum that has those of this layer too. A weight that only other layers have is None.
+    `experts` take the place of the feed-forward sublayer.
     """
 
     def __init__(self, block: Block, weights: Sequence[Parameter | None], experts: nn.Cell | None = None) -> None:
@@ -152,13 +168,13 @@ class LayerCell(nn.Cell):
         self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
         self.experts = experts
 
-    def construct(self, x_ND, tables, mask, weight_N1, weight_G1):
+    def construct(self, x_ND, tables, mask, weight_N1=None, weight_G1=None, loss_11=None):
         weights = ()
         for place in self.places:
             weights += (self.weights[place],) if place >= 0 else (None,)
         x_ND = self.block(x_ND, *tables, mask, None, None, None, None, *weights)
         # Without a None for a dense layer: the graph of a cell that is computed again cannot return it.
-        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1)
+        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1, loss_11)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `Block.shard_over`."""

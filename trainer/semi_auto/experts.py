@@ -245,7 +245,7 @@ def group_tokens(settings: ModelConfig, ranks: ExpertRanks) -> int:
 
 
 class GroupWeights(nn.Cell):
-    """weight_N1 of each token's loss -> weight_G1 of each group.
+    """weight_N1 of each token -> weight_G1 of each group.
 
     One for all layers, which would compute the same.
     """
@@ -262,17 +262,19 @@ class GroupWeights(nn.Cell):
 
 
 class RouterLosses(nn.Cell):
-    """(logits_NE, scores_NE, load_GE, weight_N1, weight_G1) -> the auxiliary loss, and the z loss where there is one.
+    """(logits_NE, scores_NE, load_GE, weight_N1, weight_G1, loss_11) -> loss_11 and the losses of this router, each
+    times its factor.
 
-    The formulas are those of `trainer.models.moe`. Each loss is [1, 1]: a stage of a pipeline does not hand on numbers
+    The formulas are those of `trainer.models.moe`. The sum is [1, 1]: a stage of a pipeline does not hand on numbers
     without an axis. The tokens are in the G groups of `GroupWeights`. `load_GE` has for each the experts' parts of its
-    assignments, [1, E] where they are those of all. `weight_N1` is the weight of each token's loss.
+    assignments, [1, E] where they are those of all. `weight_N1` is 1 for a token
+    with a label that counts, else 0.
     """
 
     def __init__(self, settings: ModelConfig, ranks: ExpertRanks) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
-        self.experts, self.with_z = moe.expert_num, moe.z_loss_factor > 0
+        self.experts, self.aux_factor, self.z_factor = moe.expert_num, settings.balance_factor, moe.z_loss_factor
         self.normalises = moe.score_function == "sigmoid"
         self.tokens = group_tokens(settings, ranks)
         self.total, self.at_least, self.divide = P.ReduceSum(keep_dims=True), P.Add(), P.Div()
@@ -282,18 +284,27 @@ class RouterLosses(nn.Cell):
         self.largest, self.centre, self.exp, self.log = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp(), P.Log()
         self.rest, self.back, self.square, self.pick_z = P.ReduceSum(keep_dims=True), P.Add(), P.Square(), P.Mul()
         self.sum_z = P.ReduceSum(keep_dims=True)
+        self.times_factor, self.add_aux, self.times_z_factor, self.add_z = P.Mul(), P.Add(), P.Mul(), P.Add()
 
-    def construct(self, logits_NE, scores_NE, load_GE, weight_N1, weight_G1):
+    def construct(self, logits_NE, scores_NE, load_GE, weight_N1, weight_G1, loss_11):
+        if self.aux_factor:
+            aux_loss_11 = self.aux_loss(scores_NE, load_GE, weight_G1)
+            loss_11 = self.add_aux(loss_11, self.times_factor(aux_loss_11, self.aux_factor))
+        if self.z_factor:
+            loss_11 = self.add_z(loss_11, self.times_z_factor(self.z_loss(logits_NE, weight_N1), self.z_factor))
+        return loss_11
+
+    def aux_loss(self, scores_NE, load_GE, weight_G1):
         p_NE = self.normalised(scores_NE) if self.normalises else scores_NE
         mean_GE = self.mean(self.reshape(p_NE, (-1, self.tokens, self.experts)), 1)
         uneven_G1 = self.uneven(self.scale(self.weigh(mean_GE, ops.stop_gradient(load_GE)), self.experts), 1)
-        aux_loss = self.sum(self.pick(uneven_G1, weight_G1), 0)
-        if not self.with_z:
-            return (aux_loss,)
+        return self.sum(self.pick(uneven_G1, weight_G1), 0)
+
+    def z_loss(self, logits_NE, weight_N1):
         largest_N1 = ops.stop_gradient(self.largest(logits_NE, 1))
         rest_N1 = self.rest(self.exp(self.centre(logits_NE, largest_N1)), 1)
         total_N1 = self.back(self.log(rest_N1), largest_N1)
-        return aux_loss, self.sum_z(self.pick_z(self.square(total_N1), weight_N1), 0)
+        return self.sum_z(self.pick_z(self.square(total_N1), weight_N1), 0)
 
     def normalised(self, scores_NE):
         """A token's scores with the sum 1."""
@@ -309,12 +320,17 @@ class RouterLosses(nn.Cell):
             part.shard((row, ()))
         for part in (self.divide, self.centre, self.back, self.pick, self.pick_z):
             part.shard((row, row))
+        for part in (self.times_factor, self.times_z_factor):
+            part.shard(((1, 1), ()))
+        for part in (self.add_aux, self.add_z):
+            part.shard(((1, 1), (1, 1)))
         self.mean.shard(((data, 1, 1),))
         self.weigh.shard((row, (1, 1) if load_is_shared else row))
 
 
 class ExpertLayer(nn.Cell):
-    """(x_ND, weight_N1, weight_G1) -> residual stream and `RouterLosses`, in the place of a feed-forward sublayer.
+    """(x_ND, weight_N1, weight_G1, loss_11) -> residual stream and `RouterLosses`, in the place of a feed-forward
+    sublayer. An evaluation hands loss_11 on.
 
     Args:
         kernels: Those that MindSpore shards.
@@ -354,7 +370,7 @@ class ExpertLayer(nn.Cell):
         for part in (*self.sums, *self.assigns):
             part.recompute(False)
 
-    def construct(self, x_ND, weight_N1, weight_G1):
+    def construct(self, x_ND, weight_N1, weight_G1, loss_11):
         weights = self.weights
         y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
         bias_E = weights[self.bias] if self.bias >= 0 else self.no_bias_E
@@ -371,15 +387,15 @@ class ExpertLayer(nn.Cell):
             added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
         x_ND = self.add(x_ND, added_ND)
         if not self.training:
-            return x_ND, ()
+            return x_ND, loss_11
         requested_1E = self.count(0, requested_BE)
         if self.of_step:
             load_GE = self.divide(requested_1E, self.all_shares(requested_1E, 1))
         else:
             load_GE = self.share(requested_BE, self.assigned)
-        losses = self.losses(logits_NE, scores_NE, load_GE, weight_N1, weight_G1)
+        loss_11 = self.losses(logits_NE, scores_NE, load_GE, weight_N1, weight_G1, loss_11)
         counted = requested_1E, self.count(1, kept_BE), self.count(2, self.entropies(constant_NE))
-        return ops.depend(x_ND, counted), losses
+        return ops.depend(x_ND, counted), loss_11
 
     def count(self, number, values_GE):
         """Adds to the statistics of the step, and returns what they are then, [1, E]."""

@@ -30,20 +30,21 @@ class RmsNorm(nn.Cell):
 
 
 class SeparateRmsNorm(RmsNorm):
-    """A norm of [N, D] for a graph that computes norms again in the backward pass.
+    """A norm of [N, D] for a graph that computes norms again in the backward pass, its result as `outside`.
 
     MindSpore 2.10 joins an addition and the norm of its result to one operator, AddRmsNorm. Where the norm is one that
     is computed again, the addition would wait for the gradients ("Graph cycle exists"). The reshapes keep them apart.
+    The cast stands before the second one, after which MindSpore gathers the tokens of other ranks.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, outside: mstype.Type) -> None:
         super().__init__(size, eps)
-        self.reshape = P.Reshape()
+        self.outside, self.cast, self.reshape = outside, P.Cast(), P.Reshape()
 
     def construct(self, x_ND, weight_D):
         tokens, features = x_ND.shape
         y_N1D = self.norm(self.reshape(x_ND, (tokens, 1, features)), weight_D)[0]
-        return self.reshape(y_N1D, (tokens, features))
+        return self.reshape(self.cast(y_N1D, self.outside), (tokens, features))
 
     def shard_over(self, data: int) -> None:
         super().shard_over(data, 1)

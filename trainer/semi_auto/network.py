@@ -23,7 +23,7 @@ from mindspore.ops import operations as P
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, sharing_level
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
@@ -41,7 +41,7 @@ from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
-from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, sharing_level, speed_up_file
+from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, speed_up_file
 from trainer.semi_auto.step import GradientCell
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     if "rms_norm" in fused and any(recomputed_parts(config)):
         inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
         separate = kernels_ascend.SeparateRmsNorm
-        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes), inside, outside))
+        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
@@ -99,7 +99,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
             inner,
             [loss.by_name[name] for name in trained_shapes(config)],
             accumulates_in_graph=aside,
-            returns_accumulated=aside and not config.parallel.enable_parallel_optimizer,
+            uses_sums=aside and not config.parallel.enable_parallel_optimizer,
         )
     network = AutoParallel(step, parallel_mode="semi_auto")
     network.no_init_parameters_in_compile()
@@ -243,7 +243,8 @@ class LossCell(nn.Cell):
         self.reshape, self.cast = P.Reshape(), P.Cast()
         self.differs, self.weigh, self.at_least = P.NotEqual(), P.Mul(), P.Maximum()
         self.slice, self.concat, self.equal, self.select = P.StridedSlice(), P.Concat(1), P.Equal(), P.Select()
-        self.clear, self.fill = P.Mul(), P.Add()
+        self.clear, self.fill, self.share = P.Mul(), P.Add(), P.ReduceMean(keep_dims=True)
+        self.has_experts = experts is not None
 
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
         return self.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, self.depth)
@@ -259,7 +260,11 @@ class LossCell(nn.Cell):
             ids_N = self.reshape(self.shifted(input_ids_BT, offset, 0), (-1,))
             mtp += ((ids_N, *self.targets(ahead_BT, share_B1)),)
         ids_N, targets = self.reshape(input_ids_BT, (-1,)), self.targets(labels_BT, share_B1)
-        return self.decoder(ids_N, targets, tables + tables, mask, mtp)
+        counted = None
+        if self.has_experts:
+            valid_BT = self.cast(self.differs(labels_BT, IGNORE_INDEX), mstype.float32)
+            counted = self.reshape(valid_BT, (-1, 1)), self.share(share_B1, 0)
+        return self.decoder(ids_N, targets, tables + tables, mask, mtp, counted)
 
     def targets(self, labels_BT, share_B1):
         """Labels, and what the loss of each counts: 0 where there is none."""
@@ -287,7 +292,8 @@ class LossCell(nn.Cell):
             part.shard((row, ()))
         for part in (self.weigh, self.equal, self.concat):
             part.shard((row, row))
-        self.slice.shard((row,))
+        for part in (self.slice, self.share):
+            part.shard((row,))
         self.select.shard((row, row, row))
 
 

@@ -10,7 +10,6 @@ from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems
 from trainer.config.checks.problem import Problem, one_of, problem
 from trainer.config.layer_ranges import layer_text
-from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers
@@ -56,17 +55,6 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
             parts += (" and " if parts else "") + "balance losses of the experts"
         if parts:
             yield f"the loss of a training step is what is minimised, the {parts} included"
-
-
-def sharing_level(config: Config) -> str:
-    """What the ranks that share optimizer state share, as MindSpore's `AutoParallel.hsdp` names it.
-
-    MindSpore 2.10 has replaced parallel_optimizer_comm_recompute by level3 ("replaced with zero3").
-    """
-    section = config.parallel.parallel_optimizer_config
-    again = config.recompute_config.parallel_optimizer_comm_recompute and any(recomputed_parts(config))
-    asked = {"level2": section.gradient_accumulation_shard, "level3": again}
-    return max(section.optimizer_level, *(level for level, wanted in asked.items() if wanted), "")
 
 
 def semi_auto_problems(config: Config, world: World) -> list[Problem]:
@@ -213,12 +201,6 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         rule = f"the model has {settings.num_layers} layers"
         each = f", for {parts} parts of each stage" if parts > 1 else ""
         yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
-    moe = settings.experts
-    if moe is not None and (settings.balance_factor or moe.z_loss_factor):
-        # MindSpore 2.10 assigns operators to stages without end where each stage adds a number to the loss.
-        rule = f"{_NOT_YET} with a pipeline, in which each stage would add to the loss"
-        fix = "set it and z_loss_factor to 0, and balance_via_topk_bias to True; or set pipeline_stage to 1"
-        yield problem(config, f"{model}.moe_config.aux_loss_factor", rule, fix)
     # MindSpore 2.10 does not compile a stage in which nothing is trained.
     rule = f"{_NOT_YET} with a pipeline"
     if config.freeze != FreezeConfig():

@@ -44,21 +44,21 @@ def graph_mode() -> Iterator[None]:
 
 
 class GradientCell(nn.Cell):
-    """(batch of the loss cell) -> (loss, gradients).
+    """(batch of the loss cell) -> (loss, gradients), or where they are in `sums` (loss, 0).
 
     Args:
         network: Computes the loss of a whole window.
         accumulates_in_graph: MindSpore sums the gradients of the micro-batches in its own parameters, `accu_grads.*`.
-        returns_accumulated: Return these sums as the gradients. If the optimizer state is sharded this is not
-            needed: MindSpore returns this rank's shards of the sums as the gradients.
+        uses_sums: These sums are the gradients. If the optimizer state is sharded they are not: MindSpore returns
+            this rank's shards of the sums.
     """
 
     def __init__(
-        self, network: nn.Cell, weights: Sequence[Parameter], *, accumulates_in_graph: bool, returns_accumulated: bool
+        self, network: nn.Cell, weights: Sequence[Parameter], *, accumulates_in_graph: bool, uses_sums: bool
     ) -> None:
         super().__init__(auto_prefix=False)
         self.network, self.weights = network, ParameterTuple(weights)
-        self.accumulates_in_graph, self.returns_accumulated = accumulates_in_graph, returns_accumulated
+        self.accumulates_in_graph, self.uses_sums = accumulates_in_graph, uses_sums
         self.differentiated = mindspore.value_and_grad(network, None, self.weights)
         self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
 
@@ -68,7 +68,9 @@ class GradientCell(nn.Cell):
             return loss, gradients
         # In both cases the graph must hold these parameters: MindSpore finds them by name.
         sums = ops.depend(self.sums, gradients)
-        return loss, sums if self.returns_accumulated else ops.depend(gradients, sums)
+        if self.uses_sums:  # a graph that returned them would copy them
+            return ops.depend(loss, sums), 0
+        return loss, ops.depend(gradients, sums)
 
 
 class Window(NamedTuple):
@@ -135,7 +137,8 @@ class GraphStep:
         self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
         self.gives_loss, self.routers, self.model = gives_loss, routers, model
         self.guards = Guards(wrapper, stop_at_bad_loss)
-        self.sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
+        sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
+        self.sums = {name: sums[name] for name in sums if name in parameters.own}  # others are of other stages
 
     def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
@@ -143,7 +146,7 @@ class GraphStep:
         window = self.differentiate(micro_batches, scale, votes)
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
-            ops.assign(total, ops.zeros_like(total))
+            total.zero_()
         if self.routers is not None and window.routing is not None:
             if result.updated:
                 self.routers.update_bias(window.routing)
@@ -161,7 +164,7 @@ class GraphStep:
             return WindowGradients(0.0, 0, 0, None)
         with graph_mode():
             loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens))
-        by_name = self.sums if self.cell.returns_accumulated else self.by_name(gradients)
+        by_name = self.sums if self.cell.uses_sums else self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
         own_loss = [device_measures().keep(loss), 1.0] if self.gives_loss else [0.0, 0.0]

@@ -75,6 +75,13 @@ class Saved(NamedTuple):
     updates: int
     is_sharded: bool = False
 
+    def copied(self) -> Saved:
+        """The same with weights of its own: on a CPU they are the memory in which the training goes on.
+
+        The optimizer's arrays are copies already.
+        """
+        return self._replace(weights={name: np.array(array) for name, array in self.weights.items()})
+
 
 class TrainStep:
     """The training step of explicit mode; also usable without the command line, for example in a notebook.

@@ -12,7 +12,7 @@ from trainer.config.checks.rules import starts_anew
 from trainer.config.families import FAMILIES, named_family
 from trainer.config.hugging_face import OTHERS, class_differences, saved_class
 from trainer.config.precision import PART_KEYS, asked_dtype
-from trainer.config.recompute import recompute_notices
+from trainer.config.recompute import recompute_notices, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
@@ -72,7 +72,13 @@ def _has_float32_products(config: Config) -> bool:
     return config.classifier is not None or asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
 
 
-_GRAPH_ALONE = "only semi-automatic mode has it"
+def _recomputes_in_graph(config: Config) -> bool | None:
+    """Whether semi-automatic mode computes a part again; None in explicit mode and without a decoder."""
+    trains = is_semi_auto(config) and config.trains and config.classifier is None
+    return any(recomputed_parts(config)) if trains else None
+
+
+_GRAPH_ALONE, _NOT_SHARED = "only semi-automatic mode has it", "parallel.enable_parallel_optimizer is False"
 _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("parallel.parallel_optimizer_config",
@@ -82,16 +88,21 @@ _UNUSED = (
             _GRAPH_ALONE),
     _Unused("parallel_config", "use_seq_parallel gradient_aggregation_group", lambda c: not is_semi_auto(c),
             _GRAPH_ALONE),
-    _Unused("parallel.parallel_optimizer_config", "parallel_optimizer_threshold optimizer_weight_shard_size"
-            " optimizer_level gradient_accumulation_shard",
-            lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer,
-            "parallel.enable_parallel_optimizer is False"),
+    _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size optimizer_level"
+            " gradient_accumulation_shard",
+            lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
+    _Unused("parallel.parallel_optimizer_config", "parallel_optimizer_threshold",
+            lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler",
             lambda c: is_semi_auto(c) and c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
     _Unused("parallel_config", "use_seq_parallel",
             lambda c: is_semi_auto(c) and c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
     _Unused("recompute_config", "select_comm_recompute mp_comm_recompute parallel_optimizer_comm_recompute"
             " recompute_slice_activation", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("recompute_config", "parallel_optimizer_comm_recompute",
+            lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
+    _Unused("recompute_config", "parallel_optimizer_comm_recompute mp_comm_recompute recompute_slice_activation",
+            lambda c: _recomputes_in_graph(c) is False, "nothing is computed again"),
     _Unused("optimizer", "betas eps ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "SGD",
             "optimizer.type is SGD"),
     _Unused("optimizer", "momentum nesterov ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "AdamW",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config.checks.problem import Problem, problem
+from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
 from trainer.parallel.mesh import Degrees, degree_mismatch
 from trainer.parallel.world import World
@@ -74,6 +75,17 @@ def shards_optimizer(config: Config, world: World) -> bool:
 def shard_threshold_bytes(config: Config) -> int:
     """Optimizer state of a smaller parameter stays whole on every rank."""
     return config.parallel.parallel_optimizer_config.parallel_optimizer_threshold * _KIB
+
+
+def sharing_level(config: Config) -> str:
+    """What the ranks that share optimizer state share, as MindSpore's `AutoParallel.hsdp` names it.
+
+    MindSpore 2.10 has replaced parallel_optimizer_comm_recompute by level3 ("replaced with zero3").
+    """
+    section = config.parallel.parallel_optimizer_config
+    again = config.recompute_config.parallel_optimizer_comm_recompute and any(recomputed_parts(config))
+    asked = {"level2": section.gradient_accumulation_shard, "level3": again}
+    return max(section.optimizer_level, *(level for level, wanted in asked.items() if wanted), "")
 
 
 def is_semi_auto(config: Config) -> bool:

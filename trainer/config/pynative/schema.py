@@ -18,6 +18,7 @@ class PynativeCheckpoint(Section):
     save_path: FilePath = setting("", "Folder of the run. Default empty: ./output.")
     save_max: int = setting(5, "Newest checkpoints that are kept.", ge=1, le=COUNT)
     save_interleaved_steps: int = setting(1000, "Optimizer steps between checkpoints.", ge=1, le=COUNT)
+    async_save: bool = setting(False, "Write checkpoints beside the training.")
     load_path: FilePath = setting("", "Weights to start from. Default empty: new ones.")
     no_load_optim: bool = setting(False, "Load the weights alone instead of resuming.")
 

@@ -238,6 +238,8 @@ def _checkpoint(work: _Work) -> None:
         text = "checkpoint.enable_save False: the end of a run is saved all the same"
         work.made.notices.append(Notice(text, "ignored"))
     saver["keep_checkpoint_max"] = section.save_max
+    if section.async_save:
+        saver["async_save"] = True
     theirs = work.root.entries().get("callbacks")
     if theirs is not None and isinstance(theirs.node, Items):
         callbacks.entries += theirs.node.entries

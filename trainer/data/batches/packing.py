@@ -180,6 +180,7 @@ def _count(token_file: TokenFile, spans: Spans) -> DocumentCounts:
     lengths = token_file.offsets[document + 1] - token_file.offsets[document]
     if token_file.mask is None:
         return DocumentCounts(lengths, int((spans.lengths - 1).sum()))
+    token_file.check(spans.starts, spans.lengths, ("mask.bin",))
     # The first token of a document is no label. A sum for each document, and one for what lies between two.
     has_label = spans.lengths > 1
     starts, ends = (spans.starts + 1)[has_label], (spans.starts + spans.lengths)[has_label]
@@ -229,6 +230,7 @@ def numbered(counts: np.ndarray) -> np.ndarray:
 def _read(token_file: TokenFile, pieces: _Pieces, seq_length: int) -> Batch:
     """Reads pieces into sequences. What a sequence has left is padding: a segment of its own, without loss."""
     counts_B, starts_P, lengths_P, continues_P = pieces
+    token_file.check(starts_P, lengths_P + continues_P)
     within_N = numbered(lengths_P)
     file_N = np.repeat(starts_P, lengths_P) + within_N
     ids_N = token_file.tokens[file_N].astype(np.int32)

@@ -5,37 +5,52 @@ It is a folder of the cache, named by a hash of content and settings::
     tokens.bin    uint16 or uint32 (by the tokenizer's vocabulary), all documents one after the other
     offsets.bin   int64 [documents + 1], where each document starts, and the end of the last
     mask.bin      uint8, 1 where a token carries loss; only if some token carries none
-    meta.json     counts and sizes of the files; tokenizer and source
+    pages.bin     the checksum of each page of tokens.bin, then those of mask.bin
+    meta.json     counts, sizes and checksums of the files; tokenizer and source
 
 It is written under a temporary name and renamed when it is complete and on disk: a build that is killed leaves nothing
 that looks like a token file, and of two concurrent builds the first wins and the second uses its file.
+
+Tokens may be many gigabytes, of which a rank reads a part: each page is checked when it is first read. The other files
+are read, and checked, when a token file is opened.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from trainer.data.source.files import Source, no_text
 from trainer.data.source.samples import SkippedRecords
 from trainer.data.tokens.encode import Encoded
 from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.errors import RunError, UserError
+from trainer.input_files import read_bytes
+from trainer.storage.checksums import (
+    DIGEST_BYTES,
+    DIGEST_PATTERN,
+    PageChecks,
+    checksum_of_bytes,
+    checksum_of_file,
+    page_digests,
+)
+from trainer.storage.json_files import Count, Document, JsonError, parse_json
 
 FORMAT_VERSION = 2
 _MASK_CHUNK = 4 << 20
 _ABANDONED_SECONDS = 3600.0
 _TEMPORARY = ".building-"
+_PAGED, _PAGES, _META = ("tokens.bin", "mask.bin"), "pages.bin", "meta.json"
 
 Progress = Callable[[int, int], None]  # bytes of the source done, of how many
 
@@ -48,24 +63,38 @@ class Cache(NamedTuple):
     where: str
 
 
-@dataclass(frozen=True)
-class TokenFileMeta:
+class TokenFileMeta(Document):
     """The content of ``meta.json``."""
 
-    format_version: int
-    num_tokens: int
-    num_documents: int
-    num_conversations: int  # documents with a prompt: conversations, instructions, prompts with completions
-    num_rendered: int  # those of them that the chat template wrote
-    num_loss_tokens: int
-    num_skipped: int  # bad records that were left out
+    format_version: Literal[2]
+    num_tokens: Annotated[Count, Field(ge=1)]
+    num_documents: Count
+    num_conversations: Count  # documents with a prompt: conversations, instructions, prompts with completions
+    num_rendered: Count  # those of them that the chat template wrote
+    num_loss_tokens: Count
+    num_skipped: Count  # bad records that were left out
     first_skipped: str  # the error of the first of them
-    max_token_id: int
-    dtype: str
+    max_token_id: Count
+    dtype: Literal["uint16", "uint32"]
     has_mask: bool
     tokenizer: str
     source: str
-    file_bytes: dict[str, int]
+    file_bytes: dict[str, Count]
+    checksums: dict[str, Annotated[str, Field(pattern=DIGEST_PATTERN)]] | None = None
+    """Of offsets.bin and pages.bin, and of this file without its checksums; None where an earlier version wrote it."""
+
+    def own_checksum(self) -> str:
+        return checksum_of_bytes(self.model_dump_json(exclude={"checksums"}).encode())
+
+    def expected_bytes(self) -> dict[str, int]:
+        """Sizes of the files by what is counted."""
+        token_bytes = self.num_tokens * np.dtype(self.dtype).itemsize
+        found = {"tokens.bin": token_bytes, "offsets.bin": 8 * (self.num_documents + 1)}
+        found |= {"mask.bin": self.num_tokens} if self.has_mask else {}
+        if self.checksums is not None:
+            pages = sum(PageChecks.count(found[name]) for name in _PAGED if name in found)
+            found[_PAGES] = pages * DIGEST_BYTES
+        return found
 
 
 @dataclass(frozen=True)
@@ -77,37 +106,95 @@ class TokenFile:
     tokens: np.ndarray  # uint16 or uint32 [num_tokens]
     offsets: np.ndarray  # int64 [num_documents + 1]
     mask: np.ndarray | None  # uint8 [num_tokens], or None when every token carries loss
+    checks: dict[str, PageChecks]  # of tokens.bin and mask.bin; none in files from before there were checksums
+
+    def check(self, starts: np.ndarray, lengths: np.ndarray, names: Iterable[str] = ("tokens.bin", "mask.bin")) -> None:
+        """Checks ranges of tokens that are about to be read.
+
+        Raises:
+            RunError: They are not what was written.
+        """
+        for name in names:
+            if name not in self.checks:
+                continue
+            item_bytes = self.tokens.itemsize if name == "tokens.bin" else 1
+            damaged = self.checks[name].damaged(starts * item_bytes, (starts + lengths) * item_bytes)
+            if damaged is not None:
+                rule = f"the token file is damaged: {name} is not what was written, from byte {damaged:,} on"
+                raise RunError(rule, where=str(self.path), fix="remove this folder: the next run builds it again")
+
+
+class DamagedTokenFile(ValueError):
+    """A token file is missing, or not what was written; the message says which of its files."""
 
 
 def open_token_file(path: Path) -> TokenFile | None:
-    """Opens a token file; None when it is missing or damaged (truncated, unreadable, of another format)."""
-    meta = read_meta(path)
-    if meta is None:
-        return None
-    dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64), "mask.bin": np.dtype(np.uint8)}
+    """Opens a token file; None when it is missing or damaged (truncated, changed, unreadable, of another format)."""
     try:
-        arrays = {name: np.asarray(np.memmap(path / name, dtypes[name], mode="r")) for name in meta.file_bytes}
-    except (OSError, ValueError):
+        return checked_token_file(path)
+    except DamagedTokenFile:
         return None
+
+
+def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
+    """Opens a token file and checks it; with `every_page` also the tokens, which otherwise are checked when read.
+
+    Raises:
+        DamagedTokenFile: It is missing or damaged.
+    """
+    meta = _read_meta(path)
+    dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64)}
+    arrays = {}
+    for name in meta.file_bytes:
+        try:
+            arrays[name] = np.asarray(np.memmap(path / name, dtypes.get(name, np.dtype(np.uint8)), mode="r"))
+        except (OSError, ValueError) as error:
+            raise DamagedTokenFile(f"{name} cannot be read ({error})") from None
+    for name in ("offsets.bin", _PAGES) if meta.checksums is not None else ():
+        if checksum_of_bytes(arrays[name].tobytes()) != meta.checksums.get(name):
+            raise DamagedTokenFile(f"{name} is not what was written: its checksum is another")
     offsets = arrays["offsets.bin"]
     if offsets[0] != 0 or offsets[-1] != meta.num_tokens or (np.diff(offsets) <= 0).any():
-        return None
-    return TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"))
+        raise DamagedTokenFile("offsets.bin does not hold the offsets of documents")
+    checks = {}
+    if meta.checksums is not None:
+        digests = arrays[_PAGES].reshape(-1, DIGEST_BYTES)
+        paged = [name for name in _PAGED if name in arrays]
+        ends = np.cumsum([PageChecks.count(arrays[name].nbytes) for name in paged])
+        parts = zip(paged, np.split(digests, ends[:-1]), strict=True)
+        checks = {name: PageChecks(arrays[name].view(np.uint8), part) for name, part in parts}
+    found = TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
+    if every_page:
+        try:
+            found.check(np.array([0]), np.array([meta.num_tokens]))
+        except RunError as error:
+            raise DamagedTokenFile(error.rule.partition(": ")[2]) from None
+    return found
 
 
-def read_meta(path: Path) -> TokenFileMeta | None:
-    """Reads ``meta.json`` and checks it against the sizes on disk; None if anything disagrees."""
+def is_token_file(path: Path) -> bool:
+    """Whether a folder is a token file, whole or not."""
+    return (path / _META).is_file() and (path / "offsets.bin").exists()
+
+
+def _read_meta(path: Path) -> TokenFileMeta:
+    """Reads ``meta.json`` and checks it against the sizes on disk; raises DamagedTokenFile if anything disagrees."""
     try:
-        meta = TokenFileMeta(**json.loads((path / "meta.json").read_text(encoding="utf-8")))
-        item_bytes = np.dtype(meta.dtype).itemsize
-        expected_bytes = {"tokens.bin": meta.num_tokens * item_bytes, "offsets.bin": (meta.num_documents + 1) * 8}
-        if meta.has_mask:
-            expected_bytes["mask.bin"] = meta.num_tokens
-        found_bytes = {name: (path / name).stat().st_size for name in expected_bytes}
-    except (OSError, ValueError, TypeError):
-        return None
-    is_whole = meta.format_version == FORMAT_VERSION and found_bytes == expected_bytes == meta.file_bytes
-    return meta if is_whole and meta.num_tokens > 0 else None
+        meta = parse_json(read_bytes(path / _META), TokenFileMeta, _META)
+        sizes = {name: (path / name).stat().st_size for name in meta.expected_bytes()}
+    except JsonError as error:
+        raise DamagedTokenFile(str(error)) from None
+    except OSError as error:
+        name = Path(error.filename or _META).name
+        raise DamagedTokenFile(f"{name} cannot be read ({error.strerror})") from None
+    if meta.checksums is not None and meta.checksums.get(_META) != meta.own_checksum():
+        raise DamagedTokenFile(f"{_META} has changed since it was written: its own checksum is another")
+    for name, size in meta.expected_bytes().items():
+        if sizes[name] != size or meta.file_bytes.get(name) != size:
+            raise DamagedTokenFile(f"{name} has {sizes[name]:,} bytes, not {size:,}")
+    if meta.file_bytes.keys() != sizes.keys():
+        raise DamagedTokenFile(f"{_META}: file_bytes names other files than it should")
+    return meta
 
 
 def build_token_file(
@@ -248,6 +335,15 @@ class _Writer:
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
+        file_bytes = {name: stream.tell() for name, stream in self._streams.items()}
+        pages = self._folder / _PAGES
+        with pages.open("wb") as stream:
+            for name in _PAGED:
+                if name in file_bytes:
+                    stream.writelines(page_digests(self._folder / name))
+            file_bytes[_PAGES] = stream.tell()
+            stream.flush()
+            os.fsync(stream.fileno())
         meta = TokenFileMeta(
             format_version=FORMAT_VERSION,
             num_tokens=self._num_tokens,
@@ -256,19 +352,26 @@ class _Writer:
             num_rendered=self._num_rendered,
             num_loss_tokens=self._num_loss_tokens,
             num_skipped=skipped.num_skipped,
-            first_skipped=str(skipped.first or ""),
+            first_skipped=_valid_text(str(skipped.first or "")),
             max_token_id=self._max_token_id,
             dtype=self._dtype.name,
             has_mask=self._has_mask,
             tokenizer=self._tokenizer.fingerprint,
-            source=source.name,
-            file_bytes={name: stream.tell() for name, stream in self._streams.items()},
+            source=_valid_text(source.name),
+            file_bytes=file_bytes,
         )
-        with open(self._folder / "meta.json", "w", encoding="utf-8") as stream:
-            json.dump(asdict(meta), stream, indent=1)
+        checksums = {name: checksum_of_file(self._folder / name) for name in ("offsets.bin", _PAGES)}
+        meta = meta.model_copy(update={"checksums": checksums | {_META: meta.own_checksum()}})
+        with open(self._folder / _META, "w", encoding="utf-8") as stream:
+            stream.write(meta.model_dump_json(indent=1))
             stream.flush()
             os.fsync(stream.fileno())
         _sync_folder(self._folder)
+
+
+def _valid_text(text: str) -> str:
+    """Without the surrogates that stand for bytes of a path that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _publish(temporary: Path, path: Path) -> None:

@@ -109,13 +109,14 @@ class GroupedMatmul(nn.Cell):
     """Every expert's rows times its weight, as in cpu/moe.py.
 
     Args:
-        fills_rows: Whether every row is one of some expert, so that none has to be set to zero.
+        fills_rows: Whether every row is one of some expert and every expert has one, so that none has to be set to
+            zero, nor an expert's gradient.
     """
 
     def __init__(self, fills_rows: bool = False) -> None:
         super().__init__(auto_prefix=False)
         self.fills_rows = fills_rows
-        self.trained, self.frozen = _GroupedMatmulCore(True), _GroupedMatmulCore(False)
+        self.trained, self.frozen = (_GroupedMatmulCore(trained, fills_rows) for trained in (True, False))
 
     def construct(self, x_RI, weight_EOI, counts_E):
         cast_EOI = weight_EOI.astype(x_RI.dtype)
@@ -136,9 +137,9 @@ class _GroupedMatmulCore(nn.Cell):
     each group (group_type 2), which gives it in the weight's own layout.
     """
 
-    def __init__(self, trained: bool) -> None:
+    def __init__(self, trained: bool, fills_rows: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.is_trained = trained
+        self.is_trained, self.fills_rows = trained, fills_rows
 
     def construct(self, x_RI, weight_EOI, counts_E):
         return grouped_product(x_RI, mint.transpose(weight_EOI, 1, 2), counts_E, 0)
@@ -149,6 +150,8 @@ class _GroupedMatmulCore(nn.Cell):
         if not self.is_trained:
             return grad_x, ops.zeros(weight_EOI.shape, weight_EOI.dtype), no_grad_E
         grad_weight = grouped_product(mint.transpose(grad_RO, 0, 1), x_RI, counts_E, 2)
+        if self.fills_rows:
+            return grad_x, grad_weight, no_grad_E
         # Zero for experts without rows, whatever the operator leaves there.
         has_rows_EOI = ops.broadcast_to((counts_E > 0).reshape(-1, 1, 1), weight_EOI.shape)
         grad_weight = ops.select(has_rows_EOI, grad_weight, ops.zeros(weight_EOI.shape, weight_EOI.dtype))

@@ -7,15 +7,33 @@ second. The workers communicate through MindSpore's cluster, and not here.
 from __future__ import annotations
 
 import contextlib
+import functools
+import ipaddress
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from pathlib import Path
 
-from trainer.errors import EXIT_RUN_FAILED, UserError
+from trainer.errors import EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.wire import Channel, Listener, Message, scaled
+from trainer.launch.control.interface import Event, Nodes
+from trainer.launch.control.messages import (
+    Beat,
+    Done,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    Refused,
+    Stop,
+    Welcome,
+    failed,
+)
+from trainer.launch.control.secret import SECRET_VARIABLE, given_secret, make_secret, read_secret, secret_file
+from trainer.launch.control.signed import ControlListener, SignedChannel
+from trainer.launch.wire import scaled
 
 CONTROL_PORT_VARIABLE = "RUN_TRAINER_CONTROL_PORT"
 """Environment variable with the port of node 0's launcher; by default that after the scheduler's."""
@@ -26,31 +44,29 @@ _CONNECT_SECONDS = 0.3
 _RETRY_SECONDS = 0.3
 _GOODBYE_SECONDS = 1.0
 _DELIVERY_SECONDS = 10.0
-
-
-class Event(NamedTuple):
-    """What another node says, or what happens to it."""
-
-    kind: Literal["failed", "stop", "note"]  # failed: its part of the job failed, or it is lost
-    number: int  # the exit code, or the signal for all workers
-    lines: list[str]  # to print
+_PATIENCE_SECONDS = 5.0
+"""After so long a node says why it is not connected yet."""
 
 
 @dataclass
 class _Peer:
     """A connected node."""
 
-    channel: Channel
+    channel: SignedChannel
     heard_at: float
     done: bool = False
 
 
 @dataclass
 class Hub:
-    """The other nodes, seen from node 0; in a job on one node there are none, and no listener."""
+    """The other nodes, seen from node 0. Methods: see `Nodes`."""
 
-    listener: Listener | None
+    listener: ControlListener
     options: LaunchOptions
+    attempt: int = 0
+    resume: str = ""
+    notes: list[str] = field(default_factory=list)  # to print first
+    secret_path: Path | None = None  # the file that it made, and removes
     began: float = field(default_factory=time.monotonic)
     own_done: bool = False
     _peers: dict[int, _Peer] = field(default_factory=dict)
@@ -60,26 +76,28 @@ class Hub:
     _over: bool = False
 
     @property
-    def sources(self) -> list[Channel | socket.socket]:
-        """The sockets to wait for."""
+    def sources(self) -> list[SignedChannel | socket.socket]:
         connected = [peer.channel for peer in self._peers.values() if not peer.channel.closed]
-        return [*connected, *(self.listener.sources if self.listener else [])]
+        return [*connected, *self.listener.sources]
 
     @property
     def finished(self) -> bool:
-        """Whether all nodes are done."""
         all_done = all(peer.done for peer in self._peers.values())
-        return self.own_done and all_done and (self._complete or self._stopping)
+        return self.own_done and all_done and (self.connected or self._stopping)
 
     @property
-    def _complete(self) -> bool:
+    def connected(self) -> bool:
         return len(self._peers) == self.options.nodes - 1
 
     def poll(self, now: float) -> list[Event]:
-        """Sends a heartbeat and receives what the others sent. To be called a few times a second."""
-        events = []
-        for channel, message in self.listener.accept() if self.listener else ():
-            if self._register(channel, message, now) and self._complete:
+        events = [Event("note", 0, [note]) for note in self.notes]
+        self.notes = []
+        callers, strangers = self.listener.accept(now)
+        for address in strangers:
+            what = "called the control port without the secret of this job; its connections are dropped"
+            events.append(Event("note", 0, [f"note: {address} {what}"]))
+        for channel, hello in callers:
+            if self._register(channel, hello, now) and self.connected:
                 note = f"the launchers of all {self.options.nodes} nodes are connected"
                 events.append(Event("note", 0, [note]))
         for node, peer in list(self._peers.items()):
@@ -91,12 +109,12 @@ class Hub:
                 peer.done = True
             elif gone and not self._over and not peer.done:
                 events.append(self._lost(f"the connection to node {node} is lost"))
-        if now - self.began > self.options.cluster_time_out and not self._complete and not self._over:
+        if now - self.began > self.options.cluster_time_out and not self.connected and not self._over:
             missing = [str(node) for node in range(1, self.options.nodes) if node not in self._peers]
             events.append(self._lost(f"no launcher called from node {', '.join(missing)}"))
         if now >= self._beat_at:
             self._beat_at = now + scaled(_BEAT_SECONDS)
-            self._send({"beat": True})
+            self._send(Beat())
         self._announce_end()
         return events
 
@@ -104,28 +122,30 @@ class Hub:
         """Tells the others when all nodes are done: one whose connection just ends takes node 0 for lost."""
         if self.finished and not self._over:
             self._over = True
-            self._send({"finished": True})
+            self._send(Finished())
 
-    def _register(self, channel: Channel, message: Message, now: float) -> bool:
+    def _register(self, channel: SignedChannel, hello: Hello, now: float) -> bool:
         """Whether this is a node of the job; otherwise it is told why not."""
-        node, workers = message.get("node"), message.get("worker_num")
         nodes, worker_num = self.options.nodes, self.options.worker_num
-        if not isinstance(node, int) or not 0 < node < nodes:
-            channel.send({"refused": f"node_rank is {node}, and node 0 expects 1 to {nodes - 1}"})
-        elif workers != worker_num:
-            channel.send({"refused": f"worker_num is {workers} there and {worker_num} on node 0"})
-        elif node in self._peers:
-            channel.send({"refused": f"another launcher is node {node} already"})
+        if not 0 < hello.node < nodes:
+            reason = f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
+        elif hello.worker_num != worker_num:
+            reason = f"worker_num is {hello.worker_num} there and {worker_num} on node 0"
+        elif hello.attempt != self.attempt:
+            reason = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
+        elif hello.node in self._peers:
+            reason = f"another launcher is node {hello.node} already"
         else:
-            self._peers[node] = _Peer(channel, now)
-            for each in ({"welcome": True}, *self._history):
+            self._peers[hello.node] = _Peer(channel, now)
+            for each in (Welcome(resume=self.resume), *self._history):
                 channel.send(each)
             return True
+        channel.send(Refused(reason=reason))
         channel.close()
         return False
 
     def _handle(self, node: int, peer: _Peer, message: Message) -> list[Event]:
-        peer.done = peer.done or bool(message.get("done"))
+        peer.done = peer.done or isinstance(message, Done)
         event = _event(message)
         if event is None:
             return []
@@ -140,7 +160,7 @@ class Hub:
 
     def _broadcast(self, message: Message, but: int | None = None) -> None:
         """Sends to all, also to those that connect later."""
-        self._over = self._over or "failed" in message
+        self._over = self._over or isinstance(message, Failed)
         self._history.append(message)
         self._send(message, but)
 
@@ -150,38 +170,40 @@ class Hub:
                 peer.channel.send(message)
 
     def failed(self, exit_code: int, lines: list[str]) -> None:
-        """Tells the others that this node's part of the job failed."""
-        self._broadcast({"failed": exit_code, "lines": lines})
+        self._broadcast(failed(exit_code, lines))
 
     def stop(self, number: int) -> None:
-        """Tells the others of a signal for all workers."""
         self._stopping = True
-        self._broadcast({"stop": number})
+        self._broadcast(Stop(number=number))
 
     def done(self) -> None:
-        """Tells the others that the workers of this node have ended well."""
         self.own_done = True
         self._announce_end()
 
     def close(self) -> None:
-        """Ends the connections once the others have received everything."""
-        if self.listener is not None:
-            self.listener.close()
+        self.listener.close()
         for peer in self._peers.values():
             peer.channel.close_gracefully(_GOODBYE_SECONDS)
+        if self.secret_path is not None:
+            self.secret_path.unlink(missing_ok=True)
 
 
 @dataclass
 class Spoke:
-    """The other nodes, seen from any but node 0: through node 0, whose launcher is at `address`. Methods: see `Hub`."""
+    """The other nodes, seen from any but node 0: through that, whose launcher is at `address`. Methods: see `Nodes`."""
 
     address: tuple[str, int]
     options: LaunchOptions
+    secret: Callable[[], bytes | None]  # None while node 0 has not made it
+    attempt: int = 0
+    resume: str = ""
+    connected: bool = False
     began: float = field(default_factory=time.monotonic)
-    _channel: Channel | None = None
-    _welcome: bool = False
+    _channel: SignedChannel | None = None
     _heard_at: float = 0.0
     _next_at: float = 0.0
+    _trouble: str = ""  # why it is not connected yet
+    _told: bool = False
     _unsent: list[Message] = field(default_factory=list)
     _finished: bool = False
     _stopping: bool = False
@@ -189,10 +211,10 @@ class Spoke:
 
     @property
     def finished(self) -> bool:
-        return self._finished or (self._stopping and not self._welcome)
+        return self._finished or (self._stopping and not self.connected)
 
     @property
-    def sources(self) -> list[Channel | socket.socket]:
+    def sources(self) -> list[SignedChannel | socket.socket]:
         return [] if self._channel is None or self._channel.closed else [self._channel]
 
     def poll(self, now: float) -> list[Event]:
@@ -208,39 +230,55 @@ class Spoke:
         if (self._channel.closed or now - self._heard_at > scaled(LOST_SECONDS)) and not self._over:
             if self._stopping:
                 self._finished = True
-            elif self._welcome:
+            elif self.connected:
                 events.append(self._lost("the connection to node 0 is lost"))
             else:  # something else listens there, or node 0 has just gone again
+                self._trouble = "does not know the secret of this job, or is no launcher"
                 self._channel.close()
                 self._channel, self._next_at = None, now + _RETRY_SECONDS
         elif now >= self._next_at:
             self._next_at = now + scaled(_BEAT_SECONDS)
-            self._send({"beat": True})
+            self._send(Beat())
         return events
 
     def _connect(self, now: float) -> list[Event]:
+        host, port = self.address
         if now - self.began > self.options.cluster_time_out:
-            host, port = self.address
-            return [self._lost(f"no launcher of node 0 answers at {host}, port {port}")]
+            return [self._lost(f"no connection to the launcher of node 0: {host}, port {port}, {self._trouble}")]
         if now >= self._next_at:
             self._next_at = now + _RETRY_SECONDS
-            with contextlib.suppress(OSError):
-                self._channel = Channel(socket.create_connection(self.address, _CONNECT_SECONDS))
-                self._channel.send({"node": self.options.node_rank, "worker_num": self.options.worker_num})
-                self._heard_at = now
+            try:
+                secret = self.secret()
+            except RunError as error:
+                return [self._lost(str(error).removesuffix("."))]
+            if secret is None:
+                self._trouble = "has made no file with the secret of the job in a folder that this node sees"
+                self._trouble += f"; {SECRET_VARIABLE}, the same on all nodes, takes its place"
+            else:
+                self._trouble = "does not answer"
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection(self.address, _CONNECT_SECONDS)
+                    self._channel = SignedChannel(connection, secret, called=False)
+                    options = self.options
+                    hello = Hello(node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt)
+                    self._channel.send(hello)
+                    self._heard_at = now
+        if self._trouble and not self._told and now - self.began > _PATIENCE_SECONDS:
+            self._told = True
+            return [Event("note", 0, [f"waiting for node 0: {host}, port {port}, {self._trouble}"])]
         return []
 
     def _handle(self, message: Message) -> list[Event]:
-        if message.get("welcome"):
-            self._welcome = True
+        if isinstance(message, Welcome):
+            self.connected, self.resume = True, message.resume
             for unsent in self._unsent:
                 self._send(unsent)
             self._unsent.clear()
             return [Event("note", 0, ["connected to the launcher of node 0"])]
-        if message.get("finished"):
+        if isinstance(message, Finished):
             self._finished = self._over = True
-        if "refused" in message:
-            return [self._lost(f"node 0 does not take this node in: {message['refused']}")]
+        if isinstance(message, Refused):
+            return [self._lost(f"node 0 does not take this node in: {message.reason}")]
         event = _event(message)
         if event is None:
             return []
@@ -253,26 +291,26 @@ class Spoke:
         return Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
 
     def _send(self, message: Message) -> None:
-        if self._channel is not None and self._welcome:
+        if self._channel is not None and self.connected:
             self._channel.send(message)
-        elif "beat" not in message:
+        elif not isinstance(message, Beat):
             self._unsent.append(message)
 
     def failed(self, exit_code: int, lines: list[str]) -> None:
         self._over = True
-        self._send({"failed": exit_code, "lines": lines})
+        self._send(failed(exit_code, lines))
 
     def stop(self, number: int) -> None:
         self._stopping = True
-        self._send({"stop": number})
+        self._send(Stop(number=number))
 
     def done(self) -> None:
-        self._send({"done": True})
+        self._send(Done())
 
     def close(self) -> None:
         """Delivers first, for some seconds, a failure from before node 0 was there."""
         deadline = time.monotonic() + scaled(_DELIVERY_SECONDS)
-        while any("failed" in message for message in self._unsent) and time.monotonic() < deadline:
+        while any(isinstance(message, Failed) for message in self._unsent) and time.monotonic() < deadline:
             self._exchange(time.monotonic())
             time.sleep(0.05)
         if self._channel is not None:
@@ -280,39 +318,60 @@ class Spoke:
 
 
 def _event(message: Message) -> Event | None:
-    """What a message means to a supervisor; None for those among launchers only, and for nonsense."""
-    lines = [str(line) for line in message.get("lines", [])] if isinstance(message.get("lines", []), list) else []
-    for kind in ("failed", "stop"):
-        if isinstance(message.get(kind), int):
-            return Event(kind, message[kind], lines)
-    return None
+    """What a message means to a supervisor; None for those among launchers only."""
+    if isinstance(message, Failed):
+        return Event("failed", message.exit_code, message.lines)
+    return Event("stop", message.number, []) if isinstance(message, Stop) else None
 
 
-def connect_nodes(options: LaunchOptions) -> Hub | Spoke:
-    """The other nodes of a job.
+def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume: str = "") -> Nodes:
+    """The other nodes of a job with several.
+
+    Args:
+        shared: A folder that all nodes share, for the secret where the environment has none.
+        attempt: How often the job has been started again.
+        resume: Node 0: the checkpoint from which all go on.
 
     Raises:
-        UserError: The control port is no number, or this is node 0 and cannot listen there.
+        UserError: The control port is no number, or this is node 0 and cannot listen there, or write the secret.
     """
     string = os.environ.get(CONTROL_PORT_VARIABLE, "")
     if string and not string.isdecimal():
         raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=string, fix="write 8119")
-    control_port = int(string) if string else options.master_port + 1
-    if options.nodes == 1:
-        return Hub(None, options)
+    port = int(string) if string else options.master_port + 1
+    host, secret, path = options.master_addr.strip("[]"), given_secret(), secret_file(shared, port)
     if options.node_rank:
-        return Spoke((options.master_addr.strip("[]"), control_port), options)
-    listener = socket.socket(socket.AF_INET6 if ":" in options.master_addr else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        find = functools.partial(read_secret, path) if secret is None else lambda: secret
+        return Spoke((host, port), options, find, attempt)
+    listening = _listen(host, port)
     try:
-        listener.bind(("", control_port))
-        return Hub(Listener(listener), options)
+        listener = ControlListener(listening, make_secret(path) if secret is None else secret)
+    except UserError:
+        listening.close()
+        raise
+    made, address = path if secret is None else None, listening.getsockname()[0]
+    notes = []
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != address:
+        notes = [f"note: {host} is {address} on this machine, which other machines cannot reach: give its address"]
+    return Hub(listener, options, attempt, resume, notes, made)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket on the address that the name of node 0 means, and on no other one of this machine."""
+    listening = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
     except (OSError, OverflowError) as error:
-        listener.close()
+        if listening is not None:
+            listening.close()
         raise UserError(
             f"the launchers of the other nodes cannot call there: {error}",
             key=CONTROL_PORT_VARIABLE,
-            value=control_port,
+            value=port,
             fix="free it, set this variable to another port on all nodes, or give another master_port: "
             "it is the one after that",
         ) from None
+    return listening

@@ -1,0 +1,291 @@
+"""The control port: launchers of several nodes talk over real sockets within this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import RunError, UserError
+from trainer.launch.arguments import LaunchOptions
+from trainer.launch.command import worker_specs
+from trainer.launch.control.interface import Event
+from trainer.launch.control.messages import failed, parse
+from trainer.launch.control.nodes import Hub, Spoke, connect_nodes
+from trainer.launch.control.secret import make_secret, read_secret
+from trainer.launch.job import job_files
+from trainer.launch.msrun import pick_free
+from trainer.launch.terminal import printable
+
+SECRET = "a secret for tests alone"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_TRAINER_SECRET", SECRET)
+    monkeypatch.setattr("trainer.launch.control.nodes._GOODBYE_SECONDS", 0.01)  # both ends are in this thread
+
+
+@pytest.fixture
+def options() -> LaunchOptions:
+    """Of node 0 of two."""
+    return LaunchOptions(worker_num=4, local_worker_num=2, master_port=pick_free("127.0.0.1"))
+
+
+@pytest.fixture
+def hub(options: LaunchOptions, tmp_path: Path) -> Iterator[Hub]:
+    made = connect_nodes(options, tmp_path)
+    yield made
+    made.close()
+
+
+def spoke(options: LaunchOptions, folder: Path) -> Spoke:
+    return connect_nodes(replace(options, node_rank=1), folder)
+
+
+def talk(*nodes: Hub | Spoke, until: str, now: float | None = None) -> list[Event]:
+    """Polls the nodes until one of them says `until`; all events."""
+    events: list[Event] = []
+    deadline = time.monotonic() + 20
+    while not any(until in line for event in events for line in (*event.lines, event.kind)):
+        assert time.monotonic() < deadline, events
+        for node in nodes:
+            events += node.poll(time.monotonic() if now is None else now)
+        time.sleep(0.002)
+    return events
+
+
+def test_nodes_that_know_the_secret_understand_each_other(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+    other = spoke(options, tmp_path)
+    talk(hub, other, until="connected to the launcher of node 0")
+    assert hub.connected and other.connected
+    other.stop(signal.SIGINT)
+    (event,) = (event for event in talk(hub, until="stop") if event.kind == "stop")
+    assert event.number == signal.SIGINT
+    hub.failed(7, ["\x1b[31mred\x1b[0m\x07 \u202eturned\x9b1m\ttab\r\n", "x" * 5000, *["more"] * 200])
+    (event,) = (event for event in talk(other, until="failed") if event.kind == "failed")
+    assert event.number == 7 and event.lines[0] == "red turned1m tab  " and event.lines[1] == "x" * 2000
+    assert len(event.lines) == 100
+    other.close()
+
+
+def test_it_listens_where_master_addr_points_and_nowhere_else(hub: Hub, options: LaunchOptions) -> None:
+    (listening,) = hub.sources
+    assert listening.getsockname() == ("127.0.0.1", options.master_port + 1)
+    with pytest.raises(OSError):  # the other addresses of this machine are free
+        socket.create_connection(("127.0.0.2", options.master_port + 1), 1)
+
+
+def test_a_name_that_other_machines_cannot_reach_is_told(options: LaunchOptions, tmp_path: Path) -> None:
+    named = connect_nodes(replace(options, master_addr="localhost", master_port=pick_free()), tmp_path)
+    assert "note: localhost is" in talk(named, until="which other machines cannot reach")[0].lines[0]
+    named.close()
+
+
+def heard(hub: Hub, data: bytes, now: float) -> bytes:
+    """What a stranger hears that says this."""
+    with socket.create_connection(("127.0.0.1", hub.options.master_port + 1)) as stranger:
+        stranger.setblocking(False)
+        answer, deadline = b"", time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                data = data[stranger.send(data[: 1 << 14]) :] if data else data
+                answer += (received := stranger.recv(1 << 12))
+                if not received:
+                    return answer
+            except BlockingIOError:
+                pass
+            except ConnectionError:
+                return answer
+            EVENTS.extend(hub.poll(now))
+        raise AssertionError("it was not dropped")
+
+
+EVENTS: list[Event] = []
+HELLO = b"run_trainer-1 " + b"0" * 32 + b"\n"
+FORGED = b"0" * 64 + b' {"kind":"hello","node":1,"worker_num":4,"attempt":0}\n'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 200_000 + b"\n",
+        b"x" * 3_000_000,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"node": 1, "worker_num": 4}\n{"failed": 0, "lines": []}\n{"stop": 9}\n',
+        HELLO + FORGED,
+        HELLO + FORGED[65:],
+        HELLO + b"\n" * 1000,
+        HELLO * 2,
+        b"\xff\x00\n",
+    ],
+    ids=["brackets", "one long line", "a browser", "messages of old", "forged", "unsigned", "empty", "twice", "bytes"],
+)
+def test_a_stranger_is_dropped_and_named_once(hub: Hub, options: LaunchOptions, tmp_path: Path, data: bytes) -> None:
+    EVENTS.clear()
+    for _ in range(3):
+        answer = heard(hub, data, time.monotonic())
+        assert answer == b"" or (answer.startswith(b"run_trainer-1 ") and answer.count(b"\n") == 1), "it learns nothing"
+    while not EVENTS:
+        EVENTS.extend(hub.poll(time.monotonic()))
+    assert [event.kind for event in EVENTS] == ["note"] and "127.0.0.1 called the control port" in EVENTS[0].lines[0]
+    other = spoke(options, tmp_path)
+    talk(hub, other, until="connected to the launcher of node 0")
+    other.close()
+
+
+def test_who_says_nothing_is_dropped_after_some_seconds(hub: Hub) -> None:
+    EVENTS.clear()
+    now = time.monotonic()
+    with socket.create_connection(("127.0.0.1", hub.options.master_port + 1)) as silent:
+        while len(hub.sources) < 2:
+            hub.poll(now)
+        assert not hub.poll(now + 4) and hub.poll(now + 6)
+        assert silent.recv(1 << 10).startswith(b"run_trainer-1 ") and not silent.recv(1 << 10)
+
+
+def test_of_very_many_callers_the_last_are_kept(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+    callers = [socket.create_connection(("127.0.0.1", hub.options.master_port + 1)) for _ in range(150)]
+    other = spoke(options, tmp_path)
+    talk(hub, other, until="connected to the launcher of node 0")
+    assert len(hub.sources) < 70
+    for each in callers:
+        each.close()
+    other.close()
+
+
+def test_what_was_said_once_cannot_be_said_again(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+    """All that a node sent, recorded on its way, is worth nothing on another connection, nor on its own."""
+    recorded = b""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        other = spoke(options, tmp_path)
+        other.address = between.getsockname()
+        other.poll(time.monotonic())
+        left, _ = between.accept()
+    with left, socket.create_connection(("127.0.0.1", options.master_port + 1)) as right:
+        left.setblocking(False)
+        right.setblocking(False)
+        while not other.connected:
+            for nodes in (hub, other):
+                nodes.poll(time.monotonic())
+            recorded += (said := received(left))
+            right.send(said)
+            left.send(received(right))
+        assert heard(hub, recorded, time.monotonic()).count(b"\n") <= 1
+        right.send(recorded.splitlines(keepends=True)[-1])  # as if the node had said its last words twice
+        assert "the connection to node 1 is lost" in talk(hub, until="failed")[-1].lines[0]
+    other.close()
+
+
+def received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 12)
+    except BlockingIOError:
+        return b""
+
+
+def test_another_secret_is_not_taken(
+    hub: Hub, options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_TRAINER_SECRET", SECRET + "!")
+    other = spoke(options, tmp_path)
+    talk(hub, other, until="called the control port")
+    other.began -= 60
+    assert "does not know the secret" in talk(hub, other, until="waiting for node 0")[-1].lines[0]
+    assert not hub.connected and not other.connected
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": "failed", "exit_code": 0, "lines": []},
+        {"kind": "failed", "exit_code": 256, "lines": []},
+        {"kind": "failed", "exit_code": True, "lines": []},
+        {"kind": "failed", "exit_code": 1, "lines": "text"},
+        {"kind": "failed", "exit_code": 1, "lines": ["x" * 2001]},
+        {"kind": "failed", "exit_code": 1, "lines": ["x"] * 101},
+        {"kind": "stop", "number": 9},
+        {"kind": "stop", "number": "15"},
+        {"kind": "hello", "node": -1, "worker_num": 4, "attempt": 0},
+        {"kind": "hello", "node": 1, "worker_num": 4, "attempt": 0, "more": 1},
+        {"kind": "beat", "since": 1},
+        {"kind": "other"},
+        {},
+        [],
+        None,
+    ],
+)
+def test_no_other_shape_is_a_message(message: object) -> None:
+    assert parse(json.dumps(message).encode()) is None
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    message = failed(137, ["größe", "\\ud800 and 漢字"])
+    assert parse(message.model_dump_json().encode()) == message
+    assert parse(b"[" * 200_000) is None and parse(b'{"kind": 1e999}') is None and parse(b"\xff") is None
+
+
+def test_control_characters_are_not_shown() -> None:
+    assert printable("\x1b]0;title\x07\x1b[2Jclear\x1b(0\x9d\x85 \u2066x\u2069\u2028y\tz\x00") == "clear(0  x y z"
+    assert printable("größe 漢字 🙂 \ufffd") == "größe 漢字 🙂 \ufffd"
+
+
+# ---- the secret ------------------------------------------------------------------------------------------------------
+
+
+def test_without_one_node_0_makes_a_file_for_this_user_alone(
+    options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RUN_TRAINER_SECRET")
+    shared = tmp_path / "shared"
+    other = spoke(options, shared)  # a node need not wait for node 0 to start
+    assert other.poll(time.monotonic()) == []
+    first = connect_nodes(options, shared)
+    (path,) = shared.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600 and len(path.read_bytes()) == 64
+    talk(first, other, until="connected to the launcher of node 0")
+    for each in (other, first):
+        each.close()
+    assert not path.exists()
+    other = spoke(options, shared)
+    other.began -= 60
+    assert "RUN_TRAINER_SECRET" in talk(other, until="has made no file with the secret")[-1].lines[0]
+
+
+def test_a_file_that_others_could_read_or_make_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    assert read_secret(path) is None and read_secret(path / "below") is None
+    assert make_secret(path) == read_secret(path)
+    path.chmod(0o640)
+    with pytest.raises(RunError, match="no file of this user alone"):
+        read_secret(path)
+    path.rename(tmp_path / "other")
+    path.symlink_to(tmp_path / "other")
+    with pytest.raises(RunError, match="cannot be read"):
+        read_secret(path)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(RunError, match="no file of this user alone"):
+        read_secret(path)
+    with pytest.raises(UserError, match="RUN_TRAINER_SECRET"):
+        make_secret(path / "below")
+
+
+def test_a_short_secret_is_none(options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_TRAINER_SECRET", "guess me")
+    with pytest.raises(UserError, match="at least 16 characters") as caught:
+        connect_nodes(options, tmp_path)
+    assert "guess me" not in str(caught.value)
+
+
+def test_workers_do_not_get_it(options: LaunchOptions, tmp_path: Path) -> None:
+    for spec in worker_specs(options, job_files(tmp_path, 0, 2)).values():
+        assert "RUN_TRAINER_SECRET" in spec["without"] and "RUN_TRAINER_SECRET" not in spec["environment"]

@@ -1,0 +1,144 @@
+"""What the JSON files of a checkpoint hold, as pydantic models: `state.json` and PEFT's `adapter_config.json`.
+
+The marker's model is `trainer.checkpoint.store.Marker`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from trainer.checkpoint.store import STATE, Checkpoint, damaged
+from trainer.storage.json_files import Count, Document, JsonError, OpenDocument, check_json
+
+
+class PositionState(Document):
+    """Where a run is; see `trainer.checkpoint.state.Position`."""
+
+    step: Count
+    epoch: Count
+    batch: Count
+    tokens: Count
+
+
+class OptimizerRecord(Document):
+    type: str
+    updates: Count
+
+
+class LossScaleState(Document):
+    dynamic: bool
+    value: float = Field(gt=0)
+    quiet_steps: Count
+    overflows_in_a_row: Count
+    overflows: Count
+
+
+class StepState(Document):
+    """State of the training step apart from the optimizer."""
+
+    loss_scale: LossScaleState
+    spikes: Count
+    spikes_in_a_row: Count
+
+
+class DataLayout(OpenDocument):
+    """What a position in the training data means; see `trainer.data.datasets.data_layout`."""
+
+    batch_size: int = Field(ge=1, le=2**31)
+    gradient_accumulation_steps: int = Field(ge=1, le=2**31)
+    ranks: int = Field(1, ge=1, le=2**31)  # checkpoints from before runs of several ranks lack it
+    rows: Count | None = None
+    drop_remainder: bool | None = None
+
+    @model_validator(mode="after")
+    def is_consistent(self) -> DataLayout:
+        if (self.rows is None) != (self.drop_remainder is None):
+            raise ValueError("rows and drop_remainder stand together")
+        return self
+
+    @property
+    def batches(self) -> int | None:
+        """Micro-batches of an epoch, as `trainer.data.batches.loader` counts them; None where it is not known."""
+        if self.rows is None:
+            return None
+        batches, left = divmod(self.rows, self.batch_size * self.ranks)
+        return batches + bool(left and not self.drop_remainder)
+
+
+class EvaluatedState(Document):
+    step: Count
+    loss: float
+
+
+class EvaluationsState(Document):
+    """See `trainer.checkpoint.evaluations.EvalHistory`."""
+
+    step: Count
+    best: list[EvaluatedState]
+    reference: EvaluatedState | None
+    without_improvement: Count
+
+
+class BaseRecord(Document):
+    """The base model of adapters."""
+
+    load_checkpoint: str | None
+    seed: int
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class RunState(OpenDocument):
+    """`state.json` of a training run. Checkpoints of earlier versions lack some of it."""
+
+    position: PositionState
+    optimizer: OptimizerRecord
+    data: DataLayout
+    step: StepState | None = None
+    settings: dict[str, Any] | None = None
+    evaluations: EvaluationsState | None = None
+    base: BaseRecord | None = None
+
+    @model_validator(mode="after")
+    def is_consistent(self) -> RunState:
+        step, batches = self.position.step, self.data.batches
+        if self.optimizer.updates > step:
+            raise ValueError(f"optimizer.updates is {self.optimizer.updates}, and position.step {step}")
+        if batches is not None and self.position.batch >= max(batches, 1):
+            raise ValueError(f"position.batch is {self.position.batch}, and an epoch has {batches} micro-batches")
+        evaluated = max((0, *(each.step for each in self.evaluations.best))) if self.evaluations is not None else 0
+        if evaluated > step:
+            raise ValueError(f"evaluations.best names step {evaluated}, and position.step is {step}")
+        return self
+
+
+def read_state(found: Checkpoint) -> RunState:
+    """The state of a checkpoint of a training run.
+
+    Raises:
+        UserError: It has other fields or values, or contradicts itself or the marker.
+    """
+    try:
+        state = check_json(found.state, RunState, STATE)
+    except JsonError as error:
+        raise damaged(found.path, str(error)) from error
+    if state.position.step != found.step:
+        rule = f"{STATE} says step {state.position.step} (position.step), its marker {found.step}"
+        raise damaged(found.path, rule)
+    return state
+
+
+def read_base(found: Checkpoint) -> BaseRecord:
+    """The base model of a checkpoint of adapters; raises a UserError as `read_state` does."""
+    base = read_state(found).base
+    if base is None:
+        raise damaged(found.path, f"{STATE}: base: the record of the adapters' base model is missing")
+    return base
+
+
+class AdapterDescription(OpenDocument):
+    """PEFT's `adapter_config.json`: what is read of it; its other keys are compared with what is supported."""
+
+    r: int = Field(ge=1, le=2**31)
+    lora_alpha: float = Field(gt=0)

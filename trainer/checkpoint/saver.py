@@ -1,0 +1,136 @@
+"""Saves the checkpoints of a run, one at a time: at once, or beside the training (`async_save`).
+
+Beside the training each stage of a save is the work of a thread. Only the main thread communicates: the ranks tell each
+other in every step whether their work is done, and when all are, exchange what it has given and begin the next stage. A
+save of one process needs no exchange, so its thread does all stages.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.checkpoint.writing import Done, Stages, Work, attempt, do_stages, exchange
+from trainer.parallel.communicator import Communicator, SingleProcess
+
+
+class Saver:
+    """Saves into one folder.
+
+    Args:
+        on_saved: Called with each checkpoint that is complete, and its step, on every rank.
+
+    Attributes:
+        waited_seconds: For how long the training has waited since this was last set to 0.
+    """
+
+    def __init__(
+        self, folder: Path, communicator: Communicator, in_background: bool, on_saved: Callable[[Path, int], None]
+    ) -> None:
+        self.folder, self.communicator = folder, communicator
+        self.in_background, self.on_saved = in_background, on_saved
+        self.waited_seconds = 0.0
+        self._stages: Stages | None = None
+        self._step = 0
+        self._thread: _Thread | None = None
+
+    def save(self, make_stages: Callable[[], Stages], step: int) -> None:
+        """Saves, after an earlier save is complete; all ranks must call it.
+
+        Args:
+            make_stages: Gives the stages of the save; what they write must not change while the training goes on.
+
+        Raises:
+            RunError: This save or the one before cannot be written.
+        """
+        self.finish()
+        began = time.perf_counter()
+        if not self.in_background:
+            path = do_stages(make_stages(), self.folder, self.communicator)
+            self.waited_seconds += time.perf_counter() - began
+            self.on_saved(path, step)
+            return
+        self._step, self._stages = step, make_stages()
+        if self.communicator.size == 1:
+            stages = self._stages
+            self._thread = _Thread(lambda: do_stages(stages, self.folder, SingleProcess()))
+        else:
+            work = next(self._stages)
+            while not work.takes_long:
+                work = self._stages.send(exchange(attempt(work, self.folder), self.communicator))
+            self._begin(work)
+        self.waited_seconds += time.perf_counter() - began
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank's work is done, so that it would not wait in `advance`; True without a save."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def advance(self) -> None:
+        """Goes on with a save when the work of all ranks is done; all ranks must call it.
+
+        Raises:
+            RunError: The checkpoint cannot be written.
+        """
+        if self._thread is not None:
+            began = time.perf_counter()
+            self._go_on()
+            if self.communicator.size > 1:  # a single process has exchanged nothing
+                self.waited_seconds += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Waits until a save that is being written is complete; all ranks must call it. Raises as `advance` does."""
+        if self._thread is None:
+            return
+        began = time.perf_counter()
+        while self._thread is not None:
+            self._go_on()
+        self.waited_seconds += time.perf_counter() - began
+
+    def _go_on(self) -> None:
+        thread, self._thread = self._thread, None
+        path = self._next(thread.result())
+        if path is not None:
+            self._stages = None
+            self.on_saved(path, self._step)
+
+    def _next(self, found: Path | Done) -> Path | None:
+        """Begins the next stage; returns the folder after the last one."""
+        if isinstance(found, Path):
+            return found
+        try:
+            self._begin(self._stages.send(exchange(found, self.communicator)))
+        except StopIteration as end:
+            return end.value
+        return None
+
+    def _begin(self, work: Work) -> None:
+        self._thread = _Thread(lambda: attempt(work, self.folder))
+
+
+class _Thread:
+    """Work in a thread, which a process that is told to end at once does not wait for."""
+
+    def __init__(self, work: Callable[[], Path | Done]) -> None:
+        self._found: Path | Done | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Path | Done]) -> None:
+        try:
+            self._found = work()
+        except BaseException as error:
+            self._error = error
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> Path | Done:
+        """Waits for it; raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found

@@ -1,0 +1,132 @@
+"""Checks checkpoints and token files on disk: everything that a run would check, and every number. No MindSpore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.checkpoint.documents import read_state
+from trainer.checkpoint.store import (
+    MARKER,
+    STATE,
+    behind_link,
+    check_checkpoint,
+    is_step_folder,
+    newest_complete,
+    step_folders,
+)
+from trainer.checkpoint.weights import is_finite
+from trainer.data.tokens.token_file import DamagedTokenFile, checked_token_file, is_token_file
+from trainer.errors import UserError
+
+
+class Finding(NamedTuple):
+    """What was found in one folder."""
+
+    path: Path
+    problem: str = ""  # what is wrong; empty where it is whole
+    note: str = ""  # what it is
+    has_checksums: bool = True
+    is_checkpoint: bool = True
+    is_interrupted: bool = False  # by a kill or a failure: runs ignore it
+
+
+def verify(path: Path) -> list[Finding]:
+    """Checks what `path` is, or holds: a checkpoint, a token file, or a folder of them, two levels deep.
+
+    Raises:
+        UserError: There is neither, or it cannot be read.
+    """
+    try:
+        path = behind_link(path)
+        if not path.is_dir():
+            rule = "there is no such folder" if not path.exists() else "is not a folder"
+            raise UserError(rule, key="verify", value=str(path), fix="name a checkpoint, a folder of them or a cache")
+        found = [_check(each) for each in _folders(path)]
+    except OSError as error:
+        fix = "make it readable"
+        raise UserError(f"cannot be read: {error.strerror}", key="verify", value=str(path), fix=fix) from None
+    if not found:
+        fix = "name a checkpoint, a folder of checkpoints, an output folder or a token cache"
+        raise UserError("holds no checkpoint and no token file", key="verify", value=str(path), fix=fix)
+    if len(found) == 1 and found[0].is_interrupted and found[0].path == path:
+        return [found[0]._replace(problem=found[0].note, is_interrupted=False)]
+    return found
+
+
+def finding_lines(found: list[Finding]) -> Iterator[str]:
+    """A line for each folder, and one for all."""
+    for one in found:
+        word = "interrupted" if one.is_interrupted else "damaged" if one.problem else "whole"
+        unsure = "" if one.has_checksums else "; saved without checksums: only lengths were checked"
+        yield f"{word:<12}{one.path}: {one.problem or one.note}{unsure}"
+    damaged = sum(bool(one.problem) for one in found)
+    text = f"{sum(not one.is_interrupted for one in found)} checked, {damaged or 'none'} damaged"
+    if damaged:
+        whole = {one.path for one in found if one.is_checkpoint and not one.problem and not one.is_interrupted}
+        newest = _newest(whole)
+        text += f"; the newest whole checkpoint is {newest}" if newest else ""
+    yield text
+
+
+def finding_dict(one: Finding) -> dict[str, Any]:
+    return one._asdict() | {"path": str(one.path)}
+
+
+def _newest(whole: set[Path]) -> Path | None:
+    """The one of them that was saved last; of several folders of checkpoints that of the first."""
+    for folder in sorted({path.parent for path in whole}):
+        others = {path for path in step_folders(folder) if path not in whole}
+        found = newest_complete(folder, without=others)
+        if found is not None:
+            return found
+    return None
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    """The folders to check, `path` itself or below it."""
+    if _is_checked(path):
+        yield path
+        return
+    for child in _children(path):
+        if _is_checked(child):
+            yield child
+        else:
+            yield from filter(_is_checked, _children(child))
+
+
+def _children(path: Path) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink())
+
+
+def _is_checked(path: Path) -> bool:
+    return is_step_folder(path) or (path / MARKER).exists() or (path / STATE).exists() or is_token_file(path)
+
+
+def _check(path: Path) -> Finding:
+    if is_token_file(path):
+        try:
+            found = checked_token_file(path, every_page=True)
+        except DamagedTokenFile as error:
+            return Finding(path, f"{error}; remove it, and the next run builds it again", is_checkpoint=False)
+        note = f"{found.meta.num_tokens:,} tokens of {found.meta.source}"
+        return Finding(path, "", note, found.meta.checksums is not None, is_checkpoint=False)
+    if not (path / MARKER).exists():
+        return Finding(path, "", f"it has no {MARKER} file: a save or a removal was interrupted", is_interrupted=True)
+    try:
+        checkpoint = check_checkpoint(path)
+        step = read_state(checkpoint).position.step
+        wrong = list(_not_finite(checkpoint.tensors.values()))
+    except UserError as error:
+        return Finding(path, error.rule.removeprefix("the checkpoint is damaged: "))
+    if wrong:
+        return Finding(path, f"{wrong[0]} has NaN or infinity" + (f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)))
+    files = [each for each in path.iterdir() if each.is_file()]
+    size = sum(each.stat().st_size for each in files)
+    return Finding(path, "", f"step {step}, {len(files)} files, {size / 1e6:.1f} MB", checkpoint.has_checksums)
+
+
+def _not_finite(parts: Iterable) -> Iterator[str]:
+    for arrays in parts:
+        yield from (name for name in arrays if not is_finite(arrays[name]))

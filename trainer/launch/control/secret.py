@@ -1,0 +1,80 @@
+"""The secret of a job with several nodes, by which their launchers know each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from trainer.errors import RunError, UserError
+
+SECRET_VARIABLE = "RUN_TRAINER_SECRET"
+"""Environment variable with the secret, the same on all nodes; without it node 0 makes a file."""
+
+_LEAST_CHARACTERS = 16
+_MAX_BYTES = 4096
+
+
+def given_secret() -> bytes | None:
+    """The secret of the environment; None where it has none.
+
+    Raises:
+        UserError: It is too short to be one.
+    """
+    text = os.environ.get(SECRET_VARIABLE, "")
+    if text and len(text) < _LEAST_CHARACTERS:
+        rule = f"must have at least {_LEAST_CHARACTERS} characters"
+        raise UserError(rule, key=SECRET_VARIABLE, fix="make one with `openssl rand -hex 32`, the same on all nodes")
+    return os.fsencode(text) or None
+
+
+def secret_file(folder: Path, port: int) -> Path:
+    """The file with the secret of the job whose launchers use this port, in a folder that all nodes share."""
+    return folder.expanduser().absolute() / f".launchers-{port}.secret"
+
+
+def make_secret(path: Path) -> bytes:
+    """Writes a new secret to a file that only this user can read, and returns it.
+
+    Raises:
+        UserError: The folder cannot be written.
+    """
+    secret = secrets.token_hex(32).encode("ascii")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # of mode 600
+        with open(descriptor, "wb") as file:
+            file.write(secret)
+        os.replace(unfinished, path)
+    except OSError as error:
+        rule = f"the launchers' secret cannot be written there: {error.strerror or error}"
+        fix = f"choose a folder you may write to, or set {SECRET_VARIABLE} to the same secret on all nodes"
+        raise UserError(rule, key="output_dir", value=str(path.parent), fix=fix) from None
+    return secret
+
+
+def read_secret(path: Path) -> bytes | None:
+    """The secret that node 0 has made; None while there is none.
+
+    Raises:
+        RunError: Others could have read or written it.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                    return file.read(_MAX_BYTES) or None
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            rule = f"the launchers' secret cannot be read: {error.strerror}"
+        else:
+            rule = "the launchers' secret is no file of this user alone (mode 600)"
+        fix = f"remove it and start all nodes as one user, or set {SECRET_VARIABLE} on all nodes"
+        raise RunError(rule, key="secret", value=str(path), fix=fix)
+    return None

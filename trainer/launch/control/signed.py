@@ -1,0 +1,142 @@
+"""Connections between launchers: every message is signed with the secret of the job, and fits a schema.
+
+Each side begins with a nonce, from which and the secret both derive the key of the connection. A message is a line with
+the HMAC-SHA256 (RFC 2104) of its direction, its number in that direction and its content: it can be neither forged,
+changed, repeated nor moved to another connection. Contents are not secret and not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+
+from trainer.launch.control.messages import Hello, Message, parse
+from trainer.launch.wire import Lines, scaled
+
+_FIRST_LINE = re.compile(rb"run_trainer-1 ([0-9a-f]{32})")
+_MAC_BYTES = 64  # in hexadecimal
+_MAX_LINE_BYTES = 1 << 20  # of a node: a report of 100 lines of 2000 characters, each at most 6 bytes in JSON
+_MAX_STRANGER_BYTES = 1 << 10
+_HANDSHAKE_SECONDS = 5.0
+_MOST_UNIDENTIFIED = 64
+_MOST_NAMED = 20
+
+
+class SignedChannel(Lines):
+    """One end of a connection between launchers; `closed`: the other end is gone, or does not know the secret.
+
+    Args:
+        called: Whether the other end has called this one.
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes, called: bool) -> None:
+        super().__init__(connection, _MAX_STRANGER_BYTES if called else _MAX_LINE_BYTES)
+        self._secret, self._called = secret, called
+        self._nonce = secrets.token_hex(16).encode("ascii")
+        self._key: bytes | None = None
+        self._sent = self._received = 0
+        self._unsent: list[Message] = []  # before the other's nonce is there
+        self.send_line(b"run_trainer-1 " + self._nonce)
+
+    @property
+    def known(self) -> bool:
+        """Whether the other end has shown that it knows the secret."""
+        return self._received > 0
+
+    def send(self, message: Message) -> None:
+        if self._key is None:
+            self._unsent.append(message)
+            return
+        data = message.model_dump_json().encode("utf-8")
+        self.send_line(self._mac(not self._called, self._sent, data) + b" " + data)
+        self._sent += 1
+
+    def receive(self) -> list[Message]:
+        """What has arrived since the last call. The first line that is not what it should be closes the channel."""
+        messages = []
+        for line in self.receive_lines():
+            message = None
+            if self._key is None:
+                if self._take_nonce(line):
+                    continue
+            else:
+                data = line[_MAC_BYTES + 1 :]
+                if hmac.compare_digest(line[:_MAC_BYTES], self._mac(self._called, self._received, data)):
+                    message = parse(data)
+            if message is None:
+                self.close()
+                break
+            self._received += 1
+            self.max_line_bytes = _MAX_LINE_BYTES
+            messages.append(message)
+        return messages
+
+    def _take_nonce(self, line: bytes) -> bool:
+        found = _FIRST_LINE.fullmatch(line)
+        if found is None:
+            return False
+        both = (found[1], self._nonce) if self._called else (self._nonce, found[1])
+        self._key = hmac.digest(self._secret, b"run_trainer launchers " + b" ".join(both), hashlib.sha256)
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            self.send(message)
+        return True
+
+    def _mac(self, from_caller: bool, number: int, data: bytes) -> bytes:
+        head = (b">" if from_caller else b"<") + number.to_bytes(8, "big")
+        return hmac.digest(self._key, head + data, hashlib.sha256).hex().encode("ascii")
+
+
+@dataclass
+class _Caller:
+    channel: SignedChannel
+    address: str
+    since: float
+
+
+class ControlListener:
+    """Where other nodes call, and the callers that have not yet shown that they know the secret."""
+
+    def __init__(self, listening: socket.socket, secret: bytes) -> None:
+        listening.listen(1024)
+        listening.setblocking(False)
+        self._socket, self._secret = listening, secret
+        self._callers: list[_Caller] = []
+        self._named: set[str] = set()
+
+    @property
+    def sources(self) -> list[SignedChannel | socket.socket]:
+        return [self._socket, *(caller.channel for caller in self._callers)]
+
+    def accept(self, now: float) -> tuple[list[tuple[SignedChannel, Hello]], list[str]]:
+        """Nodes that have called, each with its first message; and addresses of strangers, each of them once."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MOST_UNIDENTIFIED):
+                connection, address = self._socket.accept()
+                self._callers.append(_Caller(SignedChannel(connection, self._secret, True), str(address[0]), now))
+        nodes, strangers, waiting = [], [], []
+        for place, caller in enumerate(reversed(self._callers)):  # the latest first
+            messages = caller.channel.receive()
+            if messages and isinstance(messages[0], Hello):
+                nodes.append((caller.channel, messages[0]))
+                continue
+            late = now - caller.since > scaled(_HANDSHAKE_SECONDS) or place >= _MOST_UNIDENTIFIED
+            if not caller.channel.closed and not late and not messages:
+                waiting.append(caller)
+                continue
+            caller.channel.close()
+            if caller.address not in self._named and len(self._named) < _MOST_NAMED:
+                self._named.add(caller.address)
+                strangers.append(caller.address)
+        self._callers = waiting[::-1]
+        return nodes, strangers
+
+    def close(self) -> None:
+        self._socket.close()
+        for caller in self._callers:
+            caller.channel.close()

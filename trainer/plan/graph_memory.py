@@ -1,0 +1,223 @@
+"""Activations of a rank in semi-automatic mode on an Ascend: what the one graph of its stage holds at its peak.
+
+What is counted is what MindSpore's allocator had in use at the peak of dry runs (`MS_ALLOC_CONF=memory_tracker:True`):
+
+* of every micro-batch under way what its layers keep, and its attention mask;
+* a copy of each matrix in half precision, from its first use in the forward pass to its last one in the backward pass.
+  What is computed again makes its copies again, one layer at a time, unless ranks share the weights: then they keep
+  what they have gathered (below optimizer level3);
+* on the last stage the logits, four times in float32 when their gradient is made;
+* while a layer's backward pass runs what it has computed again, and gradients inside its feed-forward layer.
+
+A stage has as many micro-batches under way as 1F1B asks for (Narayanan et al. 2021, section 2.2): one for itself and
+one for each stage behind it; in an interleaved pipeline as Megatron-LM's warm-up has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.config.checks.parallel import sharing_level
+from trainer.config.recompute import gathered_again, recomputed_parts
+from trainer.config.stages import part_sizes
+from trainer.models.shapes import EMBEDDING, HEAD, sublayer_of
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+    from trainer.parallel.mesh import Degrees
+
+_FLOAT32_BYTES = 4
+_LOGIT_BYTES = 16  # one-hot labels, softmax, and two while the gradient is made
+_LOSS_BYTES = 8  # of these what a loss keeps for its backward pass
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+class Chunk(NamedTuple):
+    """Consecutive layers of a stage, and how many micro-batches they have under way."""
+
+    layers: range
+    under_way: int
+    receives: bool
+    """Whether what enters it comes from another stage."""
+
+
+class Sublayer(NamedTuple):
+    """Bytes of a token in one sublayer of a layer: input of the norm, its result, the rest, and the peak of the rest
+    during the backward pass."""
+
+    stream: int
+    normed: int
+    inside: int
+    backward: int
+
+    @property
+    def kept(self) -> int:
+        return self.stream + self.normed + self.inside
+
+
+class GraphMemory(NamedTuple):
+    """Bytes of a rank.
+
+    Attributes:
+        copies: Of matrices in half precision, or gathered, that are kept from the forward to the backward pass.
+        constants: Of the graph: masks and tables.
+        activations: All else, at the peak.
+    """
+
+    copies: int
+    constants: int
+    activations: int
+
+
+def graph_memory(
+    config: Config, degrees: Degrees, stage: int, half: bool, matrices: Mapping[str, int], shares: bool
+) -> GraphMemory:
+    """Of a stage of a training.
+
+    Args:
+        matrices: Bytes in float32 of each matrix of the stage, as the rank multiplies by it.
+        shares: Whether data-parallel ranks share the weights.
+    """
+    settings, share = config.decoder, degrees.model_parallel
+    width = 2 if half else _FLOAT32_BYTES
+    tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
+    again = recomputed_parts(config)
+    again += again[-1:] * settings.mtp_depth
+    chunks, is_last = chunks_of(config, degrees, stage), stage == degrees.pipeline_stage - 1
+    mask = config.runner_config.batch_size * settings.seq_length**2 * (1 if _is_flash(settings, half) else 4)
+    keeps_gathered = shares and sharing_level(config) != "level3"
+    copies = kept = working = 0
+    for chunk in chunks:
+        kept += mask * chunk.under_way
+        for layer in chunk.layers:
+            part, first = again[layer], layer == chunk.layers[0]
+            sublayers = sublayers_of(config, layer, half, share)
+            kept += tokens * chunk.under_way * kept_bytes(config, sublayers, part, share, first and chunk.receives)
+            remade = _remade(config, part, share)
+            own = _copies(matrices, layer, width if half or shares else 0)
+            copies += sum(own[name] for name in own if keeps_gathered or name not in remade)
+            inside = sum(sublayers[name].kept for name in remade)
+            gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
+            stream = sublayers["attention"].stream + width * settings.hidden_size
+            transient = 0 if keeps_gathered else max((own[name] for name in remade), default=0)
+            working = max(working, tokens * (inside + gradients + stream) + transient)
+    if half and is_last:
+        copies += matrices.get(HEAD, matrices.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
+    if is_last:
+        vocabulary = settings.vocab_size // (share if settings.vocab_size % share == 0 else 1)
+        logits = vocabulary * (_LOGIT_BYTES + settings.mtp_depth * _LOSS_BYTES)
+        working = max(working, tokens * (logits + settings.hidden_size * (_FLOAT32_BYTES + width)))
+    tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * _FLOAT32_BYTES
+    causal = settings.seq_length**2 * len(chunks)
+    return GraphMemory(copies, tables + causal, kept + working)
+
+
+def chunks_of(config: Config, degrees: Degrees, stage: int) -> list[Chunk]:
+    """The parts of a stage, and what each has under way at the most."""
+    stages, layers = degrees.pipeline_stage, config.decoder.num_layers
+    extra = config.decoder.mtp_depth  # on the last stage
+    if stages == 1:
+        return [Chunk(range(layers + extra), 1, receives=False)]
+    sizes, micro_batches = part_sizes(config), config.parallel_config.micro_batch_num
+    parts = len(sizes)
+    behind = stages - stage - 1
+    under_way = behind + 1 if parts == 1 else 2 * behind + (parts - 1) * stages + 1
+    under_way = min(under_way, micro_batches * parts)
+    counts = [0] * parts
+    for number in range(under_way):  # all stages' micro-batches of a part, then those of the next part
+        counts[number // stages % parts] += 1
+    found, first = [], 0
+    for part, row in enumerate(sizes):
+        begin = first + sum(row[:stage])
+        end = begin + row[stage] + (extra if part == parts - 1 and stage == stages - 1 else 0)
+        found.append(Chunk(range(begin, end), counts[part], receives=stage > 0 or part > 0))
+        first += sum(row)
+    return found
+
+
+def kept_bytes(config: Config, sublayers: Mapping[str, Sublayer], part: str, share: int, received: bool) -> int:
+    """Bytes that a layer keeps for a token from its forward to its backward pass."""
+    attention, mlp = sublayers["attention"], sublayers["mlp"]
+    section = config.recompute_config
+    # Results of communication that is not repeated are kept, and what lies before the last one.
+    keeps_sent = share > 1 and not section.mp_comm_recompute
+    if part == "block":
+        if keeps_sent:
+            return attention.kept + mlp.stream + mlp.normed
+        return attention.stream // (share if section.recompute_slice_activation and not received else 1)
+    if part == "mlp":
+        return attention.kept + mlp.stream + (mlp.normed if keeps_sent else 0)
+    if part == "attention":
+        return attention.stream + (attention.normed if keeps_sent else 0) + mlp.kept
+    return attention.kept + mlp.kept
+
+
+def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:
+    """The sublayers whose backward pass computes them and their copies of weights again."""
+    if part == "block":
+        whole = share == 1 or config.recompute_config.mp_comm_recompute
+        return ("attention", "mlp") if whole else ("mlp",)
+    return (part,) if part else ()
+
+
+def _copies(matrices: Mapping[str, int], layer: int, width: int) -> dict[str, int]:
+    """Bytes of the copies of a layer's matrices, by sublayer."""
+    found = {"attention": 0, "mlp": 0}
+    for name, size in matrices.items():
+        match = _LAYER.match(name)
+        if match and int(match[1]) == layer:
+            found["attention" if sublayer_of(match[2]) == "attention" else "mlp"] += size * width // _FLOAT32_BYTES
+    return found
+
+
+def _is_flash(settings: ModelConfig, half: bool) -> bool:
+    return settings.use_flash_attention and half
+
+
+def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str, Sublayer]:
+    """What the sublayers of a layer have for a token; the residual stream is float32, and sequence parallelism shares
+    it."""
+    settings, width = config.decoder, 2 if half else _FLOAT32_BYTES
+    hidden = settings.hidden_size
+    shared = share if config.parallel_config.use_seq_parallel else 1
+    stream = _FLOAT32_BYTES * hidden // shared
+    # Every product of a rank needs all tokens; a layer that gathers them again keeps its part.
+    normed = width * hidden // (shared if layer in gathered_again(config) else 1)
+    heads = _heads(settings, half) // share
+    attention = Sublayer(stream, normed, heads, heads)
+    if settings.is_moe_layer(layer):
+        inside = _experts(settings, width, share)
+        return {"attention": attention, "mlp": Sublayer(stream, normed, inside, inside)}
+    columns = settings.ffn_size // share
+    if settings.use_fused_swiglu and half:  # gate and up side by side, and their product
+        inside, backward = 3 * width * columns, 6 * width * columns
+    else:  # gate, its SiLU and up in float32, and the product; gradients of two of them
+        inside, backward = (3 * _FLOAT32_BYTES + width) * columns, 5 * _FLOAT32_BYTES * columns
+    return {"attention": attention, "mlp": Sublayer(stream, normed, inside, backward)}
+
+
+def _heads(settings: ModelConfig, half: bool) -> int:
+    """Bytes of queries, keys, values and results of all heads for a token."""
+    width = 2 if half else _FLOAT32_BYTES
+    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
+    values = settings.num_heads * settings.value_size
+    if settings.multi_latent_attention:
+        # Before and after their norms; queries, keys and values of all heads, cut, rotated and joined.
+        latent = 2 * ((settings.q_lora_rank or 0) + settings.kv_lora_rank + settings.qk_rope_head_dim)
+        heads = width * (latent + 5 * queries + 2 * values)
+    else:  # what enters the norm of a head is float32
+        heads = (width + _FLOAT32_BYTES * settings.use_qk_norm) * (queries + keys) + width * keys
+    # Of the softmax the largest score and the sum, eight times each.
+    scores = settings.num_heads * (64 if _is_flash(settings, half) else 2 * _FLOAT32_BYTES * settings.seq_length)
+    return heads + width * values + scores
+
+
+def _experts(settings: ModelConfig, width: int, share: int) -> int:
+    """Bytes of a token in a layer with experts: scores; before and after each operator that sorts, multiplies and adds
+    up its rows, of which each of `share` ranks computes a part; the shared expert."""
+    moe, hidden = settings.experts, settings.hidden_size
+    rows = moe.num_experts_chosen * 4 * (hidden + settings.expert_size) * width // share
+    shared = 3 * settings.shared_expert_size * width // share + hidden * width * bool(settings.shared_expert_size)
+    return 12 * moe.expert_num + rows + hidden * width + shared

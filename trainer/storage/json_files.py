@@ -1,0 +1,76 @@
+"""Reads JSON that somebody else may have written: every value is checked by a pydantic model before it is used.
+
+Deep nesting, numbers beyond all bounds, text that is not UTF-8 and values of the wrong type all end in a `JsonError`
+that names the file and the field.
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""How many of something: what fits 64 bits."""
+
+Checked = TypeVar("Checked")
+
+
+class JsonError(ValueError):
+    """The content of a JSON file is not what it must be; the message names the file and the field."""
+
+
+class Document(BaseModel):
+    """Base of the models: types are not converted, numbers are finite, unknown keys are errors."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class OpenDocument(Document):
+    """The same for files of other programs, which have more keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def parse_json(content: bytes, model: type[Checked] | Any, name: str) -> Checked:
+    """The content of the file `name` as a value of `model`: a pydantic model or a type such as ``dict[str, Any]``.
+
+    Raises:
+        JsonError: It is no JSON, or has other fields or values.
+    """
+    try:
+        # Infinity and NaN may stand where any value may; the models refuse them in numbers that are used.
+        parsed = from_json(content, allow_inf_nan=True)
+    except ValueError as error:
+        raise JsonError(f"{name} is not valid JSON: {error}") from None
+    return check_json(parsed, model, name)
+
+
+def check_json(parsed: Any, model: type[Checked] | Any, name: str) -> Checked:
+    """`parse_json` for what is parsed already."""
+    try:
+        return _adapter(model).validate_python(parsed)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        more = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
+        says = first["msg"].removeprefix("Value error, ")
+        says = says[:1].lower() + says[1:]
+        found = "" if first["type"] in ("missing", "value_error") else f", found {_short(first['input'])}"
+        raise JsonError(f"{name}: {field + ': ' if field else ''}{says}{found}{more}") from None
+
+
+@functools.cache
+def _adapter(model: Any) -> TypeAdapter:
+    return TypeAdapter(model)
+
+
+def _short(value: Any) -> str:
+    """The value in a few words; Python refuses to print an integer of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    is_plain = value is None or isinstance(value, (str, int, float))
+    return reprlib.repr(value) if is_plain else f"a {type(value).__name__}"
