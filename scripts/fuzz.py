@@ -35,7 +35,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from trainer.errors import EXIT_BAD_INPUT, TrainerError  # noqa: E402
 
-_CPU_SECONDS, _SECONDS = 5.0, 60.0  # of one mutation; the second is for what waits
+_CPU_SECONDS, _SECONDS = 5.0, 20.0  # of one mutation; the second is for what waits
 _MEMORY_BYTES = 3 << 30  # beyond what the process has at the start
 _LONGEST_MESSAGE = 30_000
 _SHOWN = 5
@@ -128,7 +128,9 @@ def run_kind(name: str, make: Callable[[Path], Attempt], seed: int, numbers: ran
     findings, counts, seconds, rest = [], {"refused": 0, "accepted": 0}, 0.0, numbers
     while rest:
         number, ended = rest.start, False
-        for line in _in_child(name, make, seed, rest):
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+            reports = list(_in_child(name, make, seed, rest, Path(folder)))
+        for line in reports:
             number, what, detail, seconds_now = json.loads(line)
             if what == "end":
                 ended, seconds = True, seconds + seconds_now
@@ -143,14 +145,16 @@ def run_kind(name: str, make: Callable[[Path], Attempt], seed: int, numbers: ran
     return findings, f"{line}  {len(findings):4,} wrong  {seconds:6.1f} s"
 
 
-def _in_child(name: str, make: Callable[[Path], Attempt], seed: int, numbers: range) -> Iterator[str]:
+def _in_child(
+    name: str, make: Callable[[Path], Attempt], seed: int, numbers: range, folder: Path
+) -> Iterator[str]:
     """The reports of a child: a line when each mutation begins, and one about what became of it."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
-        with os.fdopen(writing, "w") as reports, tempfile.TemporaryDirectory() as folder:
-            attempt = make(Path(folder))
+        with os.fdopen(writing, "w") as reports:
+            attempt = make(folder)
             for number in numbers:
                 print(json.dumps((number, "begins", "", 0)), file=reports, flush=True)
                 what, detail = _judge(attempt, random.Random(f"{seed}:{name}:{number}"))

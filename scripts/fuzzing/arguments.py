@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 
 from fuzz import Accepted, Attempt
+
 from fuzzing.configuration import TINY, fits, leaves
 from fuzzing.mutate import NUMBERS, STRINGS, odd_value, yaml_scalar
-
 from trainer.cli.flags import FLAGS
 from trainer.cli.main import dispatch
 from trainer.config import Config
@@ -29,7 +29,7 @@ def _keys() -> list[str]:
     """Dotted keys that stand where the tiny configuration has their section."""
     kinds = {"data_loader": "SyntheticDataset", "lr_schedule": "CosineWithWarmUpLR"}
     found = []
-    for path, field in leaves(Config):
+    for path, _ in leaves(Config):
         names = [part.partition(":") for part in path]
         of_ours = all(not kind or kinds.get(name) == kind for name, _, kind in names)
         if of_ours and not any(part.startswith("[") for part in path):
@@ -56,7 +56,8 @@ def _flags(folder: Path) -> Attempt:
             if how == 0:
                 key = ".".join([key] * rng.choice((2, 30, 70)))
             elif how == 1:
-                key = rng.choice((f"{key}.0", f"{key}.{10**30}", f"no-{key}", f".{key}", f"{key}.", rng.choice(STRINGS)))
+                other = rng.choice(STRINGS)
+                key = rng.choice((f"{key}.0", f"{key}.{10**30}", f"no-{key}", f".{key}", f"{key}.", other))
             words += [f"--{key}={value(rng)}"] if how % 2 else [f"--{key}", value(rng)]
         if rng.random() < 0.15:
             words += ["--options", *(f"{rng.choice(keys)}={value(rng)}" for _ in range(3))]

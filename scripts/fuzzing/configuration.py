@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from fuzz import REPOSITORY, Attempt, check
-from fuzzing.mutate import NUMBERS, STRINGS, changed_bytes, changed_lines, odd_value, yaml_scalar
 
+from fuzzing.mutate import NUMBERS, STRINGS, changed_bytes, changed_lines, odd_value, yaml_scalar
 from trainer.config import Config, config_notices, dump_config, load_config, parse_config, preflight
 from trainer.config.schema.fields import Section, fields_by_yaml_name, shape_of, support_of, types_of
 from trainer.errors import UserError
@@ -89,8 +89,13 @@ def fits(value: Any, annotation: Any, notes: tuple[Any, ...] = ()) -> bool:
     return type(value) is annotation and _within(value, notes)
 
 
+def _unpacked(notes: Iterable[Any]) -> list[Any]:
+    """Bounds one by one: pydantic's Field holds several."""
+    return [one for note in notes for one in getattr(note, "metadata", [note])]
+
+
 def _within(value: Any, notes: tuple[Any, ...]) -> bool:
-    for note in [one for note in notes for one in getattr(note, "metadata", [note])]:
+    for note in _unpacked(notes):
         if hasattr(note, "ge") and value < note.ge or hasattr(note, "gt") and value <= note.gt:
             return False
         if hasattr(note, "le") and value > note.le or hasattr(note, "lt") and value >= note.lt:
@@ -105,7 +110,7 @@ def _bounds(annotation: Any, notes: tuple[Any, ...]) -> list[Any]:
     found = []
     parts = [annotation, *get_args(annotation)]
     every = [*notes, *(note for part in parts if get_origin(part) is Annotated for note in get_args(part)[1:])]
-    for note in [one for note in every for one in getattr(note, "metadata", [note])]:
+    for note in _unpacked(every):
         found += [getattr(note, name) + more for name in ("ge", "gt", "le", "lt") if hasattr(note, name)
                   for more in (-1, 0, 1)]  # fmt: skip
     return found

@@ -12,14 +12,14 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from fuzz import Accepted, Attempt, check
+
 from fuzzing.configuration import TINY, _merged
 from fuzzing.mutate import changed_bytes, json_bytes
 from fuzzing.stored import write_tokenizer
-
 from trainer.cli.main import dispatch
 from trainer.config import parse_config
 from trainer.data.datasets import build_train_dataset
@@ -48,7 +48,8 @@ def _train(folder: Path, loader: dict[str, Any], **more: Any) -> None:
         "data_loader": loader, "cache_dir": str(folder / "cache"), **more}})))  # fmt: skip
     data = build_train_dataset(config)[0]
     batch = data.batch(range(min(data.num_sequences, 50)))
-    check(((batch.input_ids >= 0) & (batch.input_ids < config.decoder.vocab_size)).all(), "tokens beyond the vocabulary")
+    is_known = (batch.input_ids >= 0) & (batch.input_ids < config.decoder.vocab_size)
+    check(is_known.all(), "tokens beyond the vocabulary")
 
 
 def _jsonl(folder: Path) -> Attempt:
@@ -71,11 +72,14 @@ def _template(folder: Path) -> Attempt:
     """A chat template that somebody else wrote: it runs in Jinja's sandbox."""
     file, data = folder / "t.jinja", folder / "a.jsonl"
     data.write_text(json.dumps({"messages": _TURNS}) + "\n", encoding="utf-8")
-    pieces = ("{% for i in range(10**9) %}{% endfor %}", "{{ 'a' * 10**10 }}", "{{ messages.__class__.__mro__ }}", "{{ x.y.z }}",
-              "{% include 'a' %}", "{{ ''.__class__ }}", "{{ 1/0 }}", "{{ messages[5] }}", "{% if %}", "{{ raise_exception('no') }}",
-              "{% set x = [] %}{% for i in range(99999) %}{{ x.append(x) }}{% endfor %}{{ x }}", "{{ 9**9**9 }}",
-              "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ cycler.__init__.__globals__ }}", "{{ '%1000000000d' % 1 }}",
-              "{{ messages | tojson(indent=9) }}", "{{ 'x' | center(10**10) }}", "{{ strftime_now('%Y') }}")  # fmt: skip
+    pieces = (
+        "{% for i in range(10**9) %}{% endfor %}", "{{ 'a' * 10**10 }}", "{{ messages.__class__.__mro__ }}",
+        "{{ x.y.z }}", "{% include 'a' %}", "{{ ''.__class__ }}", "{{ 1/0 }}", "{{ messages[5] }}", "{% if %}",
+        "{{ raise_exception('no') }}", "{{ 9**9**9 }}", "{{ cycler.__init__.__globals__ }}",
+        "{% set x = [] %}{% for i in range(99999) %}{{ x.append(x) }}{% endfor %}{{ x }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ '%1000000000d' % 1 }}",
+        "{{ messages | tojson(indent=9) }}", "{{ 'x' | center(10**10) }}", "{{ strftime_now('%Y') }}",
+    )  # fmt: skip
 
     def attempt(rng: random.Random) -> None:
         shutil.rmtree(folder / "cache", ignore_errors=True)
@@ -142,8 +146,9 @@ def _make(kind: str, path: Path) -> str:
     elif kind == "below a file":
         path.write_text("x")
         return str(path / path.name)
-    given = {"too long": "n" * 300 + path.suffix, "no user": f"~nosuchuser/{path.name}"}
-    return given[kind] if kind in given else os.fsdecode(b"a\xff" + path.suffix.encode()) if "half" in kind else str(path)
+    given = {"too long": "n" * 300 + path.suffix, "no user": f"~nosuchuser/{path.name}",
+             "half a character": os.fsdecode(b"a\xff" + path.suffix.encode())}  # fmt: skip
+    return given[kind] if kind in given else str(path)
 
 
 @contextlib.contextmanager
@@ -170,14 +175,16 @@ _TEXT = {"data_loader": {"type": "TextDataset", "dataset_dir": "stdlib"}}
 _CHAT = {"data_loader": {"type": "JsonlDataset"}}
 
 
-def _readers(folder: Path) -> dict[str, tuple[str, Callable[[str], tuple[list[str], dict[str, Any]]]]]:
+_Reader: TypeAlias = tuple[str, Callable[[str], tuple[list[str], dict[str, Any]]]]
+
+
+def _readers(folder: Path) -> dict[str, _Reader]:
     """By key: the file name that it reads, and from a path the command with its further sections."""
     data = folder / "good.jsonl"
     data.write_text(json.dumps({"messages": _TURNS}) + "\n", encoding="utf-8")
-    readers: dict[str, tuple[str, Callable[[str], tuple[list[str], dict[str, Any]]]]] = {
-        f"dataset_dir of {kind}": (
-            name, lambda path, kind=kind: (["data"], {"train_dataset": {"data_loader": {"type": kind, "dataset_dir": path}}})
-        )
+    readers: dict[str, _Reader] = {
+        f"dataset_dir of {kind}": (name, lambda path, kind=kind: (["data"], {"train_dataset": {
+            "data_loader": {"type": kind, "dataset_dir": path}}}))
         for kind, name in _LOADERS.items()
     }  # fmt: skip
     readers |= {
@@ -185,7 +192,8 @@ def _readers(folder: Path) -> dict[str, tuple[str, Callable[[str], tuple[list[st
         "tokenizer": ("tokenizer.json", lambda path: (
             ["plan"], {"train_dataset": {**_TEXT, "tokenizer": {"type": "huggingface", "path": path}}})),
         "tokenizer folder": ("tok/tokenizer.json", lambda path: (
-            ["plan"], {"train_dataset": {**_TEXT, "tokenizer": {"type": "huggingface", "path": str(Path(path).parent)}}})),
+            ["plan"], {"train_dataset": {**_TEXT, "tokenizer": {
+                "type": "huggingface", "path": str(Path(path).parent)}}})),
         "chat_template": ("t.jinja", lambda path: (["data"], {"train_dataset": {
             "chat_template": path, "data_loader": {"type": "JsonlDataset", "dataset_dir": str(data)}}})),
         "weights": ("model.safetensors", lambda path: (["export", "--output", str(folder / "out")], {
@@ -193,7 +201,8 @@ def _readers(folder: Path) -> dict[str, tuple[str, Callable[[str], tuple[list[st
         "weights of a folder": ("w/model.safetensors", lambda path: (["export", "--output", str(folder / "out")], {
             "load_checkpoint": str(Path(path).parent)})),
         "adapters": ("ad/adapter_model.safetensors", lambda path: (
-            ["export", "--output", str(folder / "out"), "--merge"], {**_ADAPTED, "adapter_id": str(Path(path).parent)})),
+            ["export", "--output", str(folder / "out"), "--merge"],
+            {**_ADAPTED, "adapter_id": str(Path(path).parent)})),
         "model folder": ("m/config.json", lambda path: (["plan"], {"pretrained_model_dir": str(Path(path).parent)})),
         "best": ("checkpoints/best", lambda path: (["export", "--output", str(folder / "out")], {
             "load_checkpoint": path})),

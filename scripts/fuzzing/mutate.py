@@ -137,13 +137,15 @@ def changed_lines(text: str, rng: random.Random) -> str:
         elif how == 3:
             lines.insert(at, " " * rng.choice((0, 2, 4)) + rng.choice(_LINES))
         elif how == 4 and ":" in lines[at]:
-            lines[at] = f"{lines[at].split(':')[0]}: {yaml_scalar(odd_value(rng)) if rng.random() < 0.9 else rng.choice(STRINGS)}"
+            value = yaml_scalar(odd_value(rng)) if rng.random() < 0.9 else rng.choice(STRINGS)
+            lines[at] = f"{lines[at].split(':')[0]}: {value}"
         elif how == 5 and ":" in lines[at]:
             name, _, rest = lines[at].partition(":")
             lines[at] = f"{name}: {rng.choice(('&a ', '*a ', '!t ', '!!str ', '!!map ', '| ', '[', '{', '? '))}{rest}"
         elif how == 6:
             column = rng.randrange(len(lines[at]) + 1)
-            lines[at] = lines[at][:column] + rng.choice("\0\x07\t:#&*!|>'\"%@`{}[],?-\ufeff\ud800é\n") + lines[at][column:]
+            added = rng.choice("\0\x07\t:#&*!|>'\"%@`{}[],?-\ufeff\ud800é\n")
+            lines[at] = lines[at][:column] + added + lines[at][column:]
         elif how == 7:
             name, colon, rest = lines[at].partition(":")
             lines[at] = name.replace(name.strip() or "a", rng.choice(STRINGS[:20]), 1) + colon + rest

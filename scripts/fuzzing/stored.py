@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from fuzz import Attempt, check
-from fuzzing.configuration import TINY, _merged
-from fuzzing.mutate import changed_bytes, changed_json, json_bytes
 
+from fuzzing.configuration import TINY, _merged
+from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.checkpoint import adapters, state, store
 from trainer.checkpoint.weights import requested_weights
 from trainer.checkpoint.writing import write_checkpoint
@@ -59,7 +60,8 @@ def _checkpoint(folder: Path) -> Attempt:
     config = tiny()
     layout = data_layout(config, build_train_dataset(config)[0], 1)
     shapes = trained_shapes(config)
-    optimizer = {f"{kind}.{name}": np.ones(shape, np.float32) for kind in ("exp_avg", "exp_avg_sq") for name, shape in shapes.items()}
+    kinds = ("exp_avg", "exp_avg_sq")
+    optimizer = {f"{kind}.{name}": np.ones(shape, np.float32) for kind in kinds for name, shape in shapes.items()}
     tensors = {"model": _weights(config, shapes), "optimizer": optimizer}
     content = {
         "position": {"step": 3, "epoch": 0, "batch": 3, "tokens": 24},
@@ -165,7 +167,8 @@ def write_tokenizer(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     described = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<|endoftext|>"}, "add_bos_token": False,
-                 "additional_special_tokens": ["<|endoftext|>"], "chat_template": "{{ messages[0]['content'] }}"}  # fmt: skip
+                 "additional_special_tokens": ["<|endoftext|>"],
+                 "chat_template": "{{ messages[0]['content'] }}"}  # fmt: skip
     (path / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
     (path / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
     (path / "generation_config.json").write_text('{"eos_token_id": [258], "top_k": 5}', encoding="utf-8")
@@ -202,8 +205,6 @@ def _token_cache(folder: Path) -> Attempt:
     text.write_text("The cat sat on the mat.\n" * 20, encoding="utf-8")
     config = tiny(train_dataset={"data_loader": {"type": "TextDataset", "dataset_dir": str(text)},
                                  "cache_dir": str(cache)})  # fmt: skip
-    import os
-
     os.utime(text, (1e9, 1e9))
     expected = _sequences(config)
     whole = {file.relative_to(cache): file.read_bytes() for file in cache.rglob("*") if file.is_file()}

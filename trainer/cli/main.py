@@ -8,6 +8,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import copy
+import errno
 import functools
 import json
 import logging
@@ -23,6 +24,7 @@ import typer
 
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, split_arguments
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
+from trainer.input_files import user_path
 from trainer.launch import heartbeat
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ _HELP = "\n\n".join(
 )
 
 _OF_A_RUN = ("--config", "--options")  # in the help of each command, and read by `split_arguments`
+_OF_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+             errno.ENXIO)  # fmt: skip
 _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
 app = typer.Typer(
@@ -139,7 +143,28 @@ def _receive_signals_in_a_thread() -> None:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Runs the command that `argv` names, train by default, and returns its exit code."""
+    """Runs the command that `argv` names, train by default, and returns its exit code.
+
+    Raises:
+        TrainerError: It could not do it. A path that the system does not let us use, wherever that shows, is bad input.
+    """
+    for number, word in enumerate(argv, start=1):
+        try:
+            word.encode("utf-8")
+        except UnicodeEncodeError:
+            rule = "is not UTF-8 text"
+            raise UserError(rule, where=f"argument {number}", value=word, fix="write it as UTF-8 text") from None
+    try:
+        return _dispatch(argv)
+    except OSError as error:
+        if error.errno not in _OF_PATHS:
+            raise
+        rule = f"the system does not let us read or write it: {error.strerror}"
+        path = {"value": error.filename} if error.filename is not None else {}
+        raise UserError(rule, key="path", fix="make it readable and writable, or name another path", **path) from None
+
+
+def _dispatch(argv: list[str]) -> int:
     group = typer.main.get_command(app)
     if argv[:1] == ["--help"]:
         _add_flags(group, group.commands["train"], left_out=NO_EFFECT)
@@ -454,7 +479,7 @@ def _status(folder: _Folder, json_: _Json = False) -> int:
     """Says what a job of launch does, or how it ended."""
     from trainer.launch.command import status
 
-    return status(folder, json_)
+    return status(user_path(folder, "argument DIR"), json_)
 
 
 @app.command("stop")
@@ -462,7 +487,7 @@ def _stop(folder: _Folder) -> int:
     """Lets a job of launch save and end."""
     from trainer.launch.command import stop
 
-    return stop(folder)
+    return stop(user_path(folder, "argument DIR"))
 
 
 @app.command("verify")
@@ -475,7 +500,6 @@ def _verify(
     Exit code 0: all are whole; 1: one is damaged; 2: there is nothing to check.
     """
     from trainer.checkpoint.verify import finding_dict, finding_lines, verify
-    from trainer.input_files import user_path
 
     found = verify(user_path(folder, "DIR"))
     lines = [json.dumps([finding_dict(one) for one in found], indent=1)] if json_ else finding_lines(found)
@@ -518,7 +542,7 @@ def _export(
         raise UserError("no such dtype", key="--dtype", value=dtype, fix=f"write one of {', '.join(DTYPES)}")
     size = parse_size(shard_size)
     config_ = _load(arguments)
-    print(export(config_, Path(output).expanduser(), merge=merge, force=force, dtype=dtype, shard_bytes=size))
+    print(export(config_, user_path(output, "flag --output"), merge=merge, force=force, dtype=dtype, shard_bytes=size))
     return EXIT_OK
 
 
@@ -540,6 +564,7 @@ def _convert(
     if output is None:
         print(text, end="")
         return EXIT_OK
+    output = user_path(output, "flag --output")
     if output.exists():
         raise UserError("is there already", where="flag --output", key=str(output), fix="give another --output")
     try:

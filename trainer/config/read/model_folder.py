@@ -18,7 +18,7 @@ from trainer.config.read.yaml_reader import MAX_BYTES, parse_document
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import RopeScaling
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
+from trainer.input_files import path_mistake, read_bytes
 
 KEY = "pretrained_model_dir"
 _ARCH, _MODEL = "model.arch.type", "model.model_config"
@@ -54,6 +54,10 @@ def add_model_folder(found: Resolved) -> None:
             _family(found, found, _value(found.data, _MODEL) or {})
         except UserError as error:  # told together with what else is wrong
             found.problems.append(Problem(_named_at(found), error))
+        return
+    if mistake := path_mistake(name):
+        found.problems.append(problem_at(place, KEY, mistake, _FIX, name))
+        del found.data[KEY]
         return
     folder = Path(name).expanduser()
     if not folder.is_dir():

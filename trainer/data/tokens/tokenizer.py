@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -330,7 +331,7 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     fix = "name a tokenizer.json as saved by Hugging Face tokenizers, or its folder, or set tokenizer.type to bytes"
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except (OSError, ValueError) as error:
         rule = f"the tokenizer cannot be read ({getattr(error, 'strerror', None) or error})"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
@@ -368,8 +369,8 @@ def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a file that may be missing; without a JSON object it says nothing."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        content = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
