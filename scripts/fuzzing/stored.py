@@ -20,6 +20,7 @@ from trainer.checkpoint.weights import requested_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import Config, dump_config, parse_config
 from trainer.data.datasets import build_train_dataset, data_layout, find_tokenizer
+from trainer.errors import RunError, UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.storage.checksums import checksum_of_bytes
@@ -218,7 +219,11 @@ def _token_cache(folder: Path) -> Attempt:
         is_json = name.suffix == ".json" and rng.random() < 0.8
         content = json_bytes(json.loads(whole[name]), rng) if is_json else changed_bytes(whole[name], rng)
         (cache / name).write_bytes(content)
-        check(_sequences(config) == expected, f"{name}: other sequences are trained on")
+        try:
+            found = _sequences(config)
+        except RunError as error:  # tokens are compared with their checksum when they are read, maybe after hours
+            raise UserError(error.rule, fix=error.fix) from None
+        check(found == expected, f"{name}: other sequences are trained on")
 
     return attempt
 
