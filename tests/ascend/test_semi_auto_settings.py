@@ -21,6 +21,7 @@ STAGES = {
         "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "use_seq_parallel": True,
     },
     "recompute_config": {"recompute": True},
+    "freeze": {"embeddings": True, "layers": 0},  # all of the first stage
 }  # fmt: skip
 TIED = {"tie_word_embeddings": True, "mtp_depth": 1}
 INTERLEAVED = {
@@ -37,15 +38,20 @@ PARTS = {
     "runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2},
     "recompute_config": {"recompute": True, "select_comm_recompute": True},
 }  # fmt: skip
+WINDOW = {
+    "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1, "embedding_size": 64, "layers_group": 2,
+}  # fmt: skip
+MOE = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "use_gmm": True}
 CASES = {
     "first stage": on_ascend(SEMI, STAGES, model=TIED, ranks=8, rank=1, process="first stage"),
     "last stage": on_ascend(SEMI, STAGES, model=TIED, ranks=8, rank=6, process="last stage"),
     "a middle stage": on_ascend(
         SEMI, INTERLEAVED, model={"num_layers": 8, "pp_interleave_num": 2}, ranks=8, rank=2, process="middle stage"
     ),
-    "shared gradients": on_ascend(SEMI, PARTS, ranks=8, rank=3, process="shared gradients"),
+    "shared gradients": on_ascend(SEMI, PARTS, model=WINDOW, ranks=8, rank=3, process="shared gradients"),
     "evaluation of parts": on_ascend(
-        SEMI, PARTS, ranks=8, rank=4, process="evaluation", task="trainer.dryrun.tasks:evaluation", steps=1
+        SEMI, PARTS, model={"moe_config": MOE}, ranks=8, rank=4, process="evaluation",
+        task="trainer.dryrun.tasks:evaluation", steps=1,
     ),
 }  # fmt: skip
 

@@ -124,7 +124,7 @@ def train_and_read(path: Path, **flags: object) -> tuple[Path, str]:
 
 
 def step_records(output: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [record for record in _records(output / name) if "eval_loss" not in record]
+    return [record for record in _records(output / name) if not {"eval_loss", "restart"} & record.keys()]
 
 
 def eval_records(output: Path) -> list[dict[str, Any]]:

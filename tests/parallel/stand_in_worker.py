@@ -37,11 +37,14 @@ def step_of(job: Path, rank: int) -> int:
 
 def act(action: str, step: int) -> None:
     name, _, value = action.partition("=")
-    if name in ("exit", "raise", "kill", "announce"):
+    if name in ("exit", "first", "raise", "kill", "announce"):
         wait_for_others(step)
     if name == "exit":
         print("something bad happened", file=sys.stderr, flush=True)
         os._exit(int(value))
+    elif name == "first":  # fails in the first start of the job alone
+        if not heartbeat.restarted():
+            os._exit(int(value))
     elif name == "raise":
         raise ValueError("something bad happened")
     elif name == "kill":

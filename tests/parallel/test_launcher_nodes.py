@@ -68,6 +68,14 @@ def test_a_failure_on_one_ends_both(tmp_path: Path) -> None:
     assert all("saved after SIGTERM" in log(tmp_path, rank) for rank in (0, 1, 2))
 
 
+def test_both_start_again_together(tmp_path: Path) -> None:
+    first, second = start_both(tmp_path, 6, "3@3:first=7", "--max_restarts=1")
+    assert [first.end(), second.end()] == [0, 0]
+    assert all("restart 1 of 1" in each.errors for each in (first, second))
+    assert first.errors.count("the launchers of all 2 nodes are connected") == 2
+    assert all(log(tmp_path, rank).endswith("did step 6\n") for rank in ALL)
+
+
 def test_a_failure_before_the_others_are_there(tmp_path: Path) -> None:
     """Node 1 keeps trying to deliver its failure for 10 s. Node 0 may take longer to start on a busy machine."""
     port = pick_free()
@@ -124,7 +132,7 @@ def test_nodes_that_do_not_fit_are_told(tmp_path: Path) -> None:
     port = pick_free()
     first = start_node(tmp_path, 0, port, 1000)
     second = start_node(tmp_path, 1, port, 1000, workers=6)
-    assert second.end() == 1
+    assert second.end() == EXIT_BAD_INPUT
     assert "node 0 does not take this node in: worker_num is 6 there and 4 on node 0" in second.errors
     first.process.terminate()
     assert first.end() == 143

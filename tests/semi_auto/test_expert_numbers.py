@@ -97,3 +97,5 @@ def test_steps_are_those_of_explicit_mode(operators_of_a_cpu: None) -> None:
             np.testing.assert_allclose(rate, expected, 1e-5)
     saved, expected = step.to_save().weights, run.to_save().weights
     assert max(distance(saved[name], expected[name]) for name in expected) < 1e-6
+    evaluated = step.model(batch(2)).tokens.asnumpy(), run.model(run.build_inputs(batch(2))).tokens.asnumpy()
+    assert distance(*evaluated) < 1e-6

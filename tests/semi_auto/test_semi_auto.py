@@ -252,7 +252,9 @@ def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor
 @pytest.mark.parametrize(
     ("changes", "close"),
     [
-        ({"num_layers": 2}, None),
+        # A window in the second of two layers, which have one attention, and an embedding of another width.
+        ({"num_layers": 2, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1, "layers_group": 2,
+          "embedding_size": 12}, None),
         # One layer, where what is different is within a layer: compiling is most of what this costs.
         ({"use_qk_norm": True, "tie_word_embeddings": True, "seq_length": 7, "rotary_pct": 0.5, "rope_interleave": True,
           "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, None),

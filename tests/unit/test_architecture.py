@@ -40,6 +40,7 @@ ROOMS = (
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan",),
+    ("trainer.launch.restart",),
     ("trainer.launch.checks",),
     ("trainer.device.threads",),
     ("trainer.parallel",),

@@ -195,7 +195,7 @@ def test_every_job_of_a_cluster_names_its_files(commands: list[list[str]]) -> No
 
 def test_the_table_of_launch_holds_every_option() -> None:
     part = LAUNCH[LAUNCH.index("## Options of launch") : LAUNCH.index("## In the background")]
-    assert re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE) == [*HELP, "force"]
+    assert re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE) == [*HELP, "elastic", "force"]
 
 
 def test_every_other_command_starts_a_file_that_is_there(commands: list[list[str]]) -> None:
@@ -261,7 +261,7 @@ def test_the_page_of_flags_holds_every_flag_and_its_key() -> None:
 
 def test_every_flag_in_the_text_exists() -> None:
     """Named flags in backquotes: those of a run, of a command or of launch, negated or not."""
-    known = {flag.name for flag in FLAGS} | {*HELP, "force", "worker_num", "config", "options", "output_dir"}
+    known = {flag.name for flag in FLAGS} | {*HELP, "elastic", "force", "worker_num", "config", "options", "output_dir"}
     known |= {flag.removeprefix("--") for flags in (*SWITCHES.values(), *OPTIONS.values()) for flag in flags}
     for page in PAGES:
         for text in re.findall(r"`([^`]+)`", prose(page)):

@@ -41,7 +41,9 @@ def test_options_survive_their_command_line(tmp_path: Path) -> None:
     script.touch()
     for options in (
         LaunchOptions(),
-        LaunchOptions(4, 2, "::1", 9000, 1, Path("a b"), False, 60, 9.5, 0.5, True, script, ("--config", "x y", "ü")),
+        LaunchOptions(
+            4, 2, "::1", 9000, 1, Path("a b"), False, 60, 9.5, 0.5, 3, True, True, script, ("--config", "x y", "ü")
+        ),
     ):
         assert read_options(to_arguments(options)) == options
 

@@ -34,7 +34,7 @@ from trainer.launch.job import (
 from trainer.launch.msrun import Scratch, listen_error, pick_free
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
 from trainer.launch.terminal import Follower, PlainText, growth_of, last_lines
-from trainer.launch.wire import Channel
+from trainer.launch.wire import Channel, Lines
 
 CHATTER = (
     b"[WARNING] DISTRIBUTED(28967,7f2bd89ebb80,python):2026-11-21-16:00:49.022.095 "
@@ -139,11 +139,11 @@ def test_messages_arrive_whole_whatever_the_pieces() -> None:
 
 def test_a_line_without_end_closes_the_channel() -> None:
     left, right = socket.socketpair()
-    channel = Channel(right)
-    for _ in range(2000):
-        if not channel.closed:
-            left.send(b"x" * 1024)
-            channel.receive()
+    channel = Lines(right, max_line_bytes=1 << 16)
+    for _ in range(65):
+        assert not channel.closed
+        left.send(b"x" * 1024)
+        assert channel.receive_lines() == []
     assert channel.closed
 
 

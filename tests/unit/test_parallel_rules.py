@@ -140,11 +140,10 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
          "runner_config: {gradient_accumulation_steps: 8}\n",
          ["gradient_accumulation_steps = 8: in a pipeline it means micro_batch_num, which is 4 (a.yaml:18)"]),
         ("parallel_config: {pipeline_stage: 8, micro_batch_num: 8}\n", ["stage = 8: the model has 2 layers"]),
-        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nfreeze: {layers: 0}\n",
-         ["freeze = {'layers': 0}: not yet supported in semi-automatic mode with a pipeline", "pipeline_stage to 1"]),
-        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
-         "model.model_config.pet_config={pet_type: lora, target_modules: '.*layers.0.*q_proj'}",
-         ["target_modules = '.*layers.0.*q_proj': gives no adapter to stage 1 of the pipeline, which has layer 1"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.layers_group=2",
+         ["layers_group = 2: the 2 layers that have one attention must be in one stage"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\ndo_eval: True\n"
+         "model.model_config.moe_config.expert_num=4", ["do_eval = True: not yet", "with experts in a pipeline"]),
         ("parallel_config: {model_parallel: 8}\n", ["= 8: must divide what it cuts: 4 heads, 4 heads of k"]),
         ("parallel_config: {model_parallel: 4, use_seq_parallel: True}\nmodel.model_config.seq_length=7",
          ["use_seq_parallel = True: the 7 tokens of a micro-batch are not divisible by model_parallel 4"]),
@@ -184,12 +183,6 @@ def test_what_mindspore_documents_of_joined_collectives_is_taken() -> None:
     fusion = "{openstate: True, allreduce: {mode: index, config: [1, 5]}, allgather: {mode: size, config: 32},"
     text = f"parallel: {{parallel_mode: 1, comm_fusion: {fusion} reducescatter: {{mode: auto, config: null}}}}}}\n"
     config = load(BASE + text)
-    preflight(config, EIGHT, choose_backend(config, EIGHT).problems())
-
-
-def test_adapters_in_each_stage_are_enough() -> None:
-    text = "parallel: {parallel_mode: 1}\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
-    config = load(BASE + text, "model.model_config.pet_config={pet_type: lora, target_modules: '.*q_proj'}")
     preflight(config, EIGHT, choose_backend(config, EIGHT).problems())
 
 

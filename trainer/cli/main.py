@@ -460,6 +460,7 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
 def _launch(
     context: typer.Context,
     force: Annotated[bool, typer.Option("--force", help="Start even where memory seems too small.")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="--max_restarts: without a rank that is lost.")] = False,
 ) -> int:
     """Runs the trainer on several devices, through MindSpore's msrun, and supervises it.
 

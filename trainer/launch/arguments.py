@@ -31,6 +31,7 @@ class LaunchOptions:
         force: Whether to start even where the estimate says that memory is too small.
         script: What every worker runs: a Python file; None: this trainer.
         arguments: Those of the script.
+        devices: Numbers of the devices that are left, where ranks were lost for good; empty: all of the host.
     """
 
     worker_num: int = 8
@@ -43,9 +44,12 @@ class LaunchOptions:
     cluster_time_out: int = 7200
     start_timeout: float | None = None
     hang_timeout: float = 600.0
+    max_restarts: int = 0
+    elastic: bool = False
     force: bool = False
     script: Path | None = None
     arguments: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -160,8 +164,12 @@ _OPTIONS: Mapping[str, _Option] = {
     "hang_timeout": _Option(
         "SECONDS", "End the job when no step was finished for so long; default 600, 0: never.", _seconds
     ),
+    "max_restarts": _Option(
+        "INT", "How often a job that fails starts again, from its newest checkpoint; default 0.", _integer
+    ),
     "script": _Option("FILE", "A Python file to run instead of run_trainer.py.", lambda where, name: find_script(name)),
 }
+_SWITCHES = ("elastic", "force")
 HELP: Mapping[str, tuple[str, str]] = {name: (option.metavar, option.help) for name, option in _OPTIONS.items()}
 """By name of the option: the placeholder of its value, and what it does."""
 
@@ -186,7 +194,7 @@ def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, equals, string = token[2:].partition("=") if token.startswith("--") else ("", "", "")
         name = name.replace("-", "_")
         name = "nproc" if name == "worker_num" else name
-        if name in ("force", "help") and not equals:
+        if name in (*_SWITCHES, "help") and not equals:
             own[name] = "True"
         elif name in _OPTIONS:
             if not equals and not tokens:
@@ -204,8 +212,7 @@ def _with_values(options: LaunchOptions, strings: Mapping[str, str], shown: str)
         for name, string in strings.items()
         if name in _OPTIONS
     }
-    if "force" in strings:
-        values["force"] = True
+    values |= {name: True for name in _SWITCHES if name in strings}
     if "worker_num" in values:
         values.setdefault("local_worker_num", values["worker_num"])
     return replace(options, **values)
@@ -215,7 +222,7 @@ def to_arguments(options: LaunchOptions) -> list[str]:
     """The command line that `read_options` reads as these options."""
     own = {name: getattr(options, option.field or name) for name, option in _OPTIONS.items()}
     given = [f"--{name}={value}" for name, value in own.items() if value is not None]
-    return [*given, *(["--force"] if options.force else []), *options.arguments]
+    return [*given, *(f"--{name}" for name in _SWITCHES if getattr(options, name)), *options.arguments]
 
 
 def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> LaunchOptions:

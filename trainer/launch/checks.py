@@ -20,7 +20,9 @@ from trainer.config import Config, load_config
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
+from trainer.launch.job import Continuation
 from trainer.launch.msrun import listen_error
+from trainer.launch.restart import continuation
 from trainer.parallel.world import World
 from trainer.plan.plan import Plan
 
@@ -32,11 +34,11 @@ _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Z
 
 def check_launch(
     options: LaunchOptions, plan_of: Callable[[Config, World], Plan], *, left_bytes: int | None = None
-) -> Path:
+) -> Continuation:
     """Checks the options of `launch` and msrun_launcher.sh on the machine of this node.
 
     Returns:
-        A folder that all nodes of the job share: the `output_dir`, or of a script the folder of logs.
+        How the job goes on where it fails.
 
     Args:
         plan_of: Plans what a worker will run, and tokenizes its text, which all workers then find in the cache.
@@ -51,6 +53,7 @@ def check_launch(
     if options.cluster_time_out < 1:
         fix = "write 7200 for two hours"
         raise _error("cluster_time_out", options.cluster_time_out, "must be at least 1 second", fix)
+    _check_restarts(options)
     addresses = _resolved(options.master_addr)
     _check_port(options, addresses)
     try:  # permissions, file systems and quotas show only when something is written
@@ -61,10 +64,10 @@ def check_launch(
         rule = f"cannot be written to ({error.strerror})"
         raise _error("log_dir", str(options.log_dir), rule, "give another --log_dir, or make room there") from None
     if options.script is not None:
-        return options.log_dir
+        return continuation(options, None, plan_of)
     config, world = _work(options)
     _check_memory(options, plan_of(config, world), left_bytes)
-    return Path(config.output_dir)
+    return continuation(options, config, plan_of)
 
 
 def _error(key: str, value: object, rule: str, fix: str) -> UserError:
@@ -88,6 +91,20 @@ def _check_counts(options: LaunchOptions) -> None:
         several = f"the nodes are 0 to {options.nodes - 1}"
         rule = several if options.nodes > 1 else "with all workers on one node it is 0"
         raise _error("node_rank", node, rule, "number the nodes from 0, or lower local_worker_num")
+
+
+def _check_restarts(options: LaunchOptions) -> None:
+    if options.max_restarts < 0:
+        raise _error("max_restarts", options.max_restarts, "must be at least 0", "write --max_restarts 3")
+    if not options.elastic:
+        return
+    if options.max_restarts < 2:
+        rule = "a rank is lost for good when it fails again right after a restart, so two of them are needed"
+        raise _error("elastic", True, rule, "add --max_restarts 2 or more")
+    if options.nodes > 1:
+        raise _error("elastic", True, "not yet supported with several nodes", "leave it out")
+    if options.script is not None:
+        raise _error("elastic", True, "the batch of a script is not known", "leave it out, or run run_trainer.py")
 
 
 def _resolved(host: str) -> list[str]:

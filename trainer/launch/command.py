@@ -13,18 +13,24 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
 from trainer.launch.control.interface import Nodes, NoOtherNodes
 from trainer.launch.control.secret import SECRET_VARIABLE
-from trainer.launch.heartbeat import JOB_VARIABLE
+from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
 from trainer.launch.job import (
+    Continuation,
     JobFiles,
     JobState,
+    Outcome,
     WorkerState,
+    how,
     job_files,
+    lost_rank,
+    may_restart,
     new_state,
     prepare,
     read_state,
@@ -39,15 +45,29 @@ from trainer.launch.terminal import Follower, Screen, growth_of, output_of_pipe,
 from trainer.launch.wire import Listener, Message
 
 _DETACHED_START_SECONDS = 20.0
+_GATHER_SECONDS = 0.05
+_DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
-def launch(options: LaunchOptions, shared: Path | None = None) -> int:
+class Restart(NamedTuple):
+    """Which start of a job this is, for its log and metrics."""
+
+    number: int = 0  # how often it has been started again
+    most: int = 0
+    reason: str = ""  # how the start before ended
+    ranks: int = 0
+
+
+_FIRST_START = Restart()
+
+
+def launch(options: LaunchOptions, continuation: Continuation | None = None) -> int:
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
 
     Args:
-        shared: A folder that all nodes see, that of `check_launch`.
+        continuation: That of `check_launch`; only a job on one node without restarts needs none.
 
     Raises:
         UserError: Bad input.
@@ -55,23 +75,83 @@ def launch(options: LaunchOptions, shared: Path | None = None) -> int:
     """
     files = job_files(options.log_dir, options.node_rank, options.nodes)
     refuse_running(files)
+    if options.master_port is None and options.nodes > 1:
+        options = replace(options, master_port=SHARED_PORT)
+    if not options.join:
+        return _detach(options, files)
+    code = _run(options, files, continuation)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit code
+        signal.signal(number, signal.SIG_IGN)
+    return code
+
+
+def _run(options: LaunchOptions, files: JobFiles, continuation: Continuation | None) -> int:
+    """Runs the job until it ends well, or fails once more than it may be started again."""
+    before, restart, name = None, _FIRST_START, ""
+    while True:
+        nodes = _nodes(options, continuation, restart.number, name)
+        try:
+            outcome = _gather(nodes) if restart.number else None
+            if outcome is None:
+                attempt = options if continuation is None else continuation.resumed(options, nodes.resume)
+                outcome = _supervise(attempt, files, nodes, restart)
+        finally:
+            nodes.close()
+        if restart.number >= options.max_restarts or continuation is None or not may_restart(outcome):
+            return outcome.exit_code
+        name, lost = continuation.newest(), lost_rank(before, outcome) if options.elastic else None
+        if lost is not None:
+            smaller = continuation.fewer(options, name)
+            if smaller is None:
+                _tell(f"rank {lost} is taken for lost, and the batch allows no smaller number of ranks")
+                return outcome.exit_code
+            options = replace(smaller, devices=_devices_without(options, lost))
+            _tell(f"rank {lost} is taken for lost: the job goes on with {options.worker_num} ranks")
+        reason = f"{outcome.words}: {how(outcome.exit_code)}"
+        restart = Restart(restart.number + 1, options.max_restarts, reason, options.worker_num)
+        _tell(f"restart {restart.number} of {restart.most}, from {name or 'where the job began'}")
+        before = outcome
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _devices_without(options: LaunchOptions, lost: int) -> tuple[int, ...]:
+    """The devices that are left for the ranks after the loss of one, as numbers of the host."""
+    visible = os.environ.get(_DEVICES_VARIABLE, "")
+    given = tuple(int(word) for word in visible.split(",") if word.strip().isdecimal())
+    devices = options.devices or given or tuple(range(options.local_worker_num))
+    return tuple(device for place, device in enumerate(devices) if place != lost)
+
+
+def _gather(nodes: Nodes) -> Outcome | None:
+    """Waits before a restart until the workers of all nodes have ended and their launchers are connected again; an
+    outcome where that fails."""
+    while not nodes.connected:
+        for event in nodes.poll(time.monotonic()):
+            for line in event.lines:
+                _tell(line)
+            if event.kind == "failed":
+                return Outcome(event.number, "the launchers did not find each other again")
+            if event.kind == "stop":
+                return Outcome(128 + event.number, f"stopped by {signal.Signals(event.number).name}")
+        time.sleep(_GATHER_SECONDS)
+    return None
+
+
+def _supervise(options: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart) -> Outcome:
     if options.master_port is None:
-        port = pick_free(options.master_addr) if options.nodes == 1 else SHARED_PORT
-        options = replace(options, master_port=port)
-    return _supervise(options, files, shared or files.log_dir) if options.join else _detach(options, files)
-
-
-def _supervise(options: LaunchOptions, files: JobFiles, shared: Path) -> int:
-    nodes = _nodes(options, shared)
+        options = replace(options, master_port=pick_free(options.master_addr))
     prepare(files, options.ranks, whole_host=options.nodes == 1)
     adopt_orphans()
-    state = new_state(options, files)
+    state = new_state(options, files, restart.number)
     write_state(files, state)
     scratch = Scratch()
     socket_of_agents = socket.socket(socket.AF_UNIX)  # only this user's processes reach it: its folder is private
     socket_of_agents.bind(os.fspath(scratch.socket))
     listener = Listener(socket_of_agents)
-    specs = worker_specs(options, files)
+    specs = worker_specs(options, files, restart)
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     try:
         pool = WorkerPool(workers, WorkerHandle(None), listener, specs, files.folder)
@@ -84,21 +164,19 @@ def _supervise(options: LaunchOptions, files: JobFiles, shared: Path) -> int:
             count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
         cores = len(os.sched_getaffinity(0))
         screen.print([f"launching {count} on {cores} cores; logs: {files.log_dir}/rank-<n>.log"])
-        code = supervisor.run().exit_code
-        for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit code
-            signal.signal(number, signal.SIG_IGN)
-        return code
+        return supervisor.run()
     finally:
         listener.close()
         scratch.close()
 
 
-def _nodes(options: LaunchOptions, shared: Path) -> Nodes:
+def _nodes(options: LaunchOptions, continuation: Continuation | None, attempt: int, resume: str) -> Nodes:
     if options.nodes == 1:
-        return NoOtherNodes()
+        return NoOtherNodes(resume)
     from trainer.launch.control.nodes import connect_nodes
 
-    return connect_nodes(options, shared)
+    assert continuation is not None
+    return connect_nodes(options, continuation.shared, attempt, resume)
 
 
 def _screen(followed: Message, scratch: Scratch) -> Screen:
@@ -110,7 +188,9 @@ def _screen(followed: Message, scratch: Scratch) -> Screen:
     return Screen(Follower(output_of_pipe(pipe), sys.stdout.buffer), drawn=True)
 
 
-def worker_specs(options: LaunchOptions, files: JobFiles) -> dict[int | None, Message]:
+def worker_specs(
+    options: LaunchOptions, files: JobFiles, restart: Restart = _FIRST_START
+) -> dict[int | None, Message]:
     """What each agent starts: command, environment, cores and log, by rank; that of the scheduler under None."""
     cores = sorted(os.sched_getaffinity(0))
     program = trainer_command() if options.script is None else [sys.executable, "-u", str(options.script)]
@@ -125,6 +205,8 @@ def worker_specs(options: LaunchOptions, files: JobFiles) -> dict[int | None, Me
                 **_own_environment(len(own)),
                 JOB_VARIABLE: str(files.folder),
                 "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
+                **({RESTART_VARIABLE: json.dumps(restart._asdict())} if restart.number else {}),
+                **({_DEVICES_VARIABLE: ",".join(map(str, options.devices))} if options.devices else {}),
             },
             "without": [*without, *(() if options.needs_msrun else _CLUSTER_VARIABLES)],
             "cores": own,
@@ -205,6 +287,8 @@ def status(folder: Path, as_json: bool = False) -> int:
     else:
         print(f"{path}: {words}" + (f", exit code {state.exit_code}" if state.exit_code is not None else ""))
         until = state.ended or time.time()
+        if state.restart:
+            print(f"  started again: {state.restart} times")
         print(f"  {shlex.join(state.command)}; {until - state.began:.0f} s; launcher: process {state.launcher.pid}")
         for worker in state.workers:
             print(f"  {_worker_line(worker, lost)}")
@@ -231,7 +315,7 @@ def stop(folder: Path, timeout_seconds: float = 600.0) -> int:
         RunError: It still runs after the time-out.
     """
     path, state = find_job(folder)
-    if state.exit_code is not None or not send_signal(state.launcher, signal.SIGTERM):
+    if not send_signal(state.launcher, signal.SIGTERM):  # one that is alive may be starting the job again
         print(f"{path}: does not run" + (f"; {state.outcome}" if state.outcome else ""))
         return EXIT_OK
     deadline = time.monotonic() + timeout_seconds

@@ -14,9 +14,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 JOB_VARIABLE = "RUN_TRAINER_JOB"
 """Environment variable with the path of the job's folder."""
+
+RESTART_VARIABLE = "RUN_TRAINER_RESTART"
+"""Environment variable of the workers of a job that has been started again: a JSON object with its number and why."""
 
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a worker write the Python stacks of its threads to its log."""
@@ -61,6 +65,14 @@ def failed(exit_code: int) -> None:
 def signalled(number: int) -> None:
     """To be called when the worker receives a signal to end: all ranks may end before the launcher looks again."""
     _tell(signal_file, {"signal": number})
+
+
+def restarted() -> dict[str, Any]:
+    """The number of this start of the job and why the one before failed; empty for the first one."""
+    with contextlib.suppress(ValueError):
+        told = json.loads(os.environ.get(RESTART_VARIABLE, ""))
+        return told if isinstance(told, dict) else {}
+    return {}
 
 
 def _tell(file: Callable[[Path, int], Path], what: dict[str, int]) -> None:

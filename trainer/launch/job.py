@@ -8,12 +8,21 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainer.errors import EXIT_HANG, EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
+from trainer.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_HANG,
+    EXIT_OK,
+    EXIT_RUN_FAILED,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    RunError,
+    UserError,
+)
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.heartbeat import beat_file
 from trainer.launch.processes import Identity, identity, is_alive
@@ -66,7 +75,7 @@ class JobState:
     outcome: str = ""
     exit_code: int | None = None
     ended: float | None = None
-    notes: list[str] = field(default_factory=list)
+    restart: int = 0  # how often the job has been started again
 
 
 def job_files(log_dir: Path, node_rank: int, nodes: int) -> JobFiles:
@@ -150,13 +159,13 @@ def _read_steps(folder: Path, state: JobState) -> None:
             worker.step = int(beat_file(folder, worker.rank).read_text(encoding="ascii"))
 
 
-def new_state(options: LaunchOptions, files: JobFiles) -> JobState:
+def new_state(options: LaunchOptions, files: JobFiles, restart: int = 0) -> JobState:
     """The state of a job that this process starts now."""
     me = identity(os.getpid())
     assert me is not None
     workers = [WorkerState(rank, log=str(files.log(rank))) for rank in options.ranks]
     command, master = [options.script_name, *options.arguments], f"{options.master_addr}:{options.master_port}"
-    return JobState(me, command, time.time(), workers, options.worker_num, options.node_rank, master)
+    return JobState(me, command, time.time(), workers, options.worker_num, options.node_rank, master, restart=restart)
 
 
 @dataclass
@@ -183,6 +192,35 @@ class Outcome:
     words: str
     first: End | None = None  # the first failure
     others: list[End] = field(default_factory=list)  # those that ended with an error after it
+    progressed: bool = False  # whether any step was finished
+
+
+class Continuation(NamedTuple):
+    """How a job that failed goes on; made by `trainer.launch.restart`.
+
+    Attributes:
+        shared: A folder that all nodes see.
+        newest: The name of the newest complete checkpoint that the job has saved; empty without one.
+        resumed: The job from that checkpoint on.
+        fewer: The job on fewer ranks, to go on from that checkpoint; None where its batch does not allow it.
+    """
+
+    shared: Path
+    newest: Callable[[], str]
+    resumed: Callable[[LaunchOptions, str], LaunchOptions]
+    fewer: Callable[[LaunchOptions, str], LaunchOptions | None]
+
+
+def may_restart(outcome: Outcome) -> bool:
+    """Whether a job that ended so could go on: not where it is done or was stopped, nor after bad input."""
+    return outcome.exit_code not in (EXIT_OK, EXIT_BAD_INPUT, EXIT_SIGINT, EXIT_SIGTERM)
+
+
+def lost_rank(before: Outcome | None, last: Outcome) -> int | None:
+    """The rank that failed first twice, without a step since the first time: it is taken for lost for good."""
+    if before is None or before.first is None or last.first is None or last.progressed:
+        return None
+    return last.first.rank if last.first.rank == before.first.rank else None
 
 
 def shell_code(returncode: int) -> int:

@@ -290,6 +290,7 @@ class Supervisor:
         outcome = decide_outcome(self._ends(), self.stopped_by, self.hang)
         if self.failure_elsewhere is not None:
             outcome = Outcome(self.failure_elsewhere.number, "ended because of another node")
+        outcome.progressed = self.last_step_at is not None
         self.pool.scheduler.kill()
         self.pool.release_all()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line for each step and each evaluation, over all runs of one training.
+"""metrics.jsonl: one JSON object a line for each step, evaluation and restart, over all runs of one training.
 
 Numbers that are not finite are written as ``null``, because JSON has none; a reader sees a gap.
 """
@@ -38,6 +38,8 @@ class JsonlMonitor(Monitor):
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise write_failure(self._path, error, "metrics", "metrics file") from error
+        if info.restarted:
+            self._write({"step": info.start_step, "restart": info.restarted})
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._write(step_record(metrics))

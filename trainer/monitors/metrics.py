@@ -36,6 +36,7 @@ class RunInfo:
     epochs: int = 1  # of the whole schedule
     steps_per_epoch: int = 0
     resumed_from: Path | None = None  # the checkpoint that this run continues
+    restarted: Mapping[str, object] = field(default_factory=dict)  # number, reason ... of a job that starts again
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class _Training:
             epochs=self.plan.epochs,
             steps_per_epoch=self.plan.steps_per_epoch,
             resumed_from=prepared.resume_from,
+            restarted=heartbeat.restarted(),
         )
 
     def run(self, extra_monitors: Sequence[Monitor]) -> int:
@@ -154,6 +155,8 @@ class _Training:
     def prepare(self) -> list[str]:
         """Reads the weights and claims the output folder; returns what the user should know."""
         notices = [*self.plan.notices, *kernel_notices(self.plan.kernels)]
+        if again := self.info.restarted:
+            notices.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
         # A run that resumes takes its weights from the checkpoint it resumes from.
         self.weights = self.resumed.weights if self.resumed else starting_weights(self.config, notices.append)
         self.base = base_record(self.config, self.weights) if self.config.decoder.pet_config is not None else None

@@ -15,9 +15,20 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, Head, MergeTokens
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, block_weights, layer_prefix, moe_shapes, sublayer_of
+from trainer.models.shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MAPPING_IN,
+    MAPPING_OUT,
+    block_weights,
+    layer_prefix,
+    moe_shapes,
+    parameter_name,
+    sublayer_of,
+)
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -26,10 +37,11 @@ if TYPE_CHECKING:
 
 
 class SemiAutoDecoder(DecoderWiring):
-    """(ids_N, targets, tables, mask, mtp, counted) -> the minimised sum of losses.
+    """(ids_N, targets, tables, masks, mtp, counted) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
-    multi-token prediction module. `counted` is None in a dense model, else for the losses of the routers valid_N1, 1
+    multi-token prediction module. `masks` are the causal one and that of the layers with a window. `counted` is None in
+    a dense model and in evaluation, else for the losses of the routers valid_N1, 1
     where a label counts, and share_11, the weight of such a label. The model has no dropout.
 
     MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
@@ -53,11 +65,14 @@ class SemiAutoDecoder(DecoderWiring):
         output = None if self.hands_on else embedding if tied else parameters[HEAD]
 
         def weights(layer: int, names: Iterable[str]) -> list[Parameter | None]:
-            return [parameters.get(layer_prefix(layer) + name) for name in names]
+            return [parameters.get(parameter_name(settings, layer, name)) for name in names]
 
         norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in all_layers[depth:])]
-        self.embed = EmbeddingCell(embedding)
-        self.mtp_embeds = _cells(EmbeddingCell(embedding) for _ in range(settings.mtp_depth))
+        mapping_in, mapping_out = (parameters.get(name) for name in (MAPPING_IN, MAPPING_OUT))
+        self.embed = EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in)
+        self.mtp_embeds = _cells(
+            EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in) for _ in range(settings.mtp_depth)
+        )
         self.matrix = MatrixCell(embedding, kernels.compute_dtype) if self.hands_on else None
 
         def layer_cell(layer: int) -> LayerCell:
@@ -70,27 +85,28 @@ class SemiAutoDecoder(DecoderWiring):
             return LayerCell(Block(settings, kernels, "attention"), own, cell)
 
         self.layers = _cells(map(layer_cell, all_layers))
+        self.has_window = tuple(map(settings.has_window, all_layers))
         self.has_experts = tuple(layer.experts is not None for layer in self.layers)
         self.merges = _cells(
             MergeCell(MergeTokens(settings, kernels), [norm, *weights(layer, MTP_WEIGHTS)])
             for layer, norm in zip(all_layers[depth:], norms, strict=False)
         )
-        self.heads = _cells(HeadCell(Head(settings, kernels), norm, output) for norm in norms)
+        self.heads = _cells(HeadCell(Head(settings, kernels), norm, output, mapping_out) for norm in norms)
         self.reshape, self.group_weights = P.Reshape(), experts.group_weights if experts else None
         self.balances, self.weigh, self.no_loss_11 = self.aux_factor > 0 or self.z_factor > 0, P.Mul(), None
         self.aux_factor = self.z_factor = 0.0  # `RouterLosses` multiplies by them
         if experts is not None:
             self.no_loss_11 = Tensor(np.zeros((1, 1), np.float32))
 
-    def construct(self, ids_N, targets, tables, mask, mtp, counted):
+    def construct(self, ids_N, targets, tables, masks, mtp, counted):
         embedded, matrix_1VD = (), self.matrix() if self.hands_on else None
         for module in range(len(mtp)):
             embedded += (self.mtp_embeds[module](mtp[module][0]),)
-        weights = () if counted is None else (counted[0], self.group_weights(counted[0]))
-        call = (targets, tables, mask, mtp, embedded, matrix_1VD, weights)
+        weights = (None, None) if counted is None else (counted[0], self.group_weights(counted[0]))
+        call = (targets, tables, masks, mtp, embedded, matrix_1VD, weights)
         losses = self.losses(ids_N, len(mtp), call)
         total = losses[0]
-        if self.balances:
+        if self.balances and counted is not None:
             # The product also makes the gradient that stages hand back one that depends on the batch: MindSpore 2.10
             # folds a constant one, and then does not find who sends it ("The pointer[fg_cnode] is null").
             total = total + self.weigh(losses[2], counted[1])
@@ -104,10 +120,11 @@ class SemiAutoDecoder(DecoderWiring):
 
     def add_layer(self, number, x_ND, losses, call):
         """The layer itself adds its losses: a stage of a pipeline gets the sum as it gets the residual stream."""
-        if not self.has_experts[number]:
-            return self.layers[number](x_ND, call[1], call[2]), losses
+        mask = call[2][1 if self.has_window[number] else 0]
+        if not self.has_experts[number] or not self.training:
+            return self.layers[number](x_ND, call[1], mask), losses
         loss_11 = self.no_loss_11 if losses[0] is None else losses[0]
-        x_ND, loss_11 = self.layers[number](x_ND, call[1], call[2], *call[6], loss_11)
+        x_ND, loss_11 = self.layers[number](x_ND, call[1], mask, *call[6], loss_11)
         return x_ND, (loss_11, None)
 
     def run_merge(self, module, x_ND, call):
@@ -123,16 +140,18 @@ def _cells(cells: Iterable[nn.Cell]) -> nn.CellList:
 
 
 class EmbeddingCell(nn.Cell):
-    """ids_N -> [N, D]."""
+    """ids_N -> [N, D]; `matrix` is that of the mapping, None where the embedding is as wide as the residual stream."""
 
-    def __init__(self, weight: Parameter) -> None:
+    def __init__(self, weight: Parameter, mapping: EmbeddingMapping, matrix: Parameter | None) -> None:
         super().__init__(auto_prefix=False)
-        self.weight, self.gather = weight, P.Gather()
+        self.weight, self.gather, self.mapping, self.matrix = weight, P.Gather(), mapping, matrix
 
     def construct(self, ids_N):
-        return self.gather(self.weight, ids_N, 0)
+        x_NE = self.gather(self.weight, ids_N, 0)
+        return x_NE if self.matrix is None else self.mapping(x_NE, self.matrix)
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
+        self.mapping.linear.shard_over(tokens)
         self.gather.shard(((vocabulary, 1), (data,)), **({"out_strategy": ((tokens, 1),)} if tokens > data else {}))
 
 
@@ -203,15 +222,16 @@ class MergeCell(nn.Cell):
 class HeadCell(nn.Cell):
     """(x_ND, (labels_N, counts_N1), matrix_1VD or None) -> sum of the losses."""
 
-    def __init__(self, head: Head, norm: Parameter, weight: Parameter | None) -> None:
+    def __init__(self, head: Head, norm: Parameter, weight: Parameter | None, mapping: Parameter | None) -> None:
         super().__init__(auto_prefix=False)
-        self.head, self.norm, self.weight, self.squeeze = head, norm, weight, P.Squeeze(0)
+        self.head, self.norm, self.weight, self.mapping, self.squeeze = head, norm, weight, mapping, P.Squeeze(0)
 
     def construct(self, x_ND, targets, matrix_1VD):
         matrix_VD = self.weight if matrix_1VD is None else self.squeeze(matrix_1VD)
-        return self.head(x_ND, self.norm, matrix_VD, targets[0], targets[1])
+        return self.head(x_ND, self.norm, matrix_VD, targets[0], targets[1], self.mapping)
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
         self.head.normed.norm.shard_over(tokens)
+        self.head.normed.mapping.linear.shard_over(tokens)
         self.head.cross_entropy.shard_over(data, vocabulary)
         self.squeeze.shard(((1, vocabulary, 1),))

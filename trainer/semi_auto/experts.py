@@ -330,7 +330,7 @@ class RouterLosses(nn.Cell):
 
 class ExpertLayer(nn.Cell):
     """(x_ND, weight_N1, weight_G1, loss_11) -> residual stream and `RouterLosses`, in the place of a feed-forward
-    sublayer. An evaluation hands loss_11 on.
+    sublayer. In evaluation x_ND alone.
 
     Args:
         kernels: Those that MindSpore shards.
@@ -382,12 +382,16 @@ class ExpertLayer(nn.Cell):
         gates_Nk = self.gates(scores_NE, experts_Nk)
         if self.drops:
             gates_Nk = self.keep(gates_Nk, kept_Nk)
-        added_ND = self.experts(y_ND, gates_Nk, experts_Nk, *weights[self.first : self.first_shared])
+        matrices = weights[self.first], weights[self.first + 1], weights[self.first + 2]
+        if not self.training:
+            # Without a gradient MindSpore 2.10 hands a Morph the parameters themselves, and fails ("requires_grad").
+            matrices = tuple(ops.stop_gradient(matrix) for matrix in matrices)
+        added_ND = self.experts(y_ND, gates_Nk, experts_Nk, *matrices)
         if self.has_shared:
             added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
         x_ND = self.add(x_ND, added_ND)
         if not self.training:
-            return x_ND, loss_11
+            return x_ND
         requested_1E = self.count(0, requested_BE)
         if self.of_step:
             load_GE = self.divide(requested_1E, self.all_shares(requested_1E, 1))

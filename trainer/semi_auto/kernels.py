@@ -339,12 +339,15 @@ class RotaryTables(nn.Cell):
 
 class AttentionMask(nn.Cell):
     """segment_ids_BT -> [B, 1, T, T]: for the fused operator True where a position must not be seen, else a float32
-    bias of 0 or the least number."""
+    bias of 0 or the least number. A token sees no more than `window` tokens, itself included; None: all before it."""
 
-    def __init__(self, fused: bool, length: int) -> None:
+    def __init__(self, fused: bool, length: int, window: int | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.fused, self.length = fused, length
-        self.hidden_11TT = Tensor(~np.tri(length, dtype=bool)[None, None])
+        hidden_TT = ~np.tri(length, dtype=bool)
+        if window is not None:
+            hidden_TT |= np.tri(length, k=-window, dtype=bool)
+        self.hidden_11TT = Tensor(hidden_TT[None, None])
         self.reshape, self.differs, self.either, self.cast, self.bias = (
             P.Reshape(), P.NotEqual(), P.LogicalOr(), P.Cast(), P.Mul()
         )  # fmt: skip

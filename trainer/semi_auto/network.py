@@ -12,6 +12,7 @@ Legend: B sequences, T tokens, N = B * T, d head size.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,11 +32,11 @@ from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
-from trainer.models.shapes import all_shapes, is_buffer
+from trainer.models.shapes import EMBEDDING, MAPPING_IN, all_shapes, is_buffer, layer_prefix
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
-from trainer.optim.freeze import frozen_names, trained_shapes
+from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
@@ -79,12 +80,14 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         separate = kernels_ascend.SeparateRmsNorm
         kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
     tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
-    mask = plain_kernels.AttentionMask("attention" in fused, settings.seq_length)
+    windows = [None, *([settings.sliding_window] if settings.window_layers else [])]
+    make_mask = plain_kernels.AttentionMask
+    masks = [make_mask("attention" in fused, settings.seq_length, window) for window in windows]
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
         experts = expert_cells(config, world, kernels, load_kernels(choices, precision, device=device))
         kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
-        loss = kind(config, kernels, tables, mask, experts, staged=degrees.pipeline_stage > 1)
+        loss = kind(config, kernels, tables, masks, experts, staged=degrees.pipeline_stage > 1)
         set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
         set_recomputation(loss, config)
         set_fusion(loss, config, degrees)
@@ -97,7 +100,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         aside = inner is not loss and world.size > 1
         step = GradientCell(
             inner,
-            [loss.by_name[name] for name in trained_shapes(config)],
+            [loss.by_name[name] for name in differentiated_names(config)],
             accumulates_in_graph=aside,
             uses_sums=aside and not config.parallel.enable_parallel_optimizer,
         )
@@ -144,6 +147,25 @@ def stages(config: Config) -> dict[str, int]:
     for module in range(settings.mtp_depth):
         found |= {f"decoder.mtp_embeds.{module}": 0, f"decoder.merges.{module}": last}
     return found | {f"decoder.heads.{head}": last for head in range(settings.mtp_depth + 1)}
+
+
+def differentiated_names(config: Config) -> list[str]:
+    """The weights whose gradient the graph gives: the trained ones, and in a pipeline one of each stage without any.
+
+    MindSpore 2.10 compiles no stage in which nothing is trained ("should has at least 1 trainable parameter"): the
+    stage after it would hand a gradient to nobody. The gradient of that weight, a norm of its last layer, is not used.
+    """
+    names, layers_of_stages = list(trained_shapes(config)), stage_layers(config)
+    last = len(layers_of_stages) - 1
+    for stage, layers in enumerate(layers_of_stages):
+        prefixes = (*map(layer_prefix, layers), *((EMBEDDING, MAPPING_IN) if stage == 0 else ()))
+        # The last stage has everything else: head, final norm and multi-token prediction modules.
+        others = {name for other in layers_of_stages[:last] for name in map(layer_prefix, other)}
+        others = (*others, EMBEDDING, MAPPING_IN)
+        is_own = [name.startswith(prefixes) or stage == last and not name.startswith(others) for name in names]
+        if layers and not any(is_own):
+            names.append(f"{layer_prefix(max(layers))}post_attention_layernorm.weight")
+    return names
 
 
 def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, sequence: bool = False) -> None:
@@ -210,7 +232,8 @@ class LossCell(nn.Cell):
     (input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1) -> a scalar to be minimised. `share_B1` is the
     loss scale / the valid tokens of the whole window, on every row. GradAccumulation and Pipeline add the micro-batches
     up without dividing, so their sum is the loss of the window, whatever number of valid tokens each of them has. The
-    cells `tables` and `mask` make rotary tables and attention mask from positions and segments.
+    cells `tables` and `masks` make rotary tables and attention masks from positions and segments: a causal mask, and
+    one with the window of a model that has one.
     """
 
     def __init__(
@@ -218,19 +241,19 @@ class LossCell(nn.Cell):
         config: Config,
         kernels: KernelSet,
         tables: plain_kernels.RotaryTables,
-        mask: plain_kernels.AttentionMask,
+        masks: Sequence[plain_kernels.AttentionMask],
         experts: ExpertCells | None,
         *,
         staged: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         settings = config.decoder
-        shapes, frozen = all_shapes(settings), frozen_names(config)
+        shapes, differentiated = all_shapes(settings), differentiated_names(config)
         self.by_name = {
             name: Parameter(
                 initializer("zeros", shape, mstype.float32),
                 name,
-                requires_grad=name not in frozen and not is_buffer(name),
+                requires_grad=name in differentiated,
                 parallel_optimizer=not is_buffer(name),
             )
             for name, shape in shapes.items()
@@ -239,7 +262,7 @@ class LossCell(nn.Cell):
         self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, experts, staged=staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
-        self.tables, self.mask = tables, mask
+        self.tables, self.masks = tables, nn.CellList(list(masks))
         self.reshape, self.cast = P.Reshape(), P.Cast()
         self.differs, self.weigh, self.at_least = P.NotEqual(), P.Mul(), P.Maximum()
         self.slice, self.concat, self.equal, self.select = P.StridedSlice(), P.Concat(1), P.Equal(), P.Select()
@@ -251,8 +274,9 @@ class LossCell(nn.Cell):
 
     def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules):
         """With the losses of so many multi-token prediction modules."""
-        tables, mask = self.tables(self.cos, self.sin, positions_BT), self.mask(segment_ids_BT)
-        mtp = ()
+        tables, masks, mtp = self.tables(self.cos, self.sin, positions_BT), (), ()
+        for mask in self.masks:
+            masks += (mask(segment_ids_BT),)
         for offset in range(1, modules + 1):
             same_BT = self.equal(self.shifted(segment_ids_BT, offset, -1), segment_ids_BT)
             ahead_BT = self.shifted(labels_BT, offset, IGNORE_INDEX)
@@ -261,10 +285,10 @@ class LossCell(nn.Cell):
             mtp += ((ids_N, *self.targets(ahead_BT, share_B1)),)
         ids_N, targets = self.reshape(input_ids_BT, (-1,)), self.targets(labels_BT, share_B1)
         counted = None
-        if self.has_experts:
+        if self.has_experts and self.training:
             valid_BT = self.cast(self.differs(labels_BT, IGNORE_INDEX), mstype.float32)
             counted = self.reshape(valid_BT, (-1, 1)), self.share(share_B1, 0)
-        return self.decoder(ids_N, targets, tables + tables, mask, mtp, counted)
+        return self.decoder(ids_N, targets, tables + tables, masks, mtp, counted)
 
     def targets(self, labels_BT, share_B1):
         """Labels, and what the loss of each counts: 0 where there is none."""
@@ -287,7 +311,8 @@ class LossCell(nn.Cell):
         """Shards the batch over `data` ranks."""
         row = (data, 1)
         self.tables.shard_over(data)
-        self.mask.shard_over(data)
+        for mask in self.masks:
+            mask.shard_over(data)
         for part in (self.differs, self.at_least, self.clear, self.fill):
             part.shard((row, ()))
         for part in (self.weigh, self.equal, self.concat):
@@ -301,8 +326,8 @@ class LazyLossCell(LossCell):
     """`LossCell` whose micro-batches are calls of one graph, which is inlined late."""
 
     @lazy_inline
-    def __init__(self, config, kernels, tables, mask, experts, *, staged) -> None:
-        super().__init__(config, kernels, tables, mask, experts, staged=staged)
+    def __init__(self, config, kernels, tables, masks, experts, *, staged) -> None:
+        super().__init__(config, kernels, tables, masks, experts, staged=staged)
 
 
 def _calls_one_graph(config: Config, degrees: Degrees) -> bool:

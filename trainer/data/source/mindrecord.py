@@ -135,7 +135,7 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
         shards = tuple(header["shard_addresses"])
     except OSError as error:
         raise fail(path.name, f"it cannot be read ({error.strerror or error})", "make it readable") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError):
         rule = "its header is not that of a MindRecord file, or is truncated"
         raise fail(path.name, rule) from None
     if version not in _VERSIONS:

@@ -60,7 +60,7 @@ def _description(path: Path, field: str, key: str, where: str) -> dict[str, Any]
         content = json.loads(read_bytes(path))
     except OSError as error:
         raise unreadable(path, error, key, where) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the file is not JSON ({error})", where=str(path), fix=_SAVE_FIX) from None
     if not isinstance(content, dict) or not isinstance(content.get(field), list) or not content[field]:
         rule = f"it does not describe a data set: it has no list {field}"

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.tokens import loss_spans
 from trainer.data.tokens.loss_spans import Form, Spans
-from trainer.data.tokens.tokenizer import Tokenizer, read_json
+from trainer.data.tokens.tokenizer import Tokenizer
+from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
 
@@ -378,14 +379,10 @@ def _find_in(folder: Path) -> _Source | None:
             texts[extra.stem] = _read(extra)
         return _Source(texts, str(path), str(path), True)
     path = folder / _CONFIG_FILE
-    found = read_json(path).get("chat_template")
-    if isinstance(found, str) and found:
-        texts = {_DEFAULT: found}
-    elif isinstance(found, list):
-        items = [item for item in found if isinstance(item, dict)]
-        texts = {str(item.get("name")): item["template"] for item in items if isinstance(item.get("template"), str)}
-    else:
+    found = read_beside(path, TokenizerConfig).chat_template
+    if not found:
         return None
+    texts = {_DEFAULT: found} if isinstance(found, str) else {item.name: item.template for item in found}
     if _DEFAULT not in texts:
         rule = f"its chat_template has no template named {_DEFAULT}"
         raise UserError(rule, where=str(path), fix="name the template in train_dataset.chat_template")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.errors import EXIT_RUN_FAILED, RunError, UserError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.control.interface import Event, Nodes
 from trainer.launch.control.messages import (
@@ -278,7 +278,7 @@ class Spoke:
         if isinstance(message, Finished):
             self._finished = self._over = True
         if isinstance(message, Refused):
-            return [self._lost(f"node 0 does not take this node in: {message.reason}")]
+            return [self._lost(f"node 0 does not take this node in: {message.reason}", EXIT_BAD_INPUT)]
         event = _event(message)
         if event is None:
             return []
@@ -286,9 +286,9 @@ class Spoke:
         self._stopping = self._stopping or event.kind == "stop"
         return [event]
 
-    def _lost(self, reason: str) -> Event:
+    def _lost(self, reason: str, exit_code: int = EXIT_RUN_FAILED) -> Event:
         self._over = True
-        return Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
+        return Event("failed", exit_code, [f"error: {reason}."])
 
     def _send(self, message: Message) -> None:
         if self._channel is not None and self.connected:
@@ -313,6 +313,7 @@ class Spoke:
         while any(isinstance(message, Failed) for message in self._unsent) and time.monotonic() < deadline:
             self._exchange(time.monotonic())
             time.sleep(0.05)
+        self._unsent.clear()
         if self._channel is not None:
             self._channel.close_gracefully(_GOODBYE_SECONDS)
 

@@ -27,6 +27,8 @@ def add_up(kept: Sequence[Tensor]) -> Tensor:
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
+    if not gradients:  # on a stage of a pipeline in which nothing is trained; `spread` does not read it
+        return mint.zeros(1)
     # One operator without a copy of the gradient; its square overflows only where the sum of squares would.
     norms_P = mint.stack([mint.norm(gradient, dtype=mstype.float32) for gradient in gradients])
     return norms_P * norms_P
@@ -41,7 +43,9 @@ def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], each: bool) 
 
 
 def spread(squares_P: Tensor, factors_P: np.ndarray, places: Sequence[int]) -> Tensor:
-    parts = mint.cat([squares_P * Tensor(factors_P.astype(np.float32)), mint.zeros(1)])
+    parts = mint.zeros(1)
+    if len(factors_P):
+        parts = mint.cat([squares_P * Tensor(factors_P.astype(np.float32)), parts])
     return mint.index_select(parts, 0, Tensor(np.array(places, np.int32)))
 
 

@@ -1,0 +1,220 @@
+"""A job that starts again: when, from which checkpoint, on how many ranks, and what it leaves in metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.cli.flags import split_arguments
+from trainer.config import Config, load_config
+from trainer.errors import UserError
+from trainer.launch import command, heartbeat
+from trainer.launch.arguments import LaunchOptions
+from trainer.launch.command import Restart, worker_specs
+from trainer.launch.control.interface import Nodes
+from trainer.launch.job import Continuation, End, JobFiles, Outcome, job_files
+from trainer.launch.restart import continuation
+from trainer.monitors.jsonl import JsonlMonitor
+from trainer.monitors.metrics import RunInfo
+from trainer.monitors.report import read_curves
+from trainer.parallel.world import World
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+
+
+def fails(rank: int | None, code: int = 137, progressed: bool = True) -> Outcome:
+    first = None if rank is None else End(rank, code, 1.0)
+    return Outcome(code, f"rank {rank} failed", first, progressed=progressed)
+
+
+DONE = Outcome(0, "finished")
+
+
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], **changes: object
+) -> tuple[int, list[tuple[LaunchOptions, Restart]]]:
+    """The exit code of a job whose starts end so, and how each was started. Each saves a checkpoint with its number."""
+    options = replace(LaunchOptions(4, 4, log_dir=tmp_path), **changes)
+    starts: list[tuple[LaunchOptions, Restart]] = []
+
+    def supervise(attempt: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart) -> Outcome:
+        starts.append((attempt, restart))
+        return outcomes[len(starts) - 1]
+
+    def fewer(given: LaunchOptions, name: str) -> LaunchOptions | None:
+        ranks = given.worker_num // 2
+        return replace(given, worker_num=ranks, local_worker_num=ranks) if ranks else None
+
+    def resumed(given: LaunchOptions, name: str) -> LaunchOptions:
+        return replace(given, arguments=(*given.arguments, name)) if name else given
+
+    monkeypatch.setattr(command, "_supervise", supervise)
+    monkeypatch.setattr(command, "SHARED_PORT", None)
+    way = Continuation(tmp_path, lambda: f"step-{len(starts)}", resumed, fewer)
+    return command._run(options, job_files(tmp_path, 0, 1), way), starts
+
+
+def test_a_job_that_fails_starts_again_from_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    code, starts = run(tmp_path, monkeypatch, [fails(1), fails(2, 1), DONE], max_restarts=3)
+    assert code == 0 and [attempt.arguments for attempt, _ in starts] == [(), ("step-1",), ("step-2",)]
+    assert starts[1][1] == Restart(1, 3, "rank 1 failed: ended by SIGKILL", 4)
+    assert starts[2][1] == Restart(2, 3, "rank 2 failed: exit code 1", 4)
+    assert "restart 2 of 3, from step-2\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "most", "expected"),
+    [
+        ([fails(1)], 0, 137),
+        ([fails(1), fails(1), fails(1, 7)], 2, 7),
+        ([fails(1, 2)], 3, 2),  # bad input stays bad input
+        ([fails(1), fails(0, 2)], 3, 2),
+        ([Outcome(143, "stopped by SIGTERM")], 3, 143),
+        ([Outcome(130, "stopped by SIGINT")], 3, 130),
+        ([Outcome(124, "no step was finished for 600 s"), DONE], 1, 0),
+        ([Outcome(1, "ended because of another node"), DONE], 1, 0),
+    ],
+)
+def test_when_a_job_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], most: int, expected: int
+) -> None:
+    code, starts = run(tmp_path, monkeypatch, outcomes, max_restarts=most)
+    assert code == expected and len(starts) == len(outcomes)
+
+
+def test_a_rank_that_is_lost_for_good_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6,7")
+    outcomes = [fails(2), fails(2, progressed=False), fails(1), fails(1, progressed=False), DONE]
+    code, starts = run(tmp_path, monkeypatch, outcomes, max_restarts=9, elastic=True)
+    assert code == 0 and [attempt.worker_num for attempt, _ in starts] == [4, 4, 2, 2, 1]
+    assert [attempt.devices for attempt, _ in starts] == [(), (), (4, 5, 7), (4, 5, 7), (4, 7)]
+    spec = worker_specs(starts[2][0], job_files(tmp_path, 0, 1), starts[2][1])[0]
+    assert spec["environment"]["ASCEND_RT_VISIBLE_DEVICES"] == "4,5,7"
+    assert json.loads(spec["environment"]["RUN_TRAINER_RESTART"])["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        [fails(2), fails(2), DONE],  # it did steps in between
+        [fails(2), fails(1, progressed=False), DONE],  # another one
+        [Outcome(124, "a hang"), fails(2, progressed=False), DONE],
+    ],
+)
+def test_a_rank_that_may_come_back_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome]
+) -> None:
+    _, starts = run(tmp_path, monkeypatch, outcomes, max_restarts=9, elastic=True)
+    assert [attempt.worker_num for attempt, _ in starts] == [4, 4, 4]
+
+
+def test_a_batch_that_allows_no_fewer_ranks_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [fails(0), fails(0, progressed=False)]
+    code, starts = run(
+        tmp_path, monkeypatch, outcomes, max_restarts=9, elastic=True, worker_num=1, local_worker_num=1
+    )
+    assert code == 137 and len(starts) == 2
+
+
+# ---- checkpoints and batches -----------------------------------------------------------------------------------------
+
+
+def job(tmp_path: Path, *words: str, plan_of: Callable[[Config, World], None] | None = None) -> Continuation:
+    fits = plan_of or (lambda config, world: None)
+    return continuation(options_of(tmp_path, *words), config_of(tmp_path, *words), fits)
+
+
+def options_of(tmp_path: Path, *words: str) -> LaunchOptions:
+    return LaunchOptions(4, 4, arguments=("--config", QUICKSTART, "--output_dir", str(tmp_path), *words))
+
+
+def config_of(tmp_path: Path, *words: str) -> Config:
+    arguments = split_arguments(options_of(tmp_path, *words).arguments)
+    return load_config(arguments.config, arguments.overrides)
+
+
+def save(folder: Path, step: int) -> str:
+    return write_checkpoint(folder / "checkpoints", step, {"model": {"x": np.zeros(1)}}, {}, 0).name
+
+
+def test_only_checkpoints_of_this_job_count(tmp_path: Path) -> None:
+    save(tmp_path, 70)
+    way = job(tmp_path)
+    assert way.newest() == "" and way.resumed(options_of(tmp_path), "") == options_of(tmp_path)
+    for step in (20, 10):
+        name = save(tmp_path, step)
+        assert way.newest() == name
+    (tmp_path / "checkpoints").rename(tmp_path / "aside")
+    assert way.newest() == ""
+    save(tmp_path, 70)
+    assert way.newest() == "step-00000070"
+    words = split_arguments(way.resumed(options_of(tmp_path, "--resume_training"), "step-00000070").arguments)
+    config = load_config(words.config, words.overrides)
+    assert config.resume_training == "step-00000070"
+    assert config.load_checkpoint == str(tmp_path / "checkpoints")
+
+
+def test_scripts_and_evaluations_start_as_they_did(tmp_path: Path) -> None:
+    script = continuation(LaunchOptions(log_dir=tmp_path), None, lambda config, world: None)
+    evaluation = job(tmp_path, "--run_mode", "eval", "--load_checkpoint", str(tmp_path))
+    save(tmp_path, 5)
+    for way in (script, evaluation):
+        assert way.newest() == "" and way.fewer(LaunchOptions(), "") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "changed"),
+    [
+        (["--gradient_accumulation_steps", "3"], 3, ["--gradient_accumulation_steps", "4"]),
+        (["--gradient_accumulation_steps", "1"], 2, ["--gradient_accumulation_steps", "2"]),
+        (["--runner_config.global_batch_size", "32", "--batch_size", "2"], 3, []),  # the plan knows better
+        (
+            ["--parallel_config.data_parallel", "4", "--use_parallel"],
+            2,
+            ["--gradient_accumulation_steps", "2", "--parallel_config.data_parallel", "2"],
+        ),
+    ],
+)
+def test_fewer_ranks_take_the_same_sequences(tmp_path: Path, words: list[str], ranks: int, changed: list[str]) -> None:
+    smaller = job(tmp_path, *words).fewer(options_of(tmp_path, *words), "")
+    assert smaller == replace(options_of(tmp_path, *words, *changed), worker_num=ranks, local_worker_num=ranks)
+
+
+def test_a_smaller_job_must_have_a_plan(tmp_path: Path) -> None:
+    def plan_of(config: Config, world: World) -> None:
+        assert config.resume_training == "step-00000007"
+        if world.size > 1:
+            raise UserError("does not fit")
+
+    words = ["--gradient_accumulation_steps", "3"]
+    smaller = job(tmp_path, *words, plan_of=plan_of).fewer(options_of(tmp_path, *words), "step-00000007")
+    assert smaller.worker_num == 1 and "--resume_training" not in smaller.arguments
+
+
+# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in range(1, 6)))
+    assert heartbeat.restarted() == {}
+    monkeypatch.setenv("RUN_TRAINER_RESTART", json.dumps(Restart(1, 3, "rank 1 failed: exit code 7", 2)._asdict()))
+    for step in (3, 3):  # the second time the job fails before it has done a step
+        monitor = JsonlMonitor(path)
+        monitor.on_start(RunInfo(tmp_path, 9, 9, start_step=step, restarted=heartbeat.restarted()))
+        monitor.close(None)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 3, 3]
+    again = {"number": 1, "most": 3, "reason": "rank 1 failed: exit code 7", "ranks": 2}
+    assert records[-1] == {"step": 3, "restart": again}
+    assert read_curves(path).steps == [1, 2, 3]
+    monkeypatch.setenv("RUN_TRAINER_RESTART", "[1]")
+    assert heartbeat.restarted() == {}
