@@ -35,7 +35,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from trainer.errors import EXIT_BAD_INPUT, TrainerError  # noqa: E402
 
-_CPU_SECONDS, _SECONDS = 5.0, 20.0  # of one mutation; the second is for what waits
+_CPU_SECONDS, _SECONDS = 5.0, 60.0  # of one mutation; the second is for what waits
 _MEMORY_BYTES = 3 << 30  # beyond what the process has at the start
 _LONGEST_MESSAGE = 30_000
 _SHOWN = 5

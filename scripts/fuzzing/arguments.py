@@ -101,4 +101,9 @@ def _one_flag(folder: Path) -> Attempt:
     return attempt
 
 
-KINDS = {"flags": _flags, "flag_values": _one_flag}
+def _either(folder: Path) -> Attempt:
+    several, one = _flags(folder), _one_flag(folder)
+    return lambda rng: (several if rng.random() < 0.6 else one)(rng)
+
+
+KINDS = {"flags": _either}
