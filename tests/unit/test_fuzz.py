@@ -1,4 +1,4 @@
-"""Broken input of every kind ends in a message or is read rightly: 300 mutations of each, in one process without MindSpore."""
+"""Broken input of every kind ends in a message or is read rightly: 300 mutations of each, without MindSpore."""
 
 from __future__ import annotations
 
