@@ -5,7 +5,6 @@ Nothing here imports MindSpore: a run does, when all that can be checked without
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import copy
 import errno
@@ -13,9 +12,7 @@ import functools
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, split_arguments
+from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending, receive_signals_in_a_thread
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
 from trainer.input_files import user_path
 from trainer.launch import heartbeat
@@ -81,16 +79,14 @@ def program() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code. An error is one message on standard error, no traceback."""
-    # While a run trains it has handlers of its own; around that SIGTERM ends the process as Ctrl-C does, cleaning up.
-    signal.signal(signal.SIGTERM, _terminate)
-    # A script's shell starts its background jobs with SIGINT ignored: whoever sends it to this process means it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handle_signals()
     try:
         code = dispatch(list(sys.argv[1:] if argv is None else argv))
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        end_at_next_signal(EXIT_SIGINT)
         print("stopped by SIGINT", file=sys.stderr)
         code = EXIT_SIGINT
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: no message
@@ -99,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
     except Exception:
-        if signal.getsignal(signal.SIGTERM) is _end_at_once:  # MindSpore makes an exception of its own of a signal's
+        if is_ending():  # MindSpore makes an exception of its own of a signal's
             sys.exit(EXIT_SIGTERM)
         heartbeat.failed(EXIT_RUN_FAILED)
         raise
@@ -109,37 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: Python shall not try again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    end_at_next_signal(code if isinstance(code, int) else EXIT_RUN_FAILED)
     sys.exit(code)
-
-
-def _terminate(number: int, frame: object) -> None:
-    """Ends with a clean-up. An exception within that would show tracebacks, so a second signal ends at once."""
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, _end_at_once)
-    heartbeat.signalled(number)
-    print("stopped by SIGTERM", file=sys.stderr)
-    raise SystemExit(EXIT_SIGTERM)
-
-
-def _end_at_once(number: int, frame: object) -> None:
-    os._exit(EXIT_SIGTERM)
-
-
-def _receive_signals_in_a_thread() -> None:
-    """Makes SIGINT and SIGTERM reach Python's handlers whatever MindSpore does to them.
-
-    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
-    sends SIGTERM to its process: Ctrl-C would look like SIGTERM. So both signals are blocked in all threads, which
-    inherit that from this one, and a thread that waits for them hands them to the main thread's Python handlers.
-    """
-    numbers = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def forward() -> None:
-        while True:
-            _thread.interrupt_main(signal.sigwait(numbers))
-
-    threading.Thread(target=forward, name="signals", daemon=True).start()
 
 
 def dispatch(argv: list[str]) -> int:
@@ -279,7 +246,7 @@ _Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 @app.command("train", help=_HELP)
 def _train(context: typer.Context, config: _ConfigFile = None, options: _Options = None) -> int:
     loaded = _load(context.obj)
-    _receive_signals_in_a_thread()  # before numpy and MindSpore start threads
+    receive_signals_in_a_thread()  # before numpy and MindSpore start threads
     from trainer.run.loop import run
 
     return run(loaded)
@@ -296,7 +263,7 @@ def _chat(context: typer.Context, checkpoint: _Checkpoint, config: _ConfigFile =
 
     arguments: Arguments = context.obj
     loaded = chat_config(checkpoint, arguments.config, arguments.overrides)
-    _receive_signals_in_a_thread()
+    receive_signals_in_a_thread()
     from trainer.run.loop import run
 
     return run(loaded)
@@ -361,7 +328,7 @@ def _smoke(
     fail: exit code 0, 1, or 2 where the file itself is wrong.
     """
     if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
-        _receive_signals_in_a_thread()
+        receive_signals_in_a_thread()
     from trainer.plan.render import print_sections
     from trainer.smoke.report import changes_section, outcome_lines, verdict_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
@@ -392,7 +359,7 @@ def _smoke(
 @app.command("smoke-worker", hidden=True)
 def _smoke_worker(folder: Path, steps: int) -> int:
     """What each process of `smoke --ranks` runs."""
-    _receive_signals_in_a_thread()
+    receive_signals_in_a_thread()
     from trainer.smoke.execute import train_and_resume
 
     return train_and_resume(folder, steps, functools.partial(print, file=sys.stdout, flush=True))
