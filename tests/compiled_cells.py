@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import mindspore
@@ -46,6 +47,8 @@ def description(value: Any) -> Any:
         return value.get_all, value.get_by_list, value.sens_param
     if isinstance(value, mindspore.dtype.Type):
         return str(value)
+    if isinstance(value, FunctionType) and value.__qualname__ == value.__name__ != "<lambda>":
+        return value.__module__, value.__name__  # of a module, so it holds nothing
     raise NotDescribedError(type(value).__name__)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from data_helpers import line_of, make_config, write_tokenizer
+from mutations import mutate, mutated_text
 
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -168,8 +171,48 @@ def test_a_tokenizer_config_beside_it_decides_over_known_names(tmp_path):
     assert (tokenizer.eos_id, tokenizer.bos_id) == (tokenizer.vocab_size - 2, tokenizer.vocab_size - 1)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert hugging_face(tmp_path, path, bos_token_id=0).bos_id is None
-    (tmp_path / "tokenizer_config.json").write_text("[broken")
+    (tmp_path / "tokenizer_config.json").unlink()
     assert hugging_face(tmp_path, path).bos_id == tokenizer.vocab_size - 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("tokenizer_config.json", "[broken", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", '["</s>"]', "tokenizer_config.json: input should be .* found a list"),
+        ("tokenizer_config.json", '{"eos_token": 2}', "tokenizer_config.json: eos_token.*found 2"),
+        ("special_tokens_map.json", '{"bos_token": [1]}', "special_tokens_map.json: bos_token"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id"),
+        ("generation_config.json", '{"eos_token_id": 1180591620717411303424}', "has no token with this id"),
+        ("config.json", '{"eos_token_id": 1e999}', "config.json: eos_token_id"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 99999999999}}}', "tokenizer.json: model.vocab.*99999999999"),
+        ("tokenizer.json", "[" * 100_000, "not valid JSON: recursion limit"),
+    ],
+)
+def test_a_file_beside_it_that_is_not_right_is_named(tmp_path, name, content, rule):
+    path = write_tokenizer(tmp_path / "tokenizer.json", "<s>", "</s>")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rule) as caught:
+        hugging_face(tmp_path, path)
+    assert caught.value.fix and len(str(caught.value)) < 1200
+
+
+def test_mutations_of_tokenizer_files_end_in_no_traceback(tmp_path):
+    path, draw, counts = write_tokenizer(tmp_path / "tokenizer.json", "<s>", "</s>"), random.Random(6), Counter()
+    described = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "chat_template": "x", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        whole = (tmp_path / name).read_text()
+        for number in range(150):
+            changed = json.dumps(mutate(draw, json.loads(whole), ["model"])).encode()
+            (tmp_path / name).write_bytes(changed if number % 2 else mutated_text(draw, whole))
+            try:
+                hugging_face(tmp_path, path).encode("the cat sat <s>")
+            except UserError as error:
+                counts[name] += 1
+                assert error.fix and len(str(error)) < 1500, error
+        (tmp_path / name).write_text(whole)
+    assert counts["tokenizer.json"] > 100 and counts["tokenizer_config.json"] > 75, counts
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):

@@ -191,6 +191,20 @@ class Block(nn.Cell):
             self.add_mlp.shard((row, row))
 
 
+class EmbeddingRows(nn.Cell):
+    """(weight_VE, ids_N) -> x_NE.
+
+    Compiled like the other parts: on its own MindSpore compiles the operator of its gradient anew at every call.
+    """
+
+    def __init__(self, kernels: KernelSet) -> None:
+        super().__init__()
+        self.gather_rows = kernels.gather_rows
+
+    def construct(self, weight_VE, ids_N):
+        return self.gather_rows(weight_VE, ids_N)
+
+
 class EmbeddingMapping(nn.Cell):
     """(x_NI, weight_OI) -> y_NO: from the width of the embedding to that of the residual stream, or back."""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mindspore import Parameter, Tensor, nn
 
 from trainer.config.recompute import SUBLAYERS
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
 from trainer.models.compute_weights import ComputeWeights
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
@@ -185,6 +185,7 @@ class Decoder(DecoderWiring):
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
         self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
+        self.embedding_rows = Differentiable(EmbeddingRows(kernels), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
         self.head_loss = self._head_loss(compiled)
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
@@ -265,7 +266,7 @@ class Decoder(DecoderWiring):
     # The parts: compiled functions, which are called with views of the weights.
 
     def run_embedding(self, ids_N: Tensor, call: _Call | None = None) -> Tensor:
-        x_NE = self.kernels.gather_rows(_view(self.embedding), ids_N)
+        x_NE = self.embedding_rows(_view(self.embedding), ids_N)
         return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_layer(self, number: int, x_ND: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor | None]:

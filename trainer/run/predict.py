@@ -94,7 +94,7 @@ def _prompt_of_record(config: Config, line: str, where: str) -> Prompt:
     """The prompt of one line of a .jsonl file."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if isinstance(record, dict):
         for name in ("prompt", "text"):

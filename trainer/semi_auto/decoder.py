@@ -126,7 +126,8 @@ class SemiAutoDecoder(DecoderWiring):
             return self.layers[number](x_ND, call[1], mask, call[7]), losses
         loss_11 = self.no_loss_11 if losses[0] is None else losses[0]
         x_ND, loss_11 = self.layers[number](x_ND, call[1], mask, call[7], *call[6], loss_11)
-        return x_ND, (loss_11, None)
+        # What no gradient comes back for is not handed on to the next stage ("The pointer[fg_cnode] is null").
+        return x_ND, (loss_11, None) if self.balances else losses
 
     def run_merge(self, module, x_ND, call):
         return self.merges[module](call[4][module], x_ND)

@@ -17,6 +17,7 @@ Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """How many of something: what fits 64 bits."""
 
 Checked = TypeVar("Checked")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonError(ValueError):
@@ -43,7 +44,7 @@ def parse_json(content: bytes, model: type[Checked] | Any, name: str) -> Checked
     """
     try:
         # Infinity and NaN may stand where any value may; the models refuse them in numbers that are used.
-        parsed = from_json(content, allow_inf_nan=True)
+        parsed = from_json(content.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=True)
     except ValueError as error:
         raise JsonError(f"{name} is not valid JSON: {error}") from None
     return check_json(parsed, model, name)

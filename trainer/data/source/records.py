@@ -110,6 +110,8 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
         raise UserError(rule, where=where, fix=_LINES_FIX) from None
     except RecursionError:
         raise UserError("this line is not JSON (nested too deep)", where=where, fix=_LINES_FIX) from None
+    except ValueError:  # Python's limit of digits
+        raise UserError("this line has a number of thousands of digits", where=where, fix=_LINES_FIX) from None
     return _object(value, where, _LINES_FIX)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.data.source.files import unreadable
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 
 _DICT, _STATE = "dataset_dict.json", "state.json"
 _WORDS = {
@@ -56,10 +57,10 @@ def _saved_files(folder: Path, key: str, where: str) -> tuple[str, list[Path]]:
 def _description(path: Path, field: str, key: str, where: str) -> dict[str, Any]:
     """The content of a JSON file that describes a data set: an object in which `field` is a list."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path))
     except OSError as error:
         raise unreadable(path, error, key, where) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the file is not JSON ({error})", where=str(path), fix=_SAVE_FIX) from None
     if not isinstance(content, dict) or not isinstance(content.get(field), list) or not content[field]:
         rule = f"it does not describe a data set: it has no list {field}"

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.tokens import loss_spans
 from trainer.data.tokens.loss_spans import Form, Spans
-from trainer.data.tokens.tokenizer import Tokenizer, read_json
+from trainer.data.tokens.tokenizer import Tokenizer
+from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -360,7 +362,7 @@ def _find_named(wanted: str, key: str, where: str) -> _Source:
         rule, fix = f"the folder has neither {_FILE} nor a {_CONFIG_FILE} with a chat_template", "name another one"
         raise UserError(rule, where=where, key=key, value=wanted, fix=fix)
     try:
-        return _Source({_DEFAULT: path.read_text(encoding="utf-8")}, str(path), str(path), True)
+        return _Source({_DEFAULT: read_bytes(path).decode("utf-8")}, str(path), str(path), True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         rule = f"it is neither the name of a chat template nor a file that can be read ({reason})"
@@ -377,14 +379,10 @@ def _find_in(folder: Path) -> _Source | None:
             texts[extra.stem] = _read(extra)
         return _Source(texts, str(path), str(path), True)
     path = folder / _CONFIG_FILE
-    found = read_json(path).get("chat_template")
-    if isinstance(found, str) and found:
-        texts = {_DEFAULT: found}
-    elif isinstance(found, list):
-        items = [item for item in found if isinstance(item, dict)]
-        texts = {str(item.get("name")): item["template"] for item in items if isinstance(item.get("template"), str)}
-    else:
+    found = read_beside(path, TokenizerConfig).chat_template
+    if not found:
         return None
+    texts = {_DEFAULT: found} if isinstance(found, str) else {item.name: item.template for item in found}
     if _DEFAULT not in texts:
         rule = f"its chat_template has no template named {_DEFAULT}"
         raise UserError(rule, where=str(path), fix="name the template in train_dataset.chat_template")
@@ -393,7 +391,7 @@ def _find_in(folder: Path) -> _Source | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8")
     except (OSError, ValueError) as error:
         rule = f"the chat template cannot be read ({getattr(error, 'strerror', None) or error})"
         raise UserError(rule, where=str(path), fix="make it a readable UTF-8 file, or remove it") from None

@@ -28,7 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from trainer.data.tokens.tokenizer_files import EndTokens, TokenizerConfig, TokenizerJson, read_beside
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
+from trainer.storage.json_files import parse_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -330,29 +333,33 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     fix = "name a tokenizer.json as saved by Hugging Face tokenizers, or its folder, or set tokenizer.type to bytes"
     try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        rule = f"the tokenizer cannot be read ({getattr(error, 'strerror', None) or error})"
+        content = read_bytes(path)
+    except OSError as error:
+        rule = f"the tokenizer cannot be read ({error.strerror})"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
 
     import tokenizers  # late: the byte tokenizer does not need it
 
     try:
+        parse_json(content, TokenizerJson, path.name)
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, and a BaseException where its Rust code panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         rule = f"this is not a tokenizer.json ({error})"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
     # A file may contain settings for fixed-size batches; a training corpus must be neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    described = read_json(path.with_name("tokenizer_config.json"))
+    described = read_beside(path.with_name("tokenizer_config.json"), TokenizerConfig).values()
     eos_ids = _find_eos(config, tokenizer, described, path)
     if not eos_ids:
         rule = f"the tokenizer has no token that ends a document; looked for {', '.join(EOS_NAMES)}"
         raise UserError(rule, where=where, key=key, value=str(path), fix="set model.model_config.eos_token_id")
     bos_id = _find_bos(config, tokenizer, described)
     _check_vocabulary(config, tokenizer, (*eos_ids[:1], *(() if bos_id is None else (bos_id,))))
-    special = _special_tokens(tokenizer, {**read_json(path.with_name("special_tokens_map.json")), **described})
+    mapped = read_beside(path.with_name("special_tokens_map.json"), TokenizerConfig).values()
+    special = _special_tokens(tokenizer, {**mapped, **described})
     if not described:
         found = {"eos_token": eos_ids[0], "bos_token": bos_id}
         special = {name: tokenizer.id_to_token(each) for name, each in found.items() if each is not None} | special
@@ -363,15 +370,6 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
 
 def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file that may be missing; without a JSON object it says nothing."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _text_of(token: object) -> str | None:
@@ -398,7 +396,7 @@ def _id_list(value: object) -> list[int]:
 def _known_ids(tokenizer, ids: Iterable[int], where: str, key: str) -> tuple[int, ...]:
     """Returns the ids; an id that the tokenizer does not have is an error of `key`."""
     for token_id in ids:
-        if token_id < 0 or tokenizer.id_to_token(token_id) is None:
+        if not 0 <= token_id < 1 << 31 or tokenizer.id_to_token(token_id) is None:
             fix = f"leave it out to use the tokenizer's own, or set an id below {tokenizer.get_vocab_size()}"
             rule = "the tokenizer has no token with this id"
             raise UserError(rule, where=where, key=key, value=token_id, fix=fix)
@@ -411,13 +409,13 @@ def _find_eos(config: Config, tokenizer, described: Mapping[str, Any], path: Pat
     if ids := _id_list(config.decoder.eos_token_id):
         return _known_ids(tokenizer, ids, config.source.where(key), key)
     beside = path.with_name("generation_config.json")
-    if ids := _id_list(read_json(beside).get("eos_token_id")):
+    if ids := _id_list(read_beside(beside, EndTokens).eos_token_id):
         return _known_ids(tokenizer, ids, str(beside), "eos_token_id")
     found = tokenizer.token_to_id(_text_of(described.get("eos_token")) or "")
     if found is not None:
         return (found,)
     beside = path.with_name("config.json")
-    if ids := _id_list(read_json(beside).get("eos_token_id")):
+    if ids := _id_list(read_beside(beside, EndTokens).eos_token_id):
         return _known_ids(tokenizer, ids, str(beside), "eos_token_id")
     return tuple(found for name in EOS_NAMES if (found := tokenizer.token_to_id(name)) is not None)[:1]
 
