@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _APART = 1 << 40
 """Between the seeds of two ranks of a tensor-parallel group; those of a micro-batch's masks follow each other."""
 
+
 class Linear(nn.Cell):
     """As `reference.Linear`."""
 
