@@ -86,6 +86,9 @@ COLLECTIVES = frozenset(
     "reduce_scatter_tensor all_to_all all_to_all_single isend irecv barrier distributed comm_func".split()
 )
 
+UNPICKLERS = frozenset("pickle cPickle dill cloudpickle joblib shelve marshal torch jsonpickle".split())
+TEMPLATE_MODULES = ("trainer.data.tokens.template_engine", "trainer.data.tokens.chat_template")
+
 
 @dataclass
 class Module:
@@ -274,6 +277,24 @@ def communication_elsewhere(modules: list[Module]) -> list[str]:
     ]
 
 
+def files_as_programs(modules: list[Module]) -> list[str]:
+    """What it reads is data: nothing is unpickled, and templates run in the one sandbox."""
+    found = []
+    for module in modules:
+        for target, line in module.imports():
+            if target.split(".")[0] in UNPICKLERS:
+                found.append(f"{module.at(line)} imports {target}, which runs what a file says")
+            if target.startswith("jinja2") and module.name not in TEMPLATE_MODULES:
+                found.append(f"{module.at(line)} imports {target}: templates belong to {TEMPLATE_MODULES[0]}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                allowed = any(word.arg == "allow_pickle" for word in node.keywords) or name in ("eval", "exec")
+                if allowed or name in ("np.load", "numpy.load", "mindspore.load_checkpoint", "ms.load_checkpoint"):
+                    found.append(f"{module.at(node.lineno)} calls {name}, which may run what a file says")
+    return found
+
+
 def long_files(modules: list[Module]) -> list[str]:
     lengths = ((module, len(module.text.splitlines())) for module in modules)
     return [f"{module.path.name} has {lines} lines" for module, lines in lengths if lines > MAX_FILE_LINES]
@@ -302,7 +323,7 @@ def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 RULES = (
     homeless, backward_imports, cycles, mindspore_on_the_left, eager_imports_of_the_right, fused_operators_elsewhere,
-    communication_elsewhere, long_files, full_folders, long_functions,
+    communication_elsewhere, files_as_programs, long_files, full_folders, long_functions,
 )
 
 
@@ -364,6 +385,7 @@ _BREAKS = {
     **{f"step/parts/{number}.py": "" for number in range(15)},
     "parallel/__init__.py": "",
     "parallel/collectives.py": "from mindspore.ops import AllReduce, AllGather\n",
+    "data/c.py": "import pickle\nfrom jinja2 import Environment\nx = np.load('f', allow_pickle=True)\neval('1')\n",
     "parallel/tensor.py": "from mindspore.communication import create_group\nfrom mindspore.ops import AllGather\n",
 }
 
@@ -402,6 +424,10 @@ def broken_package(tmp_path: Path) -> list[Module]:
                 "decoder) uses all_reduce", "decoder) uses distributed", "ops.cpu.kernels) uses distributed",
                 "parallel.tensor) uses AllGather",
             ],
+        ),
+        (
+            files_as_programs,
+            ["data.c) imports pickle", "data.c) imports jinja2", "data.c) calls np.load", "data.c) calls eval"],
         ),
         (long_files, ["loop.py has 601 lines"]),
         (full_folders, ["parts has 15 files"]),

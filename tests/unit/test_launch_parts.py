@@ -32,9 +32,10 @@ from trainer.launch.job import (
     write_state,
 )
 from trainer.launch.msrun import Scratch, listen_error, pick_free
+from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
 from trainer.launch.terminal import Follower, PlainText, growth_of, last_lines
-from trainer.launch.wire import Channel, Lines
+from trainer.launch.wire import Channel, Lines, Listener
 
 CHATTER = (
     b"[WARNING] DISTRIBUTED(28967,7f2bd89ebb80,python):2026-11-21-16:00:49.022.095 "
@@ -156,6 +157,47 @@ def test_who_does_not_read_counts_as_gone() -> None:
             break
     assert channel.closed
     right.close()
+
+
+# ---- the workers as the launcher sees them ---------------------------------------------------------------------------
+
+
+def pool_of(tmp_path: Path, ranks: int) -> tuple[WorkerPool, list[Channel]]:
+    """A pool whose agents are the other ends of the channels; nothing runs."""
+    listener = Listener(socket.create_server(("127.0.0.1", 0)))
+    pool = WorkerPool({rank: WorkerHandle(rank) for rank in range(ranks)}, WorkerHandle(None), listener, {}, tmp_path)
+    agents = []
+    for worker in pool.workers.values():
+        left, right = socket.socketpair()
+        worker.channel = Channel(left)
+        agents.append(Channel(right))
+    return pool, agents
+
+
+def test_an_agent_that_was_killed_died_before_anybody_could_tell_of_it(tmp_path: Path) -> None:
+    """Rank 0 announces its failure, a consequence, before the launcher looks at the connection of rank 1's agent."""
+    pool, agents = pool_of(tmp_path, 2)
+    pool.poll()
+    agents[1].close()
+    told = {"exit_code": 1, "at_seconds": time.monotonic()}
+    heartbeat.failure_file(tmp_path, 0).write_text(json.dumps(told))
+    agents[0].send({"ended": 1, "at_seconds": time.monotonic()})
+    pool.poll()
+    outcome = decide_outcome([worker.end for worker in pool.workers.values()], None)
+    assert (outcome.first.rank, outcome.exit_code) == (1, 137)
+    pool.listener.close()
+
+
+def test_what_not_even_sigkill_ends_is_left_behind(tmp_path: Path) -> None:
+    pool, agents = pool_of(tmp_path, 2)
+    agents[0].send({"ended": 0, "at_seconds": time.monotonic()})
+    pool.poll()
+    assert not pool.ended
+    pool.ending_since = time.monotonic()
+    pool.give_up()
+    assert pool.ended and pool.workers[1].end.by_launcher
+    assert "does not react to SIGKILL" in pool.workers[1].end.why and pool.workers[0].end.exit_code == 0
+    pool.listener.close()
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
@@ -281,8 +323,18 @@ def test_state_is_written_and_read(tmp_path: Path) -> None:
     assert read_state(files.folder).workers[1].step == 12
     with pytest.raises(UserError, match=f"a job is running with this folder .*{os.getpid()}"):
         prepare(files, range(2), whole_host=True)
-    (files.folder / "state.json").write_text("{")
-    assert read_state(files.folder) is None
+    written = (files.folder / "state.json").read_text()
+    whole = json.loads(written)
+    for name, value in (("launcher", ["x", 1]), ("launcher", [1]), ("workers", [[]]), ("workers", 1), ("began", "now")):
+        (files.folder / "state.json").write_text(json.dumps({**whole, name: value}))
+        assert read_state(files.folder) is None, name
+    for text in ("{", "[1]", "", "[" * 100_000, '{"workers":' * 10_000, "1e999"):
+        (files.folder / "state.json").write_text(text)
+        assert read_state(files.folder) is None, text[:10]
+    for pid in (-1, 0, 2**40, 2**70):
+        (files.folder / "state.json").write_text(json.dumps({**whole, "launcher": [pid, 1.0]}))
+        found = read_state(files.folder)
+        assert found is None or not is_alive(found.launcher), pid
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def _run(options: LaunchOptions, files: JobFiles, continuation: Continuation | N
                 _tell(f"rank {lost} is taken for lost, and the batch allows no smaller number of ranks")
                 return outcome.exit_code
             options = replace(smaller, devices=_devices_without(options, lost))
-            _tell(f"rank {lost} is taken for lost: the job goes on with {options.worker_num} ranks")
+            _tell(f"rank {lost} is taken for lost: the job goes on with worker_num {options.worker_num}")
         reason = f"{outcome.words}: {how(outcome.exit_code)}"
         restart = Restart(restart.number + 1, options.max_restarts, reason, options.worker_num)
         _tell(f"restart {restart.number} of {restart.most}, from {name or 'where the job began'}")

@@ -30,6 +30,17 @@ EXPORTED long stand_in() { return 0; }
 // For constructors of GE's objects of 16 bytes.
 EXPORTED void stand_in_object(void *object) { std::memset(object, 0, 16); }
 
+// The compiler of fused kernels (jit_level O1) reads the name of the chip and numbers of CANN's version. A chip of the 910B
+// series; the version that stand_ins.py gives too.
+EXPORTED const char *aclrtGetSocName() { return "Ascend910B2"; }
+struct CannVersion {
+  char version[128], major[64], minor[64], release[64], patch[64], reserved[128];
+};
+EXPORTED int aclsysGetCANNVersion(int package, CannVersion *version) {
+  *version = {"8.5.0", "8", "5", "0", "0", ""};
+  return 0;
+}
+
 // ---- notes ----------------------------------------------------------------------------------------------------------
 
 namespace {
