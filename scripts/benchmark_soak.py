@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benchmark_tools import ROOT, Line, RunFailed, describe_machine, last_json, render, run_process  # noqa: E402
+from benchmark_tools import Line, RunFailed, describe_machine, last_json, render, run_process  # noqa: E402
 
 from trainer.config import Override, parse_config  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics  # noqa: E402
