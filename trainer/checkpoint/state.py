@@ -205,8 +205,8 @@ def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any]) -> Re
         return UserError(rule, value=str(path), fix=fix)
 
     _check_part(found, config, mismatch)
-    state = read_state(found)
     weights = _weights_of(found, config)
+    state = read_state(found)
     before, now = state.optimizer.type, config.optimizer.type
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
