@@ -266,7 +266,9 @@ class Decoder(DecoderWiring):
     # The parts: compiled functions, which are called with views of the weights.
 
     def run_embedding(self, ids_N: Tensor, call: _Call | None = None) -> Tensor:
-        x_NE = self.embedding_rows(_view(self.embedding), ids_N)
+        # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
+        look_up = self.kernels.gather_rows if call is None else self.embedding_rows
+        x_NE = look_up(_view(self.embedding), ids_N)
         return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_layer(self, number: int, x_ND: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -341,6 +343,18 @@ class Decoder(DecoderWiring):
             mask(self.kernels.draw_mask, "attention", 1, stream, hidden),
             mask(self.kernels.draw_mask, "mlp", 2, stream, hidden),
         )
+
+
+def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
+    """The numbers of a layer's dropout masks, as a block takes them: probabilities, output of attention and of the
+    feed-forward layer, adapters. None where nothing is dropped."""
+    first, names = layer * _DROPOUT_SITES, list(settings.projections)
+    rates = settings.attention_dropout, settings.hidden_dropout, settings.hidden_dropout
+    found = [first + site if rate else None for site, rate in enumerate(rates)]
+    dropped = dropped_projections(settings)
+    own = layer_targets(settings, layer) if dropped and layer < settings.num_layers else ()
+    first = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES + layer * len(names)
+    return found + [first + names.index(name) if name in own else None for name in dropped]
 
 
 class AdapterMasks:
