@@ -323,8 +323,18 @@ def test_state_is_written_and_read(tmp_path: Path) -> None:
     assert read_state(files.folder).workers[1].step == 12
     with pytest.raises(UserError, match=f"a job is running with this folder .*{os.getpid()}"):
         prepare(files, range(2), whole_host=True)
-    (files.folder / "state.json").write_text("{")
-    assert read_state(files.folder) is None
+    written = (files.folder / "state.json").read_text()
+    whole = json.loads(written)
+    for name, value in (("launcher", ["x", 1]), ("launcher", [1]), ("workers", [[]]), ("workers", 1), ("began", "now")):
+        (files.folder / "state.json").write_text(json.dumps({**whole, name: value}))
+        assert read_state(files.folder) is None, name
+    for text in ("{", "[1]", "", "[" * 100_000, '{"workers":' * 10_000, "1e999"):
+        (files.folder / "state.json").write_text(text)
+        assert read_state(files.folder) is None, text[:10]
+    for pid in (-1, 0, 2**40, 2**70):
+        (files.folder / "state.json").write_text(json.dumps({**whole, "launcher": [pid, 1.0]}))
+        found = read_state(files.folder)
+        assert found is None or not is_alive(found.launcher), pid
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -126,7 +127,7 @@ def _copied(config: Config, tokenizer: Tokenizer) -> Files:
     folder, path = tokenizer.folder, Path(config.train_dataset.tokenizer.path).expanduser()
     found = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
     if path.is_file():
-        found["tokenizer.json"] = path.read_bytes()
+        found["tokenizer.json"] = read_bytes(path)
     described = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     found.setdefault("tokenizer_config.json", _json(described | {"clean_up_tokenization_spaces": False}))
     return found

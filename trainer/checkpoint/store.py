@@ -93,6 +93,8 @@ class Marker(Document):
     @model_validator(mode="after")
     def is_consistent(self) -> Marker:
         if self.checksums is None:
+            if self.checksum is not None:
+                raise ValueError("checksums is missing, and checksum is there")
             return self
         if self.checksums.keys() != self.file_bytes.keys():
             raise ValueError("checksums and file_bytes name other files")

@@ -5,16 +5,14 @@ Nothing here imports MindSpore: a run does, when all that can be checked without
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import copy
+import errno
 import functools
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, split_arguments
+from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending, receive_signals_in_a_thread
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
+from trainer.input_files import user_path
 from trainer.launch import heartbeat
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ _HELP = "\n\n".join(
 )
 
 _OF_A_RUN = ("--config", "--options")  # in the help of each command, and read by `split_arguments`
+_OF_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+             errno.ENXIO)  # fmt: skip
 _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
 app = typer.Typer(
@@ -77,16 +79,14 @@ def program() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code. An error is one message on standard error, no traceback."""
-    # While a run trains it has handlers of its own; around that SIGTERM ends the process as Ctrl-C does, cleaning up.
-    signal.signal(signal.SIGTERM, _terminate)
-    # A script's shell starts its background jobs with SIGINT ignored: whoever sends it to this process means it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handle_signals()
     try:
         code = dispatch(list(sys.argv[1:] if argv is None else argv))
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        end_at_next_signal(EXIT_SIGINT)
         print("stopped by SIGINT", file=sys.stderr)
         code = EXIT_SIGINT
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: no message
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
     except Exception:
-        if signal.getsignal(signal.SIGTERM) is _end_at_once:  # MindSpore makes an exception of its own of a signal's
+        if is_ending():  # MindSpore makes an exception of its own of a signal's
             sys.exit(EXIT_SIGTERM)
         heartbeat.failed(EXIT_RUN_FAILED)
         raise
@@ -105,41 +105,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: Python shall not try again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    end_at_next_signal(code if isinstance(code, int) else EXIT_RUN_FAILED)
     sys.exit(code)
 
 
-def _terminate(number: int, frame: object) -> None:
-    """Ends with a clean-up. An exception within that would show tracebacks, so a second signal ends at once."""
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, _end_at_once)
-    heartbeat.signalled(number)
-    print("stopped by SIGTERM", file=sys.stderr)
-    raise SystemExit(EXIT_SIGTERM)
-
-
-def _end_at_once(number: int, frame: object) -> None:
-    os._exit(EXIT_SIGTERM)
-
-
-def _receive_signals_in_a_thread() -> None:
-    """Makes SIGINT and SIGTERM reach Python's handlers whatever MindSpore does to them.
-
-    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
-    sends SIGTERM to its process: Ctrl-C would look like SIGTERM. So both signals are blocked in all threads, which
-    inherit that from this one, and a thread that waits for them hands them to the main thread's Python handlers.
-    """
-    numbers = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def forward() -> None:
-        while True:
-            _thread.interrupt_main(signal.sigwait(numbers))
-
-    threading.Thread(target=forward, name="signals", daemon=True).start()
-
-
 def dispatch(argv: list[str]) -> int:
-    """Runs the command that `argv` names, train by default, and returns its exit code."""
+    """Runs the command that `argv` names, train by default, and returns its exit code.
+
+    Raises:
+        TrainerError: It could not do it. A path that the system does not let us use, wherever that shows, is bad input.
+    """
+    for number, word in enumerate(argv, start=1):
+        try:
+            word.encode("utf-8")
+        except UnicodeEncodeError:
+            rule = "is not UTF-8 text"
+            raise UserError(rule, where=f"argument {number}", value=word, fix="write it as UTF-8 text") from None
+    try:
+        return _dispatch(argv)
+    except OSError as error:
+        if error.errno not in _OF_PATHS:
+            raise
+        rule = f"the system does not let us read or write it: {error.strerror}"
+        path = {"value": error.filename} if error.filename is not None else {}
+        raise UserError(rule, key="path", fix="make it readable and writable, or name another path", **path) from None
+
+
+def _dispatch(argv: list[str]) -> int:
     group = typer.main.get_command(app)
     if argv[:1] == ["--help"]:
         _add_flags(group, group.commands["train"], left_out=NO_EFFECT)
@@ -254,7 +246,7 @@ _Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 @app.command("train", help=_HELP)
 def _train(context: typer.Context, config: _ConfigFile = None, options: _Options = None) -> int:
     loaded = _load(context.obj)
-    _receive_signals_in_a_thread()  # before numpy and MindSpore start threads
+    receive_signals_in_a_thread()  # before numpy and MindSpore start threads
     from trainer.run.loop import run
 
     return run(loaded)
@@ -271,7 +263,7 @@ def _chat(context: typer.Context, checkpoint: _Checkpoint, config: _ConfigFile =
 
     arguments: Arguments = context.obj
     loaded = chat_config(checkpoint, arguments.config, arguments.overrides)
-    _receive_signals_in_a_thread()
+    receive_signals_in_a_thread()
     from trainer.run.loop import run
 
     return run(loaded)
@@ -336,7 +328,7 @@ def _smoke(
     fail: exit code 0, 1, or 2 where the file itself is wrong.
     """
     if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
-        _receive_signals_in_a_thread()
+        receive_signals_in_a_thread()
     from trainer.plan.render import print_sections
     from trainer.smoke.report import changes_section, outcome_lines, verdict_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
@@ -367,7 +359,7 @@ def _smoke(
 @app.command("smoke-worker", hidden=True)
 def _smoke_worker(folder: Path, steps: int) -> int:
     """What each process of `smoke --ranks` runs."""
-    _receive_signals_in_a_thread()
+    receive_signals_in_a_thread()
     from trainer.smoke.execute import train_and_resume
 
     return train_and_resume(folder, steps, functools.partial(print, file=sys.stdout, flush=True))
@@ -455,7 +447,7 @@ def _status(folder: _Folder, json_: _Json = False) -> int:
     """Says what a job of launch does, or how it ended."""
     from trainer.launch.command import status
 
-    return status(folder, json_)
+    return status(user_path(folder, "argument DIR"), json_)
 
 
 @app.command("stop")
@@ -463,7 +455,7 @@ def _stop(folder: _Folder) -> int:
     """Lets a job of launch save and end."""
     from trainer.launch.command import stop
 
-    return stop(folder)
+    return stop(user_path(folder, "argument DIR"))
 
 
 @app.command("verify")
@@ -476,7 +468,6 @@ def _verify(
     Exit code 0: all are whole; 1: one is damaged; 2: there is nothing to check.
     """
     from trainer.checkpoint.verify import finding_dict, finding_lines, verify
-    from trainer.input_files import user_path
 
     found = verify(user_path(folder, "DIR"))
     lines = [json.dumps([finding_dict(one) for one in found], indent=1)] if json_ else finding_lines(found)
@@ -519,7 +510,7 @@ def _export(
         raise UserError("no such dtype", key="--dtype", value=dtype, fix=f"write one of {', '.join(DTYPES)}")
     size = parse_size(shard_size)
     config_ = _load(arguments)
-    print(export(config_, Path(output).expanduser(), merge=merge, force=force, dtype=dtype, shard_bytes=size))
+    print(export(config_, user_path(output, "flag --output"), merge=merge, force=force, dtype=dtype, shard_bytes=size))
     return EXIT_OK
 
 
@@ -541,6 +532,7 @@ def _convert(
     if output is None:
         print(text, end="")
         return EXIT_OK
+    output = user_path(output, "flag --output")
     if output.exists():
         raise UserError("is there already", where="flag --output", key=str(output), fix="give another --output")
     try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.errors import (
     EXIT_BAD_INPUT,
@@ -140,12 +140,12 @@ def write_state(files: JobFiles, state: JobState) -> None:
 
 
 def read_state(folder: Path) -> JobState | None:
-    """The state of the job of a folder, steps included; None where there is no job."""
+    """The state of the job of a folder, steps included; None where there is no job, or nonsense in its file."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        data: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        workers = [WorkerState(**worker) for worker in data.pop("workers")]
-        state = JobState(**{**data, "launcher": Identity(*data["launcher"])}, workers=workers)
-    except (OSError, ValueError, KeyError, TypeError):
+        state = TypeAdapter(JobState).validate_json((folder / _STATE).read_bytes())
+    except (OSError, ValidationError):
         return None
     if state.exit_code is None:
         _read_steps(folder, state)

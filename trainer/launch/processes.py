@@ -36,7 +36,7 @@ def identity(pid: int, ended: bool = False) -> Identity | None:
         if not ended and process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return None
         return Identity(pid, round(process.create_time() - psutil.boot_time(), 2))
-    except psutil.Error:
+    except (psutil.Error, ValueError, OverflowError):  # no number that a process could have
         return None
 
 

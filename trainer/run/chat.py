@@ -22,6 +22,7 @@ from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint
 from trainer.config import Override, load_config, parse_config
 from trainer.data import load_chat_template, load_tokenizer
 from trainer.errors import EXIT_OK, EXIT_SIGTERM, UserError
+from trainer.input_files import user_path
 from trainer.run.generation import (
     context_length,
     decoded,
@@ -125,7 +126,8 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
     Raises:
         UserError: There is no such checkpoint, or no configuration for it; or as `load_config`.
     """
-    path, where = behind_link(Path(name).expanduser()), "argument CHECKPOINT"
+    where = "argument CHECKPOINT"
+    path = behind_link(user_path(name, where))
     if not path.exists():
         raise UserError("there is no such checkpoint", where=where, value=name, fix="check the path")
     key, is_model_folder = "load_checkpoint", (path / "config.json").is_file()
@@ -326,7 +328,7 @@ class _Chat:
         elif name == "/temperature":
             self.sampling = _with_temperature(self.sampling, argument)
         elif name == "/save":
-            _save(self.conversation, Path(argument).expanduser())
+            _save(self.conversation, user_path(argument, "/save"))
         else:
             width = max(map(len, COMMANDS))
             lines = [f"{form:<{width}}  {text}" for form, text in COMMANDS.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
 from trainer.config.stages import stage_problems
+from trainer.input_files import why_missing
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -104,13 +106,14 @@ def _run(config: Config) -> Iterator[Problem]:
     resumes = mode == "finetune" and config.resume_training is not False and decoder.pet_config is None
     if not _exists(config.load_checkpoint):
         fix = "name a checkpoint folder (output/checkpoints/step-...) or a .safetensors file"
-        yield problem(config, "load_checkpoint", "the path does not exist", fix)._replace(is_absent=True)
+        rule = f"the path {_why(config.load_checkpoint)}"
+        yield problem(config, "load_checkpoint", rule, fix)._replace(is_absent=True)
     elif mode != "train" and not config.load_checkpoint and not (resumes or starts_anew(config)):
         fix = "give --load_checkpoint output/checkpoints/step-... or --model FOLDER, or use run_mode train"
         yield problem(config, "load_checkpoint", f"run_mode {mode} needs weights", fix, because="run_mode")
     if not _exists(config.adapter_id):
         fix = "name a folder with adapter_model.safetensors, or the checkpoints of a training with pet_config"
-        yield problem(config, "adapter_id", "the path does not exist", fix)._replace(is_absent=True)
+        yield problem(config, "adapter_id", f"the path {_why(config.adapter_id)}", fix)._replace(is_absent=True)
     elif not config.trains and decoder.pet_config is not None and not config.adapter_id:
         fix = "give --adapter_id output/checkpoints, or leave pet_config out for the base model alone"
         yield problem(config, "adapter_id", f"run_mode {mode} with pet_config needs adapters", fix, because="run_mode")
@@ -123,10 +126,15 @@ def _run(config: Config) -> Iterator[Problem]:
         fix = 'give --predict_data "Once upon a time"'
         yield problem(config, "predict_data", "run_mode predict needs prompts", fix, because="run_mode")
     folder = Path(config.output_dir).expanduser()
-    blocking = next((path for path in (folder, *folder.parents) if path.exists()), None)
-    if blocking is not None and not blocking.is_dir():
-        rule = "is a file, not a folder" if blocking == folder else f"{blocking} is a file, not a folder"
+    blocking = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
+    if blocking is not None and not os.path.isdir(blocking):
+        what = "a file" if blocking.exists() else "a link to what is not there"
+        rule = f"is {what}, not a folder" if blocking == folder else f"{blocking} is {what}, not a folder"
         yield problem(config, "output_dir", rule, "give another --output_dir")
+    elif blocking is not None and not os.access(blocking, os.W_OK | os.X_OK, effective_ids=True):
+        rule = "cannot be written" if blocking == folder else f"cannot be made: {blocking} cannot be written"
+        fix = "give another --output_dir, or make the folder writable"
+        yield problem(config, "output_dir", rule, fix)._replace(is_absent=True)
 
 
 def starts_anew(config: Config) -> bool:
@@ -150,4 +158,8 @@ def _evaluates(config: Config) -> Iterator[Problem]:
 
 
 def _exists(path: str | None) -> bool:
-    return not path or Path(path).expanduser().exists()
+    return not path or os.path.exists(os.path.expanduser(path))
+
+
+def _why(path: str) -> str:
+    return why_missing(os.path.expanduser(path))

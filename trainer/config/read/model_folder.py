@@ -14,10 +14,11 @@ from trainer.config.hugging_face import DEFAULTS, NOT_BUILT, differences, known_
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, plain
 from trainer.config.read.relocate import arrange
 from trainer.config.read.resolve import Resolved, resolve
-from trainer.config.read.yaml_reader import parse_document
+from trainer.config.read.yaml_reader import MAX_BYTES, parse_document
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import RopeScaling
 from trainer.errors import UserError
+from trainer.input_files import path_mistake, read_bytes
 
 KEY = "pretrained_model_dir"
 _ARCH, _MODEL = "model.arch.type", "model.model_config"
@@ -54,6 +55,10 @@ def add_model_folder(found: Resolved) -> None:
         except UserError as error:  # told together with what else is wrong
             found.problems.append(Problem(_named_at(found), error))
         return
+    if mistake := path_mistake(name):
+        found.problems.append(problem_at(place, KEY, mistake, _FIX, name))
+        del found.data[KEY]
+        return
     folder = Path(name).expanduser()
     if not folder.is_dir():
         rule = "is a file, not a folder" if folder.exists() else "there is no such folder"
@@ -81,7 +86,7 @@ def _value(data: Any, key: str) -> Any:
 def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
     """A JSON file as a tree with line numbers."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_bytes(file, MAX_BYTES).decode("utf-8-sig")
         parsed = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         absent = isinstance(error, FileNotFoundError)
@@ -90,6 +95,9 @@ def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
     except ValueError as error:
         line, rule = getattr(error, "lineno", 1), f"is not valid JSON: {getattr(error, 'msg', error)}"
         raise UserError(rule, where=f"{file}:{line}", key=file.name, fix="correct the file, or copy it again") from None
+    except RecursionError:
+        rule = "is nested too deep"
+        raise UserError(rule, where=f"{file}:1", key=file.name, fix="copy the file again") from None
     if not isinstance(parsed, dict):
         raise UserError("must hold a JSON object", where=f"{file}:1", key=file.name, fix="copy the file again")
     # JSON is YAML but for tabs, which stand between values only: in a string they are written as \\t.

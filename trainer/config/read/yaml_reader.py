@@ -27,7 +27,7 @@ from trainer.input_files import read_bytes
 
 _TAG = "tag:yaml.org,2002:"
 # The largest files of MindSpore Transformers have 300 values in 6 levels.
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _MAX_VALUES = 20_000
 MAX_LEVELS = 64
 _ELLIPSIS = re.compile(r"^[ \t]*\.\.\.[ \t]*$")
@@ -305,7 +305,7 @@ def read_text(path: str) -> str:
     """
     example = "give a YAML file: --config configs/quickstart.yaml"
     try:
-        content = read_bytes(path, _MAX_BYTES)
+        content = read_bytes(path, MAX_BYTES)
         text = content.decode("utf-8-sig")
     except OSError as error:
         base = "" if os.path.isabs(path) else f": it is relative to {working_directory()}"

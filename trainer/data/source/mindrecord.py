@@ -24,6 +24,7 @@ import numpy as np
 
 from trainer.data.source.indexed import Location
 from trainer.errors import RunError, UserError
+from trainer.input_files import open_file
 
 IS_MINDRECORD = re.compile(r"mindrecord\d*$")
 _VERSIONS = ("2.0", "3.0")
@@ -121,7 +122,7 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
         if not each.is_file():
             raise fail(each.name, f"there is no such file in {path.parent}", fix)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             content = file.read(size) if size <= _MAX_HEADER_BYTES else b""
         header = json.loads(content)

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.data.source.files import unreadable
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 
 _DICT, _STATE = "dataset_dict.json", "state.json"
 _WORDS = {
@@ -56,7 +57,7 @@ def _saved_files(folder: Path, key: str, where: str) -> tuple[str, list[Path]]:
 def _description(path: Path, field: str, key: str, where: str) -> dict[str, Any]:
     """The content of a JSON file that describes a data set: an object in which `field` is a list."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path))
     except OSError as error:
         raise unreadable(path, error, key, where) from None
     except (ValueError, RecursionError) as error:

@@ -31,6 +31,7 @@ from trainer.data.tokens.token_file import (
 )
 from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.errors import RunError
+from trainer.input_files import read_bytes
 
 # Size of the pieces of a long document: bounds memory, and lets a tokenizer's threads share the work.
 CHUNK_BYTES = 1 << 18
@@ -148,7 +149,7 @@ def _check_unchanged(source: Source) -> None:
 
 def _read_stamp(stamp_file: Path) -> str | None:
     try:
-        name = stamp_file.read_text(encoding="ascii")
+        name = read_bytes(stamp_file).decode("ascii")
     except (OSError, ValueError):
         return None
     is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")

@@ -1,0 +1,164 @@
+"""The control ports: between launchers of several nodes, and between a launcher and its workers."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import random
+import re
+import socket
+import time
+from pathlib import Path
+
+from fuzz import Attempt, check
+
+from fuzzing.mutate import changed_bytes, json_bytes
+from trainer.errors import UserError
+from trainer.launch.control.messages import Beat, Done, Hello, Welcome, failed, parse
+from trainer.launch.control.signed import ControlListener, SignedChannel
+from trainer.launch.wire import Channel
+
+_SECRET = b"s" * 32
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_RIGHT = (Hello(node=1, worker_num=8, attempt=0), Welcome(), Beat(), Done(), failed(1, ["a line", "\x1b[2J"]))
+
+
+def _junk(rng: random.Random) -> bytes:
+    how = rng.randrange(6)
+    if how == 0:
+        return b"[" * 200_000 + b"\n"
+    if how == 1:
+        return rng.randbytes(rng.choice((1, 100, 70_000))) + b"\n" * (rng.random() < 0.5)
+    if how == 2:
+        return b"a" * (2 << 20)
+    if how == 3:
+        return b"\n" * 5000
+    return changed_bytes(json_bytes(json.loads(rng.choice(_RIGHT).model_dump_json()), rng), rng) + b"\n"
+
+
+def _send(caller: socket.socket, data: bytes, read) -> None:
+    """Sends as much as the other end takes, which reads between."""
+    caller.setblocking(False)
+    while data:
+        try:
+            data = data[caller.send(data[: 1 << 16]) :]
+        except BlockingIOError:
+            if not read():
+                return
+        except OSError:
+            return
+
+
+def _strangers(folder: Path) -> Attempt:
+    """Who does not know the secret, or uses it wrongly: nothing is taken, and the channel is closed."""
+
+    def attempt(rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            channel = SignedChannel(ours, _SECRET, called=rng.random() < 0.5)
+            taken: list = []
+
+            def read() -> bool:
+                taken.extend(channel.receive())
+                return not channel.closed
+
+            if rng.random() < 0.5:
+                _send(theirs, _junk(rng), read)
+            else:  # a right start, then a message whose signature is of something else
+                other = SignedChannel(theirs, _SECRET if rng.random() < 0.7 else b"t" * 32, called=not channel._called)
+                read()
+                other.receive()
+                key = other._key or b""
+                data = rng.choice(_RIGHT).model_dump_json().encode()
+                wrong = changed_bytes(data, rng)
+                mac = hmac.digest(key, (b">" if channel._called else b"<") + bytes(8) + data, hashlib.sha256).hex()
+                _send(theirs, mac.encode() + b" " + wrong.replace(b"\n", b" ") + b"\n", read)
+                if wrong == data and other._secret == _SECRET:
+                    return
+            for _ in range(5):
+                read()
+            check(not taken, f"taken from a stranger: {taken}")
+        raise UserError("refused", fix="none")
+
+    return attempt
+
+
+def _listener(folder: Path) -> Attempt:
+    """Several callers at once: only the one with the secret comes in, and strangers are named at most once."""
+
+    def attempt(rng: random.Random) -> None:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listener = ControlListener(listening, _SECRET)
+            address = listening.getsockname()
+            callers = [socket.create_connection(address) for _ in range(rng.choice((1, 3)))]
+            node = SignedChannel(socket.create_connection(address), _SECRET, called=False)
+            node.send(_RIGHT[0])
+            found, named = [], []
+
+            def accept() -> bool:
+                nodes, strangers = listener.accept(time.monotonic())
+                found.extend(nodes)
+                named.extend(strangers)
+                return True
+
+            for caller in callers:
+                for _ in range(2):
+                    caller.setblocking(False)
+                    try:
+                        caller.send(_junk(rng)[:50_000])
+                    except OSError:
+                        pass
+                    accept()
+            end = time.monotonic() + 10
+            while not found and time.monotonic() < end:
+                node.receive()
+                accept()
+            check([hello for _, hello in found] == [_RIGHT[0]], f"nodes that came in: {found}")
+            check(len(named) <= 1, f"strangers are named more than once: {named}")
+            for one in (*callers, node, listener, *(channel for channel, _ in found)):
+                one.close()
+
+    return attempt
+
+
+def _messages(folder: Path) -> Attempt:
+    """Messages with the right secret and the wrong content."""
+
+    def attempt(rng: random.Random) -> None:
+        whole = json.loads(rng.choice(_RIGHT).model_dump_json())
+        data = json_bytes(whole, rng)
+        message = parse(data)
+        if message is None:
+            raise UserError("refused", fix="none")
+        read = json.loads(data)
+        check(set(read) <= set(whole) | {"resume"}, f"{data!r:.300}")
+        lines = message.lines if hasattr(message, "lines") else []
+        check(not any(_CONTROL.search(line) for line in lines), "control characters in a line")
+        check(len(lines) <= 100 and all(len(line) < 20_000 for line in lines), "lines without a bound")
+
+    return attempt
+
+
+def _workers(folder: Path) -> Attempt:
+    """The pipe of a worker of this node, whose own process may print anything into it."""
+
+    def attempt(rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            channel = Channel(ours)
+            taken: list = []
+
+            def read() -> bool:
+                taken.extend(channel.receive())
+                return not channel.closed
+
+            _send(theirs, _junk(rng), read)
+            read()
+            check(all(isinstance(message, dict) for message in taken), f"{taken}"[:300])
+
+    return attempt
+
+
+KINDS = {"strangers": _strangers, "listener": _listener, "messages": _messages, "workers": _workers}

@@ -1,0 +1,90 @@
+"""SIGINT and SIGTERM around the steps of a run, which has handlers of its own (`trainer.run.stop_signals`).
+
+The first signal is an exception in the main thread, so that everything is cleaned up, and a second one ends the process
+at once. Within MindSpore the first one does: MindSpore catches what is raised in it, prints it with its traceback or
+makes another exception of it, and there is nothing to clean up that the next run does not.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import NamedTuple
+
+from trainer.errors import EXIT_SIGINT, EXIT_SIGTERM
+from trainer.launch import heartbeat
+
+_BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+class _EndAtOnce(NamedTuple):
+    """A handler that cleans nothing up: an exception while another one is handled would show tracebacks."""
+
+    code: int
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        os._exit(self.code)
+
+
+def handle_signals() -> None:
+    """Makes SIGTERM a SystemExit and SIGINT a KeyboardInterrupt."""
+    signal.signal(signal.SIGTERM, _terminate)
+    # A script's shell starts its background jobs with SIGINT ignored: whoever sends it to this process means it.
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def end_at_next_signal(code: int) -> None:
+    """From now on, while the process ends with this exit code, a signal ends it without a clean-up."""
+    for number in _BOTH:
+        signal.signal(number, _EndAtOnce(code))
+
+
+def is_ending() -> bool:
+    """Whether a signal has come already."""
+    return isinstance(signal.getsignal(signal.SIGTERM), _EndAtOnce)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    end_at_next_signal(EXIT_SIGTERM)
+    heartbeat.signalled(number)
+    print("stopped by SIGTERM", file=sys.stderr, flush=True)
+    if _is_in_mindspore(frame):
+        os._exit(EXIT_SIGTERM)
+    raise SystemExit(EXIT_SIGTERM)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_in_mindspore(frame):
+        heartbeat.signalled(number)
+        print("stopped by SIGINT", file=sys.stderr, flush=True)
+        os._exit(EXIT_SIGINT)
+    raise KeyboardInterrupt
+
+
+def _is_in_mindspore(frame: FrameType | None) -> bool:
+    """Whether a function of MindSpore runs, or it is being imported."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "mindspore":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def receive_signals_in_a_thread() -> None:
+    """Makes SIGINT and SIGTERM reach Python's handlers whatever MindSpore does to them.
+
+    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
+    sends SIGTERM to its process: Ctrl-C would look like SIGTERM. So both signals are blocked in all threads, which
+    inherit that from this one, and a thread that waits for them hands them to the main thread's Python handlers.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BOTH)
+
+    def forward() -> None:
+        while True:
+            _thread.interrupt_main(signal.sigwait(_BOTH))
+
+    threading.Thread(target=forward, name="signals", daemon=True).start()
