@@ -25,10 +25,12 @@ LATENT = {
     "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+STAGED = {"moe_config": MOE | BALANCED} | LATENT | DROPOUT
 CASES = {
     "experts, middle rank": on_ascend(SEMI, TENSOR, model=SHARED, ranks=8, rank=3),
-    "experts, first stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED} | LATENT, ranks=8, rank=0),
-    "experts, last stage": on_ascend(SEMI, STAGES, model={"moe_config": MOE | BALANCED} | LATENT, ranks=8, rank=7),
+    "experts, first stage": on_ascend(SEMI, STAGES, model=STAGED, ranks=8, rank=0),
+    "experts, last stage": on_ascend(SEMI, STAGES, model=STAGED, ranks=8, rank=7),
 }  # fmt: skip
 
 

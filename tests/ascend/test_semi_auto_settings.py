@@ -39,7 +39,9 @@ PARTS = {
     "recompute_config": {"recompute": True, "select_comm_recompute": True},
 }  # fmt: skip
 WINDOW = {
-    "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1, "embedding_size": 64, "layers_group": 2,
+    "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1,
+    "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    "pet_config": {"lora_rank": 8, "lora_dropout": 0.1, "target_modules": ".*(q|o|up|down)_proj"},
 }  # fmt: skip
 MOE = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "use_gmm": True}
 CASES = {
@@ -50,7 +52,7 @@ CASES = {
     ),
     "shared gradients": on_ascend(SEMI, PARTS, model=WINDOW, ranks=8, rank=3, process="shared gradients"),
     "evaluation of parts": on_ascend(
-        SEMI, PARTS, model={"moe_config": MOE}, ranks=8, rank=4, process="evaluation",
+        SEMI, PARTS, model={"moe_config": MOE, "embedding_size": 64}, ranks=8, rank=4, process="evaluation",
         task="trainer.dryrun.tasks:evaluation", steps=1,
     ),
 }  # fmt: skip

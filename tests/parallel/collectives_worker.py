@@ -30,6 +30,7 @@ from collective_cases import (  # noqa: E402
     text_of,
 )
 from data_parallel_worker import steps_together  # noqa: E402
+from expert_exchange import exchanged_experts  # noqa: E402
 from exported_graphs import export  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
@@ -69,7 +70,7 @@ def main(folder: Path) -> None:
     found |= as_on_a_device(world, gradients, in_float32=True) | as_on_a_device(world, gradients, in_float32=False)
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
-    found |= shared(world) | pairs(world)
+    found |= shared(world) | pairs(world) | exchanged_experts(world)
     found |= shared_optimizer(communicator, folder)
     found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
     collectives.barrier()

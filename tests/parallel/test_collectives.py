@@ -126,6 +126,13 @@ def test_a_pair_gives_what_numpy_gives_forward_and_backward(found: Found, name: 
         np.testing.assert_allclose(arrays[f"{name} gradient"], pair_gradient(name, ranks, rank), 1e-6, 1e-6)
 
 
+def test_experts_over_ranks_give_what_one_rank_with_all_of_them_gives(found: Found) -> None:
+    for rank in found:
+        for name in ("out", "y", "gates", "gate", "up", "down"):
+            mine, right = rank[f"experts {name}"]
+            assert np.abs(mine - right).max() < 1e-5 * np.abs(right).max(), name
+
+
 def test_groups_keep_to_themselves(found: Found) -> None:
     """The even ranks are one group, the odd ones another."""
     ranks = len(found)

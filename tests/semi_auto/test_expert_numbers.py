@@ -6,11 +6,11 @@ The operators that a CPU lacks are replaced by others that do what their documen
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from mindspore import dtype as mstype
-from mindspore import mint, nn, ops
+from expert_operators import GroupedMatmul, operators_of_a_cpu
 from numpy_kernels import distance
 from test_semi_auto import batch, config_of
 
@@ -29,46 +29,8 @@ BALANCED = {
 }  # fmt: skip
 
 
-def argsort(values, dim, descending, stable):
-    """By counting what stands before each value: equal ones keep their order."""
-    values = values if descending else -values
-    place = ops.arange(values.shape[-1])
-    earlier = place.expand_dims(0) < place.expand_dims(1)
-    mine, other = values.expand_dims(-1), values.expand_dims(-2)
-    before = ops.logical_or(other > mine, ops.logical_and(other == mine, earlier))
-    rank = before.astype(mstype.float32).sum(-1)
-    return ops.argmax((rank.expand_dims(-2) == place.astype(mstype.float32).expand_dims(-1)).astype(mstype.float32), -1)
-
-
-def index_select(x, dim, index):
-    return ops.gather(x, index, dim)
-
-
-def scatter(x, dim, index, src):
-    return ops.tensor_scatter_elements(x, index.astype(mstype.int32), src, dim)
-
-
-class GroupedMatmul(nn.Cell):
-    """Each expert's rows, the others set to zero, times its weight."""
-
-    def __init__(self, fills_rows: bool = False) -> None:
-        super().__init__(auto_prefix=False)
-
-    def construct(self, x_RI, weight_EOI, counts_E):
-        counts_E = counts_E.astype(mstype.float32)
-        ends_E, place_R = ops.cumsum(counts_E, 0), ops.arange(x_RI.shape[0]).astype(mstype.float32)
-        out_RO = 0
-        for expert in range(weight_EOI.shape[0]):
-            inside_R = ops.logical_and(place_R < ends_E[expert], place_R >= ends_E[expert] - counts_E[expert])
-            out_RO += ops.matmul(x_RI * inside_R.astype(x_RI.dtype).expand_dims(-1), weight_EOI[expert].T)
-        return out_RO
-
-
 @pytest.fixture
-def operators_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mint, "argsort", argsort)
-    monkeypatch.setattr(mint, "index_select", index_select)
-    monkeypatch.setattr(mint, "scatter", scatter)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     load = network.load_kernels
 
     def load_kernels(choices, precision, *modules, **options):
@@ -79,9 +41,11 @@ def operators_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(found, **own)
 
     monkeypatch.setattr(network, "load_kernels", load_kernels)
+    with operators_of_a_cpu():
+        yield
 
 
-def test_steps_are_those_of_explicit_mode(operators_of_a_cpu: None) -> None:
+def test_steps_are_those_of_explicit_mode(on_a_cpu: None) -> None:
     top = {"optimizer": {"type": "SGD", "momentum": 0.0}}
     config = config_of(top, num_layers=1, moe_config=MOE | BALANCED)
     random = np.random.default_rng(1)

@@ -5,30 +5,36 @@ in test_sharded_graphs.py and test_sharded_numbers.py."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 from numpy_kernels import distance
 from tolerances import DecoderLimits, decoder_limits
 
 import trainer.run.loop
+import trainer.semi_auto.step
 from trainer.checkpoint.store import read_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
+from trainer.config.checks.parallel import sharing_level
 from trainer.data import Batch
 from trainer.errors import RunError, UserError
 from trainer.models.shapes import all_shapes
+from trainer.ops.ascend import attention as ascend_attention
+from trainer.ops.cpu import kernels as reference
+from trainer.ops.dropout import DropoutKey
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
 from trainer.semi_auto.evaluation import own_share
 from trainer.semi_auto.network import LazyLossCell, LossCell, SemiAuto, build_semi_auto
-from trainer.semi_auto.rules import sharing_level
 from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
 from trainer.semi_auto.training import open_semi_auto_training, window_of
 
@@ -180,8 +186,8 @@ def test_no_rank_of_several_allocates_whole_weights() -> None:
 
 
 def test_what_the_mode_cannot_do_is_an_error() -> None:
-    with pytest.raises(UserError, match="hidden_dropout = 0.1: not yet supported in semi-automatic mode"):
-        built(hidden_dropout=0.1)
+    with pytest.raises(UserError, match="Muon.*: not yet supported in semi-automatic mode"):
+        built({"optimizer": {"type": "Muon"}})
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
@@ -312,6 +318,58 @@ def test_steps_are_those_of_a_run(settings: dict[str, Any]) -> None:
     for mine, right in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):
         assert set(mine) == set(right)
         assert max(distance(mine[name], right[name]) for name in right) < 1e-4
+
+
+class Product(nn.Cell):
+    """As the operator that a CPU lacks, with a mask of factors."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(auto_prefix=False)
+
+    def construct(self, x, mask):
+        return x * mask
+
+
+def factors_in_graph(seed, shape, rate):
+    numbers = ops.arange(math.prod(shape)).astype(mstype.float32) + seed.astype(mstype.float32)
+    return (ops.floor_mod(numbers, 5.0) > 0.5).astype(mstype.float32).reshape(shape) * 1.25
+
+
+def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the same site, step and micro-batch; what is drawn is a pattern here, as a CPU lacks the operator."""
+
+    def seed_of(key: DropoutKey, site: int) -> int:
+        return 1000 * key.step + 100 * key.micro_batch + site
+
+    def factors(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+        numbers = np.arange(math.prod(shape)) + seed_of(key, site)
+        return np.where(numbers % 5 > 0, np.float32(1.25), np.float32(0)).reshape(shape)
+
+    monkeypatch.setattr(reference, "dropout_mask", factors)
+    monkeypatch.setattr(trainer.semi_auto.step, "mask_seed", lambda key, site: 4 * seed_of(key, site))
+    monkeypatch.setattr(ascend_attention, "draw_bits", factors_in_graph)
+    monkeypatch.setattr(ascend_attention, "Dropout", Product)
+    top = {
+        "optimizer": {"type": "SGD", "momentum": 0.0}, "runner_wrapper": {"use_clip_grad": True},
+        "runner_config": {"batch_size": ROWS, "gradient_accumulation_steps": 2},
+    }  # fmt: skip
+    adapters = {"lora_rank": 4, "lora_dropout": 0.2, "target_modules": ".*(q|down)_proj"}
+    config = config_of(
+        top, num_layers=2, n_kv_heads=4, hidden_dropout=0.2, attention_dropout=0.2, pet_config=adapters
+    )
+    random, shapes = np.random.default_rng(1), all_shapes(config.decoder)
+    weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    run = open_training(config, lambda update: 0.1, weights)
+    step = open_semi_auto_training(config, lambda update: 0.1, weights, SINGLE_PROCESS, "CPU")
+    limits = decoder_limits(config.decoder, rows=2 * ROWS)
+    for number in range(2):
+        window = [batch(2 * number), batch(2 * number + 1)]
+        mine, right = step(window), run(window)
+        assert mine.loss == pytest.approx(right.loss, rel=limits.loss)
+        assert mine.global_norm == pytest.approx(right.global_norm, rel=limits.gradients)
+    assert float(step.model(batch()).tokens.asnumpy()) == pytest.approx(
+        float(run.model(run.build_inputs(batch())).tokens.asnumpy()), rel=limits.loss
+    )
 
 
 def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:

@@ -145,13 +145,17 @@ def save(folder: Path, step: int) -> str:
     return write_checkpoint(folder / "checkpoints", step, {"model": {"x": np.zeros(1)}}, {}, 0).name
 
 
-def test_only_checkpoints_of_this_job_count(tmp_path: Path) -> None:
+def test_only_checkpoints_of_this_job_count(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     save(tmp_path, 70)
     way = job(tmp_path)
     assert way.newest() == "" and way.resumed(options_of(tmp_path), "") == options_of(tmp_path)
     for step in (20, 10):
         name = save(tmp_path, step)
         assert way.newest() == name
+    weights = tmp_path / "checkpoints" / name / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert way.newest() == "step-00000020"
+    assert f"{name} is left out: the checkpoint is damaged" in capsys.readouterr().err
     (tmp_path / "checkpoints").rename(tmp_path / "aside")
     assert way.newest() == ""
     save(tmp_path, 70)

@@ -174,7 +174,6 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
          ["expert_parallel = 8: the ranks of a group share the 4 experts of a layer equally"]),
         ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
         ("run_mode: eval\nload_checkpoint: .\n", ["run_mode = 'eval': semi-automatic mode trains only"]),
-        ("model.model_config.hidden_dropout=0.1", ["hidden_dropout = 0.1: not yet", "draws no masks", "set it to 0"]),
     ],
 )  # fmt: skip
 def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[str]) -> None:

@@ -1,11 +1,12 @@
 """Writes safetensors files, with their checksum. Needs numpy only.
 
-The library's own writer holds Python's lock until the whole file is written, so that nothing runs beside it, and a
-checksum would have to read the file again.
+The library's own writer holds Python's lock until the whole file is written, so that nothing runs beside it, and for a
+checksum the file would have to be read again.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ CODES = {
 }  # fmt: skip
 """safetensors' name of each dtype of numpy."""
 BFLOAT16 = "BF16"
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES, _BLOCK_BYTES = 256 << 10, 1 << 20
 
 
 class Entry(NamedTuple):
@@ -59,15 +60,14 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], arrays: Iterable[np.
         offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=_BUFFER_BYTES) as file, RunningChecksum() as checksum:
-        start = len(text).to_bytes(8, "little") + text
-        file.write(start)
-        checksum.add(start)
-        for array in arrays:
-            data = _bytes_of(array)
-            checksum.add(data)  # first: a thread reads it while the system writes it
-            file.write(data)
-        return checksum.hexdigest()
+    checksum = RunningChecksum()
+    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+        for data in itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], map(_bytes_of, arrays)):
+            for start in range(0, len(data), _BLOCK_BYTES):  # a block that was just written is in the processor's cache
+                block = data[start : start + _BLOCK_BYTES]
+                file.write(block)
+                checksum.update(block)
+    return checksum.hexdigest()
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -200,7 +200,7 @@ class Continuation(NamedTuple):
 
     Attributes:
         shared: A folder that all nodes see.
-        newest: The name of the newest complete checkpoint that the job has saved; empty without one.
+        newest: The name of the newest undamaged checkpoint that the job has saved; empty without one.
         resumed: The job from that checkpoint on.
         fewer: The job on fewer ranks, to go on from that checkpoint; None where its batch does not allow it.
     """

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint.store import MARKER, complete_checkpoints
+from trainer.checkpoint.store import MARKER, check_checkpoint, complete_checkpoints
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
 from trainer.errors import UserError
@@ -35,7 +36,13 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
 
     def newest() -> str:
         new = [path.name for path in _saved(folder) - before]
-        return next((path.name for path in reversed(complete_checkpoints(folder)) if path.name in new), "")
+        for path in reversed([path for path in complete_checkpoints(folder) if path.name in new]):
+            try:
+                check_checkpoint(path)
+                return path.name
+            except UserError as error:
+                print(f"note: {path} is left out: {error.rule}", file=sys.stderr)
+        return ""
 
     key = "load_checkpoint" if config.decoder.pet_config is None else "adapter_id"  # that is the base model's then
 

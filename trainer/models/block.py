@@ -180,12 +180,14 @@ class Block(nn.Cell):
         The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
         (Korthikanti et al. 2022, section 4.2) data * tensor.
         """
-        row = (tokens, 1)
+        row, rows = (tokens, 1), "all" if tokens > data else "data"
         if self.has_attention:
             self.attention.shard_over(data, tensor, tokens)
+            self.drop_attention.shard_over(data, tensor, rows)
             self.add_attention.shard((row, row))
         if self.has_mlp:
             self.mlp.shard_over(data, tensor, tokens)
+            self.drop_mlp.shard_over(data, tensor, rows)
             self.add_mlp.shard((row, row))
 
 

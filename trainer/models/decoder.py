@@ -343,6 +343,18 @@ class Decoder(DecoderWiring):
         )
 
 
+def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
+    """The numbers of a layer's dropout masks, as a block takes them: probabilities, output of attention and of the
+    feed-forward layer, adapters. None where nothing is dropped."""
+    first, names = layer * _DROPOUT_SITES, list(settings.projections)
+    rates = settings.attention_dropout, settings.hidden_dropout, settings.hidden_dropout
+    found = [first + site if rate else None for site, rate in enumerate(rates)]
+    dropped = dropped_projections(settings)
+    own = layer_targets(settings, layer) if dropped and layer < settings.num_layers else ()
+    first = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES + layer * len(names)
+    return found + [first + names.index(name) if name in own else None for name in dropped]
+
+
 class AdapterMasks:
     """Draws the masks of the adapters' dropout. Their sites follow those of all layers; every projection of every layer
     has its own, whether it is adapted or not.

@@ -117,11 +117,12 @@ class LatentAttentionLayer(nn.Cell):
         """As `AttentionLayer.shard_over`. What all heads share, up to the norms of the latent vectors, is computed like
         the residual stream: the ranks of a tensor group hold whole matrices for it."""
         self.norm.shard_over(tokens)
-        shared = [self.key_value_down, self.key_value_norm]
+        copies = data * tensor // tokens
+        self.key_value_down.shard_over(tokens, copies=copies)
+        self.key_value_norm.shard_over(tokens)
         if self.has_query_latent:
-            shared += [self.query_down, self.query_norm]
-        for part in shared:
-            part.shard_over(tokens)
+            self.query_down.shard_over(tokens, copies=copies)
+            self.query_norm.shard_over(tokens)
         self.cut_down.shard_over(tokens, 1)
         for projection in (self.query, self.key_value):
             projection.shard_over(data, columns=tensor)

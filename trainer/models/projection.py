@@ -58,15 +58,19 @@ class Projection(nn.Cell):
         # The factor multiplies the smallest of the matrices.
         return self.add(y_NO, self.up(x_NR, self.scale_up(weights[self.b], self.scale)))
 
-    def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0) -> None:
-        """As `Linear.shard_over` of semi-automatic mode. What the adapter has between its matrices is whole."""
+    def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0, copies: int = 1) -> None:
+        """As `Linear.shard_over` of semi-automatic mode. What the adapter has between its matrices is whole.
+
+        `copies`: tensor-parallel ranks that compute the same, where neither columns nor rows are sharded.
+        """
         self.linear.shard_over(data, columns, rows, tokens)
         if self.has_adapter:
             self.down.shard_over(data, rows=rows)
             self.up.shard_over(data, columns=columns)
-            self.drop.shard_over(data, rows)
+            tensor = columns * rows * copies
+            self.drop.shard_over(data, tensor, columns="tensor" if rows > 1 else "None")
             # Where the ranks stand must be said: by numbers alone MindSpore would take neighbours for copies.
-            layout = Layout((data, columns * rows), ("data", "tensor"))
+            layout = Layout((data, tensor), ("data", "tensor"))
             self.scale_up.shard((layout("tensor" if columns > 1 else "None", "None"), layout()))
             whole = max(data, tokens), columns
             self.add.shard((whole, whole))

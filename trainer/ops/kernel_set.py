@@ -195,7 +195,7 @@ def load_kernels(
         write_rows=own.write_rows,
         rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
         attention_masks=masks.AttentionMasks,
-        attention_options=masks.attention_options,
+        attention_options=(masks if plain is reference else plain).attention_options,
         dropout=(drawing if plain is reference else plain).Dropout,
         draw_mask=drawing.draw_mask,
         draw_attention_mask=masks.draw_attention_mask if of_flash else drawing.draw_factors,

@@ -16,7 +16,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
-from trainer.models.decoder import DecoderWiring
+from trainer.models.decoder import DecoderWiring, mask_sites
 from trainer.models.shapes import (
     EMBEDDING,
     FINAL_NORM,
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 
 
 class SemiAutoDecoder(DecoderWiring):
-    """(ids_N, targets, tables, masks, mtp, counted) -> the minimised sum of losses.
+    """(ids_N, targets, tables, masks, mtp, counted, seeds_B1) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
     multi-token prediction module. `masks` are the causal one and that of the layers with a window. `counted` is None in
     a dense model and in evaluation, else for the losses of the routers valid_N1, 1
-    where a label counts, and share_11, the weight of such a label. The model has no dropout.
+    where a label counts, and share_11, the weight of such a label. `seeds_B1` is
+    None where nothing is dropped.
 
     MindSpore 2.10 does not compile a pipeline in which two stages use a weight. So the first stage looks up the tokens
     of the modules too, and with `staged` it hands a matrix that is embedding and head to the last stage as if it were
@@ -78,11 +79,11 @@ class SemiAutoDecoder(DecoderWiring):
         def layer_cell(layer: int) -> LayerCell:
             own = weights(layer, block_weights(settings))
             if not settings.is_moe_layer(layer):
-                return LayerCell(Block(settings, kernels), own)
+                return LayerCell(Block(settings, kernels), own, mask_sites(settings, layer))
             cell = experts.of_layer(layer_prefix(layer), weights(layer, moe_shapes(settings)))
             kept = [sublayer_of(name) == "attention" for name in block_weights(settings)]
             own = [weight if is_own else None for weight, is_own in zip(own, kept, strict=True)]
-            return LayerCell(Block(settings, kernels, "attention"), own, cell)
+            return LayerCell(Block(settings, kernels, "attention"), own, mask_sites(settings, layer), cell)
 
         self.layers = _cells(map(layer_cell, all_layers))
         self.has_window = tuple(map(settings.has_window, all_layers))
@@ -98,12 +99,12 @@ class SemiAutoDecoder(DecoderWiring):
         if experts is not None:
             self.no_loss_11 = Tensor(np.zeros((1, 1), np.float32))
 
-    def construct(self, ids_N, targets, tables, masks, mtp, counted):
+    def construct(self, ids_N, targets, tables, masks, mtp, counted, seeds_B1):
         embedded, matrix_1VD = (), self.matrix() if self.hands_on else None
         for module in range(len(mtp)):
             embedded += (self.mtp_embeds[module](mtp[module][0]),)
         weights = (None, None) if counted is None else (counted[0], self.group_weights(counted[0]))
-        call = (targets, tables, masks, mtp, embedded, matrix_1VD, weights)
+        call = (targets, tables, masks, mtp, embedded, matrix_1VD, weights, seeds_B1)
         losses = self.losses(ids_N, len(mtp), call)
         total = losses[0]
         if self.balances and counted is not None:
@@ -122,9 +123,9 @@ class SemiAutoDecoder(DecoderWiring):
         """The layer itself adds its losses: a stage of a pipeline gets the sum as it gets the residual stream."""
         mask = call[2][1 if self.has_window[number] else 0]
         if not self.has_experts[number] or not self.training:
-            return self.layers[number](x_ND, call[1], mask), losses
+            return self.layers[number](x_ND, call[1], mask, call[7]), losses
         loss_11 = self.no_loss_11 if losses[0] is None else losses[0]
-        x_ND, loss_11 = self.layers[number](x_ND, call[1], mask, *call[6], loss_11)
+        x_ND, loss_11 = self.layers[number](x_ND, call[1], mask, call[7], *call[6], loss_11)
         # What no gradient comes back for is not handed on to the next stage ("The pointer[fg_cnode] is null").
         return x_ND, (loss_11, None) if self.balances else losses
 
@@ -174,31 +175,41 @@ class MatrixCell(nn.Cell):
 
 
 class LayerCell(nn.Cell):
-    """(x_ND, tables, mask) -> x_ND.
+    """(x_ND, tables, mask, seeds_B1 or None) -> x_ND.
 
     With experts further weight_N1 of each token, weight_G1 and the sum of the router losses of the layers before,
     [1, 1]; x_ND then comes with the sum that has those of this layer too. A weight that only other layers have is None.
-    `experts` take the place of the feed-forward sublayer.
+    `experts` take the place of the feed-forward sublayer. `sites` number the dropout masks, as `mask_sites`.
     """
 
-    def __init__(self, block: Block, weights: Sequence[Parameter | None], experts: nn.Cell | None = None) -> None:
+    def __init__(
+        self,
+        block: Block,
+        weights: Sequence[Parameter | None],
+        sites: Sequence[int | None],
+        experts: nn.Cell | None = None,
+    ) -> None:
         super().__init__(auto_prefix=False)
         own = [number for number, weight in enumerate(weights) if weight is not None]
         self.block, self.weights = block, ParameterTuple([weights[number] for number in own])
         self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
-        self.experts = experts
+        self.experts, self.sites, self.next_seed = experts, tuple(sites), P.Add()
 
-    def construct(self, x_ND, tables, mask, weight_N1=None, weight_G1=None, loss_11=None):
+    def construct(self, x_ND, tables, mask, seeds_B1, weight_N1=None, weight_G1=None, loss_11=None):
         weights = ()
         for place in self.places:
             weights += (self.weights[place],) if place >= 0 else (None,)
-        x_ND = self.block(x_ND, *tables, mask, None, None, None, None, *weights)
+        drops = ()
+        for site in self.sites:
+            drops += (None if site is None or seeds_B1 is None else self.next_seed(seeds_B1, site),)
+        x_ND = self.block(x_ND, *tables, mask, None, drops[0], drops[1], drops[2], *weights, *drops[3:])
         # Without a None for a dense layer: the graph of a cell that is computed again cannot return it.
-        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1, loss_11)
+        return x_ND if self.experts is None else self.experts(x_ND, weight_N1, weight_G1, loss_11, drops[2])
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `Block.shard_over`."""
         self.block.shard_over(data, tensor, tokens)
+        self.next_seed.shard(((data, 1), ()))
         if self.experts is not None:
             self.experts.shard_over(data, tensor, tokens)
 

@@ -50,7 +50,7 @@ class GraphEvaluator:
         """Built at the first call: `set_train(False)` reaches the cells that it shares with the training."""
         network = AutoParallel(MainLoss(self.loss), parallel_mode="semi_auto")
         network.no_init_parameters_in_compile()
-        set_parallelism(network, self.config, self.world)
+        set_parallelism(network, self.config, self.world, trains=False)
         network.set_train(False)
         return network
 

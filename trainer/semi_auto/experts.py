@@ -329,8 +329,9 @@ class RouterLosses(nn.Cell):
 
 
 class ExpertLayer(nn.Cell):
-    """(x_ND, weight_N1, weight_G1, loss_11) -> residual stream and `RouterLosses`, in the place of a feed-forward
-    sublayer. In evaluation x_ND alone.
+    """(x_ND, weight_N1, weight_G1, loss_11, seeds_B1 or None) -> residual stream and `RouterLosses`.
+
+    It takes the place of a feed-forward sublayer. In evaluation it gives x_ND alone.
 
     Args:
         kernels: Those that MindSpore shards.
@@ -363,6 +364,7 @@ class ExpertLayer(nn.Cell):
         self.experts = RoutedExperts(settings, local, ranks)
         self.shared = SharedExperts(settings, kernels) if self.has_shared else None
         self.keep, self.add_shared, self.add = P.Mul(), P.Add(), P.Add()
+        self.drop = kernels.dropout(settings.hidden_dropout)
         self.share, self.all_shares, self.divide = P.Mul(), P.ReduceSum(keep_dims=True), P.Div()
         self.totals = tuple(P.ReduceSum(keep_dims=True) for _ in STATISTICS)
         self.sums, self.assigns = tuple(P.Add() for _ in STATISTICS), tuple(P.Assign() for _ in STATISTICS)
@@ -370,7 +372,7 @@ class ExpertLayer(nn.Cell):
         for part in (*self.sums, *self.assigns):
             part.recompute(False)
 
-    def construct(self, x_ND, weight_N1, weight_G1, loss_11):
+    def construct(self, x_ND, weight_N1, weight_G1, loss_11, seeds_B1):
         weights = self.weights
         y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
         bias_E = weights[self.bias] if self.bias >= 0 else self.no_bias_E
@@ -389,6 +391,8 @@ class ExpertLayer(nn.Cell):
         added_ND = self.experts(y_ND, gates_Nk, experts_Nk, *matrices)
         if self.has_shared:
             added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
+        if seeds_B1 is not None:
+            added_ND = self.drop(added_ND, seeds_B1)
         x_ND = self.add(x_ND, added_ND)
         if not self.training:
             return x_ND
@@ -420,6 +424,7 @@ class ExpertLayer(nn.Cell):
         self.losses.shard_over(data, load_is_shared=self.of_step)
         if self.has_shared:
             self.shared.shard_over(data, tensor)
+        self.drop.shard_over(data, tensor, "all" if tokens > data else "data")
         self.keep.shard((stream, stream))
         for add in (self.add_shared, self.add):
             add.shard((stream, stream))

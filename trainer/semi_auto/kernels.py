@@ -12,11 +12,22 @@ Legend and signatures: as in trainer/ops/cpu/kernels.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Layout, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SiLU
+
+from trainer.ops.ascend import attention as ascend_attention
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+
+_APART = 1 << 40
+"""Between the seeds of two ranks of a tensor-parallel group; those of a micro-batch's masks follow each other."""
 
 
 class Linear(nn.Cell):
@@ -214,11 +225,12 @@ class Attention(nn.Cell):
         dtype: Of q, k, v, the products and the result.
         softmax_dtype: What goes into the softmax and what comes out is rounded to it; mask and arithmetic are float32.
         value_size, scale: As of `reference.Attention`.
+        length, rate: T, and the part of the probabilities that is dropped where `dropout` is a tensor of seeds.
     """
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32,
-        value_size: int | None = None, scale: float | None = None,
+        value_size: int | None = None, scale: float | None = None, length: int = 0, rate: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.kv_heads, self.head_size, self.dtype = heads, kv_heads, head_size, dtype
@@ -227,7 +239,8 @@ class Attention(nn.Cell):
         self.to_heads, self.from_heads = P.Transpose(), P.Transpose()
         self.tile = P.Tile()
         self.score, self.scale, self.mask = P.BatchMatMul(transpose_b=True), P.Mul(), P.Add()
-        self.softmax, self.mix = P.Softmax(), P.BatchMatMul()
+        self.softmax, self.mix, self.drop = P.Softmax(), P.BatchMatMul(), P.Mul()
+        self.drawn = DrawnMask(heads, length, rate, bits=False)
         self.value_size, self.factor = value_size or head_size, head_size**-0.5 if scale is None else scale
 
     def construct(self, q_NC, k_NK, v_NK, bias_B1TT, late_mask, dropout):
@@ -237,6 +250,8 @@ class Attention(nn.Cell):
         v = self.repeat(self.split(v_NK, rows, length, self.kv_heads), rows, length)
         scores = self.rounded(self.scale(self.score(q, k), self.factor))
         probabilities = self.rounded(self.softmax(self.mask(scores, bias_B1TT)))
+        if dropout is not None:
+            probabilities = self.drop(probabilities, self.drawn(dropout))
         out = self.from_heads(self.mix(self.cast(probabilities, self.dtype), v), (0, 2, 1, 3))
         return self.reshape(out, (rows * length, self.heads * self.value_size))
 
@@ -259,24 +274,97 @@ class Attention(nn.Cell):
         self.to_heads.shard(((data, 1, tensor, 1),))
         for part in (self.from_heads, self.softmax, self.tile):
             part.shard((heads,))
-        for part in (self.score, self.mix):
+        for part in (self.score, self.mix, self.drop):
             part.shard((heads, heads))
+        self.drawn.shard_over(data, tensor)
         self.scale.shard((heads, ()))
         self.mask.shard((heads, (data, 1, 1, 1)))
 
 
-class Dropout(nn.Cell):
-    """As `reference.Dropout`."""
+class _OfRank(nn.Cell):
+    """A function that each rank computes for its own part, with a seed that differs where the parts do.
+
+    The seeds_B1 of a micro-batch, int64, are the same for all rows of a data-parallel rank and differ between such
+    ranks; those of the ranks that share its numbers follow from their number in the tensor-parallel group.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.place_S, self.is_shared = Tensor(np.zeros(1, np.int64)), False
+        self.morph = P.Morph(self.compute, self.infer_shape, self.infer_dtype).add_prim_attr("self_define_shard", True)
+
+    def seed(self, seeds_B1, place_S):
+        own = seeds_B1[0, 0]
+        return own + place_S[0] * _APART if self.is_shared else own
+
+    def shard_as(self, data: int, tensor: int, inputs: Sequence[Sequence[str]], output: Sequence[str]) -> None:
+        """Inputs before the seeds, and the output: the axes "data", "tensor", both ("data", "tensor"), or "None"."""
+        layout = Layout((data, tensor), ("data", "tensor"))
+        self.place_S, self.is_shared = Tensor(np.arange(tensor, dtype=np.int64)), "tensor" in str(output)
+        given = *(layout(*axes) for axes in inputs), layout("data", "None"), layout("tensor")
+        self.morph.shard(in_strategy=given, out_strategy=(layout(*output),))
+
+
+class Dropout(_OfRank):
+    """(x_NC, seeds_B1) -> x_NC, 0 where a mask drops and times 1 / (1 - rate) elsewhere."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.product = P.Mul()
+        self.rate, self.drop = rate, ascend_attention.Dropout(rate)
 
-    def construct(self, x, mask):
-        return self.product(x, mask)
+    def construct(self, x_NC, seeds_B1):
+        return self.morph(x_NC, seeds_B1, self.place_S)
 
-    def shard_over(self, *degrees: int) -> None:
-        self.product.shard((degrees, degrees))
+    def compute(self, x_NC, seeds_B1, place_S):
+        return self.drop(x_NC, ascend_attention.draw_bits(self.seed(seeds_B1, place_S), x_NC.shape, self.rate))
+
+    def infer_shape(self, x_NC, seeds_B1, place_S):
+        return x_NC
+
+    def infer_dtype(self, x_NC, seeds_B1, place_S):
+        return x_NC
+
+    def shard_over(self, data: int, tensor: int, rows: str = "data", columns: str = "None") -> None:
+        """Rows over "data", or with sequence parallelism over "all" ranks; columns over "tensor" or "None"."""
+        axes = ("data", "tensor") if rows == "all" else rows, columns
+        self.shard_as(data, tensor, [axes], axes)
+
+
+class DrawnMask(_OfRank):
+    """seeds_B1 -> the dropout mask of the attention's probabilities, of H heads.
+
+    For the fused operator bits, uint8 [B, H, T, T / 8]; else factors, 0 or 1 / (1 - rate), float32 [B, H, T, T].
+    """
+
+    def __init__(self, heads: int, length: int, rate: float, *, bits: bool) -> None:
+        super().__init__()
+        self.heads, self.length, self.rate, self.bits, self.own = heads, length, rate, bits, heads
+        self.drop = ascend_attention.Dropout(rate)
+
+    def construct(self, seeds_B1):
+        return self.morph(seeds_B1, self.place_S)
+
+    def compute(self, seeds_B1, place_S):
+        shape = (seeds_B1.shape[0], self.own, self.length, self.length)
+        mask = ascend_attention.draw_bits(self.seed(seeds_B1, place_S), shape, self.rate)
+        if self.bits:
+            return mask.reshape((*shape[:3], self.length // 8))
+        return self.drop(ops.ones(shape, mstype.float32), mask)
+
+    def infer_shape(self, seeds, place):
+        return [seeds[0], self.heads, self.length, self.length // 8 if self.bits else self.length]
+
+    def infer_dtype(self, seeds, place):
+        return mstype.uint8 if self.bits else mstype.float32
+
+    def shard_over(self, data: int, tensor: int) -> None:
+        self.own = self.heads // tensor
+        self.shard_as(data, tensor, [], ("data", "tensor", "None", "None"))
+
+
+def attention_options(settings: ModelConfig, window: int | None) -> dict[str, int | float]:
+    """What `Attention` must know beside its sizes: its dropout masks; the other masks tell the window."""
+    return {"length": settings.seq_length, "rate": settings.attention_dropout}
 
 
 class CrossEntropy(nn.Cell):

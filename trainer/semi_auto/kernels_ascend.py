@@ -12,7 +12,7 @@ from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import FlashAttentionScore, RotaryPositionEmbedding, Swiglu
 from mindspore.ops.auto_generate import RmsNorm as FusedNorm
 
-from trainer.semi_auto.kernels import JoinHeads, SplitHeads
+from trainer.semi_auto.kernels import DrawnMask, JoinHeads, SplitHeads
 
 
 class RmsNorm(nn.Cell):
@@ -90,12 +90,14 @@ class Attention(nn.Cell):
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32,
-        value_size: int | None = None, scale: float | None = None,
+        value_size: int | None = None, scale: float | None = None, length: int = 0, rate: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dtype, self.reshape, self.cast, value_size = dtype, P.Reshape(), P.Cast(), value_size or head_size
         scale = head_size**-0.5 if scale is None else scale
-        self.flash = FlashAttentionScore(heads, scale_value=scale, input_layout="BSH")
+        self.flash = FlashAttentionScore(heads, 1.0 - rate, scale, input_layout="BSH")
+        self.without = FlashAttentionScore(heads, scale_value=scale, input_layout="BSH")
+        self.drawn = DrawnMask(heads, length, rate, bits=True)
         # The operator takes values as wide as the queries.
         self.kv_heads, self.fills_up, missing = kv_heads, value_size < head_size, head_size - value_size
         self.zeros_11w, self.repeat = Tensor(np.zeros((1, 1, missing), np.float32), dtype), P.Tile()
@@ -107,7 +109,11 @@ class Attention(nn.Cell):
             zeros_NKw = self.repeat(self.zeros_11w, (v_NK.shape[0], self.kv_heads, 1))
             v_NK = self.fill_up(self.cast(v_NK, self.dtype), self.reshape(zeros_NKw, (v_NK.shape[0], -1)))
         q, k, v = self.split(q_NC, rows, length), self.split(k_NK, rows, length), self.split(v_NK, rows, length)
-        out = self.reshape(self.flash(q, k, v, None, None, None, mask_B1TT, None)[3], q_NC.shape)
+        if dropout is None:
+            out = self.without(q, k, v, None, None, None, mask_B1TT, None)[3]
+        else:
+            out = self.flash(q, k, v, None, self.drawn(dropout), None, mask_B1TT, None)[3]
+        out = self.reshape(out, q_NC.shape)
         return self.cast(self.cut(out)[0] if self.fills_up else out, q_NC.dtype)
 
     def split(self, x_NC, rows, length):
@@ -115,7 +121,9 @@ class Attention(nn.Cell):
 
     def shard_over(self, data: int, tensor: int) -> None:
         columns = (data, 1, tensor)
-        self.flash.shard((columns, columns, columns, (data, 1, 1, 1)))
+        self.without.shard((columns, columns, columns, (data, 1, 1, 1)))
+        self.flash.shard((columns, columns, columns, (data, tensor, 1, 1), (data, 1, 1, 1)))
+        self.drawn.shard_over(data, tensor)
         self.repeat.shard(((data, tensor, 1),))
         for part in (self.fill_up, self.cut):
             part.shard_over(data, tensor)

@@ -43,7 +43,7 @@ from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
 from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, speed_up_file
-from trainer.semi_auto.step import GradientCell
+from trainer.semi_auto.step import GradientCell, drops
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -114,11 +114,11 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     return SemiAuto(network, step, loss)
 
 
-def set_parallelism(network: AutoParallel, config: Config, world: World) -> None:
-    """What the sections `parallel` and `parallel_config` say of the whole graph."""
+def set_parallelism(network: AutoParallel, config: Config, world: World, *, trains: bool = True) -> None:
+    """What the sections `parallel` and `parallel_config` say of the whole graph; an evaluation does not train."""
     parallel, degrees = config.parallel, degrees_of(config, world)
     if world.size > 1:
-        rows = ((degrees.data_parallel, 1),) * len(BATCH_INPUTS)
+        rows = ((degrees.data_parallel, 1),) * (len(BATCH_INPUTS) + (drops(config.decoder) and trains))
         network.dataset_strategy("full_batch" if parallel.full_batch else rows)
     if degrees.pipeline_stage > 1:
         order = parallel.pipeline_config
@@ -233,7 +233,8 @@ class LossCell(nn.Cell):
     loss scale / the valid tokens of the whole window, on every row. GradAccumulation and Pipeline add the micro-batches
     up without dividing, so their sum is the loss of the window, whatever number of valid tokens each of them has. The
     cells `tables` and `masks` make rotary tables and attention masks from positions and segments: a causal mask, and
-    one with the window of a model that has one.
+    one with the window of a model that has one. A model with dropout gets the seeds_B1 of its masks too, those of
+    `MaskSeeds`.
     """
 
     def __init__(
@@ -269,10 +270,11 @@ class LossCell(nn.Cell):
         self.clear, self.fill, self.share = P.Mul(), P.Add(), P.ReduceMean(keep_dims=True)
         self.has_experts = experts is not None
 
-    def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
-        return self.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, self.depth)
+    def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, *seeds):
+        batch = input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1
+        return self.sum_of_losses(*batch, self.depth, seeds[0] if len(seeds) > 0 else None)
 
-    def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules):
+    def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules, seeds_B1=None):
         """With the losses of so many multi-token prediction modules."""
         tables, masks, mtp = self.tables(self.cos, self.sin, positions_BT), (), ()
         for mask in self.masks:
@@ -288,7 +290,7 @@ class LossCell(nn.Cell):
         if self.has_experts and self.training:
             valid_BT = self.cast(self.differs(labels_BT, IGNORE_INDEX), mstype.float32)
             counted = self.reshape(valid_BT, (-1, 1)), self.share(share_B1, 0)
-        return self.decoder(ids_N, targets, tables + tables, masks, mtp, counted)
+        return self.decoder(ids_N, targets, tables + tables, masks, mtp, counted, seeds_B1)
 
     def targets(self, labels_BT, share_B1):
         """Labels, and what the loss of each counts: 0 where there is none."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.notices import Notice
-from trainer.config.checks.parallel import degrees_of, fit_problems
+from trainer.config.checks.parallel import degrees_of, fit_problems, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
@@ -222,14 +222,19 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     """What a run does on the host, or between the graphs of its blocks."""
-    settings, model = config.decoder, "model.model_config"
-    for name in ("hidden_dropout", "attention_dropout"):
-        if getattr(settings, name):
-            rule = f"{_NOT_YET}, whose graph draws no masks"
-            yield problem(config, f"{model}.{name}", rule, "set it to 0")
-    if settings.pet_config is not None and settings.pet_config.lora_dropout:
-        rule = f"{_NOT_YET}, whose graph draws no masks"
-        yield problem(config, f"{model}.pet_config.lora_dropout", rule, "set it to 0")
+    settings, sequence = config.decoder, config.parallel_config.use_seq_parallel
+    if sequence and settings.multi_latent_attention and settings.pet_config and settings.pet_config.lora_dropout:
+        rule = f"{_NOT_YET} with latent attention and sequence parallelism"
+        fix = "set it to 0, or use_seq_parallel to False"
+        yield problem(config, "model.model_config.pet_config.lora_dropout", rule, fix)
+    staged = config.parallel_config.pipeline_stage > 1
+    staged = staged or sharing_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
+    drops = settings.hidden_dropout or settings.attention_dropout
+    if drops and settings.maps_embedding and config.parallel.enable_parallel_optimizer and staged:
+        # MindSpore 2.10 does not compile it ("The pointer[prim] is null", node_info.cc).
+        rule = f"{_NOT_YET} with dropout, shared optimizer state and a pipeline or shared sums of gradients"
+        fix = "set hidden_dropout and attention_dropout to 0, or enable_parallel_optimizer to False"
+        yield problem(config, "model.model_config.embedding_size", rule, fix)
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.optimizer.type == "Muon":

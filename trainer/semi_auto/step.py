@@ -16,6 +16,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from trainer.config.checks.parallel import degrees_of
 from trainer.data.batches.batch import Batch, padding_batch
+from trainer.ops.dropout import DropoutKey, mask_seed
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates
 from trainer.step.accumulate import Votes, WindowGradients, valid_tokens
@@ -24,7 +25,7 @@ from trainer.step.guards import Guards
 from trainer.step.train_step import Saved, StepResult, apply_window
 
 if TYPE_CHECKING:
-    from trainer.config import Config, RunnerWrapper
+    from trainer.config import Config, ModelConfig, RunnerWrapper
     from trainer.models.inputs import LossSums
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
@@ -62,8 +63,9 @@ class GradientCell(nn.Cell):
         self.differentiated = mindspore.value_and_grad(network, None, self.weights)
         self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
 
-    def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
-        loss, gradients = self.differentiated(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1)
+    def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, *seeds):
+        batch = input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1
+        loss, gradients = self.differentiated(*batch, *seeds)
         if not self.accumulates_in_graph:
             return loss, gradients
         # In both cases the graph must hold these parameters: MindSpore finds them by name.
@@ -73,6 +75,30 @@ class GradientCell(nn.Cell):
         return loss, ops.depend(gradients, sums)
 
 
+def drops(settings: ModelConfig) -> bool:
+    """Whether a training draws dropout masks."""
+    adapters = settings.pet_config is not None and settings.pet_config.lora_dropout
+    return bool(settings.hidden_dropout or settings.attention_dropout or adapters)
+
+
+class MaskSeeds(NamedTuple):
+    """What the seeds of dropout masks follow from: the run's seed, micro-batches of a step, data-parallel ranks."""
+
+    seed: int
+    micro_batches: int
+    ranks: int
+
+    def of_rows(self, step: int, rows: int) -> np.ndarray:
+        """int64 [rows, 1], below 2^61: a layer adds the number of its mask, a tensor-parallel rank its own number."""
+        keys = [
+            DropoutKey(self.seed, rank, step, number)
+            for number in range(self.micro_batches)
+            for rank in range(self.ranks)
+        ]
+        seeds = np.array([mask_seed(key, 0) >> 2 for key in keys], np.int64)
+        return np.repeat(seeds, rows // len(keys))[:, None]
+
+
 class Window(NamedTuple):
     """The batch of a step: all micro-batches stacked, padded with sequences without labels."""
 
@@ -80,13 +106,17 @@ class Window(NamedTuple):
     length: int
     own: slice | np.ndarray = slice(None)
     """The rows that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel rank."""
+    mask_seeds: MaskSeeds | None = None
+    """Of a model with dropout."""
 
-    def tensors(self, micro_batches: Sequence[Batch], share: float) -> list[Tensor]:
-        """The inputs of the loss cell, with `share` repeated for every row."""
+    def tensors(self, micro_batches: Sequence[Batch], share: float, step: int = 0) -> list[Tensor]:
+        """The inputs of the loss cell of a step (from 0), with `share` repeated for every row."""
         missing = self.rows - sum(len(batch.labels) for batch in micro_batches)
         filled = (*micro_batches, padding_batch(missing, self.length))
         arrays = [np.concatenate(parts) for parts in zip(*filled, strict=True)]
         arrays.append(np.full((self.rows, 1), share, np.float32))
+        if self.mask_seeds is not None:
+            arrays.append(self.mask_seeds.of_rows(step, self.rows))
         return [Tensor(np.ascontiguousarray(array[self.own])) for array in arrays]
 
 
@@ -163,7 +193,7 @@ class GraphStep:
         if tokens == 0:
             return WindowGradients(0.0, 0, 0, None)
         with graph_mode():
-            loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens))
+            loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens, self.optimizer.updates))
         by_name = self.sums if self.cell.uses_sums else self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.

@@ -22,7 +22,7 @@ from trainer.semi_auto.experts import GraphRouters, expert_group
 from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.rules import data_config
 from trainer.semi_auto.shards import ShardedParameters
-from trainer.semi_auto.step import GraphStep, Window, graph_mode, own_rows
+from trainer.semi_auto.step import GraphStep, MaskSeeds, Window, drops, graph_mode, own_rows
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -88,7 +88,10 @@ def window_of(config: Config, world: World) -> Window:
     read = data_config(config, world).runner_config
     rows = read.batch_size * read.gradient_accumulation_steps
     own = own_rows(config, world, rows, read.gradient_accumulation_steps)
-    return Window(rows, config.decoder.seq_length, own)
+    seeds = None
+    if drops(config.decoder):
+        seeds = MaskSeeds(config.seed, read.gradient_accumulation_steps, degrees_of(config, world).data_parallel)
+    return Window(rows, config.decoder.seq_length, own, seeds)
 
 
 def _place_in_group(group: str) -> tuple[int, int]:

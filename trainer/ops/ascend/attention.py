@@ -171,8 +171,12 @@ def draw_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -
 
     The operator draws from counters that begin with its seed, so the same key gives the same bits.
     """
-    seed, start = Tensor(mask_seed(key, site), mstype.int64), Tensor(0, mstype.int64)
-    return DropoutGenMaskExt()(shape, rate, seed, start, mstype.bfloat16)
+    return draw_bits(Tensor(mask_seed(key, site), mstype.int64), shape, rate)
+
+
+def draw_bits(seed: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
+    """As `draw_mask`, from a seed that is a tensor: an int64 scalar."""
+    return DropoutGenMaskExt()(shape, rate, seed, Tensor(0, mstype.int64), mstype.bfloat16)
 
 
 def draw_attention_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:

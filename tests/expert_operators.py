@@ -1,0 +1,59 @@
+"""What experts of semi-automatic mode compute with and a CPU lacks, made of operators that it has.
+
+They do what MindSpore's documentation says of those of an Ascend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from mindspore import dtype as mstype
+from mindspore import mint, nn, ops
+
+
+def argsort(values, dim, descending, stable):
+    """By counting what stands before each value: equal ones keep their order."""
+    values = values if descending else -values
+    place = ops.arange(values.shape[-1])
+    earlier = place.expand_dims(0) < place.expand_dims(1)
+    mine, other = values.expand_dims(-1), values.expand_dims(-2)
+    before = ops.logical_or(other > mine, ops.logical_and(other == mine, earlier))
+    rank = before.astype(mstype.float32).sum(-1)
+    return ops.argmax((rank.expand_dims(-2) == place.astype(mstype.float32).expand_dims(-1)).astype(mstype.float32), -1)
+
+
+def index_select(x, dim, index):
+    return ops.gather(x, index, dim)
+
+
+def scatter(x, dim, index, src):
+    return ops.tensor_scatter_elements(x, index.astype(mstype.int32), src, dim)
+
+
+class GroupedMatmul(nn.Cell):
+    """Each expert's rows, the others set to zero, times its weight."""
+
+    def __init__(self, fills_rows: bool = False) -> None:
+        super().__init__(auto_prefix=False)
+
+    def construct(self, x_RI, weight_EOI, counts_E):
+        counts_E = counts_E.astype(mstype.float32)
+        ends_E, place_R = ops.cumsum(counts_E, 0), ops.arange(x_RI.shape[0]).astype(mstype.float32)
+        out_RO = 0
+        for expert in range(weight_EOI.shape[0]):
+            inside_R = ops.logical_and(place_R < ends_E[expert], place_R >= ends_E[expert] - counts_E[expert])
+            out_RO += ops.matmul(x_RI * inside_R.astype(x_RI.dtype).expand_dims(-1), weight_EOI[expert].T)
+        return out_RO
+
+
+@contextlib.contextmanager
+def operators_of_a_cpu() -> Iterator[None]:
+    """Inside, those of `mint` are these."""
+    with (
+        mock.patch.object(mint, "argsort", argsort),
+        mock.patch.object(mint, "index_select", index_select),
+        mock.patch.object(mint, "scatter", scatter),
+    ):
+        yield
