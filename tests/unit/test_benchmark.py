@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import benchmark  # noqa: E402
 import benchmark_bare  # noqa: E402
 import benchmark_moe  # noqa: E402
+import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
 import benchmark_tools  # noqa: E402
 
-from trainer.config import Override, load_config  # noqa: E402
+from trainer.config import Override, load_config, parse_config  # noqa: E402
 from trainer.models.shapes import parameter_shapes  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
 
@@ -327,3 +328,20 @@ def test_bare_loop_runs_in_windows_and_neither_side_pays_for_the_other():
         monitor.on_step(step_metrics(step))
     assert monitor.trainer_seconds == [1.0] * 5
     assert monitor.bare_seconds == [10.0] * 4
+
+
+def test_soak_measures_growth_from_the_first_sample_to_the_last() -> None:
+    found = benchmark_soak.growth([(300, 5_000_000, 9, 11), (1300, 9_000_000, 9, 11), (2300, 7_000_000, 12, 10)])
+    assert found == (2000, 1000.0, 3, -1)
+    memory, handles = benchmark_soak.soak_lines("dense", found)
+    assert (memory.value, memory.verdict, handles.value, handles.verdict) == (1.0, "pass", 3, "FAIL")
+    leaking = benchmark_soak.soak_lines("dense", found._replace(bytes_a_step=43_000.0))
+    assert leaking[0].verdict == "FAIL"
+    own = benchmark_soak.sample(7)
+    assert own.step == 7 and own.private_bytes > 10e6 and own.files > 2 and own.threads > 0
+
+
+def test_every_case_of_the_soak_is_a_configuration() -> None:
+    for flags in benchmark_soak.CASES.values():
+        overrides = [Override(key, text, "soak") for key, text in flags.items()]
+        assert parse_config("soak", json.dumps(benchmark_soak.TINY), overrides).trains

@@ -20,7 +20,7 @@ from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
 from trainer.models.compute_weights import ComputeWeights
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums
-from trainer.models.recompute import Differentiable
+from trainer.models.recompute import Differentiable, compile_cell
 from trainer.models.shapes import classifier_names, parameter_shapes
 
 if TYPE_CHECKING:
@@ -71,6 +71,29 @@ class Layers(nn.Cell):
         return x
 
 
+class ImageLoss(nn.Cell):
+    """(logits_BC, targets_BC) -> the sum of the images' losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_softmax = P.LogSoftmax(-1)
+
+    def construct(self, logits_BC, targets_BC):
+        return -(self.log_softmax(logits_BC) * targets_BC).sum()
+
+
+class Hits(nn.Cell):
+    """(logits_BC, targets_BC) -> how many images have their largest logit at their label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = P.ArgMaxWithValue(axis=1)
+
+    def construct(self, logits_BC, targets_BC):
+        found_B1 = self.best(logits_BC)[0].reshape(-1, 1).astype(mstype.int64)
+        return ops.gather_elements(targets_BC, 1, found_B1).sum()
+
+
 class Classifier(nn.Cell):
     """The classifier of the section `model.classifier`; the other arguments are those of `Decoder`."""
 
@@ -94,7 +117,7 @@ class Classifier(nn.Cell):
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = Layers(settings, kernels)
         self.run_layers = Differentiable(self.layers, compiled).stopped_at(argnums)
-        self.log_softmax, self.best = P.LogSoftmax(-1), P.ArgMaxWithValue(axis=1)
+        self.loss, self.hits = (compile_cell(cell, compiled) for cell in (ImageLoss(), Hits()))
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
@@ -106,11 +129,10 @@ class Classifier(nn.Cell):
     ) -> LossSums:
         """Sum of the images' losses, not divided; without `statistics`, in evaluation, correct labels are counted."""
         logits_BC = self.run_layers(inputs.pixels_BP, *(each.view(each.shape) for each in self.ordered))
-        loss = -(self.log_softmax(logits_BC) * inputs.targets_BC).sum()
+        loss = self.loss(logits_BC, inputs.targets_BC)
         if statistics is not None:
             return LossSums(loss, loss)
-        found_B1 = self.best(logits_BC)[0].reshape(-1, 1).astype(mstype.int64)
-        return LossSums(loss, loss, correct=ops.gather_elements(inputs.targets_BC, 1, found_B1).sum())
+        return LossSums(loss, loss, correct=self.hits(logits_BC, inputs.targets_BC))
 
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:
         """A classifier has no routers."""

@@ -266,7 +266,9 @@ class Decoder(DecoderWiring):
     # The parts: compiled functions, which are called with views of the weights.
 
     def run_embedding(self, ids_N: Tensor, call: _Call | None = None) -> Tensor:
-        x_NE = self.embedding_rows(_view(self.embedding), ids_N)
+        # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
+        look_up = self.kernels.gather_rows if call is None else self.embedding_rows
+        x_NE = look_up(_view(self.embedding), ids_N)
         return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_layer(self, number: int, x_ND: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -390,10 +390,12 @@ def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
     """The tables that `Rotary` takes: the columns of all heads side by side, [N, heads * d], rounded to `dtype`."""
-    tables = [Tensor(table) for table in (cos_Nd, sin_Nd)]
-    if dtype != mstype.float32:
-        tables = [table.astype(dtype).astype(mstype.float32) for table in tables]
-    return tuple(ops.tile(table, (1, heads)) for table in tables)
+    tables = cos_Nd, sin_Nd
+    if dtype == mstype.bfloat16:
+        tables = [Tensor(table).astype(dtype).astype(mstype.float32).asnumpy() for table in tables]
+    elif dtype != mstype.float32:
+        tables = [table.astype(np.float16).astype(np.float32) for table in tables]
+    return tuple(Tensor.from_numpy(np.tile(table, (1, heads))) for table in tables)
 
 
 class AttentionMasks:
@@ -437,8 +439,8 @@ def cached_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
     """A mask that is added to the scores, [B*K, Q*G, S] float32, 0 where allowed; for `cached_attention`."""
     rows, _, keys = allowed_BQS.shape
     bias_BQS = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min)
-    bias = np.repeat(bias_BQS, heads // kv_heads, axis=1).reshape(rows, 1, -1)
-    return ops.tile(Tensor(bias), (1, kv_heads, 1)).reshape(rows * kv_heads, -1, keys)
+    bias = np.repeat(bias_BQS, heads // kv_heads, axis=1)
+    return Tensor.from_numpy(np.repeat(bias, kv_heads, axis=0).reshape(rows * kv_heads, -1, keys))
 
 
 def draw_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:

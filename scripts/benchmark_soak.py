@@ -1,0 +1,157 @@
+"""`benchmark.py soak`: memory, open files and threads of a training process over thousands of steps.
+
+Each case trains a tiny model in a process of its own, where what a step leaves behind is not hidden by the memory of
+the model. Measured is the process as the operating system sees it: private dirty memory, file descriptors, threads.
+Started as a program it trains one case and prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from benchmark_tools import Line, RunFailed, describe_machine, last_json, render, run_process  # noqa: E402
+
+from trainer.config import Override, parse_config  # noqa: E402
+from trainer.monitors.metrics import Monitor, StepMetrics  # noqa: E402
+
+MOST_BYTES_A_STEP = 1000  # 1 MB in 1,000 steps
+EVERY = 100  # steps between samples
+TINY = {
+    "run_mode": "train",
+    "report": False,
+    "model": {"arch": {"type": "LlamaForCausalLM"},
+              "model_config": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64,
+                               "vocab_size": 64, "seq_length": 16}},
+    "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 64}},
+    "runner_config": {"epochs": 100000, "batch_size": 2},
+    "callbacks": [{"type": "MFLossMonitor", "per_print_times": 1000}],
+}
+_EXPERTS = ("{expert_num: 4, num_experts_chosen: 2, moe_intermediate_size: 32, use_gmm: True, aux_loss_factor: 0.01, "
+            "z_loss_factor: 0.001}")
+_EVALUATION = {"do_eval": "True", "eval_step_interval": str(EVERY),
+               "eval_dataset": "{data_loader: {type: SyntheticDataset, num_samples: 16}}"}
+CASES: dict[str, dict[str, str]] = {
+    "dense": {},
+    "experts": {"model.model_config.moe_config": _EXPERTS},
+    "accumulation 4": {"runner_config.gradient_accumulation_steps": "4"},
+    "evaluation every 100 steps": _EVALUATION,
+    "recomputation": {"recompute_config.recompute": "True"},
+    "adapters": {"model.model_config.pet_config": "{lora_rank: 2, target_modules: '.*wq'}"},
+    "float16, dynamic loss scale": {
+        "model.model_config.compute_dtype": "float16",
+        "runner_wrapper.scale_sense": "{type: DynamicLossScaleUpdateCell, loss_scale_value: 1024}",
+    },
+    "experts, accumulation, evaluation": {
+        "model.model_config.moe_config": _EXPERTS, "runner_config.gradient_accumulation_steps": "2", **_EVALUATION,
+    },
+}
+
+
+class Sample(NamedTuple):
+    """What the operating system says of this process."""
+
+    step: int
+    private_bytes: int  # private dirty memory: what the process has written and shares with nobody
+    files: int  # open file descriptors
+    threads: int
+
+
+def sample(step: int) -> Sample:
+    fields = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return Sample(step, 1024 * int(fields["Private_Dirty:"]), *(len(os.listdir(f"/proc/self/{kind}"))
+                                                                for kind in ("fd", "task")))
+
+
+class SoakMonitor(Monitor):
+    """Samples the process every so many steps, from the end of the warm-up on."""
+
+    def __init__(self, warm_up: int, every: int) -> None:
+        self.warm_up, self.every = warm_up, every
+        self.samples: list[Sample] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics.step >= self.warm_up and (metrics.step - self.warm_up) % self.every == 0:
+            self.samples.append(sample(metrics.step))
+
+
+class Growth(NamedTuple):
+    """From the first sample to the last."""
+
+    steps: int
+    bytes_a_step: float
+    files: int
+    threads: int
+
+
+def growth(samples: Sequence[Sequence[int]]) -> Growth:
+    first, last = Sample(*samples[0]), Sample(*samples[-1])
+    steps = last.step - first.step
+    return Growth(steps, (last.private_bytes - first.private_bytes) / steps, last.files - first.files,
+                  last.threads - first.threads)
+
+
+def soak_lines(name: str, found: Growth) -> list[Line]:
+    detail = f"{found.bytes_a_step * found.steps / 1e6:.2f} MB in {found.steps} steps"
+    more = f"{found.files:+d} files, {found.threads:+d} threads"
+    return [Line(f"{name}: MB per 1,000 steps", found.bytes_a_step / 1000, MOST_BYTES_A_STEP / 1000, False, detail),
+            Line(f"{name}: more files or threads", max(found.files, found.threads), 0, False, more)]
+
+
+def train(flags: Mapping[str, str], steps: int, warm_up: int, every: int = EVERY) -> list[Sample]:
+    """Trains the tiny model in this process."""
+    from trainer.run.loop import run
+
+    monitor = SoakMonitor(warm_up, every)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        own = {"output_dir": folder, "runner_config.stop_step": str(warm_up + steps), **flags}
+        run(parse_config("soak", json.dumps(TINY), [Override(key, text, "soak") for key, text in own.items()]),
+            [monitor])
+    return monitor.samples
+
+
+def soak(options: argparse.Namespace, console: Any) -> int:
+    lines, runs = [], {}
+    unknown = set(options.cases) - CASES.keys()
+    if unknown:
+        raise RunFailed(f"no case {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
+    for name in options.cases or CASES:
+        console.print(f"{name}: {options.warm_up} and {options.steps} steps")
+        text = run_process([sys.executable, __file__, "--flags", json.dumps(CASES[name]),
+                            "--steps", str(options.steps), "--warm_up", str(options.warm_up)])
+        runs[name] = last_json(text)["samples"]
+        lines += soak_lines(name, growth(runs[name]))
+    render("Growth of a training process", lines, console)
+    print(json.dumps({"benchmark": "soak", "machine": describe_machine(), "runs": runs,
+                      "lines": [{**asdict(line), "verdict": line.verdict} for line in lines]}, indent=2))
+    return int(any(line.verdict == "FAIL" for line in lines))
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("soak", help="memory, files and threads of a process over thousands of steps")
+    command.add_argument("--steps", type=int, default=3000, help="steps after the warm-up")
+    command.add_argument("--warm_up", type=int, default=300, help="steps that do not count")
+    command.add_argument("--cases", nargs="*", default=[], help="some of the cases by name; default: all")
+    command.set_defaults(rounds=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--flags", type=json.loads, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--warm_up", type=int, required=True)
+    parser.add_argument("--every", type=int, default=EVERY, help="steps between samples")
+    options = parser.parse_args()
+    print(json.dumps({"samples": train(options.flags, options.steps, options.warm_up, options.every)}))
+
+
+if __name__ == "__main__":
+    main()
