@@ -156,6 +156,13 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel.comm_fusion={'allreduce': {'mode': 'index', 'config': [2, 2]}}", ["is a list of ascending numbers"]),
         ("parallel_config: {data_parallel: 8}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=3",
          ["optimizer_weight_shard_size = 3: must divide data_parallel 8"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
+         "parallel.pipeline_config.pipeline_scheduler=seqpipe",
+         ["pipeline_scheduler = 'seqpipe': without pipeline_interleave MindSpore has 1f1b alone"]),
+        ("parallel_config: {pipeline_stage: 4, micro_batch_num: 4}\nmodel.model_config.num_layers=4\n"
+         "model.model_config.offset=[0,-1,0,1]", ["leaves stage 1 without a layer"]),
+        ("parallel_config: {data_parallel: 8}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=256\n"
+         "parallel.enable_parallel_optimizer=True", ["optimizer_weight_shard_size = 256: the job has 8 ranks"]),
         ("parallel_config: {model_parallel: 2}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=3",
          ["optimizer_weight_shard_size = 3: must divide data_parallel 4"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.pp_interleave_num=2",

@@ -76,3 +76,31 @@ main.main()
 def test_a_second_sigterm_shows_no_traceback(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", _CLEANS_UP, *words], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (EXIT_SIGTERM, "stopped by SIGTERM\n")
+
+
+_WITHIN = """
+import os, signal, sys
+from trainer.cli.signals import handle_signals
+handle_signals()
+text = '''
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.{name})
+    time.sleep(5)
+except BaseException:
+    1 / 0
+'''
+exec(compile(text, "there", "exec"), {{"__name__": "{module}"}})
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", EXIT_SIGINT), ("SIGTERM", EXIT_SIGTERM)])
+def test_a_signal_within_mindspore_ends_at_once(name: str, code: int) -> None:
+    """MindSpore would make another exception of it, or print it."""
+    script = _WITHIN.format(name=name, module="mindspore.common.api")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, f"stopped by {name}\n")
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", script.replace("mindspore.", "elsewhere.")], capture_output=True, text=True, timeout=60
+    )
+    assert "ZeroDivisionError" in elsewhere.stderr

@@ -109,6 +109,10 @@ def graph_memory(
         vocabulary = settings.vocab_size // (share if settings.vocab_size % share == 0 else 1)
         logits = vocabulary * (_LOGIT_BYTES + settings.mtp_depth * _LOSS_BYTES)
         working = max(working, tokens * (logits + settings.hidden_size * (_FLOAT32_BYTES + width)))
+    if shares and stage == 0 and degrees.pipeline_stage > 1:
+        # The lookup of the last micro-batch under way: the gathered embedding, and rows before they are summed.
+        rows = 2 * _FLOAT32_BYTES * tokens * settings.hidden_size
+        working = max(working, matrices[EMBEDDING] + rows)
     tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * _FLOAT32_BYTES
     causal = settings.seq_length**2 * len(chunks)
     return GraphMemory(copies, tables + causal, kept + working)

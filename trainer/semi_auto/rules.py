@@ -10,9 +10,10 @@ from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
 from trainer.config.schema.root import Config
-from trainer.config.stages import stage_layers
+from trainer.config.stages import stage_layers, stage_problems
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.errors import UserError
+from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
 
 _NOT_YET = "not yet supported in semi-automatic mode"
@@ -92,7 +93,7 @@ def _cannot(config: Config, world: World) -> Iterator[Problem]:
         yield problem(config, "model.arch.type", _NOT_YET, f"use a decoder, {_INSTEAD}")
         return
     yield from _degrees(config)
-    yield from _communication(config, degrees_of(config, world).data_parallel)
+    yield from _communication(config, degrees_of(config, world))
     yield from _expert_parallel(config)
     yield from _pipeline(config)
     yield from _not_in_one_graph(config)
@@ -140,18 +141,21 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
 
 
-def _communication(config: Config, copies: int) -> Iterator[Problem]:
-    """What `copies`, data-parallel ranks, send each other."""
+def _communication(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """What ranks send each other."""
     for name, written in (config.parallel.comm_fusion or {}).items():
         mistake = _fusion_mistake(name, written)
         if mistake:
             key = "parallel.comm_fusion"
             yield problem(config, f"{key}.{name}", *mistake, value=written, because=key)
-    size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    size, copies = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size, degrees.data_parallel
+    key, fix = "parallel.parallel_optimizer_config.optimizer_weight_shard_size", "write -1 for all of them"
     if size == 0 or 0 < size <= copies and copies % size:
-        key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
         rule = f"must divide data_parallel {copies}" if size else "must be the number of ranks that share a weight"
-        yield problem(config, key, rule, "write -1 for all of them")
+        yield problem(config, key, rule, fix)
+    elif config.parallel.enable_parallel_optimizer and size > degrees.ranks:
+        # MindSpore 2.10 then says: parallel init failed.
+        yield problem(config, key, f"the job has {degrees.ranks} ranks", fix)
 
 
 def _fusion_mistake(name: str, written: Any) -> tuple[str, str] | None:
@@ -195,10 +199,20 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     if parts > 1 and not interleaves:
         fix = "add parallel.pipeline_config.pipeline_interleave True, or set it to 1"
         yield problem(config, f"{model}.pp_interleave_num", "needs an interleaved pipeline", fix)
+    scheduler = config.parallel.pipeline_config.pipeline_scheduler
+    if scheduler != "1f1b" and not interleaves:
+        key, fix = "parallel.pipeline_config.pipeline_scheduler", "write 1f1b, or set pipeline_interleave to True"
+        yield problem(config, key, "without pipeline_interleave MindSpore has 1f1b alone", fix)
     if settings.num_layers < number * parts:
         rule = f"the model has {settings.num_layers} layers"
         each = f", for {parts} parts of each stage" if parts > 1 else ""
         yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
+        return
+    if any(stage_problems(config)):
+        return
+    for stage, layers in enumerate(stage_layers(config)[1:-1], 1):  # the first has the embedding, the last the head
+        if not layers:  # MindSpore 2.10: "Stage num is 4 which is not equal to stage used: 3"
+            yield problem(config, f"{model}.offset", f"leaves stage {stage} without a layer", "give every stage one")
     # MindSpore 2.10 does not compile a pipeline in which two stages use a weight.
     group = settings.layers_group
     if any(layer - layer % group not in layers for layers in stage_layers(config) for layer in layers):
