@@ -90,6 +90,8 @@ ELSEWHERE = {
     "parallel.enable_parallel_optimizer",
     "parallel.parallel_optimizer_config.parallel_optimizer_threshold",
     "parallel.parallel_optimizer_config.gradient_accumulation_shard",
+    "parallel.parallel_optimizer_config.optimizer_level",
+    "recompute_config.parallel_optimizer_comm_recompute",
     "parallel_config.data_parallel",
     "parallel_config.model_parallel",
     "parallel_config.context_parallel",
