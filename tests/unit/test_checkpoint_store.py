@@ -319,13 +319,25 @@ def test_a_missing_checkpoint_or_part_is_named(tmp_path: Path) -> None:
 
 # ---- death at every stage --------------------------------------------------------------------------------------------
 
-# One process forks a writer for each stage; the writer kills itself there. argv: root, repository, step to save.
+# One process forks a writer for each stage; the writer kills itself there. argv: root, repository, step to save, and
+# whether a thread of the writer saves, as beside a training.
 _KILLED_WRITERS = """
 import os, signal, sys
 from pathlib import Path
 root, step = Path(sys.argv[1]), int(sys.argv[3])
 sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests/unit"]
-from test_checkpoint_store import save
+from test_checkpoint_store import save, tensors_of
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.writing import checkpoint_stages
+from trainer.parallel.communicator import SingleProcess
+
+def write(folder, die):
+    if sys.argv[4] == "alone":
+        return save(folder, step, 2, die)
+    saver = Saver(folder, SingleProcess(), True, lambda path, step: None)
+    state = {"step": step, "epoch": 1}
+    saver.save(lambda: checkpoint_stages(folder, step, tensors_of(step), state, 2, die), step)
+    saver.finish()
 
 stages = []
 prepare = lambda folder: [save(folder, earlier) for earlier in (1, 2, 3)]
@@ -341,17 +353,19 @@ for number, stage in enumerate(stages):
             seen.append(name)
             if len(seen) == number + 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-        save(folder, step, 2, die)
+        write(folder, die)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, stage
 print(len(stages))
 """
 
 
-@pytest.mark.parametrize("step", [4, 3], ids=["new step", "same step again"])
-def test_sigkill_at_every_stage_leaves_a_complete_checkpoint(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "how"), [(4, "alone"), (3, "alone"), (4, "beside")], ids=["new step", "again", "beside a training"]
+)
+def test_sigkill_at_every_stage_leaves_a_complete_checkpoint(tmp_path: Path, step: int, how: str) -> None:
     """Bug 15 of trainers."""
-    command = [sys.executable, "-c", _KILLED_WRITERS, str(tmp_path), str(REPOSITORY), str(step)]
+    command = [sys.executable, "-c", _KILLED_WRITERS, str(tmp_path), str(REPOSITORY), str(step), how]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     (tmp_path / "whole").rename(tmp_path / "99 whole")

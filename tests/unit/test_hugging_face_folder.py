@@ -6,6 +6,7 @@ scripts/check_folders.py proves with transformers itself what is checked here by
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import as_bfloat16, class_on_disk, folder_files, parse_size, shards, write_weights
-from trainer.checkpoint.weights import read_weights
+from trainer.checkpoint.weights import check_weights, read_weights
 from trainer.cli.main import dispatch
 from trainer.config import config_notices, parse_config
 from trainer.config.families import FAMILIES
@@ -267,3 +268,23 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "COMPLETE").write_text("{}")
     assert "is a checkpoint of a training" in failure(lambda: dispatch([*arguments, "--force"]))
+
+
+def test_a_folder_whose_files_contradict_or_hang_is_refused(tmp_path: Path) -> None:
+    ones = np.ones((2, 2), np.float32)
+    write_weights(tmp_path / "model-1.safetensors", {"a": ones, "b": ones}, "float32")
+    write_weights(tmp_path / "model-2.safetensors", {"c": ones, "b": ones}, "float32")
+    message = failure(lambda: read_weights(tmp_path))
+    assert "model-1.safetensors and model-2.safetensors both hold b" in message and "Fix: " in message
+    (tmp_path / "model-2.safetensors").unlink()
+    assert read_weights(tmp_path).keys() == {"a", "b"}
+    os.mkfifo(tmp_path / "model-2.safetensors")  # opening it would wait for ever
+    assert "model-2.safetensors" in failure(lambda: read_weights(tmp_path))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    good, bad = np.ones(4, np.float32), np.array([1, np.nan, 1, 1], np.float32)
+    shapes = {"a": (4,), "b": (4,)}
+    check_weights({"a": good, "b": good}, shapes, tmp_path)
+    message = failure(lambda: check_weights({"a": good, "b": bad}, shapes, tmp_path))
+    assert "the weights are not finite: b has NaN or infinity" in message

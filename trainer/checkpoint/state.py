@@ -204,8 +204,9 @@ def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any]) -> Re
     def mismatch(rule: str, fix: str) -> UserError:
         return UserError(rule, value=str(path), fix=fix)
 
+    _check_part(found, config, mismatch)
+    weights = _weights_of(found, config)
     state = read_state(found)
-    weights = _weights_of(found, config, mismatch)
     before, now = state.optimizer.type, config.optimizer.type
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
@@ -285,14 +286,23 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
     raise mismatch(rule, f"use the freeze section of the checkpoint's run, or {_NEW_RUN}")
 
 
-def _weights_of(found: Checkpoint, config: Config, mismatch: Mismatch) -> dict[str, np.ndarray]:
-    """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
-    part = "model" if config.decoder.pet_config is None else adapters.PART
+def _part(config: Config) -> str:
+    """The part of a checkpoint that has the run's weights."""
+    return "model" if config.decoder.pet_config is None else adapters.PART
+
+
+def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
+    part = _part(config)
     if part not in found.tensors:
         others = ("a whole model", "adapters") if part == adapters.PART else ("adapters", "a whole model")
         change = "write" if part == "model" else "remove"
         rule = f"the checkpoint holds {others[0]}, and this run trains {others[1]}"
         raise mismatch(rule, f"{change} model.model_config.pet_config, or name another checkpoint")
+
+
+def _weights_of(found: Checkpoint, config: Config) -> dict[str, np.ndarray]:
+    """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
+    part = _part(config)
     where = config.source.where(_KEY)
     if part == "model":
         return fitting_weights(found.tensors[part], config.network, found.path, where, key=_KEY)
