@@ -46,8 +46,8 @@ def hub(options: LaunchOptions, tmp_path: Path) -> Iterator[Hub]:
     made.close()
 
 
-def spoke(options: LaunchOptions, folder: Path) -> Spoke:
-    return connect_nodes(replace(options, node_rank=1), folder)
+def spoke(options: LaunchOptions, folder: Path, attempt: int = 0) -> Spoke:
+    return connect_nodes(replace(options, node_rank=1), folder, attempt)
 
 
 def talk(*nodes: Hub | Spoke, until: str, now: float | None = None) -> list[Event]:
@@ -87,6 +87,28 @@ def test_a_name_that_other_machines_cannot_reach_is_told(options: LaunchOptions,
     named = connect_nodes(replace(options, master_addr="localhost", master_port=pick_free()), tmp_path)
     assert "note: localhost is" in talk(named, until="which other machines cannot reach")[0].lines[0]
     named.close()
+
+
+def test_a_node_that_starts_again_waits_for_node_0_to_do_so(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+    other = spoke(options, tmp_path)
+    talk(hub, other, until="connected to the launcher of node 0")
+    other.failed(7, ["rank 3 failed"])
+    talk(hub, until="failed")
+    other.close()
+    again = spoke(options, tmp_path, attempt=1)  # while the workers of node 0 still save
+    while not again._trouble.startswith("has not ended"):
+        assert not [*hub.poll(time.monotonic()), *again.poll(time.monotonic())]
+    again.began -= 60
+    (note,) = talk(again, until="waiting for node 0")
+    assert "has not ended its own workers of the start before yet" in note.lines[0]
+    hub.close()
+    hub_again = connect_nodes(options, tmp_path, attempt=1, resume="step-00000005")
+    events = talk(hub_again, again, until="connected to the launcher of node 0")
+    assert again.resume == "step-00000005" and {event.kind for event in events} == {"note"}
+    late = spoke(options, tmp_path)
+    assert "has started the job again 0 times, and node 0 1 times" in talk(hub_again, late, until="failed")[-1].lines[0]
+    for each in (late, again, hub_again):
+        each.close()
 
 
 def heard(hub: Hub, data: bytes, now: float) -> bytes:
