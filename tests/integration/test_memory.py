@@ -15,7 +15,7 @@ from benchmark_tools import last_json, run_process  # noqa: E402
 pytestmark = pytest.mark.slow
 
 # Bytes in each step that is counted. Measured: the heap grows by 0.4 kB; without the compiled lookup of the embedding
-# by 85 kB, while private memory grows by 7 and 8.5 kB, because it has room for that. A MatMul that is called alone leaks
+# by 85 kB, while private memory grows by 7 and 8.5 kB, because it has room for that. A MatMul called alone leaks
 # 0.33 kB of heap and 1.5 kB of private memory; a step here has two micro-batches of two layers.
 MOST_HEAP_BYTES, MOST_PRIVATE_BYTES = 1_200, 15_000
 
