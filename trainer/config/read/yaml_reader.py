@@ -61,14 +61,14 @@ class _OutOfRange(ValueError):
 def _integer(text: str) -> int:
     value = int(text, 0 if text[:2] in ("0o", "0x") else 10) if len(text) < _LONGEST_INTEGER else 1 << 64
     if not -(1 << 63) <= value < 1 << 63:
-        raise _OutOfRange("is an integer beyond 64 bits")
+        raise _OutOfRange("must be an integer of at most 64 bits")
     return value
 
 
 def _float(text: str) -> float:
     value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if math.isinf(value) and "inf" not in text.lower():
-        raise _OutOfRange("is beyond the range of a number")
+        raise _OutOfRange("must be a number within the range of 64-bit floats")
     return value
 
 
@@ -137,6 +137,8 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         self.file, self.place, self.most = name, place, most
         self.anchors: dict[str, _Anchor | None] = {}
         self.values = self.level = self.deepest = 0
+        self.keys: list[str] = []
+        """The dotted key of what is read."""
         self.text_lines: set[int] = set()
         """Lines (from 0) inside quoted and block scalars: there ``...`` is text."""
 
@@ -221,7 +223,8 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
             try:
                 return Scalar(checked_text(_SCALARS[tag](event.value), place))
             except _OutOfRange as error:
-                raise UserError(f"{shown(event.value)} {error}", where=place.text, fix=_SMALLER) from None
+                key = ".".join(self.keys)
+                raise UserError(str(error), where=place.text, key=key, value=event.value, fix=_SMALLER) from None
             except ValueError:
                 rule = f"{shown(event.value)} is not of the type its tag says"
         raise UserError(rule, where=place.text, fix="remove the tag")
@@ -243,7 +246,9 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
                 first = table.own[key].place.text
                 rule = f"the key {key!r} stands here and at {first}; a section may have it once"
                 raise UserError(rule, where=place.text, key=key, fix="remove one of the two")
+            self.keys.append(key)
             table.own[key] = self._entry(place)
+            self.keys.pop()
         self.get_event()
         return table
 
