@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.agent import SOCKET_VARIABLE
-from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
+from trainer.launch.arguments import DEVICES_VARIABLE, SHARED_PORT, LaunchOptions, to_arguments, visible_devices
 from trainer.launch.control.interface import Nodes, NoOtherNodes
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
@@ -52,7 +52,6 @@ _GATHER_SECONDS = 600
 """From the end of a node's workers until all nodes are connected for a restart, at most. Node 0 reads a checkpoint's
 files once in that time; a node that is lost for good does not come back later either."""
 _POLL_SECONDS = 0.05
-_DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
@@ -139,9 +138,7 @@ def _tell(line: str) -> None:
 
 def _devices_without(options: LaunchOptions, lost: int) -> tuple[int, ...]:
     """The devices that are left for the ranks after the loss of one, as numbers of the host."""
-    visible = os.environ.get(_DEVICES_VARIABLE, "")
-    given = tuple(int(word) for word in visible.split(",") if word.strip().isdecimal())
-    devices = options.devices or given or tuple(range(options.local_worker_num))
+    devices = options.devices or visible_devices() or tuple(range(options.local_worker_num))
     return tuple(device for place, device in enumerate(devices) if place != lost)
 
 
@@ -234,7 +231,7 @@ def worker_specs(
                 JOB_VARIABLE: str(files.folder),
                 "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
                 **({RESTART_VARIABLE: json.dumps(restart._asdict())} if restart.number else {}),
-                **({_DEVICES_VARIABLE: ",".join(map(str, options.devices))} if options.devices else {}),
+                **({DEVICES_VARIABLE: ",".join(map(str, options.devices))} if options.devices else {}),
             },
             "without": [*without, *(() if options.needs_msrun else _CLUSTER_VARIABLES)],
             "cores": own,

@@ -134,7 +134,7 @@ class Supervisor:
         return self.nodes.finished
 
     def _wait(self, awake: int) -> None:
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # needs no file descriptor of its own
             for source in (awake, *self.pool.listener.sources, *self.pool.channels, *self.nodes.sources):
                 selector.register(source, selectors.EVENT_READ)
             selector.select(_TICK_SECONDS)
