@@ -3,6 +3,7 @@
     python tests/fork_server.py serve SOCKET          imports, then forks a process for each request, until it is ended
     python tests/fork_server.py SCRIPT [arguments]    runs a script, for example run_trainer.py, in such a process
     python tests/fork_server.py -m pytest [...]       runs a module
+    python tests/fork_server.py at SOCKET [...]       either of the two, by another server than that of the environment
 
 The process of such a command stands for the forked one, which has the same input, output, folder, environment, cores
 and exit code. It hands signals on, and the other does not outlive it. Not for tests of what the two cannot share: a
@@ -24,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,12 +51,18 @@ class End(NamedTuple):
 
 def ensure_server() -> None:
     """Starts the server of this process and those that it starts, if there is none yet; ends it with this process."""
-    if os.environ.get(SOCKET_VARIABLE):
-        return
+    if not os.environ.get(SOCKET_VARIABLE):
+        os.environ[SOCKET_VARIABLE] = start_server(os.environ)
+
+
+def start_server(environment: Mapping[str, str]) -> str:
+    """Starts a server, which ends with this process; returns the path of its socket."""
     folder = tempfile.TemporaryDirectory(prefix="fork_server-")
     path = os.path.join(folder.name, "socket")
-    command = [sys.executable, FORKED, "serve", path]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    server = subprocess.Popen(
+        [sys.executable, FORKED, "serve", path], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
 
     def end() -> None:
         server.kill()
@@ -63,7 +71,7 @@ def ensure_server() -> None:
 
     atexit.register(end)
     assert server.stdout.readline() == _READY, "the fork server did not start"
-    os.environ[SOCKET_VARIABLE] = path
+    return path
 
 
 def serve(path: str) -> None:
@@ -179,10 +187,11 @@ def _pass_on(client: socket.socket, pid: int, selector: selectors.BaseSelector) 
             os.kill(pid, number)
 
 
-def run_forked(words: list[str]) -> int:
-    """Runs a script in a process of the server; returns its exit code, or ends by the signal that ended it."""
+def run_forked(path: str, words: list[str]) -> int:
+    """Runs a script in a process of the server at `path`; returns its exit code, or ends by the signal that ended it.
+    """
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.environ[SOCKET_VARIABLE])
+        server.connect(path)
         ignored = [number for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
         usage_file = os.environ.pop(USAGE_VARIABLE, None)
         request = {
@@ -214,5 +223,7 @@ def run_forked(words: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(sys.argv[2])
+    elif sys.argv[1] == "at":
+        sys.exit(run_forked(sys.argv[2], sys.argv[3:]))
     else:
-        sys.exit(run_forked(sys.argv[1:]))
+        sys.exit(run_forked(os.environ[SOCKET_VARIABLE], sys.argv[1:]))

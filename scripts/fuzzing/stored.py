@@ -24,6 +24,7 @@ from trainer.errors import RunError, UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.storage.checksums import checksum_of_bytes
+from trainer.storage.marker import marker_content
 
 _LENGTHS = (0, 1, 7, 100, 2**31, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 _TEXT = "the cat sat on the mat\n\x00é\U0001d518 <|im_start|>user 12345 \t" * 3
@@ -92,7 +93,7 @@ def _checkpoint(folder: Path) -> Attempt:
             marker.pop("checksum")
             marker["checksums"][name] = checksum_of_bytes(files[name])
             marker["file_bytes"][name] = len(files[name])
-            files[store.MARKER] = store.marker_content(marker)
+            files[store.MARKER] = marker_content(marker)
         for each, data in files.items():
             (copy / each).write_bytes(data)
         found = state.read_resumed(store.find_checkpoint(copy.parent), config, layout)

@@ -19,9 +19,10 @@ import numpy as np
 import yaml
 from fork_server import FORKED, ensure_server
 
-from trainer.checkpoint.store import MARKER, marker_content, newest_complete, read_checkpoint
+from trainer.checkpoint.store import newest_complete, read_checkpoint
 from trainer.config import Config, Override, load_config
 from trainer.storage.checksums import checksum_of_file
+from trainer.storage.marker import MARKER, marker_content
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"

@@ -55,6 +55,9 @@ def act(action: str, step: int) -> None:
     elif name == "deaf":
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+    elif name == "slow":  # saves for so many seconds
+        global saving_seconds
+        saving_seconds = float(value)
     elif name == "hang":
         wait_for_ever()
     elif name == "after":  # goes on once the test has made this file
@@ -81,7 +84,7 @@ facts = {
 }
 print("facts", json.dumps(facts), flush=True)
 heartbeat.start()
-actions = {}
+actions, saving_seconds = {}, 0.0
 for word in sys.argv[2:]:
     place, _, action = word.partition(":")
     if action:
@@ -94,6 +97,7 @@ with StopSignals() as stop:
         heartbeat.beat(step)
         print(f"rank {RANK} did step {step}", flush=True)
         if stop:
+            time.sleep(saving_seconds)
             print(f"saved after {stop.received.name}", flush=True)
             break
 sys.exit(stop.exit_code)

@@ -192,7 +192,8 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
             job = run(folder, ranks, config, *flags, "--stop_step", last, **more)
             assert "finished at step" in job.printed and re.search(f"step +{last}/", job.printed)
         else:
-            job = launch(folder, ranks, config, *flags, "--max_restarts", 1)
+            # A script would start as it did: only the trainer itself is told the checkpoint from which it goes on.
+            job = launch(folder, ranks, config, *flags, "--max_restarts", 1, has_imported=ranks != 2)
             if ranks == 2:
                 restarted_at = assert_starts_again(job, output, done)
             going_on(job, output, last)

@@ -69,7 +69,8 @@ def test_a_failure_on_one_ends_both(tmp_path: Path) -> None:
 
 
 def test_both_start_again_together(tmp_path: Path) -> None:
-    first, second = start_both(tmp_path, 6, "3@3:first=7", "--max_restarts=1")
+    """The workers of node 1 end first, so it calls while node 0 still ends its own."""
+    first, second = start_both(tmp_path, 6, "3@3:first=7", "0@1:slow=3", "--max_restarts=1")
     assert [first.end(), second.end()] == [0, 0]
     assert all("restart 1 of 1" in each.errors for each in (first, second))
     assert first.errors.count("the launchers of all 2 nodes are connected") == 2

@@ -74,11 +74,11 @@ def test_the_first_failure_ends_the_job_and_is_told(tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_starts_again(tmp_path: Path) -> None:
-    job = launch(tmp_path, 6, "1@3:first=7", options=("--max_restarts", 2))
+    job = launch(tmp_path, 20, "1@3:first=7", options=("--max_restarts", 2))
     assert job.end() == 0
     assert "rank 1 failed first: exit code 7" in job.errors
     assert "restart 1 of 2, from where the job began\n" in job.errors and "restart 2" not in job.errors
-    assert job.printed.count("rank 0 did step 6\n") == 1 and job.printed.count("rank 0 did step 1\n") == 2
+    assert job.printed.count("rank 0 did step 20\n") == 1 and job.printed.count("rank 0 did step 1\n") == 2
     assert "saved after SIGTERM" in (job.logs / "rank-0.1.log").read_text()
     code, said, _ = call(tmp_path, "status", "logs")
     assert code == 0 and "finished" in said and "started again: 1 times" in said

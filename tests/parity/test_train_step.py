@@ -346,3 +346,15 @@ def test_evaluation_can_be_stopped_and_refuses_data_without_loss(tiny: TinyTrain
     with pytest.raises(RunError, match="holds no token with a loss") as error:
         evaluate(tiny.model, tiny.build_inputs, [window[2]], stop=lambda: False)
     assert error.value.key == "eval_dataset" and error.value.fix
+
+
+def test_what_is_saved_says_that_later_steps_change_it(tiny: TinyTrainer, window: list[Batch]) -> None:
+    """The copies of a save beside the training rely on it."""
+    step = tiny.step(optimizer=ADAMW)
+    step(window[:1])
+    saved = step.to_save()
+    weights, state = ({name: array.copy() for name, array in each.items()} for each in (saved.weights, saved.optimizer))
+    step(window[:1])
+    assert any(not np.array_equal(array, weights[name]) for name, array in saved.weights.items())
+    assert saved.shares_weights
+    assert_same_bits(saved.optimizer, state)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from config_helpers import BASE, load
 from test_checkpoint_store import assert_holds, names, tensors_of
 from thread_ranks import ThreadRank, on_ranks
 
-from trainer.checkpoint import writing
+from trainer.checkpoint import state, writing
+from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import read_checkpoint, shard_name
 from trainer.checkpoint.writing import checkpoint_stages
+from trainer.config import Config
 from trainer.errors import RunError
+from trainer.models.shapes import all_shapes
 from trainer.parallel.communicator import SingleProcess
 
 
@@ -45,6 +51,66 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> N
     saver.finish()
     assert told == [("step-00000001", 1)] and saver.is_ready
     assert_holds(tmp_path / "step-00000001", 1)
+
+
+def saved_of(config: Config, shares_weights: bool) -> SimpleNamespace:
+    """What a training step hands over: weights in memory that it goes on with, and copies of the optimizer's state."""
+    weights = {name: np.ones(shape, np.float32) for name, shape in all_shapes(config.decoder).items()}
+    optimizer = {"exp_avg.lm_head.weight": np.ones(8, np.float32)}
+    return SimpleNamespace(
+        weights=weights, optimizer=optimizer, updates=1, is_sharded=False, shares_weights=shares_weights
+    )
+
+
+EXPERTS = BASE.replace("    seq_length: 32\n", """    seq_length: 32
+    moe_config: {expert_num: 4, num_experts_chosen: 2}
+""")
+ADAPTERS = BASE.replace("    seq_length: 32\n", "    seq_length: 32\n    pet_config: {target_modules: q_proj}\n")
+
+
+@pytest.mark.parametrize("text", [BASE, EXPERTS, ADAPTERS])
+def test_a_checkpoint_has_the_weights_of_its_step_though_the_training_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    gate, config = Gate("made temporary folder"), load(text)
+    with_gate = writing.checkpoint_stages
+    monkeypatch.setattr(state, "checkpoint_stages", lambda *given, **named: with_gate(*given, on_stage=gate, **named))
+    saved = saved_of(config, shares_weights=True)
+    base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
+    saver = Saver(tmp_path, SingleProcess(), True, lambda path, step: None)
+    saver.save(lambda: state.save_stages(
+        tmp_path, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
+        evaluations=EvalHistory(), beside_training=True,
+    ), 1)  # fmt: skip
+    assert gate.reached.wait(20)
+    for array in saved.weights.values():
+        array += 1
+    gate.opened.set()
+    saver.finish()
+    tensors = read_checkpoint(tmp_path / "step-00000001").tensors
+    written = tensors["model" if base is None else "adapter_model"]
+    assert written and all((array == 1).all() for array in written.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "shares_weights", "least", "most"),
+    [(BASE, True, 0.99, 1.1), (EXPERTS, True, 0.99, 1.1), (ADAPTERS, True, 0, 0.1), (BASE, False, 0, 0.1)],
+)
+def test_only_what_is_written_and_still_shared_is_copied(
+    tmp_path: Path, text: str, shares_weights: bool, least: float, most: float
+) -> None:
+    config = load(text.replace("vocab_size: 300", "vocab_size: 8000"))
+    saved = saved_of(config, shares_weights)
+    size = sum(array.nbytes for array in saved.weights.values())
+    base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
+    tracemalloc.start()
+    state.save_stages(
+        tmp_path, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
+        evaluations=EvalHistory(), beside_training=True,
+    )  # fmt: skip
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert least * size <= peak <= most * size
 
 
 def test_at_most_one_is_in_flight_and_the_wait_is_counted(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from thread_ranks import ThreadRank, on_ranks
 
 from trainer.checkpoint import writing
 from trainer.checkpoint.store import (
-    MARKER,
     complete_checkpoints,
-    marker_content,
     newest_complete,
     read_checkpoint,
     shard_name,
@@ -23,6 +21,7 @@ from trainer.checkpoint.store import (
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import RunError, UserError
 from trainer.parallel.sharding import range_of_rank
+from trainer.storage.marker import MARKER, marker_content
 
 WEIGHTS = {"w": np.arange(35, dtype=np.float32).reshape(5, 7), "b": np.float32([1, 2])}
 STATE = {"m.w": np.random.default_rng(0).normal(size=35).astype(np.float32), "m.b": np.float32([3, 4])}

@@ -16,7 +16,13 @@ import pytest
 
 from trainer.checkpoint import store, writing
 from trainer.checkpoint.tensor_file import CODES
+from trainer.checkpoint.weights import read_weights
+from trainer.config.checks.problem import SourceLocation
+from trainer.config.read.model_folder import _read_json
+from trainer.data.tokens.chat_template import _find_in
+from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside
 from trainer.errors import RunError, UserError
+from trainer.storage.marker import marker_content
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -286,9 +292,49 @@ def test_a_damaged_marker_of_the_newest_is_not_passed_over(tmp_path: Path) -> No
     (path / "COMPLETE").write_bytes((path / "COMPLETE").read_bytes().replace(b'"step": 2', b'"step": 3'))
     with pytest.raises(UserError, match="step-00000002.*COMPLETE: it has changed since it was written") as caught:
         store.find_checkpoint(tmp_path)
-    assert f"use {older}" in str(caught.value)
+    assert f"use {older}" in str(caught.value) and "or remove the damaged folder" in str(caught.value)
     save(tmp_path, 3)
+    with pytest.raises(UserError, match="step-00000002.*COMPLETE: it has changed"):  # who knows when it was saved?
+        store.find_checkpoint(tmp_path)
+    shutil.rmtree(path)
     assert store.find_checkpoint(tmp_path).name == "step-00000003"
+
+
+def test_an_abandoned_run_is_not_continued_where_markers_are_damaged(tmp_path: Path) -> None:
+    folders = {step: save(tmp_path, step) for step in (100, 500, 150, 160)}  # it went back from step 500 to step 100
+    for step in (160, 150):
+        content = bytearray((folders[step] / "COMPLETE").read_bytes())
+        content[30] ^= 1
+        (folders[step] / "COMPLETE").write_bytes(content)
+        with pytest.raises(UserError, match="step-00000160.*the checkpoint is damaged") as caught:
+            store.find_checkpoint(tmp_path)
+        newest = 150 if step == 160 else 500
+        assert f"use {folders[newest]}, the newest whole one" in str(caught.value)
+
+
+def test_a_file_of_a_checkpoint_is_checked_when_it_is_read_alone(tmp_path: Path) -> None:
+    tokenizer = {"eos_token": "</s>"}
+    documents = {"config.json": {"a": 1}, "tokenizer_config.json": tokenizer, "chat_template.jinja": b"{{ bos }}"}
+    path = writing.write_checkpoint(tmp_path, 1, tensors_of(1), {}, 1, documents=documents)
+    place = SourceLocation(1, "a.yaml:1")
+    readers = {
+        "model.safetensors": lambda file: read_weights(file),
+        "config.json": lambda file: _read_json(file, place, "x"),
+        "tokenizer_config.json": lambda file: read_beside(file, TokenizerConfig),
+        "chat_template.jinja": lambda file: _find_in(file.parent),
+    }
+    for name, read in readers.items():
+        assert read(path / name)
+        content = bytearray((path / name).read_bytes())
+        content[-4] ^= 1
+        (path / name).write_bytes(content)
+        with pytest.raises(UserError, match="is not what was saved with the checkpoint: its checksum differs"):
+            read(path / name)
+    (path / "COMPLETE").write_text("{")
+    with pytest.raises(UserError, match="the checkpoint that it belongs to is damaged: COMPLETE is not valid JSON"):
+        read_weights(path / "model.safetensors")
+    (path / "COMPLETE").unlink()
+    assert read_weights(path / "model.safetensors").keys() == tensors_of(1)["model"].keys()
 
 
 def test_a_folder_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
@@ -305,7 +351,7 @@ def test_two_sets_of_files_with_one_part_are_damage(tmp_path: Path) -> None:
     del marker["checksum"]
     for key in ("file_bytes", "checksums"):
         marker[key][name] = marker[key]["optimizer.safetensors"]
-    (path / "COMPLETE").write_bytes(store.marker_content(marker))
+    (path / "COMPLETE").write_bytes(marker_content(marker))
     with pytest.raises(UserError, match=f"{name} and optimizer.safetensors both hold 'optimizer'"):
         store.read_checkpoint(path)
 

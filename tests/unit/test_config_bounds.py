@@ -41,10 +41,10 @@ def chain(length: int) -> str:
         ("processor: " + "[" * 200_000, "more than 64 levels"),
         ("\n".join(" " * n + "a:" for n in range(900)), "more than 64 levels"),
         ("\n".join(f"key{n}: {n}" for n in range(11_000)), "more than 20000 keys and values"),
-        ("seed: 1" + "0" * 4000, "is an integer beyond 64 bits"),
-        ("seed: 0x1" + "0" * 4000, "is an integer beyond 64 bits"),
-        ("optimizer: {learning_rate: 1e999}", "is beyond the range of a number"),
-        ("model: {model_config: {num_layers: 9223372036854775808}}", "is an integer beyond 64 bits"),
+        ("seed: 1" + "0" * 4000, "a.yaml:1: seed = '100000"),
+        ("seed: 0x1" + "0" * 4000, "must be an integer of at most 64 bits"),
+        ("optimizer: {learning_rate: 1e999}", "optimizer.learning_rate = '1e999': must be a number"),
+        ("model: {model_config: {num_layers: 9223372036854775808}}", "num_layers = '9223372036854775808': must be an"),
         ("model: {model_config: {num_layers: 9223372036854775807}}", "must be at most 10000"),
         ("model: {model_config: {hidden_size: 100000000}}", "must be at most 16777216"),
         ("model: {model_config: {eos_token_id: [1, 4294967296]}}", "must be at most 2147483647"),
@@ -57,7 +57,14 @@ def chain(length: int) -> str:
         ("output_dir: ~nosuchuser/out", "this machine has no user 'nosuchuser'"),
         (f"output_dir: {'x' * 300}", "at most 255 bytes"),
         ("freeze: {include: ['" + "*a" * 5000 + "']}", "at most 1000 characters"),
-        ("model: {model_config: {pet_config: {target_modules: '(.*)\\1'}}}", "reference to a group"),
+        *((f"model: {{model_config: {{num_layers: 2, pet_config: {{target_modules: '{expression}'}}}}}}", rule)
+          for expression, rule in (
+              (r"(.*)\1", "reference to a group"),
+              ("(" * 230 + ".*q_proj" + ")*" * 230, "more than 64 levels of groups"),
+              ("((a{1,30}){1,30}){1,30}", "more than 2000 states"),
+              ("(?:(?:){1000}){1000000}", "more than 2000 states"),
+              ("(?<=a*)q_proj", "look-behind requires fixed-width"),
+          )),
     ],
 )
 def test_what_could_fill_memory_or_never_end_is_refused(text, rule):
@@ -79,9 +86,11 @@ def test_what_is_within_the_bounds_is_read():
         "\n".join(f"no_such_key_{n}: {n}" for n in range(2000)),
         "model:\n  model_config:\n" + "\n".join(f"    hidden_sizes_{n}: {n}" for n in range(2000)),
         "train_dataset:\n  data_loader:\n    patterns: [" + "1, " * 2000 + "2]",
-        "model: {model_config: {num_layers: 8, pet_config: {target_modules: '(.*)*x|((a|.)*)*y|q_proj'}}}",
+        "model: {model_config: {num_layers: 80, pet_config: {target_modules: '(.*)*x|((a|.)*)*y|q_proj'}}}",
+        f"model: {{model_config: {{num_layers: 80, pet_config: {{target_modules: '(?:{'(?:.*)*|' * 120})*'}}}}}}",
+        f"model: {{model_config: {{num_layers: 9, pet_config: {{target_modules: '{'(?:(?=(?:.*.*)*).)*' * 40}'}}}}}}",
     ],
-    ids=["top level", "model", "values", "expression"],
+    ids=["top level", "model", "values", "expression", "repeats", "assertions"],
 )
 def test_thousands_of_mistakes_and_any_expression_are_answered_in_two_seconds(text):
     begun = time.process_time()
@@ -133,3 +142,16 @@ def test_every_count_has_an_upper_bound():
     by_number = ("recompute", "select_comm_recompute", "select_recompute", "select_recompute_exclude")
     expected = {"FreezeConfig.layers", *(f"RecomputeConfig.{name}" for name in by_number)}
     assert {name for name in unbounded if not name.endswith("data_path")} == expected
+
+
+@pytest.mark.parametrize(
+    ("aliases", "overrides"),
+    [(1500, [1500]), (1, [12_000, 12_000]), (1, [25_000])],
+    ids=["a list in the place of aliases", "all flags together", "one flag"],
+)
+def test_what_overrides_add_counts_too(aliases, overrides):
+    text = f"processor: {{one: &x 1, many: [{', '.join(['*x'] * aliases)}]}}"
+    begun = time.process_time()
+    message = error_of(text, *(f"processor.one=[{','.join(['1'] * count)}]" for count in overrides))
+    assert "flag --processor.one" in message and "more than 20000 keys and values" in message and "Fix: " in message
+    assert time.process_time() - begun < 4

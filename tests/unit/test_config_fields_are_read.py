@@ -83,11 +83,15 @@ ELSEWHERE = {
     "model.settings.moe_config.moe_router_load_balancing_type",
     # trainer.config.checks.moe.watches_drop_rate: it or a callback turns the monitor on.
     "model.settings.moe_config.callback_moe_droprate",
-    # trainer.config.checks.parallel: degrees_of, shards_optimizer, shard_threshold_bytes; what is not built is told.
+    # trainer.config.checks.parallel: degrees_of, shards_optimizer, shard_threshold_bytes, sharing_level; what is not
+    # built is told.
     "use_parallel",
     "parallel.parallel_mode",
     "parallel.enable_parallel_optimizer",
     "parallel.parallel_optimizer_config.parallel_optimizer_threshold",
+    "parallel.parallel_optimizer_config.gradient_accumulation_shard",
+    "parallel.parallel_optimizer_config.optimizer_level",
+    "recompute_config.parallel_optimizer_comm_recompute",
     "parallel_config.data_parallel",
     "parallel_config.model_parallel",
     "parallel_config.context_parallel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -17,9 +18,10 @@ from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
 from trainer.launch.control.interface import Event
-from trainer.launch.control.messages import failed, parse
+from trainer.launch.control.messages import Hello, failed, parse
 from trainer.launch.control.nodes import Hub, Spoke, connect_nodes
 from trainer.launch.control.secret import make_secret, read_secret
+from trainer.launch.control.signed import SignedChannel, _Caller
 from trainer.launch.job import job_files
 from trainer.launch.msrun import pick_free
 from trainer.launch.terminal import printable
@@ -46,8 +48,8 @@ def hub(options: LaunchOptions, tmp_path: Path) -> Iterator[Hub]:
     made.close()
 
 
-def spoke(options: LaunchOptions, folder: Path) -> Spoke:
-    return connect_nodes(replace(options, node_rank=1), folder)
+def spoke(options: LaunchOptions, folder: Path, attempt: int = 0) -> Spoke:
+    return connect_nodes(replace(options, node_rank=1), folder, attempt)
 
 
 def talk(*nodes: Hub | Spoke, until: str, now: float | None = None) -> list[Event]:
@@ -87,6 +89,28 @@ def test_a_name_that_other_machines_cannot_reach_is_told(options: LaunchOptions,
     named = connect_nodes(replace(options, master_addr="localhost", master_port=pick_free()), tmp_path)
     assert "note: localhost is" in talk(named, until="which other machines cannot reach")[0].lines[0]
     named.close()
+
+
+def test_a_node_that_starts_again_waits_for_node_0_to_do_so(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+    other = spoke(options, tmp_path)
+    talk(hub, other, until="connected to the launcher of node 0")
+    other.failed(7, ["rank 3 failed"])
+    talk(hub, until="failed")
+    other.close()
+    again = spoke(options, tmp_path, attempt=1)  # while the workers of node 0 still save
+    while not again._trouble.startswith("has not ended"):
+        assert not [*hub.poll(time.monotonic()), *again.poll(time.monotonic())]
+    again.began -= 60
+    (note,) = talk(again, until="waiting for node 0")
+    assert "has not ended its own workers of the start before yet" in note.lines[0]
+    hub.close()
+    hub_again = connect_nodes(options, tmp_path, attempt=1, resume="step-00000005")
+    events = talk(hub_again, again, until="connected to the launcher of node 0")
+    assert again.resume == "step-00000005" and {event.kind for event in events} == {"note"}
+    late = spoke(options, tmp_path)
+    assert "has started the job again 0 times, and node 0 1 times" in talk(hub_again, late, until="failed")[-1].lines[0]
+    for each in (late, again, hub_again):
+        each.close()
 
 
 def heard(hub: Hub, data: bytes, now: float) -> bytes:
@@ -159,6 +183,51 @@ def test_of_very_many_callers_the_last_are_kept(hub: Hub, options: LaunchOptions
     for each in callers:
         each.close()
     other.close()
+
+
+def test_a_flood_from_one_address_keeps_no_other_one_out(hub: Hub, options: LaunchOptions) -> None:
+    """A node's first words may take a while. Those who flood even send a nonce, as a node does."""
+    port = options.master_port + 1
+    callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    slow = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+    callers += [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    for each in callers:
+        each.sendall(HELLO)
+    for _ in range(8):
+        hub.poll(time.monotonic())
+    assert len(hub.sources) == 65
+    channel = SignedChannel(slow, SECRET.encode(), called=False)
+    channel.send(Hello(node=1, worker_num=4, attempt=0))
+    while not hub.connected:
+        assert not channel.closed
+        hub.poll(time.monotonic())
+        channel.receive()
+    for each in callers:
+        each.close()
+    channel.close()
+
+
+def test_networks_of_callers(tmp_path: Path) -> None:
+    callers = [_Caller(None, address, 0.0) for address in ("10.0.0.1", "fe80::1:2%eth0", "2001:db8::1", "2001:db8::2")]
+    networks = [caller.network for caller in callers]
+    assert networks == ["10.0.0.1", "fe80::/64", "2001:db8::/64", "2001:db8::/64"]
+
+
+def test_a_lack_of_file_descriptors_is_no_failure(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+    callers = [socket.create_connection(("127.0.0.1", options.master_port + 1)) for _ in range(40)]
+    other = spoke(options, tmp_path)
+    other.poll(time.monotonic())
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, before[1]))
+    try:
+        assert not [event for event in hub.poll(time.monotonic()) if event.kind == "failed"]
+        assert hub.listener._listening.starved and not hub.listener._listening.sources, "it would not wait for them"
+        os.close(os.dup(0))  # the launcher has some left for itself
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    talk(hub, other, until="connected to the launcher of node 0")
+    for each in (*callers, other):
+        each.close()
 
 
 def test_what_was_said_once_cannot_be_said_again(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
@@ -250,7 +319,7 @@ def test_without_one_node_0_makes_a_file_for_this_user_alone(
     assert other.poll(time.monotonic()) == []
     first = connect_nodes(options, shared)
     (path,) = shared.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o600 and len(path.read_bytes()) == 64
+    assert path.stat().st_mode & 0o777 == 0o600 and len(read_secret(path)) == 64
     talk(first, other, until="connected to the launcher of node 0")
     for each in (other, first):
         each.close()
@@ -277,6 +346,25 @@ def test_a_file_that_others_could_read_or_make_is_refused(tmp_path: Path) -> Non
         read_secret(path)
     with pytest.raises(UserError, match="RUN_TRAINER_SECRET"):
         make_secret(path / "below")
+    folder = tmp_path / "folder"
+    (folder / ".launchers-1.secret").mkdir(parents=True)
+    with pytest.raises(UserError, match="cannot be written there"):
+        make_secret(folder / ".launchers-1.secret")
+    assert len(list(folder.iterdir())) == 1, "nothing unfinished is left"
+
+
+def test_secrets_of_killed_launchers_are_removed(tmp_path: Path) -> None:
+    names = [f".launchers-{number}.secret" for number in range(6)]
+    living, killed, elsewhere, strange, new, unfinished = (tmp_path / name for name in names)
+    unfinished = unfinished.with_name(f"{unfinished.name}k2xz")
+    make_secret(living)
+    secret, place = living.read_bytes().split(b"\n")
+    machine, (pid, start) = json.loads(place)
+    for path, where in ((killed, machine), (elsewhere, "another one"), (unfinished, machine)):
+        path.write_bytes(secret + b"\n" + json.dumps([where, [pid, start - 1]]).encode())
+    strange.write_bytes(secret)
+    make_secret(new)
+    assert set(tmp_path.iterdir()) == {living, elsewhere, strange, new}
 
 
 def test_a_short_secret_is_none(options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

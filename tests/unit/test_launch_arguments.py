@@ -95,6 +95,10 @@ def test_a_script_is_found_here_or_in_the_repository(tmp_path: Path, monkeypatch
     assert find_script("run_trainer.py") == own
     (tmp_path / "link.py").symlink_to(PROGRAM)
     assert find_script("link.py") is None
+    for option in ("--log_dir", "--script"):
+        with pytest.raises(UserError, match="this machine has no user 'nosuchuser'") as caught:
+            read_options([option, "~nosuchuser/x"])
+        assert caught.value.exit_code == 2
     with pytest.raises(UserError, match="no such file, neither in"):
         find_script("absent.py")
 

@@ -102,6 +102,14 @@ def test_a_job_that_can_run_is_left_alone(options: LaunchOptions, script: Path) 
         ({"master_addr": "http://node0"}, ["is neither"]),
         ({"master_addr": "two words"}, ["is neither"]),
         ({"master_addr": "-dash"}, ["is neither"]),
+        ({"master_addr": "0.0.0.0"}, ["master_addr = '0.0.0.0': is no address of one machine", "reach node 0"]),
+        ({"master_addr": "0x0"}, ["master_addr = '0x0': is no address of one machine (0.0.0.0)"]),
+        ({"master_addr": "::"}, ["is no address of one machine"]),
+        ({"master_addr": "[::]"}, ["is no address of one machine"]),
+        ({"master_addr": "::ffff:0.0.0.0"}, ["is no address of one machine"]),
+        ({"master_addr": "224.0.0.1"}, ["is no address of one machine"]),
+        ({"master_addr": "ff02::1"}, ["is no address of one machine"]),
+        ({"master_addr": "255.255.255.255"}, ["is no address of one machine"]),
         ({"master_addr": "no-such-host.invalid"}, ["master_addr = 'no-such-host.invalid': no such host is known ("]),
         ({"master_addr": "203.0.113.7"}, ["'203.0.113.7': is no address of this machine, which is node 0"]),
     ],
@@ -109,6 +117,16 @@ def test_a_job_that_can_run_is_left_alone(options: LaunchOptions, script: Path) 
 def test_values_that_cannot_be(options: LaunchOptions, changes: dict, parts: list[str]) -> None:
     message = refusal(replace(options, **changes))
     assert all(part in message for part in ("launch: ", *parts)), message
+
+
+@pytest.mark.parametrize("devices", ["0-3", "0,,1", "0,x"])
+def test_devices_that_are_no_numbers_are_refused_where_they_matter(
+    options: LaunchOptions, monkeypatch: pytest.MonkeyPatch, devices: str
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", devices)
+    with pytest.raises(UserError, match="ASCEND_RT_VISIBLE_DEVICES = .*must be numbers with commas"):
+        check(replace(options, max_restarts=2, elastic=True), left_bytes=64 * GIB)
+    check(options, left_bytes=64 * GIB)
 
 
 def test_a_port_in_use_is_refused_where_the_scheduler_will_listen(options: LaunchOptions, busy_port: int) -> None:

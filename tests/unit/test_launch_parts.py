@@ -78,10 +78,18 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monk
     living, young = Scratch(), tmp_path / "run_trainer-young"
     young.mkdir()
     assert {left, living.path, young} <= set(tmp_path.iterdir()), "another launcher may just be making it"
-    for path in (left, living.path):
-        os.utime(path, (0, 0))
+    older = tmp_path / "run_trainer-old"  # of a version that does not lock its folder
+    older.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.fspath(older / "launcher"))
+        listening.listen()
+        for path in (left, living.path, older):
+            os.utime(path, (0, 0))
+        Scratch().close()
+        stay = {living.path.name, young.name, "run_trainer-link"}
+        assert {path.name for path in tmp_path.iterdir()} == stay | {older.name}
     Scratch().close()
-    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, young.name, "run_trainer-link"}
+    assert {path.name for path in tmp_path.iterdir()} == stay
     living.close()
     assert not living.path.exists()
 

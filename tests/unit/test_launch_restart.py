@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import types
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +21,8 @@ from trainer.launch import command, heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import Restart, worker_specs
 from trainer.launch.control.interface import Nodes
-from trainer.launch.job import Continuation, End, JobFiles, Outcome, job_files
+from trainer.launch.job import Continuation, End, JobFiles, Outcome, decide_outcome, job_files
+from trainer.launch.msrun import pick_free
 from trainer.launch.restart import continuation
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import RunInfo
@@ -43,7 +47,9 @@ def run(
     options = replace(LaunchOptions(4, 4, log_dir=tmp_path), **changes)
     starts: list[tuple[LaunchOptions, Restart]] = []
 
-    def supervise(attempt: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart) -> Outcome:
+    def supervise(
+        attempt: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart, signals: deque[int]
+    ) -> Outcome:
         starts.append((attempt, restart))
         return outcomes[len(starts) - 1]
 
@@ -78,6 +84,8 @@ def test_a_job_that_fails_starts_again_from_its_newest_checkpoint(
         ([fails(1, 2)], 3, 2),  # bad input stays bad input
         ([fails(1), fails(0, 2)], 3, 2),
         ([Outcome(143, "stopped by SIGTERM")], 3, 143),
+        ([decide_outcome([End(0, 143, 1.0), End(1, 1, 2.0)], 15)], 3, 1),  # stopped, and a rank failed while saving
+        ([decide_outcome([], 15, "no step was finished for 600 s")], 3, 124),
         ([Outcome(130, "stopped by SIGINT")], 3, 130),
         ([Outcome(124, "no step was finished for 600 s"), DONE], 1, 0),
         ([Outcome(1, "ended because of another node"), DONE], 1, 0),
@@ -88,6 +96,38 @@ def test_when_a_job_is_over(
 ) -> None:
     code, starts = run(tmp_path, monkeypatch, outcomes, max_restarts=most)
     assert code == expected and len(starts) == len(outcomes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_after_the_failure_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, number: int
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(
+        command.NoOtherNodes, "close", lambda self: (signal.raise_signal(signal.SIGWINCH), signal.raise_signal(number))
+    )
+    code, starts = run(tmp_path, monkeypatch, [fails(1), DONE], max_restarts=3)
+    assert code == 137 and len(starts) == 1 and "was told to end" in capsys.readouterr().err
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
+    told: list[int] = []
+    nodes = types.SimpleNamespace(connected=False, poll=lambda now: [], stop=told.append)
+    outcome = command._gather(nodes, deque([signal.SIGWINCH, signal.SIGINT]))
+    assert outcome.exit_code == 130 and told == [signal.SIGINT]
+
+
+def test_nodes_do_not_wait_long_for_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_TRAINER_SECRET", "a secret for tests alone")
+    way = Continuation(tmp_path, lambda: "", lambda given, name: given, lambda given, name: None)
+    options = LaunchOptions(4, 2, master_port=pick_free("127.0.0.1"))
+    for attempt, changes, seconds in ((0, {}, 7200), (1, {}, 600), (1, {"start_timeout": 30.5}, 31)):
+        nodes = command._nodes(replace(options, **changes), way, attempt, "")
+        assert not [event for event in nodes.poll(nodes.began + seconds - 1) if event.kind == "failed"]
+        (event,) = (event for event in nodes.poll(nodes.began + seconds + 1) if event.kind == "failed")
+        assert event.lines == ["error: no launcher called from node 1."]
+        nodes.close()
 
 
 def test_a_rank_that_is_lost_for_good_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +200,10 @@ def test_only_checkpoints_of_this_job_count(tmp_path: Path, capsys: pytest.Captu
     assert way.newest() == ""
     save(tmp_path, 70)
     assert way.newest() == "step-00000070"
-    words = split_arguments(way.resumed(options_of(tmp_path, "--resume_training"), "step-00000070").arguments)
+    began = options_of(tmp_path, "--resume_training", "--ignore_data_skip", "True")
+    words = split_arguments(way.resumed(began, "step-00000070").arguments)
     config = load_config(words.config, words.overrides)
-    assert config.resume_training == "step-00000070"
+    assert config.resume_training == "step-00000070" and config.ignore_data_skip is False
     assert config.load_checkpoint == str(tmp_path / "checkpoints")
 
 
@@ -220,5 +261,6 @@ def test_a_restart_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = {"number": 1, "most": 3, "reason": "rank 1 failed: exit code 7", "ranks": 2}
     assert records[-1] == {"step": 3, "restart": again}
     assert read_curves(path).steps == [1, 2, 3]
-    monkeypatch.setenv("RUN_TRAINER_RESTART", "[1]")
-    assert heartbeat.restarted() == {}
+    for nonsense in ("[1]", '{"x": 1}', json.dumps({**again, "number": "1"}), "[" * 90_000, ""):
+        monkeypatch.setenv("RUN_TRAINER_RESTART", nonsense)
+        assert heartbeat.restarted() == {}

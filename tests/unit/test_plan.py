@@ -10,7 +10,8 @@ import pytest
 
 from trainer.config import Override, load_config
 from trainer.config.checks.notices import Notice
-from trainer.plan.memory import memory_estimate, memory_notices
+from trainer.errors import UserError
+from trainer.plan.memory import check_memory, memory_estimate, memory_notices
 from trainer.plan.render import plan_dict, plan_sections, plan_text
 from trainer.run.prepare import build_plan
 
@@ -190,6 +191,20 @@ def test_a_run_that_does_not_fit_is_told_so() -> None:
     assert "about 2,001 MiB of memory and 1,000 MiB are left" in notice
     huge = plan_of("bench_dense", runner_config__batch_size=8192, train_dataset__data_loader__num_samples=8192)
     assert any("MiB are left" in notice for notice in huge.notices)
+
+
+def test_a_run_whose_weights_cannot_fit_is_refused() -> None:
+    """Before MindSpore builds them: it answers with a MemoryError, or with an unknown error."""
+    for size in ({"hidden_size": 16777216}, {"vocab_size": 16777216, "hidden_size": 4096}):
+        with pytest.raises(UserError, match=r"alone take [\d,.]+ GiB of memory, and this machine has") as caught:
+            plan_of("quickstart", **{f"model__model_config__{name}": value for name, value in size.items()})
+        assert "quickstart.yaml:" in str(caught.value) and "reduce num_layers, hidden_size" in str(caught.value)
+    config = load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), [])
+    parts = memory_estimate(config, trains=True, device="CPU")
+    exact = 4 * (parts["weights"] + parts["gradients"] + parts["optimizer state"])
+    check_memory(config, parts, ranks=4, most_bytes=exact)
+    with pytest.raises(UserError, match="of the 4 ranks of this host alone take"):
+        check_memory(config, parts, ranks=4, most_bytes=exact - 1)
 
 
 def test_memory_without_training_is_that_of_the_weights() -> None:

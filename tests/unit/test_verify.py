@@ -15,7 +15,6 @@ from mutations import mutate, mutated_text
 
 from trainer.checkpoint import store
 from trainer.checkpoint.documents import AdapterDescription
-from trainer.checkpoint.store import marker_content
 from trainer.checkpoint.verify import verify
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
@@ -24,6 +23,7 @@ from trainer.data.tokens.token_file import open_token_file
 from trainer.data.tokens.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.storage.json_files import JsonError, parse_json
+from trainer.storage.marker import marker_content
 
 STATE = {
     "position": {"step": 3, "epoch": 0, "batch": 3, "tokens": 96},

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
-from trainer.checkpoint.store import MARKER, check_file, find_checkpoint, read_checkpoint
+from trainer.checkpoint.store import find_checkpoint, read_checkpoint
 from trainer.checkpoint.weights import check_weights, read_safetensors, requested_weights
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
 from trainer.models.init import initial_value
 from trainer.models.shapes import adapter_shapes, layer_targets, parameter_shapes
 from trainer.storage.json_files import JsonError, parse_json
+from trainer.storage.marker import MARKER, read_saved
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -152,10 +152,8 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     def problem(rule: str, fix: str) -> UserError:
         return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
 
-    if (folder / MARKER).exists():
-        check_file(folder, CONFIG_FILE)
     try:
-        found = parse_json(read_bytes(path), AdapterDescription, CONFIG_FILE)
+        found = parse_json(read_saved(path), AdapterDescription, CONFIG_FILE)
     except (OSError, JsonError) as error:
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
         raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error

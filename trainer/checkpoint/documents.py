@@ -1,6 +1,6 @@
 """What the JSON files of a checkpoint hold, as pydantic models: `state.json` and PEFT's `adapter_config.json`.
 
-The marker's model is `trainer.checkpoint.store.Marker`.
+The marker's model is `trainer.storage.marker.Marker`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
+from trainer.storage.marker import read_saved
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -125,9 +125,15 @@ def _template_of(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
 def _copied(config: Config, tokenizer: Tokenizer) -> Files:
     """The files of a tokenizer of Hugging Face, with a tokenizer_config.json where it has none."""
     folder, path = tokenizer.folder, Path(config.train_dataset.tokenizer.path).expanduser()
-    found = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-    if path.is_file():
-        found["tokenizer.json"] = read_bytes(path)
+    sources = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    sources |= {"tokenizer.json": path} if path.is_file() else {}
+    try:
+        found = {name: read_saved(source) for name, source in sources.items()}
+    except OSError as error:
+        where, key = config.source.where("train_dataset.tokenizer.path"), "train_dataset.tokenizer.path"
+        rule = f"a file of the tokenizer cannot be read ({error.strerror})"
+        fix = "make it readable, or copy the tokenizer again"
+        raise UserError(rule, where=where, key=key, value=str(folder), fix=fix) from None
     described = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     found.setdefault("tokenizer_config.json", _json(described | {"clean_up_tokenization_spaces": False}))
     return found

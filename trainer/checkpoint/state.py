@@ -98,10 +98,11 @@ def save_stages(
     files: Mapping[str, bytes] | None = None,
     rank: int = 0,
     ranks: int = 1,
+    beside_training: bool = False,
 ) -> Stages:
     """The stages of saving a checkpoint of the run. All ranks do them; each writes its own shard.
 
-    Nothing begins before the first stage is asked for, and nothing that is given may change until the last is done.
+    Nothing is written before the first stage is asked for.
 
     Args:
         folder: Holds the run's checkpoints, of which `keep_max` and the best of `evaluations` are kept.
@@ -109,6 +110,8 @@ def save_stages(
         layout: See `data_layout`.
         base: For adapters, which are saved without the base model: its record, see `base_record`.
         files: What other programs need beside the weights of a whole model, see `folder_files`.
+        beside_training: The training goes on before the last stage is done: what is written of memory that it changes
+            is copied now. Without it nothing may change until then.
 
     Raises:
         RunError: The disk is full or cannot be written, on any rank; earlier checkpoints are unchanged.
@@ -123,6 +126,8 @@ def save_stages(
             names = adapter_shapes(config.decoder)
             tensors[adapters.PART] = {adapters.PREFIX + name: saved.weights[name] for name in names}
             documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
+    if beside_training and saved.shares_weights:
+        tensors = {part: _copied(arrays, saved.weights) for part, arrays in tensors.items()}
     if saved.is_sharded:
         tensors[shard_name(OPTIMIZER, rank, ranks)] = saved.optimizer
     elif rank == 0:
@@ -137,12 +142,23 @@ def save_stages(
     }
     state |= {"base": dict(base)} if base is not None else {}
     best_steps = [each.step for each in evaluations.best]
-    return (
-        yield from checkpoint_stages(
-            folder, position.step, tensors, state, keep_max,
-            documents=documents, rank=rank, ranks=ranks, best_steps=best_steps,
-        )
+    return checkpoint_stages(
+        folder, position.step, tensors, state, keep_max,
+        documents=documents, rank=rank, ranks=ranks, best_steps=best_steps,
     )  # fmt: skip
+
+
+def _copied(arrays: Mapping[str, np.ndarray], shared: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays, with copies of those that are `shared` ones or views of them; others are nobody else's."""
+    roots = {id(_root(array)) for array in shared.values()}
+    return {name: np.array(array) if id(_root(array)) in roots else array for name, array in arrays.items()}
+
+
+def _root(array: np.ndarray) -> np.ndarray:
+    """The array that it is a view of, or itself."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def save(folder: Path, *values: Any, **named: Any) -> Path:

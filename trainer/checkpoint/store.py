@@ -17,25 +17,23 @@ had reached step 500 is resumed from step 100, its newest checkpoint is step 150
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import safetensors
-from pydantic import Field, model_validator
 
 from trainer.errors import UserError
 from trainer.input_files import open_file, read_bytes
-from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file
-from trainer.storage.json_files import Count, Document, JsonError, parse_json
+from trainer.storage.checksums import checksum_of_file
+from trainer.storage.json_files import JsonError, parse_json
+from trainer.storage.marker import MARKER, Marker
 
-MARKER = "COMPLETE"
 STATE = "state.json"
 REPLACED = ".replaced"
 """Suffix of a checkpoint whose step is being saved again."""
@@ -67,49 +65,6 @@ class Checkpoint:
     tensors: dict[str, Tensors]
     state: dict
     has_checksums: bool = True
-
-
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
-Checksum = Annotated[str, Field(pattern=DIGEST_PATTERN)]
-
-
-class Marker(Document):
-    """Content of the marker.
-
-    Attributes:
-        step: Optimizer steps done.
-        save_number: Grows with every save of a run.
-        file_bytes: Length of each file.
-        checksums: Of each file, see `trainer.storage.checksums`; None in a checkpoint from before there were any.
-        checksum: Of the marker itself without this field.
-    """
-
-    step: Count
-    save_number: Count
-    file_bytes: dict[FileName, Count]
-    checksums: dict[FileName, Checksum] | None = None
-    checksum: Checksum | None = None
-
-    @model_validator(mode="after")
-    def is_consistent(self) -> Marker:
-        if self.checksums is None:
-            if self.checksum is not None:
-                raise ValueError("checksums is missing, and checksum is there")
-            return self
-        if self.checksums.keys() != self.file_bytes.keys():
-            raise ValueError("checksums and file_bytes name other files")
-        if self.checksum != self._own_checksum():
-            raise ValueError("it has changed since it was written: its own checksum is another")
-        return self
-
-    def _own_checksum(self) -> str:
-        return checksum_of_bytes(json.dumps(self.model_dump(exclude={"checksum"}), sort_keys=True).encode())
-
-
-def marker_content(marker: Mapping[str, Any]) -> bytes:
-    """The marker's file, for its fields without its own checksum."""
-    own = checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
-    return (json.dumps({**marker, "checksum": own}, indent=1) + "\n").encode()
 
 
 def folder_name(step: int) -> str:
@@ -166,17 +121,15 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
 
 
 def _newest_whole(folder: Path) -> Path | None:
-    """The newest complete checkpoint; a UserError where a later one has a marker that is damaged.
+    """The newest complete checkpoint; a UserError where one has a marker that is damaged.
 
-    To pass over the later one silently would repeat steps that were done, and remove it with the next save.
+    The marker alone says when a checkpoint was saved, so that one may be the newest: to pass over it silently could
+    continue a run that was abandoned.
     """
-    newest = newest_complete(folder)
     for path in sorted(step_folders(folder), reverse=True):
-        if newest is not None and path.name <= newest.name:
-            break
         if (path / MARKER).exists() and read_marker(path) is None:
             _whole_marker(path)
-    return newest
+    return newest_complete(folder)
 
 
 def behind_link(path: Path) -> Path:
@@ -265,11 +218,6 @@ def check_checkpoint(path: Path) -> Checkpoint:
         if name not in read:
             _check_file(path, name, marker)
     return found
-
-
-def check_file(path: Path, name: str) -> None:
-    """Checks one file of a checkpoint; a UserError names what is wrong with it."""
-    _check_file(path, name, _whole_marker(path))
 
 
 def _whole_marker(path: Path) -> Marker:
@@ -417,14 +365,14 @@ def damaged(path: Path, what: str) -> UserError:
 
 def use_another(path: Path) -> str:
     """Offers the complete checkpoint that was saved before this one; else the one saved last."""
-    others = [other for other in complete_checkpoints(path.parent) if other != path]
     marker = read_marker(path)
-    older = [other for other in others if _is_older(other, path, marker)]
+    others = [(read_marker(other), other) for other in complete_checkpoints(path.parent) if other != path]
+    older = [other for its, other in others if its and marker and its.save_number < marker.save_number]
     if older:
         return f"use {older[-1]}, the one saved before it (--resume_training {older[-1].name})"
-    return f"use {others[-1]}" if others else "use another checkpoint or start a new run"
-
-
-def _is_older(other: Path, path: Path, marker: Marker | None) -> bool:
-    """By the number of the save; where the marker is damaged by the step, which is the folder's name."""
-    return read_marker(other).save_number < marker.save_number if marker else other.name < path.name
+    if not others:
+        return "use another checkpoint or start a new run"
+    newest = others[-1][1]
+    if marker is None and (path / MARKER).exists():
+        return f"use {newest}, the newest whole one (--resume_training {newest.name}), or remove the damaged folder"
+    return f"use {newest}"

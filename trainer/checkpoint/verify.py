@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from trainer.checkpoint.documents import read_state
 from trainer.checkpoint.store import (
-    MARKER,
     STATE,
     behind_link,
     check_checkpoint,
@@ -19,6 +18,7 @@ from trainer.checkpoint.store import (
 from trainer.checkpoint.weights import is_finite
 from trainer.data.tokens.token_file import DamagedTokenFile, checked_token_file, is_token_file
 from trainer.errors import UserError
+from trainer.storage.marker import MARKER
 
 
 class Finding(NamedTuple):

@@ -11,12 +11,12 @@ import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
 from trainer.checkpoint.joined_names import split_joined
-from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint, read_checkpoint, use_another
+from trainer.checkpoint.store import behind_link, find_checkpoint, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
 from trainer.models.init import initial_value
 from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_name, parameter_shapes
+from trainer.storage.marker import MARKER, read_saved
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -195,10 +195,10 @@ def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> di
         UserError: The file cannot be read, or has tensors that are not floating-point.
     """
     try:
-        entries = safetensors.deserialize(read_bytes(file))
+        entries = safetensors.deserialize(read_saved(file))
     except (OSError, safetensors.SafetensorError) as error:
         fix = "name a checkpoint folder or a complete .safetensors file"
-        rule = f"not a readable safetensors file ({error})"
+        rule = f"not a readable safetensors file ({getattr(error, 'strerror', None) or error})"
         raise UserError(rule, where=where, key=key, value=str(file), fix=fix) from error
     other = [f"{name} is {entry['dtype']}" for name, entry in entries if entry["dtype"] not in ("BF16", *_DTYPES)]
     if other:

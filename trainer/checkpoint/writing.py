@@ -23,11 +23,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from trainer.checkpoint import store
-from trainer.checkpoint.store import BEST, MARKER, REPLACED, STATE, UNFINISHED, folder_name
+from trainer.checkpoint.store import BEST, REPLACED, STATE, UNFINISHED, folder_name
 from trainer.checkpoint.tensor_file import CODES, save_arrays
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.storage.checksums import checksum_of_bytes
+from trainer.storage.marker import MARKER, marker_content
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
@@ -255,7 +256,7 @@ def _move_in_place(
         "checksums": {name: checksum for name, (_, checksum) in written.items()},
     }
     unmarked = path / f"{UNFINISHED}{MARKER}"
-    unmarked.write_bytes(store.marker_content(marker))
+    unmarked.write_bytes(marker_content(marker))
     stage("wrote marker's content")
     _flush_to_disk(unmarked)
     unmarked.rename(path / MARKER)

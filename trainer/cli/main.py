@@ -555,7 +555,7 @@ def _doctor(
 
     from trainer.device.doctor import checks, exit_code, render, to_json
 
-    found = checks(output_dir, deep)
+    found = checks(user_path(output_dir, "flag --output_dir"), deep)
     if json_:
         print(to_json(found))
     else:

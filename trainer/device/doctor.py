@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -256,14 +256,32 @@ def memory_left_bytes(root: Path = Path("/")) -> int:
     return available if limited is None else min(available, limited)
 
 
+def most_memory_bytes(root: Path = Path("/")) -> int:
+    """What a process here can have at most: the memory of the machine, or the container's limit, and the swap space."""
+    import psutil
+
+    limits = [group.limit_bytes for group in _limited_groups(root)]
+    return min([psutil.virtual_memory().total, *limits]) + psutil.swap_memory().total
+
+
 def cgroup_memory_left_bytes(root: Path) -> int | None:
     """Memory left within the tightest limit on this process's control groups (version 1 or 2), or None without a limit.
     """
+    return min((group.left_bytes for group in _limited_groups(root)), default=None)
+
+
+class _Group(NamedTuple):
+    """A control group with a limit on its memory."""
+
+    limit_bytes: int
+    left_bytes: int
+
+
+def _limited_groups(root: Path) -> Iterator[_Group]:
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    left_bytes = []
+        return
     for membership in memberships:
         _, controllers, own = membership.split(":", 2)
         if controllers == "":
@@ -276,11 +294,11 @@ def cgroup_memory_left_bytes(root: Path) -> int | None:
         # Within a container the path is the host's and may not exist here; then the mount itself is the container's.
         groups = [mount / own.lstrip("/"), *(mount / own.lstrip("/")).parents]
         groups = [group for group in groups if group == mount or mount in group.parents]
-        left_bytes += [_group_left_bytes(group, limit, used, cached) for group in groups]
-    return min((left for left in left_bytes if left is not None), default=None)
+        found = (_limited_group(group, limit, used, cached) for group in groups)
+        yield from (group for group in found if group is not None)
 
 
-def _group_left_bytes(group: Path, limit_file: str, used_file: str, cached_field: str) -> int | None:
+def _limited_group(group: Path, limit_file: str, used_file: str, cached_field: str) -> _Group | None:
     try:
         limit, used = (group / limit_file).read_text().strip(), int((group / used_file).read_text())
         cached = re.search(rf"^{cached_field} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
@@ -289,7 +307,7 @@ def _group_left_bytes(group: Path, limit_file: str, used_file: str, cached_field
     if not limit.isdigit() or int(limit) >= _NO_LIMIT_BYTES:
         return None
     # The kernel gives back what it only caches of files before it calls a limit reached.
-    return max(0, int(limit) - used + (int(cached[1]) if cached else 0))
+    return _Group(int(limit), max(0, int(limit) - used + (int(cached[1]) if cached else 0)))
 
 
 def _installed_version(package: str) -> str | None:

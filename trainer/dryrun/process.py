@@ -91,9 +91,13 @@ class Measurement:
 
 
 def run_cases(
-    cases: Mapping[str, Case], ranks: int = 1, rank: int = 0, tell: Tell = lambda name, text: None
+    cases: Mapping[str, Case],
+    ranks: int = 1,
+    rank: int = 0,
+    tell: Tell = lambda name, text: None,
+    python: Sequence[str] = (sys.executable,),
 ) -> dict[str, Measurement]:
-    """Runs every case as one rank of a job, whatever became of the others.
+    """Runs every case as one rank of a job, whatever became of the others. `python` begins the command of a process.
 
     A process that dies counts as the failure of the case that it was at; a new one runs those that are left.
 
@@ -103,7 +107,7 @@ def run_cases(
     toolkit, found, left = stand_ins(), {}, dict(cases)
     while left:
         with tempfile.TemporaryDirectory(prefix="dryrun-") as name:
-            done, current = _run_process(Path(name), left, ranks, rank, tell, toolkit)
+            done, current = _run_process(Path(name), left, ranks, rank, tell, toolkit, python)
         found |= done
         left = {name: case for name, case in left.items() if name not in found}
         assert current is None or current in found
@@ -111,7 +115,7 @@ def run_cases(
 
 
 def _run_process(
-    folder: Path, cases: Mapping[str, Case], ranks: int, rank: int, tell: Tell, toolkit: Path
+    folder: Path, cases: Mapping[str, Case], ranks: int, rank: int, tell: Tell, toolkit: Path, python: Sequence[str]
 ) -> tuple[dict[str, Measurement], str | None]:
     """What one process measured, and the case that it died of."""
     job = {"ranks": ranks, "rank": rank, "cases": {name: case._asdict() for name, case in cases.items()}}
@@ -120,7 +124,7 @@ def _run_process(
     found, current = {}, None
     with (folder / LOG).open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.dryrun.worker", str(folder)],
+            [*python, "-m", "trainer.dryrun.worker", str(folder)],
             env=environment(os.environ, toolkit, ranks, rank), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             cwd=folder,  # MindSpore writes the order of execution there
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import UserError, working_directory
+from trainer.input_files import user_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"
@@ -78,6 +80,9 @@ class LaunchOptions:
         return PROGRAM.name if self.script is None else self.script.name
 
 
+DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
+"""Environment variable with the numbers of the devices that the ranks of this host may use."""
+
 _PEERS_PROGRAM = "run_mindformer.py"
 
 
@@ -86,7 +91,7 @@ def find_script(name: str) -> Path | None:
 
     MindSpore Transformers' program is this trainer, which takes its flags and files; a line on stderr says so.
     """
-    given = Path(name).expanduser()
+    given = user_path(name, "launch", "script")
     if given.name == _PEERS_PROGRAM:
         print(f"note: {name} is taken as {PROGRAM.name}, which has its flags and reads its files", file=sys.stderr)
         return None
@@ -99,6 +104,20 @@ def find_script(name: str) -> Path | None:
         value=name,
         fix="write run_trainer.py, or the path of your script",
     )
+
+
+def visible_devices() -> tuple[int, ...]:
+    """The devices of `DEVICES_VARIABLE`; empty where it is not set.
+
+    Raises:
+        UserError: It is no list of numbers.
+    """
+    text = os.environ.get(DEVICES_VARIABLE, "")
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        rule = "must be numbers with commas between them, where a rank that is lost is left out"
+        raise UserError(rule, key=DEVICES_VARIABLE, value=text, fix="write 0,1,2,3 for the range 0-3")
+    return tuple(map(int, words))
 
 
 def _integer(where: str, string: str) -> int:
@@ -150,7 +169,7 @@ _OPTIONS: Mapping[str, _Option] = {
     "master_port": _Option("PORT", "Its port; default: a free one on one node, 8118 on several.", _integer),
     "node_rank": _Option("INT", "Which node this is, from 0.", _integer),
     "log_dir": _Option(
-        "DIR", "Folder of the workers' logs; default output/msrun_log.", lambda where, path: Path(path).expanduser()
+        "DIR", "Folder of the workers' logs; default output/msrun_log.", lambda where, path: user_path(path, where)
     ),
     "join": _Option("BOOL", "True: stay until the job ends. False: return at once, and leave it running.", _boolean),
     "cluster_time_out": _Option(

@@ -19,7 +19,7 @@ from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import UserError
-from trainer.launch.arguments import LaunchOptions
+from trainer.launch.arguments import LaunchOptions, visible_devices
 from trainer.launch.job import Continuation
 from trainer.launch.msrun import listen_error
 from trainer.launch.restart import continuation
@@ -105,10 +105,22 @@ def _check_restarts(options: LaunchOptions) -> None:
         raise _error("elastic", True, "not yet supported with several nodes", "leave it out")
     if options.script is not None:
         raise _error("elastic", True, "the batch of a script is not known", "leave it out, or run run_trainer.py")
+    visible_devices()
 
 
 def _resolved(host: str) -> list[str]:
-    """The addresses of a host."""
+    """The addresses of a host. One that means every address of a machine would open the ports to all its networks."""
+    found = _addresses(host)
+    for string in found:
+        address = ipaddress.ip_address(string)
+        address = getattr(address, "ipv4_mapped", None) or address
+        if address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255":
+            rule = "is no address of one machine" + (f" ({address})" if str(address) != host else "")
+            raise _error("master_addr", host, rule, "write the address at which the other nodes reach node 0")
+    return found
+
+
+def _addresses(host: str) -> list[str]:
     key, bare = "master_addr", host[1:-1] if host.startswith("[") and host.endswith("]") else host
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(bare))]

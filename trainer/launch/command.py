@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import shlex
 import signal
@@ -11,13 +12,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.agent import SOCKET_VARIABLE
-from trainer.launch.arguments import SHARED_PORT, LaunchOptions, to_arguments
+from trainer.launch.arguments import DEVICES_VARIABLE, SHARED_PORT, LaunchOptions, to_arguments, visible_devices
 from trainer.launch.control.interface import Nodes, NoOtherNodes
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
@@ -35,24 +37,27 @@ from trainer.launch.job import (
     prepare,
     read_state,
     refuse_running,
+    stopped,
     write_state,
 )
 from trainer.launch.msrun import ENCODING_VARIABLE, SCHEDULER, Scratch, pick_free, start_msrun, trainer_command
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
-from trainer.launch.supervisor import Limits, Supervisor
+from trainer.launch.supervisor import Limits, Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import Follower, Screen, growth_of, output_of_pipe, terminal_size
 from trainer.launch.wire import Listener, Message
 
 _DETACHED_START_SECONDS = 20.0
-_GATHER_SECONDS = 0.05
-_DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
+_GATHER_SECONDS = 600
+"""From the end of a node's workers until all nodes are connected for a restart, at most. Node 0 reads a checkpoint's
+files once in that time; a node that is lost for good does not come back later either."""
+_POLL_SECONDS = 0.05
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
 class Restart(NamedTuple):
-    """Which start of a job this is, for its log and metrics."""
+    """How often and why a job has been started again, for its log and metrics."""
 
     number: int = 0  # how often it has been started again
     most: int = 0
@@ -86,20 +91,33 @@ def launch(options: LaunchOptions, continuation: Continuation | None = None) -> 
 
 
 def _run(options: LaunchOptions, files: JobFiles, continuation: Continuation | None) -> int:
-    """Runs the job until it ends well, or fails once more than it may be started again."""
+    """Runs the job until it ends well, is told to end, or fails once more than it may be started again."""
+    signals: deque[int] = deque()
+    with collect_signals(signals):  # also those that arrive between two starts
+        return _start_and_restart(options, files, continuation, signals)
+
+
+def _start_and_restart(
+    options: LaunchOptions, files: JobFiles, continuation: Continuation | None, signals: deque[int]
+) -> int:
     before, restart, name = None, _FIRST_START, ""
     while True:
         nodes = _nodes(options, continuation, restart.number, name)
         try:
-            outcome = _gather(nodes) if restart.number else None
+            outcome = _gather(nodes, signals) if restart.number else None
             if outcome is None:
                 attempt = options if continuation is None else continuation.resumed(options, nodes.resume)
-                outcome = _supervise(attempt, files, nodes, restart)
+                outcome = _supervise(attempt, files, nodes, restart, signals)
         finally:
             nodes.close()
         if restart.number >= options.max_restarts or continuation is None or not may_restart(outcome):
             return outcome.exit_code
-        name, lost = continuation.newest(), lost_rank(before, outcome) if options.elastic else None
+        first_node = options.node_rank == 0
+        name = continuation.newest() if first_node else ""
+        lost = lost_rank(before, outcome) if options.elastic else None
+        if stop_signal(signals) is not None:
+            _tell("the job was told to end and does not start again")
+            return outcome.exit_code
         if lost is not None:
             smaller = continuation.fewer(options, name)
             if smaller is None:
@@ -109,7 +127,8 @@ def _run(options: LaunchOptions, files: JobFiles, continuation: Continuation | N
             _tell(f"rank {lost} is taken for lost: the job goes on with worker_num {options.worker_num}")
         reason = f"{outcome.words}: {how(outcome.exit_code)}"
         restart = Restart(restart.number + 1, options.max_restarts, reason, options.worker_num)
-        _tell(f"restart {restart.number} of {restart.most}, from {name or 'where the job began'}")
+        since = (name or "where the job began") if first_node else "the checkpoint that node 0 names"
+        _tell(f"restart {restart.number} of {restart.most}, from {since}")
         before = outcome
 
 
@@ -119,28 +138,31 @@ def _tell(line: str) -> None:
 
 def _devices_without(options: LaunchOptions, lost: int) -> tuple[int, ...]:
     """The devices that are left for the ranks after the loss of one, as numbers of the host."""
-    visible = os.environ.get(_DEVICES_VARIABLE, "")
-    given = tuple(int(word) for word in visible.split(",") if word.strip().isdecimal())
-    devices = options.devices or given or tuple(range(options.local_worker_num))
+    devices = options.devices or visible_devices() or tuple(range(options.local_worker_num))
     return tuple(device for place, device in enumerate(devices) if place != lost)
 
 
-def _gather(nodes: Nodes) -> Outcome | None:
+def _gather(nodes: Nodes, signals: deque[int]) -> Outcome | None:
     """Waits before a restart until the workers of all nodes have ended and their launchers are connected again; an
     outcome where that fails."""
     while not nodes.connected:
+        if (number := stop_signal(signals)) is not None:
+            nodes.stop(number)
+            return stopped(number)
         for event in nodes.poll(time.monotonic()):
             for line in event.lines:
                 _tell(line)
             if event.kind == "failed":
                 return Outcome(event.number, "the launchers did not find each other again")
             if event.kind == "stop":
-                return Outcome(128 + event.number, f"stopped by {signal.Signals(event.number).name}")
-        time.sleep(_GATHER_SECONDS)
+                return stopped(event.number)
+        time.sleep(_POLL_SECONDS)
     return None
 
 
-def _supervise(options: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart) -> Outcome:
+def _supervise(
+    options: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart, signals: deque[int]
+) -> Outcome:
     if options.master_port is None:
         options = replace(options, master_port=pick_free(options.master_addr))
     prepare(files, options.ranks, whole_host=options.nodes == 1)
@@ -158,7 +180,7 @@ def _supervise(options: LaunchOptions, files: JobFiles, nodes: Nodes, restart: R
         screen = _screen(specs[options.ranks[0]], scratch)
         start = functools.partial(start_msrun, options, files, scratch)
         limits = Limits(options.start_limit, options.hang_timeout, options.needs_msrun)
-        supervisor = Supervisor(pool, start, files, state, nodes, limits, screen)
+        supervisor = Supervisor(pool, start, files, state, nodes, limits, screen, signals)
         count = f"{options.local_worker_num} worker{'s' if options.local_worker_num > 1 else ''}"
         if options.nodes > 1:
             count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
@@ -176,6 +198,9 @@ def _nodes(options: LaunchOptions, continuation: Continuation | None, attempt: i
     from trainer.launch.control.nodes import connect_nodes
 
     assert continuation is not None
+    if attempt:
+        longest = min(_GATHER_SECONDS, options.start_limit or _GATHER_SECONDS, options.cluster_time_out)
+        options = replace(options, cluster_time_out=math.ceil(longest))
     return connect_nodes(options, continuation.shared, attempt, resume)
 
 
@@ -206,7 +231,7 @@ def worker_specs(
                 JOB_VARIABLE: str(files.folder),
                 "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
                 **({RESTART_VARIABLE: json.dumps(restart._asdict())} if restart.number else {}),
-                **({_DEVICES_VARIABLE: ",".join(map(str, options.devices))} if options.devices else {}),
+                **({DEVICES_VARIABLE: ",".join(map(str, options.devices))} if options.devices else {}),
             },
             "without": [*without, *(() if options.needs_msrun else _CLUSTER_VARIABLES)],
             "cores": own,

@@ -22,6 +22,8 @@ JOB_VARIABLE = "RUN_TRAINER_JOB"
 RESTART_VARIABLE = "RUN_TRAINER_RESTART"
 """Environment variable of the workers of a job that has been started again: a JSON object with its number and why."""
 
+_RESTART = {"number": int, "most": int, "reason": str, "ranks": int}
+
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a worker write the Python stacks of its threads to its log."""
 
@@ -68,10 +70,12 @@ def signalled(number: int) -> None:
 
 
 def restarted() -> dict[str, Any]:
-    """The number of this start of the job and why the one before failed; empty for the first one."""
-    with contextlib.suppress(ValueError):
+    """The number of this start of the job and why the one before failed; empty for the first one, and for a variable
+    that the launcher has not written."""
+    with contextlib.suppress(ValueError, RecursionError):
         told = json.loads(os.environ.get(RESTART_VARIABLE, ""))
-        return told if isinstance(told, dict) else {}
+        if isinstance(told, dict) and {name: type(value) for name, value in told.items()} == _RESTART:
+            return told
     return {}
 
 

@@ -193,6 +193,7 @@ class Outcome:
     first: End | None = None  # the first failure
     others: list[End] = field(default_factory=list)  # those that ended with an error after it
     progressed: bool = False  # whether any step was finished
+    stopped_by: int | None = None  # the signal that told the job to end, before or after the failure
 
 
 class Continuation(NamedTuple):
@@ -213,7 +214,8 @@ class Continuation(NamedTuple):
 
 def may_restart(outcome: Outcome) -> bool:
     """Whether a job that ended so could go on: not where it is done or was stopped, nor after bad input."""
-    return outcome.exit_code not in (EXIT_OK, EXIT_BAD_INPUT, EXIT_SIGINT, EXIT_SIGTERM)
+    over = outcome.exit_code in (EXIT_OK, EXIT_BAD_INPUT, EXIT_SIGINT, EXIT_SIGTERM)
+    return not over and outcome.stopped_by is None
 
 
 def lost_rank(before: Outcome | None, last: Outcome) -> int | None:
@@ -242,19 +244,24 @@ def decide_outcome(ends: Sequence[End], stopped_by: int | None, hang: str = "") 
         hang: What took too long, where the job was ended for that.
     """
     if hang:
-        return Outcome(EXIT_HANG, hang)
+        return Outcome(EXIT_HANG, hang, stopped_by=stopped_by)
     # A worker that ended by the signal that stopped the job did not fail.
     fine = {EXIT_OK} | ({128 + stopped_by} if stopped_by else set())
     failed = sorted((end for end in ends if end.exit_code not in fine), key=lambda end: end.at_seconds)
     own = [end for end in failed if not end.by_launcher]
     if own:
-        first = own[0]
-        return Outcome(first.exit_code, f"{first.name} failed", first, [end for end in failed if end is not first])
+        first, others = own[0], [end for end in failed if end is not own[0]]
+        return Outcome(first.exit_code, f"{first.name} failed", first, others, stopped_by=stopped_by)
     if stopped_by is not None and (failed or any(end.exit_code for end in ends) or not ends):
-        return Outcome(128 + stopped_by, f"stopped by {signal.Signals(stopped_by).name}")
+        return stopped(stopped_by)
     if failed:  # told to end though nobody had failed: the caller knows the reason
         return Outcome(EXIT_RUN_FAILED, "the job was ended", None, failed)
     return Outcome(EXIT_OK, "finished")
+
+
+def stopped(number: int) -> Outcome:
+    """The outcome of a job that ended because of this signal."""
+    return Outcome(128 + number, f"stopped by {signal.Signals(number).name}", stopped_by=number)
 
 
 def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[str]:

@@ -113,7 +113,8 @@ class WorkerPool:
                     code = shell_code(message["ended"])
                     self._record_end(worker, code, message["at_seconds"], message.get("why", ""))
             if worker.channel.closed and worker.end is None:
-                # The agent was killed, and with it the worker: after the last look, and before any consequence of it.
+                # The agent was killed, and with it the worker. It counts as ended at the last look, so that no failure
+                # of another rank that this causes has an earlier time.
                 self._record_end(worker, 128 + signal.SIGKILL, before, "")
                 worker.kill()
                 changed = True

@@ -49,7 +49,8 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
     def resumed(given: LaunchOptions, name: str) -> LaunchOptions:
         if not name:
             return given
-        return _with(given, "--resume_training", name, f"--{key}", str(folder))
+        # The job may have begun at the first row after an earlier checkpoint; it goes on where this one is.
+        return _with(given, "--resume_training", name, f"--{key}", str(folder), "--ignore_data_skip", "False")
 
     def fewer(given: LaunchOptions, name: str) -> LaunchOptions | None:
         return _fewer(given, lambda smaller: resumed(smaller, name), plan_of)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,28 @@ _UNKILLABLE_SECONDS = 15.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@contextlib.contextmanager
+def collect_signals(signals: deque[int]) -> Iterator[None]:
+    """Signals to end, and of a changed terminal, are appended here and have no other effect."""
+    before = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGWINCH)}
+    for number in before:
+        if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, lambda number, frame: signals.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_signal(signals: deque[int]) -> int | None:
+    """The first signal to end the job that has arrived and is not handled yet; SIGHUP counts as SIGTERM."""
+    for number in signals:
+        if number in _STOP_SIGNALS:
+            return int(signal.SIGTERM if number == signal.SIGHUP else number)
+    return None
+
+
 class Limits(NamedTuple):
     """When a job counts as hanging, in seconds; 0: never.
 
@@ -50,7 +72,11 @@ class Limits(NamedTuple):
 
 @dataclass
 class Supervisor:
-    """Supervises one job on one host. Names with `_at` are moments of the monotonic clock."""
+    """Supervises one job on one host. Names with `_at` are moments of the monotonic clock.
+
+    Attributes:
+        signals: Those that have arrived and are not handled yet, see `collect_signals`.
+    """
 
     pool: WorkerPool
     start_msrun: Callable[[], subprocess.Popen]
@@ -59,8 +85,8 @@ class Supervisor:
     nodes: Nodes
     limits: Limits
     screen: Screen
+    signals: deque[int]
     msrun: subprocess.Popen = field(init=False)
-    signals: deque[int] = field(default_factory=deque)  # those that have arrived and are not handled yet
     stopped_by: int | None = None
     stop_requests: int = 0
     stop_source: str = ""  # who received the first one
@@ -82,10 +108,6 @@ class Supervisor:
     def run(self) -> Outcome:
         """Starts the job, waits for its end and leaves no process behind."""
         awake, wake = wakeup_pipe()
-        before = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGWINCH)}
-        for number in before:
-            if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup stays in force
-                signal.signal(number, lambda number, frame: self.signals.append(number))
         old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
             self.msrun = self.start_msrun()
@@ -99,8 +121,6 @@ class Supervisor:
             self.nodes.close()
             end_children()
             signal.set_wakeup_fd(old_wake)
-            for number, handler in before.items():
-                signal.signal(number, handler)
             os.close(awake)
             os.close(wake)
 
@@ -114,7 +134,7 @@ class Supervisor:
         return self.nodes.finished
 
     def _wait(self, awake: int) -> None:
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # needs no file descriptor of its own
             for source in (awake, *self.pool.listener.sources, *self.pool.channels, *self.nodes.sources):
                 selector.register(source, selectors.EVENT_READ)
             selector.select(_TICK_SECONDS)
@@ -289,7 +309,9 @@ class Supervisor:
         self.pool.closing = True
         outcome = decide_outcome(self._ends(), self.stopped_by, self.hang)
         if self.failure_elsewhere is not None:
-            outcome = Outcome(self.failure_elsewhere.number, "ended because of another node")
+            outcome = Outcome(
+                self.failure_elsewhere.number, "ended because of another node", stopped_by=self.stopped_by
+            )
         outcome.progressed = self.last_step_at is not None
         self.pool.scheduler.kill()
         self.pool.release_all()

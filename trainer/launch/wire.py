@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -95,30 +96,62 @@ class Channel(Lines):
         return [message for message in messages if isinstance(message, dict)]
 
 
-class Listener:
-    """A listening socket, and the connections on which no message has arrived yet."""
+class ListeningSocket:
+    """Accepts connections. Neither what a caller does nor a lack of file descriptors is an error: who waits is accepted
+    later.
+
+    Attributes:
+        starved: Whether connections wait that the system cannot open now. Then `sources` is empty, because waiting for
+            them would not wait at all.
+    """
 
     def __init__(self, listening: socket.socket) -> None:
         listening.listen(1024)
         listening.setblocking(False)
         self._socket = listening
+        self.starved = False
+
+    @property
+    def sources(self) -> list[socket.socket]:
+        return [] if self.starved else [self._socket]
+
+    def accept(self, most: int = 1024) -> list[tuple[socket.socket, Any]]:
+        """Connections that are waiting, at most so many, each with the address of its other end."""
+        found: list[tuple[socket.socket, Any]] = []
+        self.starved = False
+        try:
+            while len(found) < most:
+                found.append(self._socket.accept())
+        except BlockingIOError:
+            pass
+        except OSError as error:  # others are of a caller that is gone again
+            self.starved = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Listener:
+    """A listening socket, and the connections on which no message has arrived yet."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = ListeningSocket(listening)
         self._unidentified: list[Channel] = []
 
     @property
     def sources(self) -> list[Channel | socket.socket]:
-        return [self._socket, *self._unidentified]
+        return [*self._listening.sources, *self._unidentified]
 
     def accept(self) -> list[tuple[Channel, Message]]:
         """Connections whose first message has arrived since the last call, each with that message."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._unidentified.append(Channel(self._socket.accept()[0]))
+        self._unidentified += [Channel(connection) for connection, _ in self._listening.accept()]
         received = [(channel, channel.receive()) for channel in self._unidentified]
         self._unidentified = [channel for channel, messages in received if not messages and not channel.closed]
         return [(channel, messages[0]) for channel, messages in received if messages]
 
     def close(self) -> None:
-        self._socket.close()
+        self._listening.close()
 
 
 def scaled(seconds: float) -> float:

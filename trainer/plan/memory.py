@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
-from trainer.device.doctor import memory_left_bytes
+from trainer.device.doctor import memory_left_bytes, most_memory_bytes
+from trainer.errors import UserError
 from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.plan.device_memory import device_memory
+from trainer.plan.device_memory import device_memory, fixed_bytes
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -150,6 +151,30 @@ def _scores(settings: ModelConfig) -> int:
 
 def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * _FLOAT32_BYTES
+
+
+def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_bytes: int | None = None) -> None:
+    """Refuses a run whose weights, gradients and optimizer state alone, which are exact, exceed all memory there is.
+
+    Args:
+        parts: Of a rank, as `memory_estimate` returns them.
+        ranks: On this host.
+        most_bytes: What the host can give; None: as it says.
+
+    Raises:
+        UserError: They do.
+    """
+    needed, most = fixed_bytes(parts) * ranks, most_memory_bytes() if most_bytes is None else most_bytes
+    if needed <= most:
+        return
+    gib = 1 << 30
+    who = "of the model" if ranks == 1 else f"of the {ranks} ranks of this host"
+    rule = (
+        f"weights, gradients and optimizer state {who} alone take {needed / gib:,.1f} GiB of memory,"
+        f" and this machine has {most / gib:,.1f} GiB"
+    )
+    fix = "reduce num_layers, hidden_size or vocab_size, or use a machine with more memory"
+    raise UserError(rule, where=config.source.where("model"), key="model", fix=fix)
 
 
 def memory_notices(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:

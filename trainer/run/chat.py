@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.checkpoint import adapters
-from trainer.checkpoint.store import MARKER, behind_link, find_checkpoint
+from trainer.checkpoint.store import behind_link, find_checkpoint
 from trainer.config import Override, load_config, parse_config
 from trainer.data import load_chat_template, load_tokenizer
 from trainer.errors import EXIT_OK, EXIT_SIGTERM, UserError
@@ -33,6 +33,7 @@ from trainer.run.generation import (
     sampling_of,
 )
 from trainer.run.stop_signals import StopSignals
+from trainer.storage.marker import MARKER
 
 if TYPE_CHECKING:
     from trainer.config import Config

@@ -15,13 +15,13 @@ import numpy as np
 from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import CONFIG, INDEX, class_on_disk, folder_files, index_of, shards, write_weights
-from trainer.checkpoint.store import MARKER
 from trainer.checkpoint.weights import module_layers, requested_weights
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors.files import make_folder, write_failure
+from trainer.storage.marker import MARKER
 
 if TYPE_CHECKING:
     from trainer.config import Config

@@ -361,8 +361,6 @@ class _Training:
         self.saver.finish()  # before memory is taken for the next one
         began = time.perf_counter()
         saved, position, communicator = self.step.to_save(), replace(self.position), self.session.communicator
-        if self.saves.async_save:
-            saved = saved.copied()
         make_stages = functools.partial(
             save_stages,
             self.checkpoints,
@@ -377,6 +375,7 @@ class _Training:
             files=self.files,
             rank=communicator.rank,
             ranks=communicator.size,
+            beside_training=self.saves.async_save,
         )
         del saved
         self.saver.waited_seconds += time.perf_counter() - began

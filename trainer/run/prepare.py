@@ -13,6 +13,7 @@ from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     backend = choose_backend(config, world)
     backend.check_device(device)
     preflight(config, world, backend.problems())
+    if device == "CPU":
+        check_memory(config, memory_estimate(config, config.trains, device, world), world.local_size)
     if not config.trains:
         return Prepared(config, plan_run(config, world, backend, device, show_build), {}, None, None)
     resume_from = None

@@ -73,13 +73,7 @@ class Saved(NamedTuple):
     optimizer: Mapping[str, np.ndarray]  # by `kind.parameter`: the whole on rank 0, or each rank's shard
     updates: int
     is_sharded: bool = False
-
-    def copied(self) -> Saved:
-        """The same with weights of its own: on a CPU they are the memory in which the training goes on.
-
-        The optimizer's arrays are copies already.
-        """
-        return self._replace(weights={name: np.array(array) for name, array in self.weights.items()})
+    shares_weights: bool = False  # they are the memory in which the training goes on; the optimizer's arrays are copies
 
 
 class TrainStep:
@@ -188,7 +182,8 @@ class TrainStep:
         parameters = self.model.parameters_by_name.items() if first else ()
         weights = {name: parameter.asnumpy() for name, parameter in parameters}
         is_sharded = bool(optimizer.own_ranges)
-        return Saved(weights, optimizer.state_arrays() if first or is_sharded else {}, optimizer.updates, is_sharded)
+        state = optimizer.state_arrays() if first or is_sharded else {}
+        return Saved(weights, state, optimizer.updates, is_sharded, shares_weights=True)
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""

@@ -18,7 +18,8 @@ from trainer.config.read.yaml_reader import MAX_BYTES, parse_document
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import RopeScaling
 from trainer.errors import UserError
-from trainer.input_files import path_mistake, read_bytes
+from trainer.input_files import path_mistake
+from trainer.storage.marker import read_saved
 
 KEY = "pretrained_model_dir"
 _ARCH, _MODEL = "model.arch.type", "model.model_config"
@@ -86,7 +87,7 @@ def _value(data: Any, key: str) -> Any:
 def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
     """A JSON file as a tree with line numbers."""
     try:
-        text = read_bytes(file, MAX_BYTES).decode("utf-8-sig")
+        text = read_saved(file, MAX_BYTES).decode("utf-8-sig")
         parsed = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         absent = isinstance(error, FileNotFoundError)

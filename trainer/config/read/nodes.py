@@ -63,6 +63,18 @@ def children(node: Node) -> list[tuple[str, Entry]]:
     return [(str(number), entry) for number, entry in enumerate(node.entries)] if isinstance(node, Items) else []
 
 
+def expanded(node: Node, known: dict[int, tuple[int, int]] | None = None) -> tuple[int, int]:
+    """How many values a node has with every alias written out, itself included, and in how many levels.
+
+    Each node is visited once, however often it is used.
+    """
+    known = {} if known is None else known
+    if id(node) not in known:
+        below = [expanded(entry.node, known) for _, entry in children(node)]
+        known[id(node)] = 1 + sum(values for values, _ in below), 1 + max((levels for _, levels in below), default=0)
+    return known[id(node)]
+
+
 def own_node(entry: Entry) -> Node:
     """The entry's node, ready to be changed: a copy when the entry is an alias; what it holds stays shared."""
     node = entry.node

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import Problem, SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, is_null, own_node, plain
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, expanded, is_null, own_node, plain
 from trainer.config.read.relocate import canonical_key, fields_at
-from trainer.config.read.yaml_reader import MAX_LEVELS, parse_value
+from trainer.config.read.yaml_reader import MAX_LEVELS, MAX_VALUES, TooLarge, check_size, parse_value
 from trainer.config.schema.fields import Section, Shape, aliases_of, fields_by_yaml_name, scalar_kinds, shape_of
 from trainer.config.schema.root import Config
 from trainer.errors import UserError, shown
@@ -43,27 +43,41 @@ def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Pr
 
     Returns:
         What is wrong with them (lists without such an index, values where a section is needed), and notices.
+
+    Raises:
+        TooLarge: The values of all overrides are too many, or those of the tree with them: the list of an override can
+            stand in the place of many aliases.
     """
     problems: list[Problem] = []
     notices: list[str] = []
+    most = MAX_VALUES
     for number, override in enumerate(overrides):
         place = SourceLocation(_AFTER_FILE + number, override.source)
         try:
-            notices += _apply(root, override, place)
+            _check_key(override, place)
+            value = _parsed(override, place, most)
+            most -= expanded(value.node)[0]
+            notices += _apply(root, override, place, value)
+            if not isinstance(value.node, Scalar):
+                check_size(*expanded(root), place)
+        except TooLarge:
+            raise
         except UserError as error:
             problems.append(Problem(place, error))
     return problems, notices
 
 
-def _apply(root: Table, override: Override, place: SourceLocation) -> list[str]:
+def _check_key(override: Override, place: SourceLocation) -> None:
     if len(override.key) > _LONGEST_KEY or override.key.count(".") >= MAX_LEVELS:
         rule = f"is longer than a key of a file can be: {_LONGEST_KEY} characters in {MAX_LEVELS} levels"
         raise UserError(rule, where=place.text, key=shown(override.key), fix="correct the key")
     if not all(override.key.split(".")):
         fix = "write section.key, as in runner_config.epochs"
         raise UserError("is not a dotted key", where=place.text, key=override.key, fix=fix)
+
+
+def _apply(root: Table, override: Override, place: SourceLocation, value: Entry) -> list[str]:
     keys = canonical_key(override.key).split(".")
-    value = _parsed(override, place)
     if override.only_if_present:
         entries = root.entries()
         if keys[0] not in entries or is_null(entries[keys[0]].node):
@@ -111,12 +125,12 @@ def _removed(root: Table, keys: list[str]) -> bool:
     return bool(found)
 
 
-def _parsed(override: Override, place: SourceLocation) -> Entry:
+def _parsed(override: Override, place: SourceLocation, most: int) -> Entry:
     """The value: as YAML, or as the string it is where the key can only hold strings."""
     if override.texts:
         entries = [Entry(Scalar(text), place) for text in override.texts]
         return entries[0] if len(entries) == 1 else Entry(Items(entries), place)
-    value = parse_value(override.text, place, override.key)
+    value = parse_value(override.text, place, override.key, most)
     kinds = {kind for field in fields_at(override.key) for kind in scalar_kinds(field)}
     is_text = isinstance(value.node, Scalar) and isinstance(value.node.value, (bool, int, float))
     return Entry(Scalar(override.text), place) if str in kinds <= {str, list} and is_text else value

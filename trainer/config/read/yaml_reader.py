@@ -28,7 +28,7 @@ from trainer.input_files import read_bytes
 _TAG = "tag:yaml.org,2002:"
 # The largest files of MindSpore Transformers have 300 values in 6 levels.
 MAX_BYTES = 1 << 20
-_MAX_VALUES = 20_000
+MAX_VALUES = 20_000
 MAX_LEVELS = 64
 _ELLIPSIS = re.compile(r"^[ \t]*\.\.\.[ \t]*$")
 _PATTERNS = (
@@ -61,14 +61,14 @@ class _OutOfRange(ValueError):
 def _integer(text: str) -> int:
     value = int(text, 0 if text[:2] in ("0o", "0x") else 10) if len(text) < _LONGEST_INTEGER else 1 << 64
     if not -(1 << 63) <= value < 1 << 63:
-        raise _OutOfRange("is an integer beyond 64 bits")
+        raise _OutOfRange("must be an integer of at most 64 bits")
     return value
 
 
 def _float(text: str) -> float:
     value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if math.isinf(value) and "inf" not in text.lower():
-        raise _OutOfRange("is beyond the range of a number")
+        raise _OutOfRange("must be a number within the range of 64-bit floats")
     return value
 
 
@@ -103,6 +103,24 @@ def checked_text(value: Any, place: SourceLocation) -> Any:
     return value
 
 
+class TooLarge(UserError):
+    """More values or levels than a configuration may have."""
+
+
+def check_size(values: int, levels: int, place: SourceLocation, most: int = MAX_VALUES) -> None:
+    """Compares what a configuration has with its bounds, `most` values with those of its aliases.
+
+    Raises:
+        TooLarge: There are too many values, or they lie too deep.
+    """
+    if values > most:
+        rule = f"more than {MAX_VALUES} keys and values, counting those of aliases"
+        raise TooLarge(rule, where=place.text, fix="write fewer, and no aliases of aliases")
+    if levels > MAX_LEVELS:
+        rule = f"more than {MAX_LEVELS} levels of lists and sections, counting those of aliases"
+        raise TooLarge(rule, where=place.text, fix="check the brackets and the indentation")
+
+
 class _Composer(Reader, Scanner, Parser, ScalarResolver):
     """Composes the tree from PyYAML's events; an anchor and its aliases are one node.
 
@@ -112,13 +130,15 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
     A flag's value has one location for all that it says: ``place``.
     """
 
-    def __init__(self, name: str, text: str, place: SourceLocation | None = None) -> None:
+    def __init__(self, name: str, text: str, place: SourceLocation | None = None, most: int = MAX_VALUES) -> None:
         Reader.__init__(self, text)
         for base in (Scanner, Parser, ScalarResolver):
             base.__init__(self)
-        self.file, self.place = name, place
+        self.file, self.place, self.most = name, place, most
         self.anchors: dict[str, _Anchor | None] = {}
         self.values = self.level = self.deepest = 0
+        self.keys: list[str] = []
+        """The dotted key of what is read."""
         self.text_lines: set[int] = set()
         """Lines (from 0) inside quoted and block scalars: there ``...`` is text."""
 
@@ -181,12 +201,7 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         """
         self.values += values
         self.deepest = max(self.deepest, level)
-        if self.values > _MAX_VALUES:
-            rule = f"more than {_MAX_VALUES} keys and values, counting those of aliases"
-            raise UserError(rule, where=place.text, fix="write fewer, and no aliases of aliases")
-        if self.deepest > MAX_LEVELS:
-            rule = f"more than {MAX_LEVELS} levels of lists and sections, counting those of aliases"
-            raise UserError(rule, where=place.text, fix="check the brackets and the indentation")
+        check_size(self.values, self.deepest, place, self.most)
 
     def _anchored(self, event: events.AliasEvent, place: SourceLocation) -> _Anchor:
         if event.anchor not in self.anchors:
@@ -208,7 +223,8 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
             try:
                 return Scalar(checked_text(_SCALARS[tag](event.value), place))
             except _OutOfRange as error:
-                raise UserError(f"{shown(event.value)} {error}", where=place.text, fix=_SMALLER) from None
+                key = ".".join(self.keys)
+                raise UserError(str(error), where=place.text, key=key, value=event.value, fix=_SMALLER) from None
             except ValueError:
                 rule = f"{shown(event.value)} is not of the type its tag says"
         raise UserError(rule, where=place.text, fix="remove the tag")
@@ -230,7 +246,9 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
                 first = table.own[key].place.text
                 rule = f"the key {key!r} stands here and at {first}; a section may have it once"
                 raise UserError(rule, where=place.text, key=key, fix="remove one of the two")
+            self.keys.append(key)
             table.own[key] = self._entry(place)
+            self.keys.pop()
         self.get_event()
         return table
 
@@ -266,11 +284,13 @@ def _syntax_error(name: str, error: yaml.MarkedYAMLError) -> UserError:
     return UserError(f"not valid YAML: {text}", where=f"{name}:{mark.line + 1}" if mark else name, fix=fix)
 
 
-def _compose(name: str, text: str, place: SourceLocation | None = None) -> tuple[list[Entry], set[int]]:
+def _compose(
+    name: str, text: str, place: SourceLocation | None = None, most: int = MAX_VALUES
+) -> tuple[list[Entry], set[int]]:
     """The roots of the documents, and the lines (from 0) that are inside of strings."""
     composer = None
     try:
-        composer = _Composer(name, text, place)
+        composer = _Composer(name, text, place, most)
         return composer.documents(), composer.text_lines
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(name, error) from None
@@ -347,11 +367,11 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     return root, [f"{name}: left out the lines of only '...' ({numbers})"] if left_out else []
 
 
-def parse_value(text: str, place: SourceLocation, key: str) -> Entry:
+def parse_value(text: str, place: SourceLocation, key: str, most: int = MAX_VALUES) -> Entry:
     """Parses the text of a flag: a YAML scalar, ``[a, b]`` or ``{a: b}``; anything else is the text itself.
 
     Raises:
-        UserError: The text starts a list or mapping which is not valid.
+        UserError: The text starts a list or mapping which is not valid, or has more than `most` values.
     """
     if not text.lstrip().startswith(("[", "{", '"', "'")):
         tag = ScalarResolver().resolve(yaml.ScalarNode, text.strip(), (True, False))
@@ -362,7 +382,9 @@ def parse_value(text: str, place: SourceLocation, key: str) -> Entry:
         except _OutOfRange as error:
             raise UserError(str(error), where=place.text, key=key, value=text, fix=_SMALLER) from None
     try:
-        return _compose(place.text, text, place)[0][0]
+        return _compose(place.text, text, place, most)[0][0]
+    except TooLarge as error:
+        raise error.at(place.text, key) from None
     except UserError:
         rule, fix = "is not a valid list, mapping or quoted text", "write [a, b] or {a: b}"
         raise UserError(rule, where=place.text, key=key, value=text, fix=fix) from None

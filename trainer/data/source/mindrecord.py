@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.source.indexed import Location
-from trainer.errors import RunError, UserError
+from trainer.errors import UserError
 from trainer.input_files import open_file
 
 IS_MINDRECORD = re.compile(r"mindrecord\d*$")
@@ -51,14 +51,14 @@ class MindRecordFile:
         """The arrays of integers in these columns of a row: int64 [numbers] each.
 
         Raises:
-            RunError: The row is damaged.
+            UserError: The row is damaged.
         """
         content = self.data[self.starts[row] : self.ends[row]].tobytes()
         try:
             return [self._array(content, column) for column in columns]
         except (ValueError, IndexError) as error:
             fix = "copy the file and its .db again, or make them again"
-            raise RunError(f"row {row} is damaged ({error})", where=str(self.path), fix=fix) from None
+            raise UserError(f"row {row} is damaged ({error})", where=str(self.path), fix=fix) from None
 
     def _array(self, content: bytes, column: str) -> np.ndarray:
         if int.from_bytes(content[:_LENGTH_BYTES], "little") != len(content) - _LENGTH_BYTES:
@@ -157,7 +157,7 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
     try:
         for row in found.sample_rows():
             found.read(row, [name for name in arrays if types[name] in ("int32", "int64")])
-    except RunError as error:
+    except UserError as error:
         raise fail(path.name, f"{error.rule}: the .db is of another file, or the file is damaged") from None
     return found
 

@@ -28,7 +28,7 @@ from trainer.data.tokens.loss_spans import Form, Spans
 from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
+from trainer.storage.marker import read_saved
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -362,7 +362,7 @@ def _find_named(wanted: str, key: str, where: str) -> _Source:
         rule, fix = f"the folder has neither {_FILE} nor a {_CONFIG_FILE} with a chat_template", "name another one"
         raise UserError(rule, where=where, key=key, value=wanted, fix=fix)
     try:
-        return _Source({_DEFAULT: read_bytes(path).decode("utf-8")}, str(path), str(path), True)
+        return _Source({_DEFAULT: read_saved(path).decode("utf-8")}, str(path), str(path), True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         rule = f"it is neither the name of a chat template nor a file that can be read ({reason})"
@@ -391,7 +391,7 @@ def _find_in(folder: Path) -> _Source | None:
 
 def _read(path: Path) -> str:
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_saved(path).decode("utf-8")
     except (OSError, ValueError) as error:
         rule = f"the chat template cannot be read ({getattr(error, 'strerror', None) or error})"
         raise UserError(rule, where=str(path), fix="make it a readable UTF-8 file, or remove it") from None

@@ -112,7 +112,7 @@ class TokenFile:
         """Checks ranges of tokens that are about to be read.
 
         Raises:
-            RunError: They are not what was written.
+            UserError: They are not what was written: nothing but another file helps, so that no launcher tries again.
         """
         for name in names:
             if name not in self.checks:
@@ -121,7 +121,7 @@ class TokenFile:
             damaged = self.checks[name].damaged(starts * item_bytes, (starts + lengths) * item_bytes)
             if damaged is not None:
                 rule = f"the token file is damaged: {name} is not what was written, from byte {damaged:,} on"
-                raise RunError(rule, where=str(self.path), fix="remove this folder: the next run builds it again")
+                raise UserError(rule, where=str(self.path), fix="remove this folder: the next run builds it again")
 
 
 class DamagedTokenFile(ValueError):
@@ -167,7 +167,7 @@ def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
     if every_page:
         try:
             found.check(np.array([0]), np.array([meta.num_tokens]))
-        except RunError as error:
+        except UserError as error:
             raise DamagedTokenFile(error.rule.partition(": ")[2]) from None
     return found
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from trainer.data.tokens.tokenizer_files import EndTokens, TokenizerConfig, TokenizerJson, read_beside
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
 from trainer.storage.json_files import parse_json
+from trainer.storage.marker import read_saved
 
 if TYPE_CHECKING:
     import tokenizers
@@ -333,7 +333,7 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     fix = "name a tokenizer.json as saved by Hugging Face tokenizers, or its folder, or set tokenizer.type to bytes"
     try:
-        content = read_bytes(path)
+        content = read_saved(path)
     except OSError as error:
         rule = f"the tokenizer cannot be read ({error.strerror})"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, model_validator
 
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
 from trainer.storage.json_files import JsonError, OpenDocument, parse_json
+from trainer.storage.marker import read_saved
 
 TokenId = Annotated[int, Field(ge=0, le=10_000_000)]
 Read = TypeVar("Read", bound=OpenDocument)
@@ -90,7 +90,7 @@ def read_beside(path: Path, model: type[Read]) -> Read:
         UserError: It cannot be read, or is not what it must be.
     """
     try:
-        content = read_bytes(path)
+        content = read_saved(path)
     except FileNotFoundError:
         return model()
     except OSError as error:

@@ -42,10 +42,15 @@ class Welcome(_Message):
 
 
 class Refused(_Message):
-    """Node 0 does not take the node in."""
+    """Node 0 does not take the node in.
+
+    Attributes:
+        for_now: Whether the node is to call again.
+    """
 
     kind: Literal["refused"] = "refused"
     reason: Line
+    for_now: bool = False
 
 
 class Beat(_Message):

@@ -131,7 +131,11 @@ class Hub:
             reason = f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
         elif hello.worker_num != worker_num:
             reason = f"worker_num is {hello.worker_num} there and {worker_num} on node 0"
-        elif hello.attempt != self.attempt:
+        elif hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
+            channel.send(Refused(reason="has not ended its own workers of the start before yet", for_now=True))
+            channel.close()
+            return False
+        elif hello.attempt < self.attempt:
             reason = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
         elif hello.node in self._peers:
             reason = f"another launcher is node {hello.node} already"
@@ -226,6 +230,9 @@ class Spoke:
         events = []
         for message in self._channel.receive():
             self._heard_at = now
+            if isinstance(message, Refused) and message.for_now:
+                self._call_again(now, message.reason)
+                return events
             events += self._handle(message)
         if (self._channel.closed or now - self._heard_at > scaled(LOST_SECONDS)) and not self._over:
             if self._stopping:
@@ -233,13 +240,16 @@ class Spoke:
             elif self.connected:
                 events.append(self._lost("the connection to node 0 is lost"))
             else:  # something else listens there, or node 0 has just gone again
-                self._trouble = "does not know the secret of this job, or is no launcher"
-                self._channel.close()
-                self._channel, self._next_at = None, now + _RETRY_SECONDS
+                self._call_again(now, "does not know the secret of this job, or is no launcher")
         elif now >= self._next_at:
             self._next_at = now + scaled(_BEAT_SECONDS)
             self._send(Beat())
         return events
+
+    def _call_again(self, now: float, trouble: str) -> None:
+        self._trouble = trouble
+        self._channel.close()
+        self._channel, self._next_at = None, now + _RETRY_SECONDS
 
     def _connect(self, now: float) -> list[Event]:
         host, port = self.address

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 import secrets
 import stat
 import tempfile
 from pathlib import Path
 
 from trainer.errors import RunError, UserError
+from trainer.launch.processes import Identity, identity, is_alive
 
 SECRET_VARIABLE = "RUN_TRAINER_SECRET"
 """Environment variable with the secret, the same on all nodes; without it node 0 makes a file."""
@@ -37,23 +40,48 @@ def secret_file(folder: Path, port: int) -> Path:
 
 
 def make_secret(path: Path) -> bytes:
-    """Writes a new secret to a file that only this user can read, and returns it.
+    """Writes a new secret to a file that only this user can read, and returns it. Files of launchers that were killed
+    on this machine are removed.
 
     Raises:
         UserError: The folder cannot be written.
     """
-    secret = secrets.token_hex(32).encode("ascii")
+    secret, unfinished = secrets.token_hex(32).encode("ascii"), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path.parent)
         descriptor, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # of mode 600
         with open(descriptor, "wb") as file:
-            file.write(secret)
+            file.write(b"\n".join((secret, json.dumps([_machine(), identity(os.getpid())]).encode("ascii"))))
         os.replace(unfinished, path)
     except OSError as error:
+        if unfinished is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
         rule = f"the launchers' secret cannot be written there: {error.strerror or error}"
         fix = f"choose a folder you may write to, or set {SECRET_VARIABLE} to the same secret on all nodes"
         raise UserError(rule, key="output_dir", value=str(path.parent), fix=fix) from None
     return secret
+
+
+def _machine() -> str:
+    """Where the numbers of processes mean the same: this start of the system, and the container."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return platform.node()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes secrets, and unfinished files of them, whose launchers ran on this machine and are gone. Of another
+    machine's nobody here knows whether its job still runs."""
+    for path in folder.glob(".launchers-*.secret*"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if path.is_symlink() or not path.is_file() or path.stat().st_uid != os.getuid():
+                continue
+            machine, launcher = json.loads(path.read_bytes()[:_MAX_BYTES].partition(b"\n")[2])
+            if machine == _machine() and not is_alive(Identity(*launcher)):
+                path.unlink()
 
 
 def read_secret(path: Path) -> bytes | None:
@@ -68,7 +96,7 @@ def read_secret(path: Path) -> bytes | None:
             with open(descriptor, "rb") as file:
                 found = os.fstat(descriptor)
                 if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-                    return file.read(_MAX_BYTES) or None
+                    return file.read(_MAX_BYTES).partition(b"\n")[0] or None
         except FileNotFoundError:
             raise
         except OSError as error:

@@ -7,16 +7,18 @@ changed, repeated nor moved to another connection. Contents are not secret and n
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import hmac
+import ipaddress
 import re
 import secrets
 import socket
+from collections import Counter
 from dataclasses import dataclass
 
 from trainer.launch.control.messages import Hello, Message, parse
-from trainer.launch.wire import Lines, scaled
+from trainer.launch.wire import Lines, ListeningSocket, scaled
 
 _FIRST_LINE = re.compile(rb"run_trainer-1 ([0-9a-f]{32})")
 _MAC_BYTES = 64  # in hexadecimal
@@ -24,6 +26,7 @@ _MAX_LINE_BYTES = 1 << 20  # of a node: a report of 100 lines of 2000 characters
 _MAX_STRANGER_BYTES = 1 << 10
 _HANDSHAKE_SECONDS = 5.0
 _MOST_UNIDENTIFIED = 64
+_MOST_WHEN_STARVED = 8  # where the launcher itself would have no file descriptor left
 _MOST_NAMED = 20
 
 
@@ -42,6 +45,11 @@ class SignedChannel(Lines):
         self._sent = self._received = 0
         self._unsent: list[Message] = []  # before the other's nonce is there
         self.send_line(b"run_trainer-1 " + self._nonce)
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the other end has sent its nonce, which needs no secret."""
+        return self._key is not None
 
     @property
     def known(self) -> bool:
@@ -92,51 +100,67 @@ class SignedChannel(Lines):
         return hmac.digest(self._key, head + data, hashlib.sha256).hex().encode("ascii")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Caller:
     channel: SignedChannel
     address: str
     since: float
+
+    @functools.cached_property
+    def network(self) -> str:
+        """Where one stranger can have all addresses: that of IPv4 itself, or the /64 of IPv6."""
+        address = self.address.partition("%")[0]
+        return str(ipaddress.ip_network(f"{address}/64", strict=False)) if ":" in address else address
+
+
+def _whom_to_drop(callers: list[_Caller], most: int) -> list[_Caller]:
+    """Those that are too many: always one of the network with the most callers, one that has sent no nonce before one
+    that has, and of these the one that has called first. So a flood from a few networks keeps no other one out."""
+    left, dropped = list(callers), []
+    counts = Counter(caller.network for caller in callers)
+    while len(left) > most:
+        worst = min(left, key=lambda caller: (-counts[caller.network], caller.channel.greeted))
+        counts[worst.network] -= 1
+        left.remove(worst)
+        dropped.append(worst)
+    return dropped
 
 
 class ControlListener:
     """Where other nodes call, and the callers that have not yet shown that they know the secret."""
 
     def __init__(self, listening: socket.socket, secret: bytes) -> None:
-        listening.listen(1024)
-        listening.setblocking(False)
-        self._socket, self._secret = listening, secret
+        self._listening, self._secret = ListeningSocket(listening), secret
         self._callers: list[_Caller] = []
         self._named: set[str] = set()
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
-        return [self._socket, *(caller.channel for caller in self._callers)]
+        return [*self._listening.sources, *(caller.channel for caller in self._callers)]
 
     def accept(self, now: float) -> tuple[list[tuple[SignedChannel, Hello]], list[str]]:
         """Nodes that have called, each with its first message; and addresses of strangers, each of them once."""
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(_MOST_UNIDENTIFIED):
-                connection, address = self._socket.accept()
-                self._callers.append(_Caller(SignedChannel(connection, self._secret, True), str(address[0]), now))
-        nodes, strangers, waiting = [], [], []
-        for place, caller in enumerate(reversed(self._callers)):  # the latest first
+        for connection, address in self._listening.accept(_MOST_UNIDENTIFIED):
+            self._callers.append(_Caller(SignedChannel(connection, self._secret, True), str(address[0]), now))
+        nodes, waiting, dropped = [], [], []
+        for caller in self._callers:
             messages = caller.channel.receive()
             if messages and isinstance(messages[0], Hello):
                 nodes.append((caller.channel, messages[0]))
                 continue
-            late = now - caller.since > scaled(_HANDSHAKE_SECONDS) or place >= _MOST_UNIDENTIFIED
-            if not caller.channel.closed and not late and not messages:
-                waiting.append(caller)
-                continue
+            late = now - caller.since > scaled(_HANDSHAKE_SECONDS)
+            (dropped if caller.channel.closed or late or messages else waiting).append(caller)
+        dropped += _whom_to_drop(waiting, _MOST_WHEN_STARVED if self._listening.starved else _MOST_UNIDENTIFIED)
+        self._callers = [caller for caller in waiting if caller not in dropped]
+        strangers = []
+        for caller in dropped:
             caller.channel.close()
             if caller.address not in self._named and len(self._named) < _MOST_NAMED:
                 self._named.add(caller.address)
                 strangers.append(caller.address)
-        self._callers = waiting[::-1]
         return nodes, strangers
 
     def close(self) -> None:
-        self._socket.close()
+        self._listening.close()
         for caller in self._callers:
             caller.channel.close()

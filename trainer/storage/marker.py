@@ -1,0 +1,80 @@
+"""The marker of a checkpoint, with the length and the checksum of each of its files, and reading a file against it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from trainer.input_files import read_bytes
+from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes
+from trainer.storage.json_files import Count, Document, JsonError, parse_json
+
+MARKER = "COMPLETE"
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
+Checksum = Annotated[str, Field(pattern=DIGEST_PATTERN)]
+
+
+class Marker(Document):
+    """Content of the marker.
+
+    Attributes:
+        step: Optimizer steps done.
+        save_number: Grows with every save of a run.
+        file_bytes: Length of each file.
+        checksums: Of each file, see `trainer.storage.checksums`; None in a checkpoint from before there were any.
+        checksum: Of the marker itself without this field.
+    """
+
+    step: Count
+    save_number: Count
+    file_bytes: dict[FileName, Count]
+    checksums: dict[FileName, Checksum] | None = None
+    checksum: Checksum | None = None
+
+    @model_validator(mode="after")
+    def is_consistent(self) -> Marker:
+        if self.checksums is None:
+            if self.checksum is not None:
+                raise ValueError("checksums is missing, and checksum is there")
+            return self
+        if self.checksums.keys() != self.file_bytes.keys():
+            raise ValueError("checksums and file_bytes name other files")
+        if self.checksum != self._own_checksum():
+            raise ValueError("it has changed since it was written: its own checksum is another")
+        return self
+
+    def _own_checksum(self) -> str:
+        return checksum_of_bytes(json.dumps(self.model_dump(exclude={"checksum"}), sort_keys=True).encode())
+
+
+def marker_content(marker: Mapping[str, Any]) -> bytes:
+    """The marker's file, for its fields without its own checksum."""
+    own = checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
+    return (json.dumps({**marker, "checksum": own}, indent=1) + "\n").encode()
+
+
+def read_saved(path: Path, limit: int | None = None) -> bytes:
+    """The content of a file, which is checked where it was saved with a checkpoint.
+
+    Raises:
+        OSError: As `trainer.input_files.read_bytes`, or the file is not what was saved.
+    """
+    content = read_bytes(path, limit)
+    try:
+        marker = parse_json(read_bytes(path.with_name(MARKER)), Marker, MARKER)
+    except FileNotFoundError:
+        return content
+    except (OSError, JsonError) as error:
+        raise OSError(errno.EIO, f"the checkpoint that it belongs to is damaged: {error}") from None
+    expected_bytes = marker.file_bytes.get(path.name, len(content))
+    checksum = (marker.checksums or {}).get(path.name)
+    if len(content) != expected_bytes or (checksum is not None and checksum_of_bytes(content) != checksum):
+        what = "length" if checksum is None else "checksum"
+        raise OSError(errno.EIO, f"it is not what was saved with the checkpoint: its {what} differs")
+    return content
