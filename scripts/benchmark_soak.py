@@ -1,13 +1,15 @@
 """`benchmark.py soak`: memory, open files and threads of a training process over thousands of steps.
 
 Each case trains a tiny model in a process of its own, where what a step leaves behind is not hidden by the memory of
-the model. Measured is the process as the operating system sees it: private dirty memory, file descriptors, threads.
+the model. Measured is the process as the operating system and the C library see it: private dirty memory, heap, file
+descriptors, threads.
 Started as a program it trains one case and prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -45,7 +47,9 @@ CASES: dict[str, dict[str, str]] = {
     "accumulation 4": {"runner_config.gradient_accumulation_steps": "4"},
     "evaluation every 100 steps": _EVALUATION,
     "recomputation": {"recompute_config.recompute": "True"},
-    "adapters": {"model.model_config.pet_config": "{lora_rank: 2, target_modules: '.*wq'}"},
+    "experts, recomputation": {"model.model_config.moe_config": _EXPERTS, "recompute_config.recompute": "True"},
+    "adapters, dropout": {"model.model_config.pet_config": "{lora_rank: 2, lora_dropout: 0.1, "
+                                                           "target_modules: '.*wq|.*wv'}"},
     "float16, dynamic loss scale": {
         "model.model_config.compute_dtype": "float16",
         "runner_wrapper.scale_sense": "{type: DynamicLossScaleUpdateCell, loss_scale_value: 1024}",
@@ -57,18 +61,32 @@ CASES: dict[str, dict[str, str]] = {
 
 
 class Sample(NamedTuple):
-    """What the operating system says of this process."""
+    """What the operating system and the C library say of this process."""
 
     step: int
     private_bytes: int  # private dirty memory: what the process has written and shares with nobody
+    heap_bytes: int  # what malloc has handed out and not got back
     files: int  # open file descriptors
     threads: int
 
 
+class _HeapInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
 def sample(step: int) -> Sample:
+    library = ctypes.CDLL(None)
+    # Memory that the compilation has freed counts as the process's until it is given back: what leaks would fill it
+    # first, and be seen only later.
+    library.malloc_trim(0)
+    library.mallinfo2.restype = _HeapInfo
+    heap = library.mallinfo2()
     fields = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    return Sample(step, 1024 * int(fields["Private_Dirty:"]), *(len(os.listdir(f"/proc/self/{kind}"))
-                                                                for kind in ("fd", "task")))
+    files, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+    return Sample(step, 1024 * int(fields["Private_Dirty:"]), heap.uordblks + heap.hblkhd, files, threads)
 
 
 class SoakMonitor(Monitor):
@@ -88,6 +106,7 @@ class Growth(NamedTuple):
 
     steps: int
     bytes_a_step: float
+    heap_bytes_a_step: float
     files: int
     threads: int
 
@@ -95,12 +114,13 @@ class Growth(NamedTuple):
 def growth(samples: Sequence[Sequence[int]]) -> Growth:
     first, last = Sample(*samples[0]), Sample(*samples[-1])
     steps = last.step - first.step
-    return Growth(steps, (last.private_bytes - first.private_bytes) / steps, last.files - first.files,
-                  last.threads - first.threads)
+    return Growth(steps, (last.private_bytes - first.private_bytes) / steps,
+                  (last.heap_bytes - first.heap_bytes) / steps, last.files - first.files, last.threads - first.threads)
 
 
 def soak_lines(name: str, found: Growth) -> list[Line]:
-    detail = f"{found.bytes_a_step * found.steps / 1e6:.2f} MB in {found.steps} steps"
+    detail = (f"{found.bytes_a_step * found.steps / 1e6:.2f} MB in {found.steps} steps; the heap "
+              f"{found.heap_bytes_a_step / 1000:.3f} MB per 1,000 steps")
     more = f"{found.files:+d} files, {found.threads:+d} threads"
     return [Line(f"{name}: MB per 1,000 steps", found.bytes_a_step / 1000, MOST_BYTES_A_STEP / 1000, False, detail),
             Line(f"{name}: more files or threads", max(found.files, found.threads), 0, False, more)]

@@ -14,8 +14,10 @@ from benchmark_tools import last_json, run_process  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-MOST_BYTES = 600_000
-"""Operators that leak cost 90 kB for each of these steps, eight times as much altogether."""
+# Bytes in each step that is counted. Measured: the heap grows by 0.4 kB; without the compiled lookup of the embedding
+# by 85 kB, while private memory grows by 7 and 8.5 kB, because it has room for that. A MatMul called alone leaks
+# 0.33 kB of heap and 1.5 kB of private memory; a step here has two micro-batches of two layers.
+MOST_HEAP_BYTES, MOST_PRIVATE_BYTES = 1_200, 15_000
 
 
 def test_a_training_does_not_grow() -> None:
@@ -27,7 +29,8 @@ def test_a_training_does_not_grow() -> None:
         "model.model_config.vocab_size": "257",
     }
     command = [sys.executable, REPOSITORY / "scripts" / "benchmark_soak.py", "--flags", json.dumps(flags)]
-    samples = last_json(run_process([*command, "--steps", "60", "--warm_up", "60", "--every", "20"]))["samples"]
+    samples = last_json(run_process([*command, "--steps", "40", "--warm_up", "20", "--every", "10"]))["samples"]
     found = benchmark_soak.growth(samples)
-    assert found.steps == 60
-    assert found.bytes_a_step * found.steps < MOST_BYTES and found.files <= 0 and found.threads <= 0
+    assert found.steps == 40
+    assert found.heap_bytes_a_step < MOST_HEAP_BYTES and found.bytes_a_step < MOST_PRIVATE_BYTES
+    assert found.files <= 0 and found.threads <= 0
