@@ -399,6 +399,14 @@ ENDLESS = {
     "product": "{{ 'x' * 10 ** 12 }}",
     "power": "{{ 10 ** (10 ** 10) }}",
     "width": "{{ 'x'.ljust(10 ** 12) }}",
+    # These would be computed while the template is compiled, or by a function that only Python ends.
+    "constant": "{{ '%1000000000d' % 1 }}",
+    "format": "{{ '{:>1000000000}'.format(1) }}",
+    "filter": "{{ 'x' | center(10 ** 12) }}",
+    "replacement": "{{ ('x' * 9999) | replace('x', 'y' * 9999) }}",
+    "separator": "{{ (['x'] * 9999) | join('y' * 9999) }}",
+    "one list many times": "{{ [['x'] * 99999] * 99999 }}",
+    "as JSON": "{{ ([['x'] * 99999] * 99999) | tojson }}",
 }  # fmt: skip
 
 
@@ -410,6 +418,15 @@ def test_an_endless_template_ends(tmp_path, monkeypatch, kind):
     path.write_text("\n" + ENDLESS[kind], encoding="utf-8")
     with pytest.raises(UserError, match=r"own.jinja(:2)?: the chat template does not end on this conversation: it "):
         load(tmp_path, chat_template=str(path))[1].render(MULTI)
+
+
+def test_long_numbers_and_texts_of_a_conversation_are_no_widths(tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}{{ m.content.replace(m.content, 'x') }}{{ m.content | trim }}"
+                    "{{ m.content.split('9' * 99)[0] }}{{ '%s' % m.content }}{% endfor %}")  # fmt: skip
+    content = "call 13800138000 " * 9999
+    text = load(tmp_path, chat_template=str(path))[1].render([{"role": "user", "content": content}])
+    assert text == "x" + content.strip() + content + content
 
 
 def test_a_template_that_wants_the_arguments_of_a_call_as_a_string_says_so(tmp_path):

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -64,8 +65,13 @@ def compile_template(source: str) -> Compiled:
         RecursionError: It is nested too deep.
     """
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters |= {"tojson": _to_json, _BOUNDED_LOOP: _bounded_loop, _BOUNDED_TEXT: _bounded_text}
+    # Nothing is computed before the rendering, which alone is bounded: no optimizer, and a `finalize` that wants the
+    # context, with which Jinja2 takes no output for a constant.
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_bounded_output
+    )
+    bounded = {name: _bounded_filter(name, environment.filters[name]) for name in _GROWING_FILTERS}
+    environment.filters |= bounded | {"tojson": _to_json, _BOUNDED_LOOP: _bounded_loop, _BOUNDED_TEXT: _bounded_text}
     environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now)
     template = environment.from_string(source)
     return Compiled(template, source, environment.uses_generation)
@@ -137,7 +143,7 @@ class _State:
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with every loop, call and growing string counted."""
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
     uses_generation = False
 
     def _generate(self, source: nodes.Template, *arguments: Any, **options: Any) -> str:
@@ -154,9 +160,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context, __obj, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (as in Jinja2: kwargs are free)
         __context.parent[_STATE].step()
-        if isinstance(getattr(__obj, "__self__", None), str):  # for example "x".ljust(10 ** 12)
-            for value in args:
-                _State.check_length(value if isinstance(value, int) else 0)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
+        text = getattr(method, "__self__", None)
+        if isinstance(text, str):  # for example "x".ljust(10 ** 12)
+            _check_growth(method.__name__, text, (*args, *kwargs.values()))
         return _bounded_text(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context, operator_: str, left: Any, right: Any) -> Any:
@@ -164,6 +171,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
                     _State.check_length(len(sequence) * times)
+        if operator_ == "%" and isinstance(left, str):
+            _check_growth("format", left, right if isinstance(right, tuple) else (right,))
         if operator_ == "**" and isinstance(left, int) and isinstance(right, int):
             _State.check_length(left.bit_length() * abs(right))
         return _bounded_text(_BINARY[operator_](left, right))
@@ -174,7 +183,9 @@ _SAFE_ATTRIBUTES = {
     str: frozenset("startswith endswith split strip lstrip rstrip lower upper".split()),
     LoopContext: frozenset("first last index index0 length revindex revindex0 previtem nextitem".split()),
 }
-_BINARY = {"+": operator.add, "*": operator.mul, "**": operator.pow}
+_BINARY = {"+": operator.add, "*": operator.mul, "**": operator.pow, "%": operator.mod}
+_GROWING_FILTERS = ("batch", "center", "format", "indent", "join", "replace", "slice", "wordwrap")
+_NUMBER = re.compile(r"\d{7,}", re.ASCII)
 
 
 class _Bounds(NodeTransformer):
@@ -236,6 +247,64 @@ def _bounded_text(value: Any) -> Any:
     return value
 
 
+@jinja2.pass_context
+def _bounded_output(context, value: Any) -> Any:
+    """What is about to be written as text: a list that holds itself often is short, and its text is not."""
+    _check_text_of(value)
+    return value
+
+
+def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of Jinja2 whose result may be much longer than what it is given."""
+
+    @jinja2.pass_eval_context
+    def bounded(eval_context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_growth(name, value, (*args, *kwargs.values()))
+        needs = getattr(filter_, "jinja_pass_arg", None)
+        before = {None: (), jinja2.utils._PassArg.eval_context: (eval_context,)}.get(needs, (eval_context.environment,))
+        return _bounded_text(filter_(*before, value, *args, **kwargs))
+
+    return bounded
+
+
+def _check_growth(function: str, text: Any, arguments: Sequence[Any]) -> None:
+    """Refuses arguments with which a method of text or a filter gives a very long one: widths, counts, numbers in a
+    format, and texts that are put in at many places.
+
+    Raises:
+        Unbounded: The result could be longer than `MOST_CHARACTERS`.
+    """
+    for argument in arguments:
+        _State.check_length(abs(argument) if isinstance(argument, int) else 0)
+    length = len(text) if isinstance(text, (str, list, tuple)) else 0
+    if function in ("format", "format_map") and isinstance(text, str):
+        for number in _NUMBER.findall(text):
+            _State.check_length(int(number[:20]))
+    elif function == "replace" and isinstance(text, str) and [*map(type, arguments[:2])] == [str, str]:
+        _State.check_length(length + text.count(arguments[0]) * len(arguments[1]))
+    elif function in ("indent", "join", "wordwrap"):
+        for argument in arguments:
+            _State.check_length(length * len(argument) if isinstance(argument, (str, list, tuple)) else 0)
+
+
+def _check_text_of(value: Any) -> None:
+    """Refuses a value whose text is too long to write, before it is made."""
+    lengths: dict[int, int] = {}  # by identity: a list that is in another one a million times is counted once
+
+    def length(found: Any) -> int:
+        if isinstance(found, str):
+            return len(found)
+        if not isinstance(found, (list, tuple, dict)):
+            return 1
+        if id(found) not in lengths:
+            parts = (*found, *found.values()) if isinstance(found, dict) else found
+            lengths[id(found)] = sum(map(length, parts))
+        return lengths[id(found)]
+
+    if not isinstance(value, str):
+        _State.check_length(length(value))
+
+
 def _refuse(message: object) -> None:
     raise Refusal(str(message))
 
@@ -245,4 +314,5 @@ def _strftime_now(form: str) -> str:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+    _check_text_of(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
