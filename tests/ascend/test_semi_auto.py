@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import LEGACY_OF_GRAPH, LEGACY_OF_STAGES, SEMI, on_ascend
+from ascend_cases import CLASSIFIER, LEGACY_OF_CLASSIFIER, LEGACY_OF_GRAPH, LEGACY_OF_STAGES, SEMI, on_ascend
 
 from trainer.config import parse_config
 from trainer.dryrun.process import Measurement
@@ -35,14 +35,39 @@ CASES = {
     )
     for name, shared, rank in WHERE
 }  # fmt: skip
+IMAGES = {
+    "use_parallel": True, "parallel_config": {"data_parallel": 8},
+    "parallel": {"parallel_mode": 1, "enable_parallel_optimizer": False},
+}  # fmt: skip
+SHARED_SUMS = {"parallel_optimizer_threshold": 0, "optimizer_level": "level2"}
+CASES |= {  # in processes that run anyway
+    "classifier, rank 0": on_ascend(CLASSIFIER, IMAGES, ranks=8, rank=0, process="False"),
+    "classifier evaluated, rank 0": on_ascend(
+        CLASSIFIER, IMAGES, ranks=8, rank=0, process="False", task="trainer.dryrun.tasks:evaluation", steps=1
+    ),
+    "classifier, hsdp, rank 7": on_ascend(
+        CLASSIFIER,
+        IMAGES | {"parallel": SHARED | {"parallel_mode": 1, "parallel_optimizer_config": SHARED_SUMS}},
+        ranks=8, rank=7, process="pipeline 2True",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_runs(bench: Callable[[str], Measurement], name: str) -> None:
     found = bench(name)
     assert found.failure is None
-    assert found.found["updated"]
-    assert found.legacy.keys() <= LEGACY_OF_GRAPH | (LEGACY_OF_STAGES if "pipeline" in name else frozenset())
+    assert found.found.get("updated", True)
+    more = LEGACY_OF_STAGES if "pipeline" in name else LEGACY_OF_CLASSIFIER if "classifier" in name else frozenset()
+    assert found.legacy.keys() <= LEGACY_OF_GRAPH | more
+
+
+def test_a_classifier_sums_its_gradients_or_shares_them(bench: Callable[[str], Measurement]) -> None:
+    whole, shared = bench("classifier, rank 0"), bench("classifier, hsdp, rank 7")
+    summed = sum(each.bytes for each in whole.collectives if each.name == "AllReduce")
+    assert summed == pytest.approx(4 * whole.found["parameters"], abs=100)  # and some numbers beside them
+    assert "AllGather" in {each.name for each in shared.collectives}
+    assert shared.found["parameters"] < whole.found["parameters"] / 7
 
 
 def test_tensor_parallelism_communicates_in_the_default_of_an_ascend(bench: Callable[[str], Measurement]) -> None:

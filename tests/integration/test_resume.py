@@ -332,7 +332,7 @@ def foreign_state(arrays: dict) -> tuple:
         ("optimizer", turned_state, "exp_avg.model.layers.0.mlp.gate_proj.weight of shape [16, 32], not [32, 16]"),
         ("optimizer", half_state, "exp_avg_sq.model.norm.weight in F16, not F32"),
         ("optimizer", foreign_state, "lacks exp_avg_sq.model.norm.weight"),
-        ("state", {"position": {"step": 17}}, "state.json says step 17 (position.step), its marker 16"),
+        ("state", {"position": {"step": 17, "data_from_step": 1}}, "says step 17 (position.step), its marker 16"),
         ("state", {"position": {"batch": 10**6}}, "position.batch is 1000000, and an epoch has"),
         ("state", {"optimizer": {"updates": 17}}, "optimizer.updates is 17, and position.step 16"),
         ("state", {"step": {"loss_scale": 3}}, "step.loss_scale: input should be"),

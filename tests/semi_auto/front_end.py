@@ -26,7 +26,6 @@ from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_p
 from mindspore.train import mind_ir_pb2
 
 from trainer.config import Config
-from trainer.data.batches.batch import padding_batch
 from trainer.parallel.world import World
 from trainer.semi_auto.network import SemiAuto, build_semi_auto
 from trainer.semi_auto.training import window_of
@@ -56,7 +55,7 @@ def sharded_graph(config: Config, world: World, kernels_of: str = "Ascend") -> S
         kernels_of: The device whose kernels are in the graph; with those of a CPU it can be computed here.
     """
     built, window = build_semi_auto(config, world, kernels_of), window_of(config, world)
-    batch = window.tensors([padding_batch(window.rows, window.length)], 0.0)
+    batch = window.tensors([], 0.0)
     network = built.network
     network._device_num, network._global_rank = world.size, world.rank
     mindspore.set_context(mode=mindspore.GRAPH_MODE)

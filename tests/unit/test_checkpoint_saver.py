@@ -14,6 +14,7 @@ from config_helpers import BASE, load
 from test_checkpoint_store import assert_holds, names, tensors_of
 from thread_ranks import ThreadRank, on_ranks
 
+from trainer.checkpoint import saver as saver_module
 from trainer.checkpoint import state, writing
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.saver import Saver
@@ -111,6 +112,31 @@ def test_only_what_is_written_and_still_shared_is_copied(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert least * size <= peak <= most * size
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_while_it_waits_the_training_tells_that_the_writer_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    monkeypatch.setattr(saver_module, "_LOOK_SECONDS", 0.01)
+    told, stuck = [], []
+
+    def slow(stage: str) -> None:
+        if stage == "wrote model":
+            began = time.monotonic()
+            while len(told) < 3 and time.monotonic() < began + 20:  # a slow disk
+                (tmp_path / "written").write_bytes(bytes(4096))
+                time.sleep(0.005)
+        if stage == "wrote optimizer":  # a disk that hangs
+            time.sleep(0.05)
+            before = len(told)
+            time.sleep(0.2)
+            stuck.append(len(told) - before)
+
+    saver = Saver(tmp_path, SingleProcess(), in_background, lambda path, step: None, lambda: told.append(1))
+    saver.save(stages(tmp_path, 1, slow), 1)
+    saver.finish()
+    assert len(told) >= 3 and stuck == [0]
 
 
 def test_at_most_one_is_in_flight_and_the_wait_is_counted(tmp_path: Path) -> None:

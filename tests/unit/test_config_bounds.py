@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
 from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
-from config_helpers import error_of, load
+from config_helpers import BASE, error_of, failure, load
 
+from trainer.cli.main import dispatch
 from trainer.config import Config
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.schema.fields import shape_of, support_of
@@ -155,3 +157,24 @@ def test_what_overrides_add_counts_too(aliases, overrides):
     message = error_of(text, *(f"processor.one=[{','.join(['1'] * count)}]" for count in overrides))
     assert "flag --processor.one" in message and "more than 20000 keys and values" in message and "Fix: " in message
     assert time.process_time() - begun < 4
+
+
+@pytest.mark.parametrize("words", [["status", "~nosuchuser"], ["stop", "~nosuchuser"], ["verify", "~nosuchuser"],
+                                   ["doctor", "--output_dir", "~nosuchuser/out"],
+                                   ["export", "--config", "{file}", "--output", "~nosuchuser/model"]],
+                         ids=lambda words: words[0])  # fmt: skip
+def test_an_argument_names_no_folder_of_a_user_that_is_not_there(words, tmp_path):
+    (tmp_path / "a.yaml").write_text(BASE)
+    message = failure(lambda: dispatch([word.replace("{file}", str(tmp_path / "a.yaml")) for word in words]))
+    assert "this machine has no user 'nosuchuser'" in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_of_a_model_folder_that_never_ends_is_refused(name, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = f"pretrained_model_dir: {tmp_path}"
+    (tmp_path / name).write_text("[" * 200_000)
+    assert "is nested too deep" in error_of(text)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert f"{name} cannot be read" in error_of(text)

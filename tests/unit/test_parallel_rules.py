@@ -12,6 +12,7 @@ from trainer.errors import UserError
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.run.prepare import build_plan, choose_backend
+from trainer.semi_auto.rules import semi_auto_problems
 
 EIGHT = world_of(8)
 
@@ -183,6 +184,17 @@ def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[s
     message = run_error(mode + "".join(f"{line}\n" for line in lines if line not in flags), EIGHT, *flags)
     assert all(part in message for part in parts), message
     assert "Fix: " in message
+
+
+def test_a_classifier_is_data_parallel_alone_in_semi_automatic_mode() -> None:
+    text = (
+        "model: {arch: {type: MlpClassifier}}\nparallel: {parallel_mode: 1}\n"
+        "train_dataset: {data_loader: {type: MnistDataset}}\n"
+    )
+    assert semi_auto_problems(parse_config("a.yaml", text), EIGHT) == []
+    for degree in ("model_parallel", "pipeline_stage"):
+        [found] = semi_auto_problems(parse_config("a.yaml", f"{text}parallel_config: {{{degree}: 2}}\n"), EIGHT)
+        assert f"{degree} = 2: a classifier has data parallelism alone" in str(found.error)
 
 
 def test_what_mindspore_documents_of_joined_collectives_is_taken() -> None:

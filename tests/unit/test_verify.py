@@ -14,7 +14,8 @@ from data_helpers import cache_of, jsonl, source_of
 from mutations import mutate, mutated_text
 
 from trainer.checkpoint import store
-from trainer.checkpoint.documents import AdapterDescription
+from trainer.checkpoint import verify as verify_module
+from trainer.checkpoint.documents import AdapterDescription, RunState
 from trainer.checkpoint.verify import verify
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
@@ -77,6 +78,93 @@ def test_whole_and_damaged_checkpoints_and_the_newest_to_use(tmp_path: Path, cap
     assert command(capsys, folder / "step-00000009")[0] == 1, "a checkpoint that is asked for by name must be whole"
     code, printed = command(capsys, paths[2], "--json")
     assert code == 1 and json.loads(printed)[0]["problem"].startswith("config.json is not")
+
+
+def test_the_folder_of_a_launcher_is_no_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints")
+    (tmp_path / "msrun_log" / "job").mkdir(parents=True)
+    (tmp_path / "msrun_log" / "job" / "state.json").write_text("{}")
+    assert [found.path for found in verify(tmp_path)] == [path]
+    (path / "COMPLETE").unlink()
+    copy_of_it = path.rename(tmp_path / "checkpoints" / "mine")
+    assert verify(copy_of_it)[0].problem.startswith("it has no COMPLETE file")
+
+
+def test_what_is_removed_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the retention of a training beside it does: the marker first, then the files."""
+    paths, whole = [save(tmp_path, step) for step in (3, 4)], verify_module.check_checkpoint
+
+    def removed(path: Path) -> store.Checkpoint:
+        if path == paths[0]:
+            (path / "COMPLETE").unlink()
+            (path / "model.safetensors").unlink()
+        return whole(path)
+
+    monkeypatch.setattr(verify_module, "check_checkpoint", removed)
+    first, second = verify(tmp_path)
+    assert (first.is_interrupted, first.problem, second.problem) == (True, "", "")
+    assert first.note == "it has no COMPLETE file: it was removed meanwhile"
+
+    def removed_later(path: Path) -> store.Checkpoint:
+        found = whole(path)
+        shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(verify_module, "check_checkpoint", removed_later)
+    assert verify(tmp_path)[1].is_interrupted
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"exp_avg.w": np.float32([1, 2, 3])}, "exp_avg.w of shape [3], and the weight has [2]"),
+        ({"exp_avg.w": np.float64([1, 2])}, "exp_avg.w in F64, not F32"),
+    ],
+)
+def test_the_optimizer_is_compared_with_the_weights(tmp_path: Path, state: dict, problem: str) -> None:
+    tensors = {"model": {"w": np.float32([1, 2])}, "optimizer": state}
+    assert problem in verify(write_checkpoint(tmp_path, 3, tensors, STATE, 0))[0].problem
+
+
+def test_the_description_of_adapters_is_read(tmp_path: Path) -> None:
+    weights = np.float32([1, 2])
+    tensors = {"adapter_model": {"base_model.model.w": weights}, "optimizer": {"exp_avg.w": weights}}
+    for rank, problem in ((8, ""), (0, "adapter_config.json: r")):
+        documents = {"adapter_config.json": {"r": rank, "lora_alpha": 16}}
+        path = write_checkpoint(tmp_path, 3, tensors, STATE, 0, documents=documents)
+        found = verify(path)[0].problem
+        assert found.startswith(problem) and bool(found) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("position", "updates", "problem"),
+    [
+        ({"step": 16, "epoch": 0, "batch": 1, "tokens": 0}, 16, "position.tokens is 0, and optimizer.updates 16"),
+        ({"step": 3, "epoch": 0, "batch": 4, "tokens": 9}, 3, "mean 4 steps, and position.step is 3"),
+        ({"step": 12, "epoch": 1, "batch": 3, "tokens": 9}, 3, "mean 13 steps, and position.step is 12"),
+        ({"step": 16, "epoch": 0, "batch": 1, "tokens": 9, "data_from_step": 0}, 3, "mean 1 steps, and position.step"),
+        ({"step": 16, "epoch": 0, "batch": 1, "tokens": 9, "data_from_step": 15}, 3, ""),
+        ({"step": 16, "epoch": 1, "batch": 6, "tokens": 9, "data_from_step": 0}, 3, ""),
+        ({"step": 16, "epoch": 0, "batch": 1, "tokens": 9}, 3, ""),  # of an earlier version, with --ignore_data_skip
+    ],
+)
+def test_a_position_agrees_with_itself(position: dict, updates: int, problem: str) -> None:
+    """20 rows in micro-batches of 2: ten steps an epoch."""
+    state = STATE | {"position": position, "optimizer": {"type": "AdamW", "updates": updates}}
+    try:
+        parse_json(json.dumps(state).encode(), RunState, "state.json")
+        assert not problem
+    except JsonError as error:
+        assert problem and problem in str(error)
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    text = (path / "state.json").read_text().replace('"batch": 3', '"batch": 3, "batch": 2')
+    (path / "state.json").write_text(text)
+    mark_again(path)
+    assert "state.json is not valid JSON: the key 'batch' stands twice" in verify(path)[0].problem
+    assert parse_json(b'{"r": 4, "r": 8, "lora_alpha": 1}', AdapterDescription, "adapter_config.json").r == 8
 
 
 def test_nothing_to_verify_is_bad_input(tmp_path: Path) -> None:

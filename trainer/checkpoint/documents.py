@@ -20,6 +20,7 @@ class PositionState(Document):
     epoch: Count
     batch: Count
     tokens: Count
+    data_from_step: Count | None = None
 
 
 class OptimizerRecord(Document):
@@ -107,10 +108,26 @@ class RunState(OpenDocument):
             raise ValueError(f"optimizer.updates is {self.optimizer.updates}, and position.step {step}")
         if batches is not None and self.position.batch >= max(batches, 1):
             raise ValueError(f"position.batch is {self.position.batch}, and an epoch has {batches} micro-batches")
+        if self.optimizer.updates and not self.position.tokens:
+            raise ValueError(f"position.tokens is 0, and optimizer.updates {self.optimizer.updates}")
+        self._check_steps()
         evaluated = max((0, *(each.step for each in self.evaluations.best))) if self.evaluations is not None else 0
         if evaluated > step:
             raise ValueError(f"evaluations.best names step {evaluated}, and position.step is {step}")
         return self
+
+    def _check_steps(self) -> None:
+        """Epoch and batch say how many steps were done since the data began."""
+        position, batches, window = self.position, self.data.batches, self.data.gradient_accumulation_steps
+        if batches is None:
+            return
+        done = position.epoch * -(-batches // window) + -(-position.batch // window)
+        began = position.data_from_step
+        # Checkpoints of earlier versions do not say where the data began: --ignore_data_skip begins them anew.
+        if position.step < done or (began is not None and position.step != began + done):
+            found = f"position.epoch {position.epoch} and position.batch {position.batch} mean {done} steps"
+            since = f" after step {began}" if began else ""
+            raise ValueError(f"{found}{since}, and position.step is {position.step}")
 
 
 def read_state(found: Checkpoint) -> RunState:

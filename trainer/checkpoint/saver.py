@@ -1,8 +1,8 @@
 """Saves the checkpoints of a run, one at a time: at once, or beside the training (`async_save`).
 
-Beside the training each stage of a save is the work of a thread. Only the main thread communicates: the ranks tell each
-other in every step whether their work is done, and when all are, exchange what it has given and begin the next stage. A
-save of one process needs no exchange, so its thread does all stages.
+Each stage of a save is the work of a thread, beside the training or while the training waits for it. Only the main
+thread communicates: the ranks tell each other in every step whether their work is done, and when all are, exchange what
+it has given and begin the next stage. A save of one process needs no exchange, so its thread does all stages.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ from pathlib import Path
 from trainer.checkpoint.writing import Done, Stages, Work, attempt, do_stages, exchange
 from trainer.parallel.communicator import Communicator, SingleProcess
 
+_LOOK_SECONDS = 1.0
+
 
 class Saver:
     """Saves into one folder.
 
     Args:
         on_saved: Called with each checkpoint that is complete, and its step, on every rank.
+        on_wait: Called now and then while the training waits for a thread that writes, for as long as it gets on.
 
     Attributes:
         waited_seconds: For how long the training has waited since this was last set to 0.
     """
 
     def __init__(
-        self, folder: Path, communicator: Communicator, in_background: bool, on_saved: Callable[[Path, int], None]
+        self,
+        folder: Path,
+        communicator: Communicator,
+        in_background: bool,
+        on_saved: Callable[[Path, int], None],
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.communicator = folder, communicator
-        self.in_background, self.on_saved = in_background, on_saved
+        self.in_background, self.on_saved, self.on_wait = in_background, on_saved, on_wait
         self.waited_seconds = 0.0
         self._stages: Stages | None = None
         self._step = 0
@@ -47,11 +55,6 @@ class Saver:
         """
         self.finish()
         began = time.perf_counter()
-        if not self.in_background:
-            path = do_stages(make_stages(), self.folder, self.communicator)
-            self.waited_seconds += time.perf_counter() - began
-            self.on_saved(path, step)
-            return
         self._step, self._stages = step, make_stages()
         if self.communicator.size == 1:
             stages = self._stages
@@ -62,6 +65,8 @@ class Saver:
                 work = self._stages.send(exchange(attempt(work, self.folder), self.communicator))
             self._begin(work)
         self.waited_seconds += time.perf_counter() - began
+        if not self.in_background:
+            self.finish()
 
     @property
     def is_ready(self) -> bool:
@@ -91,7 +96,7 @@ class Saver:
 
     def _go_on(self) -> None:
         thread, self._thread = self._thread, None
-        path = self._next(thread.result())
+        path = self._next(thread.result(self.on_wait))
         if path is not None:
             self._stages = None
             self.on_saved(path, self._step)
@@ -125,12 +130,25 @@ class _Thread:
         except BaseException as error:
             self._error = error
 
+    def _written_bytes(self) -> float:
+        """What the thread has written so far; where the system does not tell, another number at each call."""
+        try:
+            counters = Path(f"/proc/self/task/{self._thread.native_id}/io").read_text(encoding="ascii")
+            return int(next(line for line in counters.splitlines() if line.startswith("wchar:")).split()[1])
+        except (OSError, StopIteration):
+            return time.monotonic()
+
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def result(self) -> Path | Done:
-        """Waits for it; raises what it raised."""
-        self._thread.join()
+    def result(self, on_wait: Callable[[], None]) -> Path | Done:
+        """Waits for it, and calls `on_wait` whenever it has written more; raises what it raised."""
+        written = self._written_bytes()
+        while self.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+            before, written = written, self._written_bytes()
+            if self.is_alive() and written != before:
+                on_wait()
         if self._error is not None:
             raise self._error
         return self._found

@@ -68,6 +68,7 @@ class Position:
     epoch: int = 0  # current epoch, from 0
     batch: int = 0  # micro-batches of the epoch that are done
     tokens: int = 0  # valid tokens trained on
+    data_from_step: int | None = 0  # the step after which the data began; None where an earlier version saved it
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,7 @@ def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismat
     """
     position = Position(**state.position.model_dump())
     if config.ignore_data_skip:
-        return Position(step=position.step, tokens=position.tokens)
+        return Position(step=position.step, tokens=position.tokens, data_from_step=position.step)
     before, now = _ONE_RANK | state.data.model_dump(exclude_unset=True), _ONE_RANK | layout
     same = [key for key in before if key in now and key not in _BATCH_KEYS]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]

@@ -1,14 +1,22 @@
-"""Checks checkpoints and token files on disk: everything that a run would check, and every number. No MindSpore."""
+"""Checks checkpoints and token files on disk, without MindSpore.
+
+Everything that needs no configuration is checked: checksums, JSON, names, dtypes and shapes among each other, and every
+number. Whether a checkpoint fits a model and its data only a run with their configuration can say.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.checkpoint.documents import read_state
+from trainer.checkpoint.adapters import CONFIG_FILE, PART, PREFIX
+from trainer.checkpoint.documents import AdapterDescription, read_state
+from trainer.checkpoint.state import OPTIMIZER
 from trainer.checkpoint.store import (
     STATE,
+    Checkpoint,
     behind_link,
     check_checkpoint,
     is_step_folder,
@@ -18,6 +26,8 @@ from trainer.checkpoint.store import (
 from trainer.checkpoint.weights import is_finite
 from trainer.data.tokens.token_file import DamagedTokenFile, checked_token_file, is_token_file
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
+from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER
 
 
@@ -97,11 +107,16 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _children(path: Path) -> list[Path]:
-    return sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink())
+    try:
+        return sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink())
+    except FileNotFoundError:  # removed since its parent was read
+        return []
 
 
 def _is_checked(path: Path) -> bool:
-    return is_step_folder(path) or (path / MARKER).exists() or (path / STATE).exists() or is_token_file(path)
+    if is_step_folder(path) or (path / MARKER).exists() or is_token_file(path):
+        return True
+    return (path / STATE).exists() and any(path.glob("*.safetensors"))  # the launcher too has a state.json
 
 
 def _check(path: Path) -> Finding:
@@ -111,20 +126,59 @@ def _check(path: Path) -> Finding:
         except DamagedTokenFile as error:
             return Finding(path, f"{error}; remove it, and the next run builds it again", is_checkpoint=False)
         note = f"{found.meta.num_tokens:,} tokens of {found.meta.source}"
-        return Finding(path, "", note, found.meta.checksums is not None, is_checkpoint=False)
-    if not (path / MARKER).exists():
-        return Finding(path, "", f"it has no {MARKER} file: a save or a removal was interrupted", is_interrupted=True)
+        return Finding(path, "", note, is_checkpoint=False)
+    was_complete = (path / MARKER).exists()
     try:
-        checkpoint = check_checkpoint(path)
-        step = read_state(checkpoint).position.step
-        wrong = list(_not_finite(checkpoint.tensors.values()))
-    except UserError as error:
-        return Finding(path, error.rule.removeprefix("the checkpoint is damaged: "))
-    if wrong:
+        found = _check_complete(path) if was_complete else None
+    except (UserError, OSError) as error:
+        rule = error.rule if isinstance(error, UserError) else f"{error.filename} cannot be read ({error.strerror})"
+        found = Finding(path, rule.removeprefix("the checkpoint is damaged: "))
+    if found is not None and (not found.problem or (path / MARKER).exists()):
+        return found
+    why = "it was removed meanwhile" if was_complete else "a save or a removal was interrupted"
+    return Finding(path, "", f"it has no {MARKER} file: {why}", is_interrupted=True)
+
+
+def _check_complete(path: Path) -> Finding:
+    """Raises a UserError where it is damaged, and an OSError where it is removed meanwhile."""
+    checkpoint = check_checkpoint(path)
+    step = read_state(checkpoint).position.step
+    if problem := _description_problem(path) or _optimizer_problem(checkpoint):
+        return Finding(path, problem)
+    if wrong := list(_not_finite(checkpoint.tensors.values())):
         return Finding(path, f"{wrong[0]} has NaN or infinity" + (f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)))
     files = [each for each in path.iterdir() if each.is_file()]
     size = sum(each.stat().st_size for each in files)
     return Finding(path, "", f"step {step}, {len(files)} files, {size / 1e6:.1f} MB", checkpoint.has_checksums)
+
+
+def _description_problem(path: Path) -> str:
+    """What is wrong with the description of adapters; empty where it is right, or there are none."""
+    try:
+        parse_json(read_bytes(path / CONFIG_FILE), AdapterDescription, CONFIG_FILE)
+    except FileNotFoundError:
+        return f"{CONFIG_FILE} is missing" if (path / f"{PART}.safetensors").exists() else ""
+    except JsonError as error:
+        return str(error)
+    return ""
+
+
+def _optimizer_problem(found: Checkpoint) -> str:
+    """The first array of the optimizer that does not fit the weight of its name; empty where all fit.
+
+    Weights that have another name on disk than in the optimizer's state, such as experts, are not compared.
+    """
+    weights = {name.removeprefix(PREFIX): arrays.about(name)[1]
+               for part, arrays in found.tensors.items() if part != OPTIMIZER for name in arrays}  # fmt: skip
+    arrays = found.tensors.get(OPTIMIZER, {})
+    for name in arrays:
+        dtype, shape = arrays.about(name)
+        expected = weights.get(name.partition(".")[2], shape)
+        if dtype != "F32":
+            return f"the optimizer's state has {name} in {dtype}, not F32"
+        if shape not in (expected, (math.prod(expected),)):  # what ranks have shared is flat
+            return f"the optimizer's state has {name} of shape {list(shape)}, and the weight has {list(expected)}"
+    return ""
 
 
 def _not_finite(parts: Iterable) -> Iterator[str]:

@@ -82,7 +82,7 @@ def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
     """The micro-batches of a step."""
     runner = run.config.runner_config
     if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
-        return [tokens_batch(run, step.window.rows, number)]
+        return [batch_of(run, step.window.rows, number)]
     count = runner.gradient_accumulation_steps
     return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
 

@@ -194,7 +194,8 @@ class _Training:
         step = self.step
         self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together)
         backend.check_layout(self.layout, self.session.communicator)
-        self.saver = Saver(self.checkpoints, self.session.communicator, self.saves.async_save, self.tell_saved)
+        communicator, beside = self.session.communicator, self.saves.async_save
+        self.saver = Saver(self.checkpoints, communicator, beside, self.tell_saved, self.beat)
         if self.resumed:
             self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)
         if self.resumed and self.resumed.step:
@@ -223,7 +224,7 @@ class _Training:
         except Exception:
             # What is being written is worth waiting for; the other ranks of a job may be gone.
             if self.world.size == 1:
-                with contextlib.suppress(RunError):
+                with contextlib.suppress(Exception):  # it must not hide the first one
                     self.saver.finish()
             raise
 
@@ -233,7 +234,7 @@ class _Training:
             batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
             with contextlib.closing(batches):
                 for metrics, votes in self.epoch_steps(batches, stop):
-                    heartbeat.beat(self.position.step)
+                    self.beat()
                     self.tell("on_step", metrics)
                     self.agree(stop, votes)
                     if not self.stopped:
@@ -381,6 +382,9 @@ class _Training:
         self.saver.waited_seconds += time.perf_counter() - began
         self.saver.save(make_stages, position.step)
         self.saved_at = (self.position.step, self.evaluations.step)
+        self.beat()
+
+    def beat(self) -> None:
         heartbeat.beat(self.position.step)
 
     def tell_saved(self, path: Path, step: int) -> None:

@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data.batches.batch import Batch
     from trainer.parallel.world import World
+    from trainer.semi_auto.classifier import ImageLossCell
     from trainer.semi_auto.network import LossCell
 
 
 class MainLoss(nn.Cell):
-    """(batch of the loss cell) -> the sum of the main model's losses, without multi-token prediction modules."""
+    """(batch of the loss cell) -> what its `evaluated` says: losses without multi-token prediction modules."""
 
-    def __init__(self, loss: LossCell) -> None:
+    def __init__(self, loss: LossCell | ImageLossCell) -> None:
         super().__init__(auto_prefix=False)
         self.loss = loss
 
-    def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1):
-        return self.loss.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, 0)
+    def construct(self, *batch):
+        return self.loss.evaluated(*batch)
 
 
 class GraphEvaluator:
-    """batch -> the sum of the losses of its tokens. All ranks call it together, with the same batch.
+    """batch -> the sum of its losses; of a classifier its correct labels too. All ranks call it with the same batch.
 
     The graph is compiled at the first call, for the rows of that batch; a shorter one is padded.
 
@@ -41,7 +42,7 @@ class GraphEvaluator:
         loss: Of a compiled training.
     """
 
-    def __init__(self, loss: LossCell, config: Config, world: World) -> None:
+    def __init__(self, loss: LossCell | ImageLossCell, config: Config, world: World) -> None:
         self.loss, self.config, self.world, self.degrees = loss, config, world, degrees_of(config, world)
         self.window: Window | None = None
 
@@ -58,11 +59,14 @@ class GraphEvaluator:
         if self.window is None:
             data = self.degrees.data_parallel
             rows = -(-len(batch.labels) // data) * data
-            self.window = Window(rows, batch.labels.shape[1], own_rows(self.config, self.world, rows, 1))
+            self.window = Window(rows, self.config.network, own_rows(self.config, self.world, rows, 1))
         with graph_mode():
-            loss = self.network(*self.window.tensors([batch], 1.0))
+            found = self.network(*self.window.tensors([batch], 1.0))
+        if self.config.classifier is not None:
+            loss, correct = found
+            return LossSums(loss, loss, correct=correct)
         stages = self.degrees.pipeline_stage
-        total = own_share(loss, self.world.rank // (self.world.size // stages), stages)
+        total = own_share(found, self.world.rank // (self.world.size // stages), stages)
         return LossSums(total, total)
 
 

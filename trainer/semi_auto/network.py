@@ -1,6 +1,6 @@
 """MindSpore's semi-automatic parallelism: one graph, which MindSpore shards by the strategies of its operators.
 
-    AutoParallel( GradientCell( GradAccumulation | Pipeline( LossCell( SemiAutoDecoder ) ) ) )
+    AutoParallel( GradientCell( GradAccumulation | Pipeline( LossCell( SemiAutoDecoder ) | ImageLossCell ) ) )
 
 MindSpore runs this on Ascend and GPU only. What is tested, on a CPU: what is built, in which order and with which
 settings; that its numbers are those of a run; and that MindSpore's own parallel pass, which needs no device but the
@@ -40,6 +40,7 @@ from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
+from trainer.semi_auto.classifier import ImageLossCell, LazyImageLossCell
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
 from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, speed_up_file
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
     from trainer.parallel.mesh import Degrees
 
 _KIB = 1024
-BATCH_INPUTS = ("input_ids_BT", "labels_BT", "positions_BT", "segment_ids_BT", "share_B1")
+_BATCH_INPUTS, _IMAGE_INPUTS = 5, 3
+"""How many inputs a loss cell has without the seeds of dropout masks: see `LossCell` and `ImageLossCell`."""
 
 
 class SemiAuto(NamedTuple):
@@ -60,7 +62,7 @@ class SemiAuto(NamedTuple):
     network: AutoParallel
     """Around the step; called with the batch of a whole window, see `LossCell`."""
     step: GradientCell
-    loss: LossCell
+    loss: LossCell | ImageLossCell
 
 
 def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> SemiAuto:
@@ -70,32 +72,14 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         UserError: The configuration asks for what this mode cannot do.
     """
     raise_problems(semi_auto_problems(config, world))
-    settings, degrees = config.decoder, degrees_of(config, world)
-    precision = resolve_precision(settings, config.amp_level, device)
-    choices = select_kernels(settings, device, precision)
-    kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
-    fused = {choice.kernel for choice in choices if choice.fused}
-    if "rms_norm" in fused and any(recomputed_parts(config)):
-        inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
-        separate = kernels_ascend.SeparateRmsNorm
-        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
-    tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
-    windows = [None, *([settings.sliding_window] if settings.window_layers else [])]
-    make_mask = plain_kernels.AttentionMask
-    masks = [make_mask("attention" in fused, settings.seq_length, window) for window in windows]
+    degrees, steps = degrees_of(config, world), config.runner_config.gradient_accumulation_steps
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
-        experts = expert_cells(config, world, kernels, load_kernels(choices, precision, device=device))
-        kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
-        loss = kind(config, kernels, tables, masks, experts, staged=degrees.pipeline_stage > 1)
-        set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
-        set_recomputation(loss, config)
-        set_fusion(loss, config, degrees)
-        inner = loss
+        inner = loss = (_decoder if config.classifier is None else _classifier)(config, world, device)
         if degrees.pipeline_stage > 1:
             inner = Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stages(config))
-        elif config.runner_config.gradient_accumulation_steps > 1:
-            inner = GradAccumulation(loss, config.runner_config.gradient_accumulation_steps)
+        elif steps > 1:
+            inner = GradAccumulation(loss, steps)
         # A single rank is not sharded, so nothing but the gradients holds the sum over the micro-batches.
         aside = inner is not loss and world.size > 1
         step = GradientCell(
@@ -114,11 +98,45 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     return SemiAuto(network, step, loss)
 
 
+def _classifier(config: Config, world: World, device: str) -> ImageLossCell:
+    """The loss cell of images, sharded."""
+    degrees = degrees_of(config, world)
+    kernels = load_kernels((), plain=plain_kernels, of_device=kernels_ascend)
+    loss = (LazyImageLossCell if _calls_one_graph(config, degrees) else ImageLossCell)(config, kernels)
+    loss.shard_over(degrees.data_parallel)
+    return loss
+
+
+def _decoder(config: Config, world: World, device: str) -> LossCell:
+    """The loss cell of a decoder, with strategies, recomputation and groups of gradients."""
+    settings, degrees = config.decoder, degrees_of(config, world)
+    precision = resolve_precision(settings, config.amp_level, device)
+    choices = select_kernels(settings, device, precision)
+    kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
+    fused = {choice.kernel for choice in choices if choice.fused}
+    if "rms_norm" in fused and any(recomputed_parts(config)):
+        inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
+        separate = kernels_ascend.SeparateRmsNorm
+        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
+    tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
+    windows = [None, *([settings.sliding_window] if settings.window_layers else [])]
+    make_mask = plain_kernels.AttentionMask
+    masks = [make_mask("attention" in fused, settings.seq_length, window) for window in windows]
+    experts = expert_cells(config, world, kernels, load_kernels(choices, precision, device=device))
+    kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
+    loss = kind(config, kernels, tables, masks, experts, staged=degrees.pipeline_stage > 1)
+    set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
+    set_recomputation(loss, config)
+    set_fusion(loss, config, degrees)
+    return loss
+
+
 def set_parallelism(network: AutoParallel, config: Config, world: World, *, trains: bool = True) -> None:
     """What the sections `parallel` and `parallel_config` say of the whole graph; an evaluation does not train."""
     parallel, degrees = config.parallel, degrees_of(config, world)
     if world.size > 1:
-        rows = ((degrees.data_parallel, 1),) * (len(BATCH_INPUTS) + (drops(config.decoder) and trains))
+        inputs = _BATCH_INPUTS if config.classifier is None else _IMAGE_INPUTS
+        rows = ((degrees.data_parallel, 1),) * (inputs + (drops(config.decoder) and trains))
         network.dataset_strategy("full_batch" if parallel.full_batch else rows)
     if degrees.pipeline_stage > 1:
         order = parallel.pipeline_config
@@ -155,7 +173,10 @@ def differentiated_names(config: Config) -> list[str]:
     MindSpore 2.10 compiles no stage in which nothing is trained ("should has at least 1 trainable parameter"): the
     stage after it would hand a gradient to nobody. The gradient of that weight, a norm of its last layer, is not used.
     """
-    names, layers_of_stages = list(trained_shapes(config)), stage_layers(config)
+    names = list(trained_shapes(config))
+    if config.classifier is not None:
+        return names
+    layers_of_stages = stage_layers(config)
     last = len(layers_of_stages) - 1
     for stage, layers in enumerate(layers_of_stages):
         prefixes = (*map(layer_prefix, layers), *((EMBEDDING, MAPPING_IN) if stage == 0 else ()))
@@ -273,6 +294,10 @@ class LossCell(nn.Cell):
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, *seeds):
         batch = input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1
         return self.sum_of_losses(*batch, self.depth, seeds[0] if len(seeds) > 0 else None)
+
+    def evaluated(self, *batch):
+        """The sum of the main model's losses."""
+        return self.sum_of_losses(*batch, 0)
 
     def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules, seeds_B1=None):
         """With the losses of so many multi-token prediction modules."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.notices import Notice
-from trainer.config.checks.parallel import degrees_of, fit_problems, sharing_level
+from trainer.config.checks.parallel import UNBUILT_DEGREES, degrees_of, fit_problems, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
@@ -89,14 +89,22 @@ def _cannot(config: Config, world: World) -> Iterator[Problem]:
         fix = "add --use_parallel False to run alone, or --parallel_fallback explicit for several ranks"
         yield problem(config, "run_mode", "semi-automatic mode trains only", fix)
         return
+    yield from _communication(config, degrees_of(config, world))
+    yield from _not_in_one_graph(config)
     if config.classifier is not None:
-        yield problem(config, "model.arch.type", _NOT_YET, f"use a decoder, {_INSTEAD}")
+        yield from _only_data_parallel(config)
         return
     yield from _degrees(config)
-    yield from _communication(config, degrees_of(config, world))
     yield from _expert_parallel(config)
     yield from _pipeline(config)
-    yield from _not_in_one_graph(config)
+
+
+def _only_data_parallel(config: Config) -> Iterator[Problem]:
+    """The degrees that would cut a classifier's matrices or layers."""
+    for name in UNBUILT_DEGREES:
+        if getattr(config.parallel_config, name) > 1:
+            rule = "a classifier has data parallelism alone"
+            yield problem(config, f"parallel_config.{name}", rule, "set it to 1, and raise data_parallel instead")
 
 
 def _degrees(config: Config) -> Iterator[Problem]:

@@ -127,7 +127,7 @@ class ShardedParameters:
         communicator: Communicator,
         rank_in_group: Callable[[str], tuple[int, int]],
     ) -> None:
-        self.config, self.communicator, self.shapes = config, communicator, all_shapes(config.decoder)
+        self.config, self.communicator, self.shapes = config, communicator, all_shapes(config.network)
         by_name = {parameter.name: parameter for parameter in built.network.get_parameters()}
         if world.size == 1:
             found = {name: Shard((0,) * each.ndim, each.shape) for name, each in by_name.items()}
@@ -154,7 +154,7 @@ class ShardedParameters:
         Raises:
             RunError: Ranks have different values of the same weights.
         """
-        settings, seed, sums = self.config.decoder, self.config.seed, {}
+        settings, seed, sums = self.config.network, self.config.seed, {}
         for name, parameter in self.own.items():
             whole = initial_value(name, self.shapes[name], settings, seed) if weights is None else weights[name]
             sums[name] = zlib.crc32(np.ascontiguousarray(whole))

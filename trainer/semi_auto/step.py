@@ -15,7 +15,10 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from trainer.config.checks.parallel import degrees_of
+from trainer.config.schema.classifier import ClassifierConfig
 from trainer.data.batches.batch import Batch, padding_batch
+from trainer.data.source.mnist import ImageBatch, padding_images
+from trainer.models.classifier import ImageInputBuilder
 from trainer.ops.dropout import DropoutKey, mask_seed
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates
@@ -63,9 +66,8 @@ class GradientCell(nn.Cell):
         self.differentiated = mindspore.value_and_grad(network, None, self.weights)
         self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
 
-    def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, *seeds):
-        batch = input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1
-        loss, gradients = self.differentiated(*batch, *seeds)
+    def construct(self, *batch):
+        loss, gradients = self.differentiated(*batch)
         if not self.accumulates_in_graph:
             return loss, gradients
         # In both cases the graph must hold these parameters: MindSpore finds them by name.
@@ -103,16 +105,23 @@ class Window(NamedTuple):
     """The batch of a step: all micro-batches stacked, padded with sequences without labels."""
 
     rows: int
-    length: int
+    settings: ModelConfig | ClassifierConfig
     own: slice | np.ndarray = slice(None)
     """The rows that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel rank."""
     mask_seeds: MaskSeeds | None = None
     """Of a model with dropout."""
 
-    def tensors(self, micro_batches: Sequence[Batch], share: float, step: int = 0) -> list[Tensor]:
+    def padding(self, size: int) -> Batch | ImageBatch:
+        """So many rows without labels."""
+        if isinstance(self.settings, ClassifierConfig):
+            return padding_images(size, self.settings.pixels)
+        return padding_batch(size, self.settings.seq_length)
+
+    def tensors(self, micro_batches: Sequence[Batch | ImageBatch], share: float, step: int = 0) -> list[Tensor]:
         """The inputs of the loss cell of a step (from 0), with `share` repeated for every row."""
-        missing = self.rows - sum(len(batch.labels) for batch in micro_batches)
-        filled = (*micro_batches, padding_batch(missing, self.length))
+        filled = (*micro_batches, self.padding(self.rows - sum(len(batch.labels) for batch in micro_batches)))
+        if isinstance(self.settings, ClassifierConfig):
+            filled = map(ImageInputBuilder(self.settings).arrays, filled)
         arrays = [np.concatenate(parts) for parts in zip(*filled, strict=True)]
         arrays.append(np.full((self.rows, 1), share, np.float32))
         if self.mask_seeds is not None:

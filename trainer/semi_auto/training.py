@@ -10,7 +10,6 @@ import numpy as np
 
 from trainer.config.checks.parallel import degrees_of
 from trainer.config.device_defaults import with_device_defaults
-from trainer.data.batches.batch import padding_batch
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
@@ -56,7 +55,7 @@ def open_semi_auto_training(
     built = build_semi_auto(config, world, device)
     window = window_of(config, world)
     with graph_mode():
-        built.network.compile(*window.tensors([padding_batch(window.rows, window.length)], 0.0))
+        built.network.compile(*window.tensors([], 0.0))
     parameters = ShardedParameters(built, config, world, communicator, _place_in_group)
     parameters.start(weights)
     shapes = trained_shapes(config)
@@ -64,7 +63,7 @@ def open_semi_auto_training(
     trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}  # this rank's parts
     stages = degrees.pipeline_stage
     routers = None
-    if config.decoder.moe_layers:
+    if config.network.moe_layers:
         speaks = world.rank % (world.size // stages) == 0 if stages > 1 else None
         routers = GraphRouters(config, built.loss.decoder, parameters, communicator, speaks)
     return GraphStep(
@@ -91,7 +90,7 @@ def window_of(config: Config, world: World) -> Window:
     seeds = None
     if drops(config.decoder):
         seeds = MaskSeeds(config.seed, read.gradient_accumulation_steps, degrees_of(config, world).data_parallel)
-    return Window(rows, config.decoder.seq_length, own, seeds)
+    return Window(rows, config.network, own, seeds)
 
 
 def _place_in_group(group: str) -> tuple[int, int]:

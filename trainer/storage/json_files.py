@@ -7,6 +7,7 @@ that names the file and the field.
 from __future__ import annotations
 
 import functools
+import json
 import reprlib
 from typing import Annotated, Any, TypeVar
 
@@ -45,9 +46,27 @@ def parse_json(content: bytes, model: type[Checked] | Any, name: str) -> Checked
     try:
         # Infinity and NaN may stand where any value may; the models refuse them in numbers that are used.
         parsed = from_json(content.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=True)
+        _refuse_twice(content, model)
     except ValueError as error:
         raise JsonError(f"{name} is not valid JSON: {error}") from None
     return check_json(parsed, model, name)
+
+
+def _refuse_twice(content: bytes, model: Any) -> None:
+    """Raises a ValueError where an object has a key twice; in files of other programs the last one counts."""
+    if OpenDocument in getattr(model, "__mro__", ()):
+        return
+
+    def check(pairs: list[tuple[str, None]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"the key {_short(next(key for key in keys if keys.count(key) > 1))} stands twice")
+
+    def ignored(text: str) -> None:
+        """Numbers are not needed here, and may be too long for Python."""
+
+    text = content.removeprefix(_BYTE_ORDER_MARK).decode()
+    json.loads(text, object_pairs_hook=check, parse_int=ignored, parse_float=ignored, parse_constant=ignored)
 
 
 def check_json(parsed: Any, model: type[Checked] | Any, name: str) -> Checked:

@@ -19,7 +19,6 @@ from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import RopeScaling
 from trainer.errors import UserError
 from trainer.input_files import path_mistake
-from trainer.storage.marker import read_saved
 
 KEY = "pretrained_model_dir"
 _ARCH, _MODEL = "model.arch.type", "model.model_config"
@@ -86,6 +85,8 @@ def _value(data: Any, key: str) -> Any:
 
 def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
     """A JSON file as a tree with line numbers."""
+    from trainer.storage.marker import read_saved  # loads numpy: its threads would start before signals are blocked
+
     try:
         text = read_saved(file, MAX_BYTES).decode("utf-8-sig")
         parsed = json.loads(text)

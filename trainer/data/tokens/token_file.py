@@ -81,7 +81,8 @@ class TokenFileMeta(Document):
     source: str
     file_bytes: dict[str, Count]
     checksums: dict[str, Annotated[str, Field(pattern=DIGEST_PATTERN)]] | None = None
-    """Of offsets.bin and pages.bin, and of this file without its checksums; None where an earlier version wrote it."""
+    """Of offsets.bin and pages.bin, and of this file without its checksums; None while it is
+    written, and where an earlier version wrote it: such a file is built again."""
 
     def own_checksum(self) -> str:
         return checksum_of_bytes(self.model_dump_json(exclude={"checksums"}).encode())
@@ -91,10 +92,8 @@ class TokenFileMeta(Document):
         token_bytes = self.num_tokens * np.dtype(self.dtype).itemsize
         found = {"tokens.bin": token_bytes, "offsets.bin": 8 * (self.num_documents + 1)}
         found |= {"mask.bin": self.num_tokens} if self.has_mask else {}
-        if self.checksums is not None:
-            pages = sum(PageChecks.count(found[name]) for name in _PAGED if name in found)
-            found[_PAGES] = pages * DIGEST_BYTES
-        return found
+        pages = sum(PageChecks.count(found[name]) for name in _PAGED if name in found)
+        return found | {_PAGES: pages * DIGEST_BYTES}
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class TokenFile:
     tokens: np.ndarray  # uint16 or uint32 [num_tokens]
     offsets: np.ndarray  # int64 [num_documents + 1]
     mask: np.ndarray | None  # uint8 [num_tokens], or None when every token carries loss
-    checks: dict[str, PageChecks]  # of tokens.bin and mask.bin; none in files from before there were checksums
+    checks: dict[str, PageChecks]  # of tokens.bin and mask.bin
 
     def check(self, starts: np.ndarray, lengths: np.ndarray, names: Iterable[str] = ("tokens.bin", "mask.bin")) -> None:
         """Checks ranges of tokens that are about to be read.
@@ -150,19 +149,21 @@ def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
             arrays[name] = np.asarray(np.memmap(path / name, dtypes.get(name, np.dtype(np.uint8)), mode="r"))
         except (OSError, ValueError) as error:
             raise DamagedTokenFile(f"{name} cannot be read ({error})") from None
-    for name in ("offsets.bin", _PAGES) if meta.checksums is not None else ():
-        if checksum_of_bytes(arrays[name].tobytes()) != meta.checksums.get(name):
+    for name in ("offsets.bin", _PAGES):
+        try:
+            found = checksum_of_file(path / name)
+        except OSError as error:
+            raise DamagedTokenFile(f"{name} cannot be read ({error.strerror})") from None
+        if found != meta.checksums.get(name):
             raise DamagedTokenFile(f"{name} is not what was written: its checksum is another")
     offsets = arrays["offsets.bin"]
     if offsets[0] != 0 or offsets[-1] != meta.num_tokens or (np.diff(offsets) <= 0).any():
         raise DamagedTokenFile("offsets.bin does not hold the offsets of documents")
-    checks = {}
-    if meta.checksums is not None:
-        digests = arrays[_PAGES].reshape(-1, DIGEST_BYTES)
-        paged = [name for name in _PAGED if name in arrays]
-        ends = np.cumsum([PageChecks.count(arrays[name].nbytes) for name in paged])
-        parts = zip(paged, np.split(digests, ends[:-1]), strict=True)
-        checks = {name: PageChecks(arrays[name].view(np.uint8), part) for name, part in parts}
+    digests = arrays[_PAGES].reshape(-1, DIGEST_BYTES)
+    paged = [name for name in _PAGED if name in arrays]
+    ends = np.cumsum([PageChecks.count(arrays[name].nbytes) for name in paged])
+    parts = zip(paged, np.split(digests, ends[:-1]), strict=True)
+    checks = {name: PageChecks(arrays[name].view(np.uint8), part) for name, part in parts}
     found = TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
     if every_page:
         try:
@@ -181,13 +182,15 @@ def _read_meta(path: Path) -> TokenFileMeta:
     """Reads ``meta.json`` and checks it against the sizes on disk; raises DamagedTokenFile if anything disagrees."""
     try:
         meta = parse_json(read_bytes(path / _META), TokenFileMeta, _META)
+        if meta.checksums is None:
+            raise DamagedTokenFile("it has no checksums: an earlier version wrote it")
         sizes = {name: (path / name).stat().st_size for name in meta.expected_bytes()}
     except JsonError as error:
         raise DamagedTokenFile(str(error)) from None
     except OSError as error:
         name = Path(error.filename or _META).name
         raise DamagedTokenFile(f"{name} cannot be read ({error.strerror})") from None
-    if meta.checksums is not None and meta.checksums.get(_META) != meta.own_checksum():
+    if meta.checksums.get(_META) != meta.own_checksum():
         raise DamagedTokenFile(f"{_META} has changed since it was written: its own checksum is another")
     for name, size in meta.expected_bytes().items():
         if sizes[name] != size or meta.file_bytes.get(name) != size:

@@ -1,0 +1,82 @@
+"""The classifier of images in semi-automatic mode: data parallelism alone, with every matrix product whole.
+
+Legend: as in trainer/models/classifier.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspore import Parameter, ParameterTuple, Tensor, lazy_inline, nn
+from mindspore import dtype as mstype
+from mindspore.common.initializer import initializer
+from mindspore.ops import operations as P
+
+from trainer.models.classifier import Layers
+from trainer.models.shapes import classifier_names, parameter_shapes
+from trainer.optim.freeze import trained_shapes
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.ops.kernel_set import KernelSet
+
+
+class ImageLossCell(nn.Cell):
+    """Loss of a batch of images: (pixels_BP, targets_BC, share_B1) -> a scalar to be minimised, as that of `LossCell`.
+
+    `targets_BC` are one-hot, and zeros where there is no loss.
+    """
+
+    def __init__(self, config: Config, kernels: KernelSet) -> None:
+        super().__init__(auto_prefix=False)
+        settings, trained = config.classifier, trained_shapes(config)
+        self.by_name = {
+            name: Parameter(initializer("zeros", shape, mstype.float32), name, requires_grad=name in trained)
+            for name, shape in parameter_shapes(settings).items()
+        }
+        ordered = [name for pair in classifier_names(settings) for name in pair]
+        self.weights = ParameterTuple([self.by_name[name] for name in ordered])
+        self.layers, self.classes, self.count = Layers(settings, kernels), settings.classes, len(ordered)
+        self.log_softmax, self.pick, self.weigh, self.total, self.negate = (
+            P.LogSoftmax(-1), P.Mul(), P.Mul(), P.ReduceSum(), P.Neg(),
+        )  # fmt: skip
+        self.best, self.one_hot, self.hit, self.hits = P.ArgMaxWithValue(axis=1), P.OneHot(), P.Mul(), P.ReduceSum()
+        self.one, self.zero = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+
+    def construct(self, pixels_BP, targets_BC, share_B1):
+        return self.loss(self.logits(pixels_BP), targets_BC, share_B1)
+
+    def evaluated(self, pixels_BP, targets_BC, share_B1):
+        """(sum of the images' losses, how many images have their largest logit at their label)."""
+        logits_BC = self.logits(pixels_BP)
+        found_BC = self.one_hot(self.best(logits_BC)[0], self.classes, self.one, self.zero)
+        return self.loss(logits_BC, targets_BC, share_B1), self.hits(self.hit(found_BC, targets_BC))
+
+    def logits(self, pixels_BP):
+        weights = ()
+        for place in range(self.count):
+            weights += (self.weights[place],)
+        return self.layers(pixels_BP, *weights)
+
+    def loss(self, logits_BC, targets_BC, share_B1):
+        picked_BC = self.pick(self.log_softmax(logits_BC), targets_BC)
+        return self.negate(self.total(self.weigh(picked_BC, share_B1)))
+
+    def shard_over(self, data: int) -> None:
+        """Shards the batch over `data` ranks."""
+        row = (data, 1)
+        for linear in self.layers.linears:
+            linear.shard_over(data)
+        for part in (self.layers.relu, self.log_softmax, self.total, self.best, self.hits):
+            part.shard((row,))
+        for part in (self.pick, self.weigh, self.hit):
+            part.shard((row, row))
+        self.one_hot.shard((row, (), ()))
+
+
+class LazyImageLossCell(ImageLossCell):
+    """`ImageLossCell` whose micro-batches are calls of one graph, which is inlined late."""
+
+    @lazy_inline
+    def __init__(self, config, kernels) -> None:
+        super().__init__(config, kernels)
