@@ -284,8 +284,10 @@ def test_another_secret_is_not_taken(
 ) -> None:
     monkeypatch.setenv("RUN_TRAINER_SECRET", SECRET + "!")
     other = spoke(options, tmp_path)
-    talk(hub, other, until="called the control port")
+    here, other.address = other.address, ("127.0.0.1", pick_free("127.0.0.1"))
     other.began -= 60
+    assert "does not answer" in talk(other, until="waiting for node 0")[-1].lines[0]
+    other.address = here
     note = talk(hub, other, until="waiting for node 0")[-1].lines[0]
     assert "does not accept this node's secret: RUN_TRAINER_SECRET must be the same" in note
     assert not hub.connected and not other.connected

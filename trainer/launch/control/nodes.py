@@ -217,7 +217,7 @@ class Spoke:
     _next_at: float = 0.0
     _welcome: bool = False  # to node 0
     _trouble: str = ""  # why it is not connected yet
-    _told: bool = False
+    _told: set[str] = field(default_factory=set)
     _unsent: list[Message] = field(default_factory=list)
     _finished: bool = False
     _stopping: bool = False
@@ -285,8 +285,8 @@ class Spoke:
                     hello = Hello(node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt)
                     self._channel.send(hello)
                     self._heard_at = now
-        if self._trouble and not self._told and now - self.began > scaled(_PATIENCE_SECONDS):
-            self._told = True
+        if self._trouble and self._trouble not in self._told and now - self.began > scaled(_PATIENCE_SECONDS):
+            self._told.add(self._trouble)
             return [Event("note", 0, [f"waiting for node 0: {host}, port {port}, {self._trouble}"])]
         return []
 
