@@ -77,13 +77,19 @@ def test_both_start_again_together(tmp_path: Path) -> None:
     assert all(log(tmp_path, rank).endswith("did step 6\n") for rank in ALL)
 
 
-def test_a_failure_before_the_others_are_there(tmp_path: Path) -> None:
-    """Node 1 keeps trying to deliver its failure for 10 s. Node 0 may take longer to start on a busy machine."""
+def test_workers_of_nodes_with_different_secrets_never_start(tmp_path: Path) -> None:
+    """MindSpore's scheduler would let them train together."""
     port = pick_free()
-    second = start_node(tmp_path, 1, port, 1000, "3@1:exit=7", RUN_TRAINER_TIME_SCALE="6")
-    second.wait_until(lambda: "something bad" in log(tmp_path, 3))
-    first = start_node(tmp_path, 0, port, 1000)
-    assert [first.end(), second.end()] == [7, 7]
+    both = [
+        start_node(tmp_path, node, port, 5, RUN_TRAINER_SECRET=str(node) * 16, RUN_TRAINER_TIME_SCALE="0.2")
+        for node in range(2)
+    ]
+    both[0].wait_until(lambda: "without the secret of this job" in both[0].errors)
+    both[1].wait_until(lambda: "does not accept this node's secret" in both[1].errors)
+    for launcher in both:
+        launcher.process.terminate()
+        assert launcher.end() == 143
+    assert not list((tmp_path / "logs").glob("rank-*.log"))
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -119,6 +125,7 @@ def test_a_signal_to_one_reaches_all_workers(tmp_path: Path, told: int) -> None:
     wait_for_step(both[0], tmp_path, 2)
     both[told].process.terminate()
     assert [launcher.end() for launcher in both] == [143, 143]
+    assert f"SIGTERM, which node {told} received: the workers finish" in both[1 - told].errors
     assert all(log(tmp_path, rank).endswith("saved after SIGTERM\n") for rank in ALL)
 
 

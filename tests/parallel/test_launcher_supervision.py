@@ -81,7 +81,7 @@ def test_a_job_that_fails_starts_again(tmp_path: Path) -> None:
     assert job.printed.count("rank 0 did step 20\n") == 1 and job.printed.count("rank 0 did step 1\n") == 2
     assert "saved after SIGTERM" in (job.logs / "rank-0.1.log").read_text()
     code, said, _ = call(tmp_path, "status", "logs")
-    assert code == 0 and "finished" in said and "started again: 1 times" in said
+    assert code == 0 and "finished" in said and "  restarts: 1\n" in said
 
 
 def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
@@ -199,6 +199,20 @@ def test_stopped_workers_and_agents_end_with_the_job(tmp_path: Path) -> None:
     assert "Ended because of that: rank 0 (ended by SIGKILL), rank 1 (ended by SIGKILL)" in job.errors
 
 
+def test_a_stopped_worker_is_killed_after_a_signal_to_end(tmp_path: Path) -> None:
+    """It cannot save. The other one stands for a rank that waits for it."""
+    job = launch(tmp_path, 1000, "0@1:deaf", "0@4:hang", **SHORT)
+    job.wait_for_step(3)
+    stopped = job.facts(1)["pid"]
+    psutil.Process(stopped).suspend()
+    job.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert job.end() == 128 + signal.SIGINT
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert f"  Stopped by a signal (SIGSTOP or the like): rank 1, process {stopped}." in job.errors
+    assert "failed" not in job.errors
+
+
 def test_a_stopped_agent_is_woken_to_report_the_end(tmp_path: Path) -> None:
     job = launch(tmp_path, 20)
     job.wait_for_step(2)
@@ -217,7 +231,7 @@ def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
     began = time.monotonic()
     assert job.end() == EXIT_HANG
     assert time.monotonic() - began < LIMIT_SECONDS + 2
-    assert "no step was finished for 2 s." in job.errors
+    assert "no step was finished for 2 s (--hang_timeout)." in job.errors
     for rank in range(2):
         assert "in wait_for_ever" in job.log(rank) and "most recent call first" in job.log(rank)
 
@@ -229,7 +243,8 @@ def test_a_slow_first_step_is_no_hang(tmp_path: Path) -> None:
     job.wait_until(lambda: "facts" in job.log(0) and "facts" in job.log(1))
     psutil.Process(job.facts(1)["pid"]).suspend()
     assert job.end() == EXIT_HANG
-    assert "no step was finished for 4 s, the first one since the start." in job.errors
+    assert "the first step was not finished within 4 s of the start (--start_timeout)." in job.errors
+    assert "  Fix: if a step may take that long, give a larger --start_timeout; 0 is no limit.\n" in job.errors
     assert "Stopped by a signal (SIGSTOP or the like): rank 1, process" in job.errors
     assert "in wait_for_ever" in job.log(0)
 

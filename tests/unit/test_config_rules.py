@@ -294,6 +294,13 @@ def test_a_plain_file_gives_no_notice():
     assert notices(BASE) == ""
 
 
+def test_who_names_a_checkpoint_is_not_told_that_it_is_resumed():
+    """As a launcher does that starts a job again."""
+    assert "resume_training" not in notices(
+        "run_mode: finetune\nload_checkpoint: here\nresume_training: step-00000003\n"
+    )
+
+
 def test_default_values_written_out_give_no_notice():
     assert notices("runner_config: {sink_mode: False}\nprofile: False\nswap_config: {swap: False}\n") == ""
 

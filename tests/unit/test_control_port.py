@@ -67,15 +67,34 @@ def talk(*nodes: Hub | Spoke, until: str, now: float | None = None) -> list[Even
 def test_nodes_that_know_the_secret_understand_each_other(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
     other = spoke(options, tmp_path)
     talk(hub, other, until="connected to the launcher of node 0")
-    assert hub.connected and other.connected
+    assert hub.connected
+    while not other.connected:
+        talk(other, until="the launchers of all 2 nodes are connected")
     other.stop(signal.SIGINT)
     (event,) = (event for event in talk(hub, until="stop") if event.kind == "stop")
-    assert event.number == signal.SIGINT
+    assert event == ("stop", signal.SIGINT, ["node 1"])
     hub.failed(7, ["\x1b[31mred\x1b[0m\x07 \u202eturned\x9b1m\ttab\r\n", "x" * 5000, *["more"] * 200])
     (event,) = (event for event in talk(other, until="failed") if event.kind == "failed")
     assert event.number == 7 and event.lines[0] == "red turned1m tab  " and event.lines[1] == "x" * 2000
     assert len(event.lines) == 100
     other.close()
+
+
+def test_workers_start_once_all_nodes_are_connected(options: LaunchOptions, tmp_path: Path) -> None:
+    three = replace(options, worker_num=6)
+    hub, one, two = (connect_nodes(replace(three, node_rank=node), tmp_path) for node in range(3))
+    talk(hub, one, until="connected to the launcher of node 0")
+    hub.began -= 60
+    (note,) = talk(hub, until="waiting for")
+    assert note.lines == ["waiting for the launcher of node 2; the workers start once all are there"]
+    assert not one.poll(time.monotonic()) and not hub.connected and not one.connected
+    talk(hub, two, until="all 3 nodes are connected")
+    for spoke in (one, two):
+        while not spoke.connected:
+            spoke.poll(time.monotonic())
+    assert hub.connected
+    for each in (one, two, hub):
+        each.close()
 
 
 def test_it_listens_where_master_addr_points_and_nowhere_else(hub: Hub, options: LaunchOptions) -> None:
@@ -265,9 +284,12 @@ def test_another_secret_is_not_taken(
 ) -> None:
     monkeypatch.setenv("RUN_TRAINER_SECRET", SECRET + "!")
     other = spoke(options, tmp_path)
-    talk(hub, other, until="called the control port")
+    here, other.address = other.address, ("127.0.0.1", pick_free("127.0.0.1"))
     other.began -= 60
-    assert "does not know the secret" in talk(hub, other, until="waiting for node 0")[-1].lines[0]
+    assert "does not answer" in talk(other, until="waiting for node 0")[-1].lines[0]
+    other.address = here
+    note = talk(hub, other, until="waiting for node 0")[-1].lines[0]
+    assert "does not accept this node's secret: RUN_TRAINER_SECRET must be the same" in note
     assert not hub.connected and not other.connected
     other.close()
 
@@ -281,8 +303,8 @@ def test_another_secret_is_not_taken(
         {"kind": "failed", "exit_code": 1, "lines": "text"},
         {"kind": "failed", "exit_code": 1, "lines": ["x" * 2001]},
         {"kind": "failed", "exit_code": 1, "lines": ["x"] * 101},
-        {"kind": "stop", "number": 9},
-        {"kind": "stop", "number": "15"},
+        {"kind": "stop", "number": 9, "node": 1},
+        {"kind": "stop", "number": "15", "node": 1},
         {"kind": "hello", "node": -1, "worker_num": 4, "attempt": 0},
         {"kind": "hello", "node": 1, "worker_num": 4, "attempt": 0, "more": 1},
         {"kind": "beat", "since": 1},

@@ -254,7 +254,7 @@ def test_last_lines_are_the_telling_ones(tmp_path: Path) -> None:
     assert last_lines(log, 1) == ["ValueError: \ufffd"]
     assert last_lines(tmp_path / "absent") == []
     log.write_bytes(3 * CHATTER)
-    assert last_lines(log, 2) == [CHATTER.decode().strip()] * 2, "better than nothing"
+    assert last_lines(log, 2) == []
 
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------
@@ -272,6 +272,9 @@ def test_the_first_failure_is_the_outcome() -> None:
     text = "\n".join(report(outcome, None, 12))
     assert "rank 1 failed first: exit code 7, 12 s after" in text
     assert "rank 0 (exit code 1), rank 2 (ended by SIGTERM)" in text
+    assert "signal" not in text
+    by_others = "\n".join(report(decide_outcome([End(0, 143, 3.0)], None), None, 12))
+    assert "No launcher sent that signal" in by_others
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ _OPTIONS: Mapping[str, _Option] = {
     ),
     "join": _Option("BOOL", "True: stay until the job ends. False: return at once, and leave it running.", _boolean),
     "cluster_time_out": _Option(
-        "SECONDS", "How long the workers wait for each other when they start; default 7200.", _integer
+        "SECONDS", "How long the launchers of all nodes, then the workers, wait for each other; default 7200.", _integer
     ),
     "start_timeout": _Option(
         "SECONDS",

@@ -313,7 +313,7 @@ def status(folder: Path, as_json: bool = False) -> int:
         print(f"{path}: {words}" + (f", exit code {state.exit_code}" if state.exit_code is not None else ""))
         until = state.ended or time.time()
         if state.restart:
-            print(f"  started again: {state.restart} times")
+            print(f"  restarts: {state.restart}")
         print(f"  {shlex.join(state.command)}; {until - state.began:.0f} s; launcher: process {state.launcher.pid}")
         for worker in state.workers:
             print(f"  {_worker_line(worker, lost)}")

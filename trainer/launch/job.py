@@ -274,6 +274,8 @@ def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[
         lines.append(f"  It could not be started: {first.why}")
     if first.exit_code == 128 + signal.SIGKILL:
         lines.append("  Nobody here sent that signal: often the system does, when memory is exhausted (see dmesg).")
+    if first.exit_code in (EXIT_SIGINT, EXIT_SIGTERM):
+        lines.append("  No launcher sent that signal: another rank or another process did.")
     if log is not None:
         lines.append(f"  Log: {log}")
         tail = [f"  | {line}" for line in last_lines(log)]

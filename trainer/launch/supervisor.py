@@ -15,7 +15,17 @@ from typing import NamedTuple
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
 from trainer.launch.control.interface import Event, Nodes
-from trainer.launch.job import End, JobFiles, JobState, Outcome, decide_outcome, report, shell_code, write_state
+from trainer.launch.job import (
+    End,
+    JobFiles,
+    JobState,
+    Outcome,
+    decide_outcome,
+    report,
+    shell_code,
+    stopped,
+    write_state,
+)
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
@@ -86,18 +96,18 @@ class Supervisor:
     limits: Limits
     screen: Screen
     signals: deque[int]
-    msrun: subprocess.Popen = field(init=False)
+    msrun: subprocess.Popen | None = None  # once the launchers of all nodes are connected
     stopped_by: int | None = None
     stop_requests: int = 0
-    stop_source: str = ""  # who received the first one
+    stop_source: str = ""  # the rank or node that received the first one; empty: this launcher
     stopped_at: float = 0.0
-    signalled: int | None = None  # the rank that received the signal that stops the job, where it was not the launcher
     hang: str = ""  # what took too long, once that counts as a hang
     stopped_lines: list[str] = field(default_factory=list)  # about processes that a signal had stopped by then
     msrun_failure: End | None = None
     failure_elsewhere: Event | None = None  # of another node, which ends this one
     reported_done: bool = False
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)  # when the workers were started, once they are
+    standing_since: float | None = None  # since when a process of a job that is to end has been stopped
     kill_at: float | None = None
     killed_at: float | None = None  # for the first time
     dumped_at: float | None = None
@@ -110,7 +120,7 @@ class Supervisor:
         awake, wake = wakeup_pipe()
         old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
-            self.msrun = self.start_msrun()
+            self._start(time.monotonic())
             while not self.over():
                 self._wait(awake)
                 self._poll()
@@ -123,6 +133,12 @@ class Supervisor:
             signal.set_wakeup_fd(old_wake)
             os.close(awake)
             os.close(wake)
+
+    def _start(self, now: float) -> None:
+        """Starts the workers once the launchers of all nodes are connected: MindSpore would let those of a node in
+        whose launcher does not know the secret, or is not there."""
+        if self.msrun is None and self.nodes.connected and not self.pool.closing:
+            self.began, self.msrun = now, self.start_msrun()
 
     def over(self) -> bool:
         """Whether the workers of this node have ended, and the other nodes need not be waited for."""
@@ -149,15 +165,17 @@ class Supervisor:
                 self.pool.send_to_workers({"size": terminal_size()})
             else:
                 number = signal.SIGTERM if number == signal.SIGHUP else number
-                if self._stop(number, now, "the launcher"):
+                if self._stop(number, now, ""):
                     self.nodes.stop(int(number))
         for event in self.nodes.poll(now):
             self._handle(event, now)
+        self._start(now)
         changed = self.pool.poll()
         if now >= self.files_at:
             self.files_at = now + _FILES_EVERY_SECONDS
             if self.pool.read_files():
                 self.last_step_at = now
+            self._check_stopped(now)
         self._check_signals(now)
         self._check_msrun()
         self._check_failures(now)
@@ -172,6 +190,9 @@ class Supervisor:
     def _stop(self, number: int, now: float, source: str) -> bool:
         """Hands a signal to every worker. They save and end; the second time they have little time, then none.
 
+        Args:
+            source: The rank or node that received it; empty: this launcher.
+
         Returns whether it is a new one: batch systems signal all launchers and all ranks at once.
         """
         if self.stop_requests and source != self.stop_source and now - self.stopped_at < _ECHO_SECONDS:
@@ -184,7 +205,7 @@ class Supervisor:
         name = signal.Signals(number).name
         if self.stop_requests == 1:
             again = "send it again to end them without saving"
-            who = name if self.signalled is None else f"{name}, which rank {self.signalled} received"
+            who = f"{name}, which {source} received" if source else name
             self.screen.print([f"{who}: the workers finish their step and save; {again}."])
             self.pool.forward_signal(number)
         else:
@@ -199,7 +220,7 @@ class Supervisor:
         if event.kind == "note":
             self.screen.print(event.lines)
         elif event.kind == "stop":
-            self._stop(event.number, now, "another node")
+            self._stop(event.number, now, *event.lines)
         elif self.pool.ending_since is None and self.failure_elsewhere is None:
             self.failure_elsewhere = event
             if event.number == EXIT_HANG:
@@ -211,13 +232,30 @@ class Supervisor:
         """A signal to end that came to one rank alone is one to the job: all ranks of a training act on it together."""
         received = self.pool.received_signal() if self.stopped_by is None and self.pool.ending_since is None else None
         if received is not None:
-            self.signalled, number = received
-            self._stop(number, now, f"rank {self.signalled}")
+            rank, number = received
+            self._stop(number, now, f"rank {rank}")
             self.nodes.stop(number)
+
+    def _check_stopped(self, now: float) -> None:
+        """Kills the workers after a signal to end if one of them is stopped (SIGSTOP): it can neither finish its step
+        nor save, and the others wait for it."""
+        if self.stopped_by is None or self.pool.ending_since is not None:
+            return
+        self.stopped_lines = self._stopped_lines()
+        if not self.stopped_lines:
+            self.standing_since = None
+            return
+        self.standing_since = max(self.standing_since or now, self.last_step_at or 0.0)
+        if now - self.standing_since > scaled(GRACE_SECONDS):
+            words = f"{stopped(self.stopped_by).words}; not all ranks could save."
+            self.nodes.failed(128 + self.stopped_by, [words, *self.stopped_lines])
+            self._kill(now)
 
     def _check_msrun(self) -> None:
         """Ends msrun once it has started all agents: when one of them dies, it would kill the others without grace, and
         nobody could tell any more which one died first."""
+        if self.msrun is None:
+            return
         if self.msrun.poll() is None:
             if self.limits.msrun_only_starts and self.pool.complete:
                 self.msrun.kill()
@@ -238,12 +276,13 @@ class Supervisor:
     def _end_workers(self, now: float, grace_seconds: float) -> None:
         self.pool.closing = True
         self.pool.ending_since = now
-        self.msrun.kill()  # it may not have started all yet
+        if self.msrun is not None:
+            self.msrun.kill()  # it may not have started all yet
         self.pool.send_to_workers({"signal": int(signal.SIGTERM)})
         self.kill_at = now + scaled(grace_seconds)
 
     def _check_hang(self, now: float) -> None:
-        if self.pool.ending_since is not None:
+        if self.pool.ending_since is not None or (self.msrun is None and self.dumped_at is None):
             return
         if self.dumped_at is not None:
             if now - self.dumped_at > scaled(_DUMP_SECONDS):
@@ -252,8 +291,10 @@ class Supervisor:
         began = self.began if self.last_step_at is None else self.last_step_at
         limit = self.limits.start_timeout if self.last_step_at is None else self.limits.hang_timeout
         if limit and now - began > limit:
-            first = ", the first one since the start" if self.last_step_at is None else ""
-            self.hang = f"no step was finished for {now - began:.0f} s{first}"
+            if self.last_step_at is None:
+                self.hang = f"the first step was not finished within {limit:g} s of the start (--start_timeout)"
+            else:
+                self.hang = f"no step was finished for {limit:g} s (--hang_timeout)"
             self.stopped_lines = self._stopped_lines()
             self._dump(now)
             self.nodes.failed(EXIT_HANG, [f"error: {self.hang}.", *self.stopped_lines])
@@ -288,7 +329,7 @@ class Supervisor:
     def _show(self) -> None:
         started = sum(worker.process is not None for worker in self.pool.workers.values())
         seconds = time.monotonic() - self.began
-        self.screen.update(started, len(self.pool.workers), seconds, quiet=self.pool.closing)
+        self.screen.update(started, len(self.pool.workers), seconds, quiet=self.pool.closing or self.msrun is None)
 
     def _write_state(self, outcome: Outcome | None = None) -> None:
         for state in self.state.workers:
@@ -316,7 +357,7 @@ class Supervisor:
         self.pool.scheduler.kill()
         self.pool.release_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if not outcome.exit_code:
+            if not outcome.exit_code and self.msrun is not None:
                 self.msrun.wait(_MSRUN_SECONDS)
         end_children()
         self._show()
@@ -327,7 +368,7 @@ class Supervisor:
         if self.failure_elsewhere is not None:
             self.screen.print([*self.failure_elsewhere.lines, "  The workers of this node ended because of that."])
         elif self.stopped_by is not None and outcome.first is None and not self.hang:
-            self.screen.print([f"{outcome.words}."])
+            self.screen.print([f"{outcome.words}.", *self.stopped_lines])
         else:
             self.screen.print(self._failure_lines(outcome))
         return outcome
@@ -341,4 +382,6 @@ class Supervisor:
             where = self.files.log_dir
             lines += self.stopped_lines
             lines.append(f"  Ranks that still answer have their Python stacks at the end of their logs: {where}")
+            option = "start_timeout" if self.last_step_at is None else "hang_timeout"
+            lines.append(f"  Fix: if a step may take that long, give a larger --{option}; 0 is no limit.")
         return lines

@@ -178,13 +178,12 @@ def output_of_pipe(path: Path) -> Callable[[], bytes]:
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
-    """The end of a log without blank lines, and without chatter where there is more; of progress the last state."""
+    """The end of a log without blank lines and chatter; of progress the last state."""
     data = b""
     with contextlib.suppress(OSError), path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         data = log.read()
-    every = [line for line in data.split(b"\n") if line.strip()]
-    lines = [line for line in every if not _CHATTER.match(line)] or every
+    lines = [line for line in data.split(b"\n") if line.strip() and not _CHATTER.match(line)]
     return [printable(line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")) for line in lines[-count:]]
 
 

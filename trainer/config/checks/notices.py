@@ -221,7 +221,7 @@ def _run(config: Config) -> Iterator[str]:
     if config.eval_dataset is not None and train.held_out:
         yield (f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
                " as there is an eval_dataset")
-    if config.trains and config.resume_training is not False and config.load_checkpoint and decoder.pet_config is None:
+    if config.trains and config.resume_training is True and config.load_checkpoint and decoder.pet_config is None:
         yield (f"resume_training: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
                " optimizer, step and place in the data; leave it out to start over from these weights")
     if starts_anew(config):

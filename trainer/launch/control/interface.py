@@ -14,7 +14,7 @@ class Event(NamedTuple):
 
     kind: Literal["failed", "stop", "note"]  # failed: its part of the job failed, or it is lost
     number: int  # the exit code, or the signal for all workers
-    lines: list[str]  # to print
+    lines: list[str]  # to print; of a signal, who received it
 
 
 class Nodes(Protocol):
@@ -26,7 +26,7 @@ class Nodes(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether this node may start workers that need all others."""
+        """Whether the launchers of all nodes are, so that the workers may start."""
 
     @property
     def finished(self) -> bool:

@@ -41,6 +41,12 @@ class Welcome(_Message):
     resume: Line = ""
 
 
+class Start(_Message):
+    """The launchers of all nodes are connected, so each starts its workers."""
+
+    kind: Literal["start"] = "start"
+
+
 class Refused(_Message):
     """Node 0 does not take the node in.
 
@@ -68,9 +74,14 @@ class Failed(_Message):
 
 
 class Stop(_Message):
-    """A launcher received a signal, which is for all workers."""
+    """A launcher received a signal, which is for all workers.
+
+    Attributes:
+        node: The one that received it.
+    """
 
     kind: Literal["stop"] = "stop"
+    node: Count
     number: Literal[signal.SIGINT.value, signal.SIGTERM.value]
 
 
@@ -87,7 +98,7 @@ class Finished(_Message):
 
 
 Message = Annotated[
-    Hello | Welcome | Refused | Beat | Failed | Stop | Done | Finished,
+    Hello | Welcome | Start | Refused | Beat | Failed | Stop | Done | Finished,
     Field(discriminator="kind"),
 ]
 _ANY: TypeAdapter[Message] = TypeAdapter(Message)

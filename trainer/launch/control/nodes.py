@@ -6,7 +6,6 @@ second. The workers communicate through MindSpore's cluster, and not here.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import ipaddress
 import os
@@ -27,6 +26,7 @@ from trainer.launch.control.messages import (
     Hello,
     Message,
     Refused,
+    Start,
     Stop,
     Welcome,
     failed,
@@ -43,7 +43,6 @@ _BEAT_SECONDS = 1.0
 _CONNECT_SECONDS = 0.3
 _RETRY_SECONDS = 0.3
 _GOODBYE_SECONDS = 1.0
-_DELIVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 5.0
 """After so long a node says why it is not connected yet."""
 
@@ -74,6 +73,7 @@ class Hub:
     _beat_at: float = 0.0
     _stopping: bool = False
     _over: bool = False
+    _told: bool = False
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
@@ -98,8 +98,8 @@ class Hub:
             events.append(Event("note", 0, [f"note: {address} {what}"]))
         for channel, hello in callers:
             if self._register(channel, hello, now) and self.connected:
-                note = f"the launchers of all {self.options.nodes} nodes are connected"
-                events.append(Event("note", 0, [note]))
+                events.append(_all_connected(self.options))
+                self._send(Start())
         for node, peer in list(self._peers.items()):
             for message in peer.channel.receive():
                 peer.heard_at = now
@@ -109,14 +109,23 @@ class Hub:
                 peer.done = True
             elif gone and not self._over and not peer.done:
                 events.append(self._lost(f"the connection to node {node} is lost"))
-        if now - self.began > self.options.cluster_time_out and not self.connected and not self._over:
-            missing = [str(node) for node in range(1, self.options.nodes) if node not in self._peers]
-            events.append(self._lost(f"no launcher called from node {', '.join(missing)}"))
+        if not self.connected and not self._over:
+            events += self._missing(now)
         if now >= self._beat_at:
             self._beat_at = now + scaled(_BEAT_SECONDS)
             self._send(Beat())
         self._announce_end()
         return events
+
+    def _missing(self, now: float) -> list[Event]:
+        """Names the nodes that have not called: once when that takes long, and when it takes too long."""
+        missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self._peers)
+        if now - self.began > self.options.cluster_time_out:
+            return [self._lost(f"no launcher called from node {missing}")]
+        if self._told or now - self.began < scaled(_PATIENCE_SECONDS):
+            return []
+        self._told = True
+        return [Event("note", 0, [f"waiting for the launcher of node {missing}; the workers start once all are there"])]
 
     def _announce_end(self) -> None:
         """Tells the others when all nodes are done: one whose connection just ends takes node 0 for lost."""
@@ -178,7 +187,7 @@ class Hub:
 
     def stop(self, number: int) -> None:
         self._stopping = True
-        self._broadcast(Stop(number=number))
+        self._broadcast(Stop(number=number, node=0))
 
     def done(self) -> None:
         self.own_done = True
@@ -201,13 +210,14 @@ class Spoke:
     secret: Callable[[], bytes | None]  # None while node 0 has not made it
     attempt: int = 0
     resume: str = ""
-    connected: bool = False
+    connected: bool = False  # to all nodes
     began: float = field(default_factory=time.monotonic)
     _channel: SignedChannel | None = None
     _heard_at: float = 0.0
     _next_at: float = 0.0
+    _welcome: bool = False  # to node 0
     _trouble: str = ""  # why it is not connected yet
-    _told: bool = False
+    _told: set[str] = field(default_factory=set)
     _unsent: list[Message] = field(default_factory=list)
     _finished: bool = False
     _stopping: bool = False
@@ -215,16 +225,15 @@ class Spoke:
 
     @property
     def finished(self) -> bool:
-        return self._finished or (self._stopping and not self.connected)
+        return self._finished or (self._stopping and not self._welcome)
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
         return [] if self._channel is None or self._channel.closed else [self._channel]
 
     def poll(self, now: float) -> list[Event]:
-        return [] if self._over else self._exchange(now)
-
-    def _exchange(self, now: float) -> list[Event]:
+        if self._over:
+            return []
         if self._channel is None:
             return self._connect(now)
         events = []
@@ -237,10 +246,11 @@ class Spoke:
         if (self._channel.closed or now - self._heard_at > scaled(LOST_SECONDS)) and not self._over:
             if self._stopping:
                 self._finished = True
-            elif self.connected:
+            elif self._welcome:
                 events.append(self._lost("the connection to node 0 is lost"))
             else:  # something else listens there, or node 0 has just gone again
-                self._call_again(now, "does not know the secret of this job, or is no launcher")
+                secret = f"does not accept this node's secret: {SECRET_VARIABLE} must be the same on all nodes"
+                self._call_again(now, secret if self._channel.greeted else "is not the launcher of a job")
         elif now >= self._next_at:
             self._next_at = now + scaled(_BEAT_SECONDS)
             self._send(Beat())
@@ -265,26 +275,31 @@ class Spoke:
                 self._trouble = "has made no file with the secret of the job in a folder that this node sees"
                 self._trouble += f"; {SECRET_VARIABLE}, the same on all nodes, takes its place"
             else:
-                self._trouble = "does not answer"
-                with contextlib.suppress(OSError):
+                try:
                     connection = socket.create_connection(self.address, _CONNECT_SECONDS)
+                except OSError:
+                    self._trouble = "does not answer"
+                else:
                     self._channel = SignedChannel(connection, secret, called=False)
                     options = self.options
                     hello = Hello(node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt)
                     self._channel.send(hello)
                     self._heard_at = now
-        if self._trouble and not self._told and now - self.began > _PATIENCE_SECONDS:
-            self._told = True
+        if self._trouble and self._trouble not in self._told and now - self.began > scaled(_PATIENCE_SECONDS):
+            self._told.add(self._trouble)
             return [Event("note", 0, [f"waiting for node 0: {host}, port {port}, {self._trouble}"])]
         return []
 
     def _handle(self, message: Message) -> list[Event]:
         if isinstance(message, Welcome):
-            self.connected, self.resume = True, message.resume
+            self._welcome, self.resume = True, message.resume
             for unsent in self._unsent:
                 self._send(unsent)
             self._unsent.clear()
             return [Event("note", 0, ["connected to the launcher of node 0"])]
+        if isinstance(message, Start):
+            self.connected = True
+            return [_all_connected(self.options)]
         if isinstance(message, Finished):
             self._finished = self._over = True
         if isinstance(message, Refused):
@@ -301,7 +316,7 @@ class Spoke:
         return Event("failed", exit_code, [f"error: {reason}."])
 
     def _send(self, message: Message) -> None:
-        if self._channel is not None and self.connected:
+        if self._channel is not None and self._welcome:
             self._channel.send(message)
         elif not isinstance(message, Beat):
             self._unsent.append(message)
@@ -312,27 +327,25 @@ class Spoke:
 
     def stop(self, number: int) -> None:
         self._stopping = True
-        self._send(Stop(number=number))
+        self._send(Stop(number=number, node=self.options.node_rank))
 
     def done(self) -> None:
         self._send(Done())
 
     def close(self) -> None:
-        """Delivers first, for some seconds, a failure from before node 0 was there."""
-        deadline = time.monotonic() + scaled(_DELIVERY_SECONDS)
-        while any(isinstance(message, Failed) for message in self._unsent) and time.monotonic() < deadline:
-            self._exchange(time.monotonic())
-            time.sleep(0.05)
-        self._unsent.clear()
         if self._channel is not None:
             self._channel.close_gracefully(_GOODBYE_SECONDS)
+
+
+def _all_connected(options: LaunchOptions) -> Event:
+    return Event("note", 0, [f"the launchers of all {options.nodes} nodes are connected"])
 
 
 def _event(message: Message) -> Event | None:
     """What a message means to a supervisor; None for those among launchers only."""
     if isinstance(message, Failed):
         return Event("failed", message.exit_code, message.lines)
-    return Event("stop", message.number, []) if isinstance(message, Stop) else None
+    return Event("stop", message.number, [f"node {message.node}"]) if isinstance(message, Stop) else None
 
 
 def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume: str = "") -> Nodes:
