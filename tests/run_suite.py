@@ -48,7 +48,9 @@ SECONDS = {
     "parity/test_ascend_kernels.py": 6, "unit/test_device.py": 6, "parity/test_dropout_training.py": 5,
     "parity/test_moe_kernels.py": 5, "parity/test_latent_attention.py": 12, "parity/test_telechat.py": 12,
     "unit/test_newer_schema.py": 8,
-    "ascend/test_explicit.py": 40, "ascend/test_semi_auto.py": 50, "ascend/test_step.py": 15,
+    "ascend/test_explicit.py": 40, "ascend/test_semi_auto.py": 60, "ascend/test_step.py": 15,
+    "ascend/test_semi_auto_settings.py": 30, "ascend/test_semi_auto_models.py": 20, "unit/test_fuzz.py": 45,
+    "integration/test_memory.py": 15, "unit/test_config_bounds.py": 10,
 }  # fmt: skip
 SHORT = 2
 # Files that one process runs because they share a job.

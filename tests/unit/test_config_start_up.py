@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import sys
-import trainer.config, trainer.cli.flags
+import trainer.config, trainer.cli.flags, trainer.config.read.model_folder
 from trainer.config import json_schema, load_config, dump_config
 config = trainer.config.parse_config("a.yaml", "seed: 1")
 dump_config(config)
