@@ -12,7 +12,7 @@ from trainer.config.checks.parallel import in_job, runs_semi_auto
 from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
-from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
 
@@ -95,7 +95,9 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     backend.check_device(device)
     preflight(config, world, backend.problems())
     if device == "CPU":
-        check_memory(config, memory_estimate(config, config.trains, device, world), world.local_size)
+        # A plan may be of a job for other hosts: one rank must fit anywhere.
+        ranks = world.local_size if world == world_from_environment() else 1
+        check_memory(config, memory_estimate(config, config.trains, device, world), ranks)
     if not config.trains:
         return Prepared(config, plan_run(config, world, backend, device, show_build), {}, None, None)
     resume_from = None
