@@ -36,21 +36,17 @@ with (folder / "results.jsonl").open("a") as file:
 
 
 @pytest.fixture
-def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that answers at once."""
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """What begins the command of a worker that answers at once."""
     (tmp_path / "pretended_worker.py").write_text(WORKER)
-    launcher = tmp_path / "python"
-    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/pretended_worker.py "$@"\n')
-    launcher.chmod(0o755)
-    monkeypatch.setattr(process.sys, "executable", str(launcher))
     monkeypatch.setattr(process, "stand_ins", lambda: tmp_path)
+    return sys.executable, str(tmp_path / "pretended_worker.py")
 
 
-@pytest.mark.usefixtures("pretended")
-def test_a_case_that_kills_its_process_leaves_the_others() -> None:
+def test_a_case_that_kills_its_process_leaves_the_others(pretended: tuple[str, ...]) -> None:
     said = []
     cases = {"first": Case("{}"), "bad": Case("dies"), "last": Case("{}")}
-    found = run_cases(cases, 8, 3, lambda name, text: said.append((name, text)))
+    found = run_cases(cases, 8, 3, lambda name, text: said.append((name, text)), pretended)
     assert list(found) == ["first", "bad", "last"]
     assert found["first"].failure is None and found["last"].found == {"rank": 3}
     assert found["first"].collectives == [Collective("AllReduce", "float32", 4, (0, 1))]
