@@ -137,7 +137,7 @@ class RoutedExperts(nn.Cell):
         self.own, self.is_dry = moe.expert_num // ranks.expert, ranks.is_dry
         self.every_E = Tensor(np.arange(self.experts, dtype=np.int32))
         self.dispatch, self.combine, self.reorder = _Dispatch(), _Combine(), _Reorder()
-        self.gate, self.up, self.down = (kernels.grouped_matmul(True) for _ in range(3))
+        self.gate, self.up, self.down = (kernels.grouped_matmul(True, True) for _ in range(3))  # a row of zeros each
         self.swiglu, self.to_host = kernels.swiglu(), P.MoveTo()
         self.morph = P.Morph(self.compute, self.infer, self.infer).add_prim_attr("self_define_shard", True)
         layout = Layout((ranks.data * ranks.tensor // ranks.expert, ranks.expert), ("groups", "expert"))

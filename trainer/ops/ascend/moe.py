@@ -109,14 +109,14 @@ class GroupedMatmul(nn.Cell):
     """Every expert's rows times its weight, as in cpu/moe.py.
 
     Args:
-        fills_rows: Whether every row is one of some expert and every expert has one, so that none has to be set to
-            zero, nor an expert's gradient.
+        fills_rows: Whether every row is one of some expert, so that none has to be set to zero.
+        reaches_all: Whether every expert has a row, so that the gradient of none has to be set to zero.
     """
 
-    def __init__(self, fills_rows: bool = False) -> None:
+    def __init__(self, fills_rows: bool = False, reaches_all: bool = False) -> None:
         super().__init__(auto_prefix=False)
         self.fills_rows = fills_rows
-        self.trained, self.frozen = (_GroupedMatmulCore(trained, fills_rows) for trained in (True, False))
+        self.trained, self.frozen = (_GroupedMatmulCore(trained, reaches_all) for trained in (True, False))
 
     def construct(self, x_RI, weight_EOI, counts_E):
         cast_EOI = weight_EOI.astype(x_RI.dtype)
@@ -137,9 +137,9 @@ class _GroupedMatmulCore(nn.Cell):
     each group (group_type 2), which gives it in the weight's own layout.
     """
 
-    def __init__(self, trained: bool, fills_rows: bool) -> None:
+    def __init__(self, trained: bool, reaches_all: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.is_trained, self.fills_rows = trained, fills_rows
+        self.is_trained, self.reaches_all = trained, reaches_all
 
     def construct(self, x_RI, weight_EOI, counts_E):
         return grouped_product(x_RI, mint.transpose(weight_EOI, 1, 2), counts_E, 0)
@@ -150,7 +150,7 @@ class _GroupedMatmulCore(nn.Cell):
         if not self.is_trained:
             return grad_x, ops.zeros(weight_EOI.shape, weight_EOI.dtype), no_grad_E
         grad_weight = grouped_product(mint.transpose(grad_RO, 0, 1), x_RI, counts_E, 2)
-        if self.fills_rows:
+        if self.reaches_all:
             return grad_x, grad_weight, no_grad_E
         # Zero for experts without rows, whatever the operator leaves there.
         has_rows_EOI = ops.broadcast_to((counts_E > 0).reshape(-1, 1, 1), weight_EOI.shape)

@@ -66,8 +66,8 @@ class GroupedMatmul(nn.Cell):
     parameter is trained. The gradient of one that is not is not computed.
     """
 
-    def __init__(self, fills_rows: bool = False) -> None:
-        """`fills_rows`, whether every row is one of an expert, is for an Ascend."""
+    def __init__(self, fills_rows: bool = False, reaches_all: bool = False) -> None:
+        """Whether every row is one of an expert, and every expert has one, is for an Ascend."""
         super().__init__(auto_prefix=False)
         self.trained, self.frozen = _GroupedMatmulCore(True), _GroupedMatmulCore(False)
 
