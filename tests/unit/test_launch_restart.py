@@ -102,13 +102,17 @@ def test_when_a_job_is_over(
 def test_a_signal_that_comes_after_the_failure_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, number: int
 ) -> None:
+    inherited = signal.signal(number, signal.default_int_handler)  # the tests may run under nohup
     before = signal.getsignal(number)
     monkeypatch.setattr(
         command.NoOtherNodes, "close", lambda self: (signal.raise_signal(signal.SIGWINCH), signal.raise_signal(number))
     )
-    code, starts = run(tmp_path, monkeypatch, [fails(1), DONE], max_restarts=3)
-    assert code == 137 and len(starts) == 1 and "was told to end" in capsys.readouterr().err
-    assert signal.getsignal(number) is before
+    try:
+        code, starts = run(tmp_path, monkeypatch, [fails(1), DONE], max_restarts=3)
+        assert code == 137 and len(starts) == 1 and "was told to end" in capsys.readouterr().err
+        assert signal.getsignal(number) is before
+    finally:
+        signal.signal(number, inherited)
 
 
 def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
