@@ -110,12 +110,8 @@ def _stage(
     )
     if is_graph:
         shares = shares_weights and degrees.data_parallel * degrees.context_parallel > 1
-        graph = graph_memory(config, degrees, stage, half, matrices, shares)
+        graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
         copies, kept, parts["masks and tables"] = graph.copies, graph.activations, graph.constants
-        if shares and not adds_up and "block" in recomputed_parts(config):
-            # Without sums, gradients of a layer that is computed again wait to be reduced, beside what is gathered.
-            layers_matrices = sum(matrices.get(name, 0) for name in of_trained if _layer_of(name) == layers[0])
-            kept += _gradients_of_layer(of_trained, matrices, half) + layers_matrices
     else:
         kept = _activations(config, layers, half, _gradients_of_layer(of_trained, matrices, half))
     parts["weights in half precision"] = copies

@@ -72,13 +72,14 @@ class GraphMemory(NamedTuple):
 
 
 def graph_memory(
-    config: Config, degrees: Degrees, stage: int, half: bool, matrices: Mapping[str, int], shares: bool
+    config: Config, degrees: Degrees, stage: int, half: bool, matrices: Mapping[str, int], shares: bool, adds_up: bool
 ) -> GraphMemory:
     """Of a stage of a training.
 
     Args:
         matrices: Bytes in float32 of each matrix of the stage, as the rank multiplies by it.
         shares: Whether data-parallel ranks share the weights.
+        adds_up: Whether the gradients of several micro-batches are summed.
     """
     settings, share = config.decoder, degrees.model_parallel
     width = 2 if half else _FLOAT32_BYTES
@@ -102,6 +103,10 @@ def graph_memory(
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
             stream = sublayers["attention"].stream + width * settings.hidden_size
             transient = 0 if keeps_gathered else max((own[name] for name in remade), default=0)
+            if part == "block" and shares and not adds_up:
+                # Gradients that wait to be reduced, in half precision and in float32, beside what is gathered.
+                layer_bytes = sum(_copies(matrices, layer, _FLOAT32_BYTES).values())
+                transient += layer_bytes * (5 if half else 4) // 2
             working = max(working, tokens * (inside + gradients + stream) + transient)
     if half and is_last:
         copies += matrices.get(HEAD, matrices.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
