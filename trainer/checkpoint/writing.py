@@ -65,21 +65,12 @@ Nothing else communicates, so the work may be done in a thread while the ranks t
 
 
 def write_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, np.ndarray]],
-    state: Mapping[str, object],
-    keep_max: int,
-    on_stage: OnStage | None = None,
-    documents: Mapping[str, Mapping[str, object] | bytes] | None = None,
-    communicator: Communicator | None = None,
-    best_steps: Sequence[int] = (),
+    folder: Path, *arguments: Any, communicator: Communicator | None = None, **options: Any
 ) -> Path:
-    """Does the stages of `checkpoint_stages`, one after the other. All ranks must call it; errors are the same."""
+    """Does the stages of `checkpoint_stages`, whose other arguments these are, one after the other. All ranks must call
+    it; errors are the same."""
     communicator = communicator or SingleProcess()
-    stages = checkpoint_stages(
-        folder, step, tensors, state, keep_max, on_stage, documents, communicator.rank, communicator.size, best_steps
-    )
+    stages = checkpoint_stages(folder, *arguments, rank=communicator.rank, ranks=communicator.size, **options)
     return do_stages(stages, folder, communicator)
 
 

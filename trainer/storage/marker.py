@@ -45,18 +45,19 @@ class Marker(Document):
             return self
         if self.checksums.keys() != self.file_bytes.keys():
             raise ValueError("checksums and file_bytes name other files")
-        if self.checksum != self._own_checksum():
+        if self.checksum != _checksum_of(self.model_dump(exclude={"checksum"})):
             raise ValueError("it has changed since it was written: its own checksum is another")
         return self
-
-    def _own_checksum(self) -> str:
-        return checksum_of_bytes(json.dumps(self.model_dump(exclude={"checksum"}), sort_keys=True).encode())
 
 
 def marker_content(marker: Mapping[str, Any]) -> bytes:
     """The marker's file, for its fields without its own checksum."""
-    own = checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
-    return (json.dumps({**marker, "checksum": own}, indent=1) + "\n").encode()
+    return (json.dumps({**marker, "checksum": _checksum_of(marker)}, indent=1) + "\n").encode()
+
+
+def _checksum_of(marker: Mapping[str, Any]) -> str:
+    """The marker's own checksum, for its fields without it."""
+    return checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
 
 
 def read_saved(path: Path, limit: int | None = None) -> bytes:
