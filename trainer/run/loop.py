@@ -342,7 +342,7 @@ class _Training:
             return
         assert self.data.evaluation is not None, "do_eval without data is an error of the configuration"
         epoch = position.epoch if epoch_ended else position.epoch + 1
-        metrics = evaluate_now(self.session, self.data.evaluation, stop, step, epoch)
+        metrics = evaluate_now(self.session, self.data.evaluation, stop, step, epoch, self.beat)
         self.agree(stop)
         if metrics is None:
             return
@@ -385,7 +385,8 @@ class _Training:
         self.beat()
 
     def beat(self) -> None:
-        heartbeat.beat(self.position.step)
+        step = self.position.step
+        heartbeat.beat(step if step > self.info.start_step else None)
 
     def tell_saved(self, path: Path, step: int) -> None:
         self.tell("on_checkpoint", path, step)

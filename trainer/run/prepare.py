@@ -12,6 +12,7 @@ from trainer.config.checks.parallel import in_job, runs_semi_auto
 from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
+from trainer.launch import heartbeat
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
@@ -119,7 +120,8 @@ def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
 
 
 def show_build(done_bytes: int, total_bytes: int) -> None:
-    """A line on a terminal while a large token file is built."""
+    """Tells the launcher that text is being tokenized, and shows a line on a terminal where it is much."""
+    heartbeat.beat(None)
     if total_bytes >= _PROGRESS_BYTES and sys.stderr.isatty():
         end = "\n" if done_bytes >= total_bytes else ""
         print(f"\rtokenizing: {100 * done_bytes // total_bytes} % of {total_bytes >> 20} MiB", end=end, file=sys.stderr)
