@@ -43,8 +43,13 @@ class HostGroup:
         self._exchange([array] * self.size, _each(rows))
         return rows
 
+    def all_gather_rows(self, array: np.ndarray) -> np.ndarray:
+        """[size n, ...]: [n, ...] of each rank, one after the other."""
+        rows = self.all_gather(array)
+        return rows.reshape(-1, *rows.shape[2:])
+
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
-        """The sum over all ranks, in the dtype of the array."""
+        """The sum over all ranks, in the dtype of the array; sums of float16 are made in float32."""
         if self.size == 1:
             return array
         if array.nbytes <= _SMALL_BYTES:
@@ -76,6 +81,11 @@ class HostGroup:
         received[self.rank] = given[self.rank]
         self._exchange(given, received)
         return received
+
+    def all_to_all_rows(self, array: np.ndarray) -> np.ndarray:
+        """[size n, ...] -> [size n, ...]: sends the r-th n rows to rank r."""
+        parts = np.split(np.asarray(array, order="C"), self.size)
+        return np.concatenate(self.all_to_all(parts, [parts[0].shape] * self.size))
 
     def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
         """The array of the group's rank `root`; shapes and dtypes are equal on all ranks."""
@@ -128,10 +138,10 @@ def _ranges(numbers: int, parts: int) -> list[slice]:
 
 def _sum(rows: np.ndarray) -> np.ndarray:
     """The sum of the rows, from the first to the last."""
-    total = rows[0, ...].copy()
+    total = rows[0, ...].astype(np.float32 if rows.dtype == np.float16 else rows.dtype)
     for row in _each(rows)[1:]:
         total += row
-    return total
+    return total.astype(rows.dtype, copy=False)
 
 
 def _each(rows: np.ndarray) -> list[np.ndarray]:
