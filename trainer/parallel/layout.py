@@ -217,12 +217,9 @@ def _stages_of(settings: ModelConfig, stage_layers: Sequence[Sequence[int]]) -> 
         prefixes = tuple(layer_prefix(layer) for layer in layers)
         found |= {name: (stage,) for name in found if prefixes and name.startswith(prefixes)}
     # Multi-token prediction modules look tokens up on the last stage.
-    both = (0, last) if last else (0,)
-    for name in (EMBEDDING, MAPPING_IN):
-        shared = settings.mtp_depth or settings.tie_word_embeddings and name == EMBEDDING
-        if name in found:
-            found[name] = both if shared else (0,)
-    return found
+    shared = last and (settings.mtp_depth or settings.tie_word_embeddings)
+    found[EMBEDDING] = (0, last) if shared else (0,)
+    return found | {name: (0,) for name in found if name == MAPPING_IN}
 
 
 def local_settings(settings: ModelConfig, tensor: int) -> ModelConfig:
