@@ -1,8 +1,9 @@
 """Sockets between the ranks of a job on CPUs, one for each pair. Pure Python.
 
-MindSpore's collectives on a CPU cannot do what the kinds of parallelism need: a group of some of the ranks has AllReduce
-only, sums are right in float32 alone, there is no all-to-all. So the ranks have connections of their own: Unix sockets
-on one host, TCP over several. Who connects must know the key of the job, which rank 0 makes: nobody else can send.
+MindSpore's collectives on a CPU cannot do what the kinds of parallelism need: a group of some of the ranks has
+AllReduce only, sums are right in float32 alone, there is no all-to-all. So the ranks have connections of their own:
+Unix sockets on one host, TCP over several. Who connects must know the key of the job, which rank 0 makes: nobody else
+can send.
 """
 
 from __future__ import annotations
