@@ -46,12 +46,12 @@ def test_sums_gathers_and_broadcasts(ranks: int, shape: tuple[int, ...], dtype: 
         own = given[group.rank]
         return [group.all_reduce(own), group.all_gather(own), group.all_max(own), group.broadcast(own, ranks - 1)]
 
-    total = given[0].copy()
+    total = given[0].astype(np.float32 if dtype is np.float16 else dtype)
     for each in given[1:]:
-        total += each
+        total += each  # in the order of the ranks, float16 in float32
     for found in on_groups(ranks, work):
-        for ours, right in zip(found, [total, np.stack(given), np.max(given, 0), given[-1]], strict=True):
-            np.testing.assert_array_equal(ours, right)  # the order of the sum is that of the ranks
+        for ours, right in zip(found, [total.astype(dtype), np.stack(given), np.max(given, 0), given[-1]], strict=True):
+            np.testing.assert_array_equal(ours, right)
             assert ours.dtype == dtype
 
 
