@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainer.config.checks.problem import Problem
     from trainer.launch.arguments import LaunchOptions
     from trainer.parallel.world import World
+    from trainer.plan.plan import Plan
     from trainer.smoke.changes import Change
 
 # A paragraph is one line: the terminal's width breaks it.
@@ -284,6 +285,10 @@ def _plan(
     rank: Annotated[int, typer.Option("--rank", help="--dryrun: as this rank of the job.", metavar="INT")] = 0,
     ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of the job.", metavar="INT")] = None,
     local_ranks: Annotated[int | None, typer.Option("--local_ranks", help="Ranks on one host.", metavar="INT")] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(help="Draw the pipeline's schedule: as text, and as a PNG file.", metavar="FILE"),
+    ] = None,
 ) -> int:
     """Says what a run would do, and ends. Never loads MindSpore, but for --audit and --dryrun.
 
@@ -306,11 +311,27 @@ def _plan(
         plan = plan_file(loaded, described_world(loaded, planned_world(ranks, local_ranks)), told)
     except SeveralProblems as problems:
         raise (problems.whole if verbose else problems.short) from None
-    if json_:
+    if schedule is not None:
+        _draw_schedule(loaded, plan, schedule)
+    elif json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
         print_sections(plan_sections(plan, verbose))
     return EXIT_OK
+
+
+def _draw_schedule(config: Config, plan: Plan, file: Path) -> None:
+    from trainer.plan.pipeline import draw_schedule
+
+    where = "flag --schedule"
+    file = user_path(file, where, "--schedule")
+    if file.suffix.lower() != ".png":
+        raise UserError("names a PNG file", where=where, key="--schedule", value=str(file), fix="write schedule.png")
+    try:
+        print(draw_schedule(config, 1 if plan.pipeline is None else len(plan.pipeline.stages), file))
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        raise UserError(rule, where=where, key="--schedule", value=str(file), fix="name another file") from None
 
 
 @app.command("smoke")
