@@ -83,9 +83,9 @@ def test_plan_tells_and_draws_the_schedule(tmp_path: Path, capsys: pytest.Captur
     # Semi-automatic mode, whose file is planned on any machine.
     flags = ["plan", "--config", str(REPOSITORY / "configs" / "mindformers_llama.yaml"), "--ranks", "2"]
     flags += "--use_parallel True --parallel.parallel_mode 1 --device_target Ascend".split()
-    flags += "--model.model_config.offset 0 --parallel_config.pipeline_stage 2 --parallel_config.micro_batch_num 4".split()
+    flags += "--parallel_config.pipeline_stage 2 --parallel_config.micro_batch_num 4".split()
     flags += "--parallel_config.data_parallel 1 --runner_config.gradient_accumulation_steps 1".split()
-    flags += "--model.model_config.num_layers 5".split()
+    flags += "--model.model_config.num_layers 5 --model.model_config.offset 0".split()
     assert dispatch([*flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["pipeline"]
     assert [stage["layers"] for stage in found["stages"]] == [["layers 0-1"], ["layers 2-4"]]
