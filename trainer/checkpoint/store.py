@@ -179,12 +179,15 @@ def put_aside(folder: Path) -> Path | None:
     return aside
 
 
-def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Container[str] = ()) -> Checkpoint:
+def read_checkpoint(
+    path: Path, parts: Iterable[str] | None = None, lazy: Container[str] = (), checksums: bool = True
+) -> Checkpoint:
     """Reads a complete checkpoint, and checks the lengths and checksums of the files that it reads.
 
     Args:
         parts: Which parts to read, for example ``("model",)``; all when None.
         lazy: Parts whose arrays are read one by one, whenever they are accessed.
+        checksums: Whether to check them, for which the files are read.
 
     Raises:
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
@@ -199,7 +202,7 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, lazy: Contai
         if part not in files:
             raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
-        arrays = _Arrays(path, files[part], marker)
+        arrays = _Arrays(path, files[part], marker if checksums else marker.model_copy(update={"checksums": None}))
         tensors[part] = arrays if part in lazy else dict(arrays)
     return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
 

@@ -99,6 +99,10 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
         # A plan may be of a job for other hosts: one rank must fit anywhere.
         ranks = world.local_size if world == world_from_environment() else 1
         check_memory(config, memory_estimate(config, config.trains, device, world), ranks)
+    if not (config.trains and config.resume_training):  # otherwise the checkpoint that is resumed has the weights
+        from trainer.checkpoint.adapters import check_starting_files
+
+        check_starting_files(config)
     if not config.trains:
         return Prepared(config, plan_run(config, world, backend, device, show_build), {}, None, None)
     resume_from = None
