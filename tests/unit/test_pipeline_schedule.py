@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli.main import dispatch
+from trainer.errors import UserError
 from trainer.parallel.schedule import (
     Action,
     Cost,
@@ -97,3 +98,5 @@ def test_plan_tells_and_draws_the_schedule(tmp_path: Path, capsys: pytest.Captur
     assert lines[-2].split()[2:] == "F0 F1 . . B0 B0 F2 B1 B1 F3 B2 B2 . B3 B3".split()
     assert lines[-1].split()[2:] == ". F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3".split()
     assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="names a PNG file"):
+        dispatch([*flags, "--schedule", "schedule.svg"])

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainer.config.checks.problem import Problem
     from trainer.launch.arguments import LaunchOptions
     from trainer.parallel.world import World
-    from trainer.plan.plan import Plan
     from trainer.smoke.changes import Change
 
 # A paragraph is one line: the terminal's width breaks it.
@@ -312,26 +311,14 @@ def _plan(
     except SeveralProblems as problems:
         raise (problems.whole if verbose else problems.short) from None
     if schedule is not None:
-        _draw_schedule(loaded, plan, schedule)
+        from trainer.plan.pipeline import draw_schedule
+
+        print(draw_schedule(loaded, plan.pipeline, user_path(schedule, "flag --schedule")))
     elif json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
         print_sections(plan_sections(plan, verbose))
     return EXIT_OK
-
-
-def _draw_schedule(config: Config, plan: Plan, file: Path) -> None:
-    from trainer.plan.pipeline import draw_schedule
-
-    where = "flag --schedule"
-    file = user_path(file, where, "--schedule")
-    if file.suffix.lower() != ".png":
-        raise UserError("names a PNG file", where=where, key="--schedule", value=str(file), fix="write schedule.png")
-    try:
-        print(draw_schedule(config, 1 if plan.pipeline is None else len(plan.pipeline.stages), file))
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        raise UserError(rule, where=where, key="--schedule", value=str(file), fix="name another file") from None
 
 
 @app.command("smoke")

@@ -125,22 +125,29 @@ def _layer_weights(config: Config) -> list[int]:
     return found
 
 
-def draw_schedule(config: Config, stages: int, picture: Path) -> str:
+def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> str:
     """The schedule as text, for a terminal; draws it as a PNG file too.
 
     Raises:
-        UserError: The job has no pipeline.
-        OSError: The picture cannot be written.
+        UserError: The job has no pipeline, or the picture cannot be written.
     """
-    if stages == 1 or config.classifier is not None:
-        fix = "set parallel_config.pipeline_stage, in a job of more than one rank"
-        raise UserError("this job has no pipeline to draw", where="flag --schedule", key="--schedule", fix=fix)
-    micro_batches, chunks = config.parallel_config.micro_batch_num, config.decoder.pp_interleave_num
+
+    def mistake(rule: str, fix: str) -> UserError:
+        return UserError(rule, where="flag --schedule", key="--schedule", value=str(picture), fix=fix)
+
+    if plan is None:
+        raise mistake("this job has no pipeline to draw", "set parallel_config.pipeline_stage, in a job of some ranks")
+    if picture.suffix.lower() != ".png":
+        raise mistake("names a PNG file", "write for example schedule.png")
+    stages, micro_batches, chunks = len(plan.stages), plan.micro_batches, plan.chunks
     drawn = min(micro_batches, max(_MOST_DRAWN // stages, 2) * stages)
     schedule, costs = one_forward_one_backward(stages, drawn, chunks), chunk_costs(config)
     part = f"the first {drawn} of {micro_batches}" if drawn < micro_batches else f"{drawn}"
     title = f"{stages} stages, {part} micro-batches" + (f", {chunks} chunks a stage" if chunks > 1 else "")
-    _draw_picture(schedule, simulate(schedule, lambda s, c: costs[s][c]), title, picture)
+    try:
+        _draw_picture(schedule, simulate(schedule, lambda s, c: costs[s][c]), title, picture)
+    except OSError as error:
+        raise mistake(f"cannot be written: {error.strerror or error}", "name another file") from None
     key = "F3 forward, B3 backward pass of micro-batch 3 (from 0); a backward pass takes two slots"
     key += "; a, b, ... are the chunks of a stage" if chunks > 1 else ""
     return "\n".join([f"{title}: {key}", "", *schedule_lines(schedule)])
