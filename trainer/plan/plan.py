@@ -31,7 +31,7 @@ from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.experts import active_weights, experts_plan
-from trainer.plan.memory import memory_estimate, memory_notices
+from trainer.plan.memory import memory_notices
 from trainer.plan.pipeline import PipelinePlan, pipeline_plan
 
 if TYPE_CHECKING:
@@ -110,11 +110,18 @@ class Plan:
 
 
 def plan_run(
-    config: Config, world: World, backend: TrainingBackend, device: str, progress: Progress, opens_data: bool = True
+    config: Config,
+    world: World,
+    backend: TrainingBackend,
+    device: str,
+    memory_bytes: Mapping[str, int],
+    progress: Progress,
+    opens_data: bool = True,
 ) -> Plan:
     """Works out what a run of this checked configuration will do, and opens its data; see `trainer.run.prepare`.
 
-    Without data (`opens_data` False) the steps are not known, and 0 stands for each count of them.
+    `memory_bytes` are those of `memory_estimate`. Without data (`opens_data` False) the steps are not known, and 0
+    stands for each count of them.
 
     Raises:
         UserError: The data cannot be read, or fills no batch.
@@ -126,7 +133,6 @@ def plan_run(
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    memory_bytes = memory_estimate(config, trains, device, world)
     notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
     notices += freeze_notices(config)
     notices += memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ()

@@ -91,10 +91,11 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
         raise_problems(wrong)
         if not elsewhere:
             return prepare(config, world).plan
-        plan = plan_run(config, world, backend, planned_device(config), show_build, opens_data=opens_data and not away)
+        device, memory_bytes = planned_device(config), _memory(config, world)
+        plan = plan_run(config, world, backend, device, memory_bytes, show_build, opens_data and not away)
         for section in away if opens_data else ():
             _check_data(config, section, is_away=True)
-        of_memory = _memory_notices(config, plan.memory_bytes) if has_sizes else []
+        of_memory = _memory_notices(config, memory_bytes) if has_sizes else []
     except UserError as error:
         problems = wrong or [_located(config, error)]
         broken = {one.error.key.partition(".")[0] for one in wrong}
