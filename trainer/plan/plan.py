@@ -32,6 +32,7 @@ from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.experts import active_weights, experts_plan
 from trainer.plan.memory import memory_notices
+from trainer.plan.pipeline import PipelinePlan, pipeline_plan
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -103,6 +104,7 @@ class Plan:
     labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
     attention: str = ""  # multi-head latent attention in words; empty for another
+    pipeline: PipelinePlan | None = None
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
 
@@ -191,6 +193,7 @@ def plan_run(
         notices=tuple(notices),
         labels=settings.labels_text,
         attention=_attention(config.decoder),
+        pipeline=pipeline_plan(config, degrees_of(config, world).pipeline_stage) if trains else None,
         backend=backend,
         data=data,
     )

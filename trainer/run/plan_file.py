@@ -188,7 +188,7 @@ def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
     text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
     return replace(
         plan, weights=0, active_weights=0, frozen=replace(plan.frozen, weights=0, tensors=0), groups=(), experts={},
-        recompute="", adapters="", tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,
+        recompute="", adapters="", pipeline=None, tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,
         notices=(*plan.notices, *notices, Notice(text, "parallel")),
     )  # fmt: skip
 
