@@ -12,7 +12,13 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
-from mindspore.ops.auto_generate import RmsNormGrad, RotaryPositionEmbedding, RotaryPositionEmbeddingGrad, SwigluGrad
+from mindspore.ops.auto_generate import (
+    RmsNormGrad,
+    RotaryPositionEmbedding,
+    RotaryPositionEmbeddingGrad,
+    SplitTensor,
+    SwigluGrad,
+)
 
 from trainer.ops.cpu.kernels import Linear
 
@@ -129,6 +135,17 @@ def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
 def split_columns(x_RD: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """As in cpu/kernels.py."""
     return mint.split(x_RD, (first, x_RD.shape[1] - first), 1)
+
+
+class Halves(nn.Cell):
+    """Both halves of the second axis of [R, T, d]."""
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.split = SplitTensor()
+
+    def construct(self, x_RTd):
+        return self.split(x_RTd, x_RTd.shape[1] // 2, 1)
 
 
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
