@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzz import Attempt, check
+from fuzz import Accepted, Attempt, check
 
 from fuzzing.configuration import TINY, _merged
 from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.checkpoint import adapters, state, store
-from trainer.checkpoint.weights import requested_weights
+from trainer.checkpoint.weights import check_files, requested_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import Config, dump_config, parse_config
 from trainer.data.datasets import build_train_dataset, data_layout, find_tokenizer
@@ -119,6 +120,13 @@ def _safetensors(folder: Path) -> Attempt:
 
     def attempt(rng: random.Random) -> None:
         file.write_bytes(_header(whole, rng))
+        try:
+            check_files(config)
+        except UserError as error:
+            with contextlib.suppress(UserError):
+                requested_weights(config)
+                raise Accepted(f"a plan refuses what a run takes: {error}") from error
+            raise
         _same(requested_weights(config), expected, "model.safetensors")
 
     return attempt

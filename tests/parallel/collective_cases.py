@@ -33,7 +33,7 @@ def shared_tensors() -> list[np.ndarray]:
     return [array.astype(np.float32) for array in gradients_of(0) if array.size > 4]
 
 
-PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Receive")
+PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "EnterTensorParallel", "LeaveTensorParallel")
 
 
 def pair_input(rank: int, ranks: int) -> np.ndarray:
@@ -60,24 +60,23 @@ def pair_output(name: str, every_x: np.ndarray, rank: int) -> np.ndarray:
         "AllGather": lambda: every_x.reshape(-1, 3),
         "ReduceScatter": lambda: by_rank[:, rank].sum(0),
         "AllToAll": lambda: by_rank[:, rank].reshape(-1, 3),
-        "Broadcast": lambda: every_x[ranks - 1],
-        "Receive": lambda: every_x[ends_of_sending(ranks)[0]],
+        "EnterTensorParallel": lambda: every_x[rank],
+        "LeaveTensorParallel": lambda: every_x.sum(0),
     }[name]()
 
 
 def pair_gradient(name: str, ranks: int, rank: int) -> np.ndarray:
-    """The gradient of the sum of all ranks' losses with respect to what this rank gave."""
+    """The gradient of the sum of all ranks' losses with respect to what this rank gave; that of a pair of tensor
+    parallelism takes what all ranks have alike for one thing, so its gradient is that of its name alone."""
     shapes = {"AllGather": (2 * ranks * ranks, 3), "ReduceScatter": (2, 3)}
     every_g = np.stack([factors_of(each, shapes.get(name, (2 * ranks, 3))) for each in range(ranks)])
-    if name == "AllReduce":
+    if name in ("AllReduce", "EnterTensorParallel"):
         return every_g.sum(0)
+    if name == "LeaveTensorParallel":
+        return every_g[rank]
     if name == "AllGather":
         return every_g.sum(0).reshape(ranks, -1, 3)[rank]
     if name == "ReduceScatter":
         return every_g.reshape(-1, 3)
-    if name == "AllToAll":
-        return every_g.reshape(ranks, ranks, 2, 3)[:, rank].reshape(-1, 3)
-    if name == "Broadcast":
-        return every_g.sum(0) if rank == ranks - 1 else np.zeros_like(every_g[0])
-    sender, receiver = ends_of_sending(ranks)
-    return every_g[receiver] if rank == sender else np.zeros_like(every_g[0])
+    assert name == "AllToAll"
+    return every_g.reshape(ranks, ranks, 2, 3)[:, rank].reshape(-1, 3)

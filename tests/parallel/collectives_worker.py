@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 from msrun_helpers import take_a_core
 
@@ -18,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "parity"))
 import mindspore  # noqa: E402
 import numpy as np  # noqa: E402
 from collective_cases import (  # noqa: E402
+    PAIRS,
     SHAPES,
     SHARDED,
     TWICE,
@@ -32,7 +32,7 @@ from collective_cases import (  # noqa: E402
 from data_parallel_worker import steps_together  # noqa: E402
 from expert_exchange import exchanged_experts  # noqa: E402
 from exported_graphs import export  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+from mindspore import Parameter, Tensor, communication, nn, ops  # noqa: E402
 
 from trainer.checkpoint.store import shard_name  # noqa: E402
 from trainer.checkpoint.writing import write_checkpoint  # noqa: E402
@@ -42,12 +42,13 @@ from trainer.errors import RunError  # noqa: E402
 from trainer.optim.groups import parameter_groups  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
+from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.gradients import SumDuringBackward  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, range_of_rank  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 
-NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Receive"}
+NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll"}
 
 
 def main(folder: Path) -> None:
@@ -55,29 +56,30 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     set_up_cpu_threads()  # as a run does; without it most of the time goes into threads that poll
-    communicator = ProcessGroup(world)
+    communicator = ProcessGroup(collectives.start(world))
+    group = communicator.group
     if world.size == 2:
         np.savez(folder / f"steps-{world.rank}.npz", **steps_together(communicator))
-    found = {"folder": np.array(str(folder)), "float64": np.array(collectives.gather_float64(numbers_of(world.rank)))}
-    found["no float64"] = np.array(collectives.gather_float64([]))
+    found = {"folder": np.array(str(folder)), "float64": group.all_gather(np.array(numbers_of(world.rank)))}
+    found["no float64"] = group.all_gather(np.zeros(0))
     for name, text in zip(("texts", "no texts"), (text_of(world.rank), b""), strict=True):
-        texts = collectives.gather_bytes(text)
+        texts = group.gather_bytes(text)
         found |= {f"{name} {rank}": np.frombuffer(each, np.uint8) for rank, each in enumerate(texts)}
     gradients = [Tensor(gradient) for gradient in gradients_of(world.rank)]
     for way, bucket_bytes in (("one by one", 0), ("in buckets", 4000), ("together", 1 << 20)):
-        sums = collectives.all_reduce_in_buckets(gradients, bucket_bytes=bucket_bytes)
+        sums = collectives.all_reduce_in_buckets(gradients, group, bucket_bytes)
         found |= {f"{way} {number}": each.asnumpy() for number, each in enumerate(sums)}
-    found |= as_on_a_device(world, gradients, in_float32=True) | as_on_a_device(world, gradients, in_float32=False)
+    found |= as_on_a_device(group, gradients, in_float32=True) | as_on_a_device(group, gradients, in_float32=False)
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)
-    found |= shared(world) | pairs(world) | exchanged_experts(world)
+    found |= shared(group) | pairs(group) | exchanged_experts(group)
     found |= shared_optimizer(communicator, folder)
     found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
-    collectives.barrier()
+    communicator.barrier()
     np.savez(folder / f"rank-{world.rank}.npz", **found)
 
 
-def as_on_a_device(world: World, gradients: list[Tensor], in_float32: bool) -> dict[str, np.ndarray]:
+def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> dict[str, np.ndarray]:
     """Two micro-batches with these gradients, which are summed during the backward pass of the second."""
     parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
 
@@ -93,7 +95,7 @@ def as_on_a_device(world: World, gradients: list[Tensor], in_float32: bool) -> d
         return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
-    reducer = SumDuringBackward(parameters, is_sharded, world.rank, world.size, in_float32, bucket_bytes=4000)
+    reducer = SumDuringBackward(parameters, is_sharded, group, in_float32, bucket_bytes=4000)
     total = [each.astype(mindspore.float32) if in_float32 else each * 1 for each in gradients]
     _, reduced = reducer.last(total, backward)
     way = "in float32" if in_float32 else "in their dtype"
@@ -101,22 +103,22 @@ def as_on_a_device(world: World, gradients: list[Tensor], in_float32: bool) -> d
     return found | {"counted": reduced.counted}
 
 
-def shared(world: World) -> dict[str, np.ndarray]:
+def shared(group: Group) -> dict[str, np.ndarray]:
     """Tensors that are whole again, after each way of gathering them."""
     found = {}
     for way in ("in chunks", "together", "from parts", "on a device", "from parts on a device"):
         parameters, parts = [], []
         for number, whole in enumerate(shared_tensors()):
-            own, known = range_of_rank(whole.size, world.rank, world.size), np.full(whole.size, np.nan, np.float32)
+            own, known = range_of_rank(whole.size, group.rank, group.size), np.full(whole.size, np.nan, np.float32)
             parts.append(Tensor(whole.reshape(-1)[own]))
             if "parts" not in way:
                 known[own] = whole.reshape(-1)[own]
             parameters.append(Parameter(Tensor(known.reshape(whole.shape)), name=f"{way} {number}"))
         if "device" in way:
-            collectives._all_gather_on_device(parameters, parts if "parts" in way else None)
+            collectives.gather_ranges_on_device(group, parameters, parts if "parts" in way else None)
         else:
             chunk_bytes = 1000 if way == "in chunks" else 1 << 20
-            collectives.all_gather_ranges(parameters, parts if "parts" in way else None, chunk_bytes)
+            collectives.all_gather_ranges(group, parameters, parts if "parts" in way else None, chunk_bytes)
         found |= {f"shared {parameter.name}": parameter.asnumpy() for parameter in parameters}
     return found
 
@@ -127,7 +129,7 @@ def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.n
     arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}
     groups = parameter_groups({name: array.shape for name, array in arrays.items()}, 0.1)
     found = {}
-    shard = OptimizerShard(communicator.rank, communicator.size, 1000, collectives.all_gather_ranges)
+    shard = OptimizerShard(communicator.rank, communicator.size, 1000, communicator.all_gather_ranges)
     for way in (None, shard):
         parameters = {name: Parameter(Tensor(array), name=name) for name, array in arrays.items()}
         optimizer = build_optimizer(parameters, groups, settings, shard=way)
@@ -151,34 +153,36 @@ def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.n
     return found
 
 
-def pairs(world: World) -> dict[str, np.ndarray]:
-    """Outputs and gradients of all pairs, by name."""
-    rank, ranks = world.rank, world.size
-    x = Tensor(pair_input(rank, ranks))
-    cells = {
-        "AllReduce": collectives.AllReduce(),
-        "AllGather": collectives.AllGather(),
-        "ReduceScatter": collectives.ReduceScatter(),
-        "AllToAll": collectives.AllToAll(),
-        "Broadcast": collectives.Broadcast(ranks - 1),
-    }
+def pairs(group: Group) -> dict[str, np.ndarray]:
+    """Outputs and gradients of all pairs, within compiled code and without, by name."""
+    rank, ranks = group.rank, group.size
+    x, found = Tensor(pair_input(rank, ranks)), {}
+    parity = group.part(range(rank % 2, ranks, 2), "odd" if rank % 2 else "even")
+    for name in PAIRS:
+        for compiled in (True, False):
+            cell = getattr(collectives, name)(group, compiled)
+            way = name if compiled else f"eager {name}"
+            found |= output_and_gradient(way, mindspore.jit(Called(cell).construct) if compiled else cell, x, rank)
+    for name in ("AllReduce", "AllGather"):
+        found |= output_and_gradient(f"parity {name}", getattr(collectives, name)(parity), x, rank)
     sender, receiver = ends_of_sending(ranks)
-    if rank in (sender, receiver):
-        collectives.make_group("two", sorted((sender, receiver)))
-        assert collectives.group_size("two") == 2 and collectives.group_size() == ranks
     if rank == sender:
-        cells["Receive"] = collectives.Send(receiver, "two")
+        collectives.send(x, group, receiver)
     elif rank == receiver:
-        cells["Receive"] = collectives.Receive(sender, "two", x.shape)
-    parity = "odd" if rank % 2 else "even"
-    collectives.make_group(parity, range(rank % 2, ranks, 2))
-    cells |= {f"parity {pair.__name__}": pair(group=parity) for pair in (collectives.AllReduce, collectives.AllGather)}
-    cells["parity Broadcast"] = collectives.Broadcast(rank % 2, parity)
-    found = {}
-    for name, cell in cells.items():
-        found |= output_and_gradient(name, cell, x, rank)
-    half = collectives.AllGather()(x.astype(mindspore.float16))
+        found["received"] = collectives.receive(x.shape, x.dtype, group, sender).asnumpy()
+    half = collectives.AllGather(group)(x.astype(mindspore.float16))
     return found | {"half AllGather": half.asnumpy()}
+
+
+class Called(nn.Cell):
+    """A graph with a collective between two products, so that it has something to wait for."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.cell(x * 1) * 1
 
 
 def output_and_gradient(name: str, cell: Callable, x: Tensor, rank: int) -> dict[str, np.ndarray]:
@@ -204,27 +208,17 @@ class Gradient(nn.Cell):
 
 
 def native_operators(world: World, folder: Path) -> dict[str, list[str]]:
-    """The collectives in the graphs that a device with all of them would run, forward and backward."""
-    rank, ranks = world.rank, world.size
-    other = (rank + 1) % ranks
+    """The collectives in the graphs that a device would run, forward and backward."""
+    group = collectives.DeviceGroup(range(world.size), world.rank, communication.GlobalComm.WORLD_COMM_GROUP)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    x, found = Tensor(pair_input(rank, ranks)), {}
-    with mock.patch.object(collectives, "has_all_operators", return_value=True):
-        cells = {
-            "AllReduce": (collectives.AllReduce, x.shape),
-            "AllGather": (collectives.AllGather, (2 * ranks * ranks, 3)),
-            "ReduceScatter": (collectives.ReduceScatter, (2, 3)),
-            "AllToAll": (collectives.AllToAll, x.shape),
-            "Broadcast": (partial(collectives.Broadcast, 0), x.shape),
-        }
-        if ranks == 2:
-            cells["Send"] = partial(collectives.Send, other, "two"), ()
-            cells["Receive"] = partial(collectives.Receive, other, "two", x.shape), x.shape
-        for name, (make, shape) in cells.items():
-            dout = Tensor(factors_of(rank, shape))
-            forward = export(make(), [x], folder / f"{name}-{rank}").operators
-            backward = export(Gradient(make()), [x, dout], folder / f"{name}-gradient-{rank}").operators
-            found[name] = [" ".join(NATIVE & set(operators)) for operators in (forward, backward)]
+    x, found = Tensor(pair_input(group.rank, group.size)), {}
+    rows = {"AllGather": 2 * group.size * group.size, "ReduceScatter": 2}
+    for name in PAIRS:
+        dout = Tensor(factors_of(group.rank, (rows.get(name, len(x)), x.shape[1])))
+        make = partial(getattr(collectives, name), group)
+        forward = export(make(), [x], folder / f"{name}-{group.rank}").operators
+        backward = export(Gradient(make()), [x, dout], folder / f"{name}-gradient-{group.rank}").operators
+        found[name] = [" ".join(NATIVE & set(operators)) for operators in (forward, backward)]
     return found
 
 

@@ -7,6 +7,7 @@ that the experts give it decide which of them arrive, as of the operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +17,7 @@ from expert_operators import GroupedMatmul, operators_of_a_cpu
 from mindspore import Tensor, ops
 
 from trainer.parallel import collectives
-from trainer.parallel.world import World
+from trainer.parallel.collectives import Group
 from trainer.semi_auto import experts, kernels
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, CHOSEN = 6, 5, 3, 8, 2
@@ -24,21 +25,21 @@ MOST = TOKENS * CHOSEN + EXPERTS
 NAMES = ("y", "gates", "gate", "up", "down")
 
 
-def exchanged_experts(world: World) -> dict[str, np.ndarray]:
+def exchanged_experts(group: Group) -> dict[str, np.ndarray]:
     """Sum and gradients as this rank gets them, and as one rank gets them that has everything."""
-    every = [tokens_of(rank) for rank in range(world.size)]
+    every = [tokens_of(rank) for rank in range(group.size)]
     matrices = weights()
-    own = slice(world.rank * EXPERTS // world.size, (world.rank + 1) * EXPERTS // world.size)
+    own = slice(group.rank * EXPERTS // group.size, (group.rank + 1) * EXPERTS // group.size)
     with (
         operators_of_a_cpu(),
         mock.patch.object(experts.P, "MoveTo", lambda: to_host),
-        mock.patch.object(experts, "all_to_all", lambda x, group, ranks: collectives.AllToAll()(x)),
-        mock.patch.object(experts, "all_to_all_rows", exchange),
+        mock.patch.object(experts, "all_to_all", lambda x, name, ranks: collectives.AllToAll(group, compiled=False)(x)),
+        mock.patch.object(experts, "all_to_all_rows", partial(exchange, group)),
     ):
-        mine = computed(world.size, *every[world.rank], [matrix[own] for matrix in matrices])
+        mine = computed(group.size, *every[group.rank], [matrix[own] for matrix in matrices])
         all_tokens = [np.concatenate(arrays) for arrays in zip(*every, strict=True)]
         right = computed(1, *all_tokens, matrices)
-    rows = slice(world.rank * TOKENS, (world.rank + 1) * TOKENS)
+    rows = slice(group.rank * TOKENS, (group.rank + 1) * TOKENS)
     right = [array[rows if number < 3 else own] for number, array in enumerate(right)]
     named = zip(("out", *NAMES), mine, right, strict=True)
     return {f"experts {name}": np.stack([one, other]) for name, one, other in named}
@@ -81,9 +82,9 @@ def to_host(counts: Tensor, *_: object) -> tuple[int, ...]:
     return tuple(map(int, counts.asnumpy()))
 
 
-def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str) -> Tensor:
+def exchange(group: Group, rows: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
     """As `collectives.all_to_all_rows`."""
     parts = ops.split(rows, list(send))
     filled = [ops.concat((part, ops.zeros((MOST - len(part), rows.shape[1])))) for part in parts]
-    arrived = ops.split(collectives.AllToAll()(ops.concat(filled)), MOST)
+    arrived = ops.split(collectives.AllToAll(group, compiled=False)(ops.concat(filled)), MOST)
     return ops.concat([part[:number] for part, number in zip(arrived, receive, strict=True)])

@@ -58,6 +58,8 @@ def act(action: str, step: int) -> None:
     elif name == "slow":  # saves for so many seconds
         global saving_seconds
         saving_seconds = float(value)
+    elif name == "tokenize":
+        heartbeat.beat(None)
     elif name == "hang":
         wait_for_ever()
     elif name == "after":  # goes on once the test has made this file

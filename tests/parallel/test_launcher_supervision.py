@@ -237,13 +237,14 @@ def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_slow_first_step_is_no_hang(tmp_path: Path) -> None:
-    """The start has a limit of its own."""
+    """The start has a limit of its own, which is also that of what comes before the first step."""
     limits = ("--hang_timeout", 0.5, "--start_timeout", 4)
-    job = launch(tmp_path, 1000, "0@1:hang", "1@1:hang", options=limits, **SHORT)
+    job = launch(tmp_path, 1000, "0@1:tokenize", "0@1:hang", "1@1:hang", options=limits, **SHORT)
     job.wait_until(lambda: "facts" in job.log(0) and "facts" in job.log(1))
     psutil.Process(job.facts(1)["pid"]).suspend()
     assert job.end() == EXIT_HANG
-    assert "the first step was not finished within 4 s of the start (--start_timeout)." in job.errors
+    since = "the last text that was tokenized"
+    assert f"the first step was not finished within 4 s of {since} (--start_timeout)." in job.errors
     assert "  Fix: if a step may take that long, give a larger --start_timeout; 0 is no limit.\n" in job.errors
     assert "Stopped by a signal (SIGSTOP or the like): rank 1, process" in job.errors
     assert "in wait_for_ever" in job.log(0)

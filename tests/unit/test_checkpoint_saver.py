@@ -115,10 +115,11 @@ def test_only_what_is_written_and_still_shared_is_copied(
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_while_it_waits_the_training_tells_that_the_writer_gets_on(
+def test_while_it_waits_the_training_tells_that_the_writer_gets_on_and_long_for_a_disk_that_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
     monkeypatch.setattr(saver_module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(saver_module, "_FLUSH_SECONDS", 1e9)
     told, stuck = [], []
 
     def slow(stage: str) -> None:
@@ -127,7 +128,12 @@ def test_while_it_waits_the_training_tells_that_the_writer_gets_on(
             while len(told) < 3 and time.monotonic() < began + 20:  # a slow disk
                 (tmp_path / "written").write_bytes(bytes(4096))
                 time.sleep(0.005)
-        if stage == "wrote optimizer":  # a disk that hangs
+        if stage == "wrote optimizer":  # a flush, and then a disk that never answers
+            before, began = len(told), time.monotonic()
+            while len(told) < before + 3 and time.monotonic() < began + 20:
+                time.sleep(0.005)
+            stuck.append(len(told) < before + 3)
+            monkeypatch.setattr(saver_module, "_FLUSH_SECONDS", 0.0)
             time.sleep(0.05)
             before = len(told)
             time.sleep(0.2)
@@ -136,7 +142,7 @@ def test_while_it_waits_the_training_tells_that_the_writer_gets_on(
     saver = Saver(tmp_path, SingleProcess(), in_background, lambda path, step: None, lambda: told.append(1))
     saver.save(stages(tmp_path, 1, slow), 1)
     saver.finish()
-    assert len(told) >= 3 and stuck == [0]
+    assert len(told) >= 3 and stuck == [False, 0]
 
 
 def test_at_most_one_is_in_flight_and_the_wait_is_counted(tmp_path: Path) -> None:

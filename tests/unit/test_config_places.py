@@ -6,6 +6,7 @@ import pytest
 from config_helpers import BASE, error_of, load, notices
 
 from trainer.config import parse_config
+from trainer.config.checks.problem import SeveralProblems
 
 ACCUMULATION = """\
 # runner config
@@ -354,10 +355,17 @@ def test_all_problems_are_shown_in_the_order_of_the_file():
     assert lines[0] == "6 problems in the configuration."
 
 
-def test_at_most_ten_problems_are_shown():
-    message = error_of("".join(f"zzz{number}: 1\n" for number in range(25)))
-    assert message.startswith("25 problems") and message.endswith("... and 15 more.")
-    assert message.count("unknown key") == 10
+def test_the_first_twenty_problems_are_shown():
+    text = "".join(f"zzz{number}: 1\n" for number in range(2000))
+    with pytest.raises(SeveralProblems) as caught:
+        load(text, "yyy=1")
+    found, left = caught.value, "\n... and 1981 more, in a.yaml, flag --yyy."
+    assert str(found).startswith("2001 problems") and str(found).endswith(left)
+    assert str(found).count("unknown key") == str(found).count("Fix: ") == 20
+    assert str(found.short).count("unknown key") == 20 and "... and 1981 more, in a.yaml" in str(found.short)
+    assert str(found.short).endswith("  Fix: each of the 2001; --verbose says how.")
+    assert str(found.whole).count("unknown key") == str(found.whole).count("Fix: ") == 2001
+    assert {error.exit_code for error in (found, found.short, found.whole)} == {2}
 
 
 def test_an_architecture_implies_what_its_name_says():

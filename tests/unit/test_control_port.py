@@ -93,6 +93,12 @@ def test_workers_start_once_all_nodes_are_connected(options: LaunchOptions, tmp_
         while not spoke.connected:
             spoke.poll(time.monotonic())
     assert hub.connected
+    later = time.monotonic() + 2
+    one.moved()  # a rank of node 1 gets on, while those of node 2 wait for it
+    for sender, receiver in ((one, hub), (hub, two)):
+        sender.poll(later)
+        assert talk(receiver, until="moved", now=later)[-1] == ("moved", 0, [])
+    assert not any(event.kind == "moved" for node in (hub, two) for event in node.poll(later + 2))
     for each in (one, two, hub):
         each.close()
 

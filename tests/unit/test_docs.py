@@ -14,7 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from test_mnist_files import write_set
 
 from trainer.checkpoint.hugging_face import folder_files
@@ -44,7 +46,7 @@ SWITCHES = {
 }  # fmt: skip
 OPTIONS = {
     "export": ("--output", "--dtype", "--shard_size", "--adapter"),
-    "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank"),
+    "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank", "--schedule"),
     "data": ("--rows",), "smoke": ("--ranks", "--steps"),
 }  # fmt: skip
 
@@ -351,8 +353,11 @@ def test_every_configuration_can_be_planned(name: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(REPOSITORY)
     overrides = []
     if name == "finetune.yaml":  # needs a model folder
-        for file, content in folder_files(load_config("configs/instructions.yaml", [])).items():
+        model = load_config("configs/instructions.yaml", [])
+        for file, content in folder_files(model).items():
             (tmp_path / file).write_bytes(content)
+        weights = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model.decoder).items()}
+        save_file(weights, tmp_path / "model.safetensors")
         overrides.append(Override("pretrained_model_dir", str(tmp_path)))
     config = load_config(f"configs/{name}", overrides)
     assert Path(config.output_dir) == Path("output", name.removesuffix(".yaml"))

@@ -7,28 +7,35 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors
-from config_helpers import failure, load
+from config_helpers import BASE, failure, load
 from golden_files import load_model_case, model_case_names
 from safetensors.numpy import load_file, save_file
 
+from trainer.checkpoint.adapters import description, starting_weights
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import as_bfloat16, class_on_disk, folder_files, parse_size, shards, write_weights
 from trainer.checkpoint.weights import check_weights, read_weights
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import config_notices, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import DEFAULTS, class_differences, config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import all_shapes, parameter_shapes
 from trainer.run.export import export
+from trainer.run.prepare import build_plan
 
 GOLDEN = [*model_case_names(), *model_case_names("experts")]
+ADAPTED = BASE.replace("    seq_length: 32\n", """    seq_length: 32
+    pet_config: {{target_modules: q_proj}}
+""") + "adapter_id: {folder}\n"
 SIZES = "num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 300, seq_length: 16"
 
 
@@ -280,6 +287,67 @@ def test_a_folder_whose_files_contradict_or_hang_is_refused(tmp_path: Path) -> N
     assert read_weights(tmp_path).keys() == {"a", "b"}
     os.mkfifo(tmp_path / "model-2.safetensors")  # opening it would wait for ever
     assert "model-2.safetensors" in failure(lambda: read_weights(tmp_path))
+
+
+def _pipe(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    os.mkfifo(folder / "more.safetensors")
+
+
+def _twice(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    save_file({"lm_head.weight": arrays["lm_head.weight"]}, folder / "more.safetensors")
+
+
+def _cut(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+
+
+def _whole_numbers(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    save_file({"lm_head.weight_scale": np.ones(4, np.int8)}, folder / "more.safetensors")
+
+
+def _turned(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    save_file(arrays | {"lm_head.weight": np.ascontiguousarray(arrays["lm_head.weight"].T)},
+              folder / "model.safetensors")
+
+
+def _missing(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    save_file({name: array for name, array in arrays.items() if name != "model.norm.weight"},
+              folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("damage", [_pipe, _twice, _cut, _whole_numbers, _turned, _missing])
+def test_a_plan_refuses_the_weights_that_a_run_refuses(tmp_path: Path, damage: Callable[..., None]) -> None:
+    folder = source(tmp_path / "source")
+    config = parse_config("a.yaml", f"""
+pretrained_model_dir: {folder}
+load_checkpoint: {folder}
+run_mode: finetune
+output_dir: {tmp_path / 'output'}
+train_dataset: {{data_loader: {{type: SyntheticDataset, num_samples: 8}}}}
+""")  # fmt: skip
+    assert build_plan(config).weights == sum(array.size for array in starting_weights(config).values())
+    damage(folder, dict(load_model_case("model_qwen3").weights))
+    message = failure(lambda: build_plan(config))
+    assert message == failure(lambda: starting_weights(config)) and "load_checkpoint" in message and "Fix: " in message
+
+
+def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Path) -> None:
+    """It compares lengths, names and shapes; checksums are compared when the run reads the numbers."""
+    text = f"{BASE}load_checkpoint: {tmp_path / 'saved'}\noutput_dir: {tmp_path / 'output'}\n"
+    config = load(text)
+    weights = {name: np.zeros(shape, np.float32) for name, shape in all_shapes(config.decoder).items()}
+    path = write_checkpoint(tmp_path / "saved", 1, {"model": weights}, {}, 0)
+    assert build_plan(config).weights
+    with (path / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    message = failure(lambda: build_plan(config))
+    assert message == failure(lambda: starting_weights(config)) and "not the" in message
+    adapted = load(ADAPTED.format(folder=tmp_path / "adapters") + f"output_dir: {tmp_path / 'output'}\n")
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(description(adapted.decoder, "")))
+    os.mkfifo(tmp_path / "adapters" / "adapter_model.safetensors")
+    message = failure(lambda: build_plan(adapted))
+    assert message == failure(lambda: starting_weights(adapted)) and "a pipe" in message and "adapter_id" in message
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -196,6 +196,22 @@ def test_an_agent_that_was_killed_died_before_anybody_could_tell_of_it(tmp_path:
     pool.listener.close()
 
 
+def test_a_sign_of_the_start_is_none_of_a_step(tmp_path: Path) -> None:
+    """So the limit for the start goes on while text is tokenized; afterwards that between steps counts."""
+    pool, _ = pool_of(tmp_path, 2)
+    for worker in pool.workers.values():
+        worker.process = Identity(os.getpid(), 0)
+    found = []
+    for rank, text in ((0, None), (1, "-"), (1, "-"), (0, "7"), (1, "-")):
+        if text is not None:
+            heartbeat.beat_file(tmp_path, rank).write_text(f"{text:<20}\n")
+        found.append((pool.read_files(), pool.stepped))
+        time.sleep(0.01)
+    assert found == [(False, False), (True, False), (True, False), (True, True), (True, True)]
+    assert not pool.read_files()
+    pool.listener.close()
+
+
 def test_what_not_even_sigkill_ends_is_left_behind(tmp_path: Path) -> None:
     pool, agents = pool_of(tmp_path, 2)
     agents[0].send({"ended": 0, "at_seconds": time.monotonic()})

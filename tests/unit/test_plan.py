@@ -6,11 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from trainer.config import Override, load_config
 from trainer.config.checks.notices import Notice
 from trainer.errors import UserError
+from trainer.models.shapes import parameter_shapes
 from trainer.plan.memory import check_memory, memory_estimate, memory_notices
 from trainer.plan.render import plan_dict, plan_sections, plan_text
 from trainer.run.prepare import build_plan
@@ -97,7 +100,8 @@ def test_the_schedule_shows_the_end_of_a_short_warm_up() -> None:
 
 
 def test_a_plan_without_training_shows_no_weight_decay(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
+    shapes = parameter_shapes(plan_of("qwen3_tiny").backend.config.decoder)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
     plan = plan_of("qwen3_tiny", run_mode="eval", load_checkpoint=tmp_path)
     assert plan.groups == () and plan.weights == plan_of("qwen3_tiny").weights
     text = plan_text(plan)

@@ -12,8 +12,9 @@ import pytest
 
 from trainer.errors import RunError
 from trainer.parallel.communicator import check_same_values
+from trainer.parallel.sharding import Shard
 from trainer.semi_auto import shards
-from trainer.semi_auto.shards import Shard, first_holders, gather_whole, parameter_shard
+from trainer.semi_auto.shards import first_holders, gather_whole, parameter_shard
 
 RANKS = 8
 

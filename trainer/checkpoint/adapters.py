@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
 from trainer.checkpoint.store import find_checkpoint, read_checkpoint
-from trainer.checkpoint.weights import check_weights, read_safetensors, requested_weights
+from trainer.checkpoint.weights import check_files, check_weights, model_part, read_safetensors, requested_weights
 from trainer.errors import UserError
 from trainer.models.init import initial_value
 from trainer.models.shapes import adapter_shapes, layer_targets, parameter_shapes
@@ -65,6 +65,13 @@ def starting_weights(
     return base | read_adapters(config, Path(config.adapter_id).expanduser(), base)
 
 
+def check_starting_files(config: Config) -> None:
+    """Raises the UserError of `starting_weights` without reading numbers, so that a plan refuses what a run would."""
+    check_files(config)
+    if config.decoder.pet_config is not None and config.adapter_id:
+        read_adapters(config, Path(config.adapter_id).expanduser(), None)
+
+
 def base_weights(
     config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True
 ) -> Weights:
@@ -93,8 +100,8 @@ def digest(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> str:
     return found.hexdigest()
 
 
-def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) -> Weights:
-    """Adapters by parameter name, trained on the base model `base`.
+def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray] | None) -> Weights:
+    """Adapters by parameter name, trained on the base model `base`; without it their numbers are not read.
 
     `path` is a folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
 
@@ -102,9 +109,9 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) ->
         UserError: There are no adapters, or they do not fit `pet_config` or `base`.
     """
     where = config.source.where("adapter_id")
-    file = path / f"{PART}.safetensors"
+    file, numbers = path / f"{PART}.safetensors", base is not None
     if file.exists() and not (path / MARKER).exists() and not (path / "state.json").exists():
-        tensors = read_safetensors(file, where, key="adapter_id")
+        tensors = read_safetensors(file, where, "adapter_id", numbers=numbers)
     else:
         try:
             found = read_checkpoint(find_checkpoint(path, key="adapter_id"), parts=())
@@ -112,10 +119,12 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray]) ->
             if not (path / file.name).exists():
                 rule, fix = "the checkpoint holds a whole model, not adapters", "give it as --load_checkpoint"
                 raise UserError(rule, value=str(path), fix=fix)
-            tensors = read_checkpoint(path, parts=(PART,)).tensors[PART]
+            tensors = model_part(path, PART, numbers)
         except UserError as error:
             raise error.at(where, "adapter_id") from error
-        check_base(read_base(found), config, base)
+        record = read_base(found)
+        if base is not None:
+            check_base(record, config, base)
     return fitting_adapters(tensors, config, path, where)
 
 

@@ -16,6 +16,8 @@ from trainer.checkpoint.writing import Done, Stages, Work, attempt, do_stages, e
 from trainer.parallel.communicator import Communicator, SingleProcess
 
 _LOOK_SECONDS = 1.0
+_FLUSH_SECONDS = 3600.0
+"""How long a disk may take to flush or remove a file: from then on a save that writes nothing hangs."""
 
 
 class Saver:
@@ -23,7 +25,7 @@ class Saver:
 
     Args:
         on_saved: Called with each checkpoint that is complete, and its step, on every rank.
-        on_wait: Called now and then while the training waits for a thread that writes, for as long as it gets on.
+        on_wait: Called every second while the training waits for a thread that writes.
 
     Attributes:
         waited_seconds: For how long the training has waited since this was last set to 0.
@@ -62,8 +64,9 @@ class Saver:
         else:
             work = next(self._stages)
             while not work.takes_long:
-                work = self._stages.send(exchange(attempt(work, self.folder), self.communicator))
-            self._begin(work)
+                done = self._start(work).result(self.on_wait)  # removing files may take long, too
+                work = self._stages.send(exchange(done, self.communicator))
+            self._thread = self._start(work)
         self.waited_seconds += time.perf_counter() - began
         if not self.in_background:
             self.finish()
@@ -106,13 +109,13 @@ class Saver:
         if isinstance(found, Path):
             return found
         try:
-            self._begin(self._stages.send(exchange(found, self.communicator)))
+            self._thread = self._start(self._stages.send(exchange(found, self.communicator)))
         except StopIteration as end:
             return end.value
         return None
 
-    def _begin(self, work: Work) -> None:
-        self._thread = _Thread(lambda: attempt(work, self.folder))
+    def _start(self, work: Work) -> _Thread:
+        return _Thread(lambda: attempt(work, self.folder))
 
 
 class _Thread:
@@ -142,12 +145,15 @@ class _Thread:
         return self._thread.is_alive()
 
     def result(self, on_wait: Callable[[], None]) -> Path | Done:
-        """Waits for it, and calls `on_wait` whenever it has written more; raises what it raised."""
-        written = self._written_bytes()
+        """Waits for it, and calls `on_wait` every second unless it has written nothing for very long; raises what it
+        raised. Nothing shows how far a flush is."""
+        written, wrote_at = self._written_bytes(), time.monotonic()
         while self.is_alive():
             self._thread.join(_LOOK_SECONDS)
             before, written = written, self._written_bytes()
-            if self.is_alive() and written != before:
+            if written != before:
+                wrote_at = time.monotonic()
+            if self.is_alive() and time.monotonic() - wrote_at < _FLUSH_SECONDS:
                 on_wait()
         if self._error is not None:
             raise self._error

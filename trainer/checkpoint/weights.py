@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.store import behind_link, find_checkpoint, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
+from trainer.input_files import open_file
 from trainer.models.init import initial_value
 from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_name, parameter_shapes
 from trainer.storage.marker import MARKER, read_saved
@@ -45,10 +46,28 @@ def requested_weights(
     """
     if not config.load_checkpoint:
         return None
+    weights, absent, biases = _fitting_model(config, notice, new_modules=new_modules)
+    shapes = parameter_shapes(config.network)
+    found = from_disk(weights, {name: shape for name, shape in shapes.items() if name not in absent})
+    new = [name for name in shapes if name in (absent if new_modules else biases)]
+    return found | {name: initial_value(name, shapes[name], config.decoder, config.seed) for name in new}
+
+
+def check_files(config: Config) -> None:
+    """Raises the UserError of `requested_weights` without reading numbers: files, names, dtypes and shapes alone."""
+    if config.load_checkpoint:
+        _fitting_model(config, numbers=False)
+
+
+def _fitting_model(
+    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True, numbers: bool = True
+) -> tuple[dict[str, np.ndarray], set[str], set[str]]:
+    """The tensors of `load_checkpoint`, which fit the model; the parameters that they lack, and the expert biases among
+    those."""
     path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
-    weights = read_weights(path, where)
+    weights = read_weights(path, where, numbers=numbers)
     if config.classifier is not None:
-        return fitting_weights(weights, config.network, path, where)
+        return _fitting(weights, parameter_shapes(config.network), config.network, path, where), set(), set()
     settings = config.decoder
     weights = split_joined(weights, settings)
     unused, *notices = unused_modules(weights, settings)
@@ -61,10 +80,8 @@ def requested_weights(
         if text and notice is not None:
             notice(text)
     used = {name: array for name, array in weights.items() if name not in unused}
-    found = fitting_weights(used, settings, path, where, absent=absent)
-    shapes = parameter_shapes(settings)
-    new = absent if new_modules else biases
-    return found | {name: initial_value(name, shapes[name], settings, config.seed) for name in shapes if name in new}
+    shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
+    return _fitting(used, shapes, settings, path, where), absent, biases
 
 
 def fitting_weights(
@@ -73,32 +90,51 @@ def fitting_weights(
     path: Path,
     where: str = "",
     key: str = "load_checkpoint",
-    absent: Container[str] = (),
 ) -> dict[str, np.ndarray]:
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
-    Parameters in `absent` may be missing; `path`, `where` and `key` are for messages.
+    `path`, `where` and `key` are for messages.
 
     Raises:
         UserError: They belong to another model.
     """
-    shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
-    weights = split_joined(weights, settings)
+    shapes = parameter_shapes(settings)
+    return from_disk(_fitting(split_joined(weights, settings), shapes, settings, path, where, key), shapes)
+
+
+def _fitting(
+    weights: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: ModelConfig,
+    path: Path,
+    where: str,
+    key: str = "load_checkpoint",
+) -> dict[str, np.ndarray]:
+    """The tensors without copies, under their names on disk; raises a UserError unless they are those of `shapes`."""
     own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings)}
     check_weights(own, disk_shapes(shapes, form_of(own)), path, where, key, settings)
-    return from_disk(own, shapes)
+    return own
 
 
 def _is_copy(name: str, weights: Mapping[str, np.ndarray], settings: ModelConfig) -> bool:
     """Whether it is a copy of a weight that layers share, or of embedding or head in a published multi-token
     prediction module."""
     if (shared := _owner(name, settings)) != name and shared in weights:
-        return np.array_equal(weights[name], weights[shared])
+        return _is_equal(weights[name], weights[shared])
     for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
         if name.endswith(ending) and name != main and settings.mtp_depth:
             whole = EMBEDDING if settings.tie_word_embeddings else main
-            return whole in weights and np.array_equal(weights[name], weights[whole])
+            return whole in weights and _is_equal(weights[name], weights[whole])
     return False
+
+
+def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and np.array_equal(_without_repeats(one), _without_repeats(other))
+
+
+def _without_repeats(array: np.ndarray) -> np.ndarray:
+    """The array; one number where it is that number everywhere in memory, as in `read_weights` without numbers."""
+    return array if any(array.strides) else array[(slice(1),) * array.ndim]
 
 
 def _owner(name: str, settings: ModelConfig) -> str:
@@ -107,13 +143,14 @@ def _owner(name: str, settings: ModelConfig) -> str:
     return name if layer < 0 else parameter_name(settings, layer, name.removeprefix(layer_prefix(layer)))
 
 
-def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
+def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[str, np.ndarray]:
     """Weights by Hugging Face name.
 
     Args:
         path: A `.safetensors` file, a folder of them as Hugging Face publishes it, a checkpoint folder of this trainer,
             or a folder of checkpoints (the newest complete one).
         where: Location of the setting, for messages.
+        numbers: False: all numbers are 0 and take no memory, and no checksum is compared; only headers are read.
 
     Raises:
         UserError: There are no readable weights.
@@ -124,7 +161,7 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
         weights: dict[str, np.ndarray] = {}
         file_of: dict[str, Path] = {}
         for file in files:
-            found = read_safetensors(file, where)
+            found = read_safetensors(file, where, numbers=numbers)
             if twice := sorted(found.keys() & weights.keys()):
                 rule = f"{file_of[twice[0]].name} and {file.name} both hold {first_of(twice)}"
                 fix = "remove the file that does not belong there, or name one file"
@@ -137,9 +174,15 @@ def read_weights(path: Path, where: str = "") -> dict[str, np.ndarray]:
         if (found / "adapter_model.safetensors").exists():
             rule = "the checkpoint holds adapters, not the weights of a model"
             raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
-        return read_checkpoint(found, parts=("model",)).tensors["model"]
+        return model_part(found, "model", numbers)
     except UserError as error:
         raise error.at(where, "load_checkpoint") from error
+
+
+def model_part(path: Path, part: str, numbers: bool) -> dict[str, np.ndarray]:
+    """The weights of a complete checkpoint of this trainer; `numbers` as in `read_weights`."""
+    found = read_checkpoint(path, (part,), lazy=() if numbers else (part,), checksums=numbers).tensors[part]
+    return dict(found) if numbers else {name: _stand_in(found.about(name)[1]) for name in found}
 
 
 def check_weights(
@@ -179,6 +222,7 @@ def check_weights(
 
 def is_finite(array: np.ndarray) -> bool:
     """Whether no number is NaN or infinite; makes no array of its size."""
+    array = _without_repeats(array)
     with np.errstate(invalid="ignore"):
         return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
@@ -188,22 +232,27 @@ def first_of(names: list[str]) -> str:
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
-def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> dict[str, np.ndarray]:
-    """The arrays of a file by name.
+def read_safetensors(
+    file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True
+) -> dict[str, np.ndarray]:
+    """The arrays of a file by name; `numbers` as in `read_weights`.
 
     Raises:
         UserError: The file cannot be read, or has tensors that are not floating-point.
     """
     try:
-        entries = safetensors.deserialize(read_saved(file))
+        header = _header(file)
+        entries = safetensors.deserialize(read_saved(file)) if numbers else []
     except (OSError, safetensors.SafetensorError) as error:
         fix = "name a checkpoint folder or a complete .safetensors file"
         rule = f"not a readable safetensors file ({getattr(error, 'strerror', None) or error})"
         raise UserError(rule, where=where, key=key, value=str(file), fix=fix) from error
-    other = [f"{name} is {entry['dtype']}" for name, entry in entries if entry["dtype"] not in ("BF16", *_DTYPES)]
+    other = [f"{name} is {dtype}" for name, (dtype, _) in header.items() if dtype not in ("BF16", *_DTYPES)]
     if other:
         rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
         raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
+    if not numbers:
+        return {name: _stand_in(shape) for name, (_, shape) in header.items()}
     arrays = {}
     for name, entry in entries:
         if entry["dtype"] == "BF16":  # numpy has no bfloat16, which is the upper half of a float32
@@ -212,6 +261,18 @@ def read_safetensors(file: Path, where: str, key: str = "load_checkpoint") -> di
             values = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).astype(np.float32)
         arrays[name] = values.reshape(entry["shape"])
     return arrays
+
+
+def _header(file: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of each tensor of a file; raises SafetensorError and OSError."""
+    open_file(file).close()  # opening a pipe would wait
+    with safetensors.safe_open(file, "numpy") as found:
+        slices = ((name, found.get_slice(name)) for name in found.offset_keys())
+        return {name: (one.get_dtype(), one.get_shape()) for name, one in slices}
+
+
+def _stand_in(shape: Sequence[int]) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), np.float32), shape)
 
 
 # Published files have DeepSeek's MTP modules after the last layer, whether a run trains them or not. Expert biases

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainer.dryrun.measure import Run
 
 _RATE = 1e-3
-_GATHER = collectives.gather_float64
+_GATHER = collectives.DeviceGroup.all_gather
 
 
 def prepare_process(config: Config, world: World) -> None:
@@ -41,8 +41,7 @@ def prepare_process(config: Config, world: World) -> None:
     set_up_device(config, "Ascend", world)
     leave_weights_empty()
     mindspore.runtime.launch_blocking()
-    collectives.gather_float64 = lambda values: [list(values)] * world.size
-    collectives.gather_bytes = lambda data: [data] * world.size
+    collectives.DeviceGroup.all_gather = lambda group, array: np.stack([array] * group.size)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -161,20 +160,19 @@ def audit(run: Run) -> dict[str, Any]:
 
 def every_collective(run: Run) -> dict[str, Any]:
     """Each cell and function of `trainer.parallel.collectives`, forwards and backwards."""
-    collectives.start(run.world)
+    group = collectives.start(run.world)
     x_RD = Tensor(np.ones((2 * run.world.size, 8), np.float32))
     shapes = {}
 
     def all_of_them(number: int) -> None:
         cells = (
-            collectives.AllReduce(), collectives.AllGather(), collectives.ReduceScatter(), collectives.AllToAll(),
-            collectives.Broadcast(0),
+            collectives.AllReduce(group), collectives.AllGather(group), collectives.ReduceScatter(group),
+            collectives.AllToAll(group), collectives.EnterTensorParallel(group), collectives.LeaveTensorParallel(group),
         )  # fmt: skip
         for cell in cells:
             _, gradient = mindspore.value_and_grad(lambda x, cell=cell: cell(x).sum())(x_RD)
             shapes[type(cell).__name__] = gradient.shape
-        shapes["gather"] = len(_GATHER([1.0, 2.0]))
-        collectives.barrier()
+        shapes["gather"] = len(_GATHER(group, np.ones(2)))
 
     run.measured_steps(all_of_them)
     return {"shapes": shapes}

@@ -29,7 +29,8 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 def beat_file(job: Path, rank: int) -> Path:
-    """Holds the number of the last step; it is written again after every step, and now and then within a long one."""
+    """Holds the number of the last step, ``-`` before the first one; it is written again after every step, and now and
+    then during other long work."""
     return job / f"rank-{rank}.beat"
 
 
@@ -49,11 +50,20 @@ def start() -> None:
         faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
 
 
-def beat(step: int) -> None:
-    """To be called after each optimizer step, and during long work between two: a job without any for long hangs."""
+def beat(step: int | None) -> None:
+    """To be called after each optimizer step, and during other long work: a job that does not call it for long hangs.
+
+    Args:
+        step: The last one that is finished; None before the first one of this process.
+    """
     descriptor = _open_beat_file()
     if descriptor is not None:
-        os.pwrite(descriptor, f"{step:<20d}\n".encode("ascii"), 0)
+        os.pwrite(descriptor, f"{'-' if step is None else step:<20}\n".encode("ascii"), 0)
+
+
+def has_step(path: Path) -> bool:
+    """Whether the worker of this `beat_file` has finished a step. Raises OSError where the file cannot be read."""
+    return path.read_bytes()[:1] not in (b"", b"-")
 
 
 def failed(exit_code: int) -> None:

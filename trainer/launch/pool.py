@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.heartbeat import beat_file, failure_file, signal_file
+from trainer.launch.heartbeat import beat_file, failure_file, has_step, signal_file
 from trainer.launch.job import End, shell_code
 from trainer.launch.processes import Identity, identity, is_alive, kill_group, send_signal
 from trainer.launch.wire import Channel, Listener, Message, scaled
@@ -76,6 +76,7 @@ class WorkerPool:
     folder: Path  # of the job, where workers leave heartbeats and what they announce
     ending_since: float | None = None  # when the workers were first told to end because of a failure
     closing: bool = False  # whether agents that connect from now on start nothing
+    stepped: bool = False  # whether any worker has finished a step
     polled_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -138,14 +139,16 @@ class WorkerPool:
                 worker.end.exit_code = worker.failed.exit_code
 
     def read_files(self) -> bool:
-        """Looks at heartbeats and announcements; whether any worker has done another step."""
+        """Looks at heartbeats and announcements; whether any worker gets on."""
         moved, now = False, time.monotonic()
         for rank, worker in self.workers.items():
             if worker.process is None or worker.end is not None:
                 continue
             with contextlib.suppress(OSError):
-                beat = beat_file(self.folder, rank).stat().st_mtime_ns
-                moved, worker.beat = moved or beat != worker.beat, beat
+                path = beat_file(self.folder, rank)
+                beat = path.stat().st_mtime_ns
+                if beat != worker.beat:
+                    moved, worker.beat, self.stepped = True, beat, self.stepped or has_step(path)
             self._read_announcements(worker)
             worker.check_agent(now)
         return moved

@@ -70,8 +70,8 @@ class Limits(NamedTuple):
     """When a job counts as hanging, in seconds; 0: never.
 
     Attributes:
-        start_timeout: From the start to the first finished step.
-        hang_timeout: From one finished step to the next.
+        start_timeout: From the start, or the last sign of a rank, to the next one before the first finished step.
+        hang_timeout: From one sign of any rank, such as a finished step, to the next.
         msrun_only_starts: Whether msrun starts the agents, and is not the agent of the only worker itself.
     """
 
@@ -111,7 +111,7 @@ class Supervisor:
     kill_at: float | None = None
     killed_at: float | None = None  # for the first time
     dumped_at: float | None = None
-    last_step_at: float | None = None
+    moved_at: float | None = None  # the last sign that a rank of any node gets on
     files_at: float = 0.0
     state_at: float = 0.0
 
@@ -174,7 +174,8 @@ class Supervisor:
         if now >= self.files_at:
             self.files_at = now + _FILES_EVERY_SECONDS
             if self.pool.read_files():
-                self.last_step_at = now
+                self.moved_at = now
+                self.nodes.moved()
             self._check_stopped(now)
         self._check_signals(now)
         self._check_msrun()
@@ -212,7 +213,7 @@ class Supervisor:
             self.pool.send_to_workers({"signal": number})
         if self.stop_requests > 2:
             self._kill(now)
-        elif self.stop_requests == 2 or self.last_step_at is None:
+        elif self.stop_requests == 2 or not self.pool.stepped:
             self.kill_at = self.kill_at or now + scaled(GRACE_SECONDS)
         return True
 
@@ -221,6 +222,8 @@ class Supervisor:
             self.screen.print(event.lines)
         elif event.kind == "stop":
             self._stop(event.number, now, *event.lines)
+        elif event.kind == "moved":
+            self.moved_at = now
         elif self.pool.ending_since is None and self.failure_elsewhere is None:
             self.failure_elsewhere = event
             if event.number == EXIT_HANG:
@@ -245,7 +248,7 @@ class Supervisor:
         if not self.stopped_lines:
             self.standing_since = None
             return
-        self.standing_since = max(self.standing_since or now, self.last_step_at or 0.0)
+        self.standing_since = max(self.standing_since or now, self.moved_at or 0.0)
         if now - self.standing_since > scaled(GRACE_SECONDS):
             words = f"{stopped(self.stopped_by).words}; not all ranks could save."
             self.nodes.failed(128 + self.stopped_by, [words, *self.stopped_lines])
@@ -288,13 +291,13 @@ class Supervisor:
             if now - self.dumped_at > scaled(_DUMP_SECONDS):
                 self._end_workers(now, GRACE_SECONDS / 2)
             return
-        began = self.began if self.last_step_at is None else self.last_step_at
-        limit = self.limits.start_timeout if self.last_step_at is None else self.limits.hang_timeout
-        if limit and now - began > limit:
-            if self.last_step_at is None:
-                self.hang = f"the first step was not finished within {limit:g} s of the start (--start_timeout)"
-            else:
+        limit = self.limits.hang_timeout if self.pool.stepped else self.limits.start_timeout
+        if limit and now - max(self.began, self.moved_at or 0.0) > limit:
+            if self.pool.stepped:
                 self.hang = f"no step was finished for {limit:g} s (--hang_timeout)"
+            else:
+                since = "the start" if self.moved_at is None else "the last text that was tokenized"
+                self.hang = f"the first step was not finished within {limit:g} s of {since} (--start_timeout)"
             self.stopped_lines = self._stopped_lines()
             self._dump(now)
             self.nodes.failed(EXIT_HANG, [f"error: {self.hang}.", *self.stopped_lines])
@@ -353,7 +356,7 @@ class Supervisor:
             outcome = Outcome(
                 self.failure_elsewhere.number, "ended because of another node", stopped_by=self.stopped_by
             )
-        outcome.progressed = self.last_step_at is not None
+        outcome.progressed = self.pool.stepped
         self.pool.scheduler.kill()
         self.pool.release_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -382,6 +385,6 @@ class Supervisor:
             where = self.files.log_dir
             lines += self.stopped_lines
             lines.append(f"  Ranks that still answer have their Python stacks at the end of their logs: {where}")
-            option = "start_timeout" if self.last_step_at is None else "hang_timeout"
+            option = "hang_timeout" if self.pool.stepped else "start_timeout"
             lines.append(f"  Fix: if a step may take that long, give a larger --{option}; 0 is no limit.")
         return lines

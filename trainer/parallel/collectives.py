@@ -1,13 +1,14 @@
-"""Collective communication; no other file communicates.
+"""Collective communication; no other file communicates through MindSpore.
 
-MindSpore 2.10 has few collectives on a CPU, and some of them are silently wrong: AllReduce sums float32 and float16
-(bfloat16 wrongly), AllGather preserves the bits of float32 alone (integers, float16 and float64 arrive damaged), and a
-group of some of the ranks has AllReduce only. So everything that is gathered travels as float32 or as bits in a float32
-array, and all sums are in float32.
+On a device the ranks use MindSpore's collectives. On a CPU MindSpore 2.10 has few, and some of them are silently wrong:
+AllReduce sums float32 and float16 (bfloat16 wrongly), AllGather preserves the bits of float32 alone, and a group of
+some of the ranks has AllReduce only. There the ranks exchange NumPy arrays over sockets (`HostGroup`), and MindSpore's
+AllGather serves once, to tell them each other's addresses.
 
 The cells at the end are pairs of a forward and a backward pass, for models that are sharded over ranks. Each gradient
-is that of the sum of all ranks' losses: the backward pass of a sum is a sum, that of a gather is a reduce-scatter. The
-cells use the device's own operators, and on a CPU what AllReduce, AllGather and Broadcast can express.
+is that of the sum of all ranks' losses: the backward pass of a sum is a sum, that of a gather is a reduce-scatter. All
+collectives of a compiled graph must depend on each other, one after the other: what does not, runs in any order, and
+the ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mindspore
 import numpy as np
@@ -26,24 +27,77 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.errors import RunError
+from trainer.parallel.connections import connect
+from trainer.parallel.host_group import HostGroup
 from trainer.parallel.sharding import FLOAT32_BYTES, buckets, chunks, range_of_rank
 from trainer.parallel.world import World
 
 BUCKET_BYTES = 25 << 20
-"""Small tensors are summed together up to this size: an AllReduce takes 0.4 ms even for one number."""
+"""Small tensors are summed together up to this size."""
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
+_CONNECT_SECONDS = 60
 _FEWEST = 16  # numbers of a gather: larger sizes are powers of two, because MindSpore keeps a kernel for each size
 
 
-def start(world: World) -> None:
-    """Joins the ranks of a job; does nothing for a single process. The device must be set before.
+class Group(Protocol):
+    """Some ranks of a job, this process among them: `HostGroup` on a CPU, `DeviceGroup` on a device."""
+
+    on_host: bool
+    ranks: Sequence[int]  # in the job, in the order of the group
+    rank: int  # this process's place in `ranks`
+    size: int
+
+    def part(self, ranks: Sequence[int], name: str) -> Group:
+        """A group of some ranks of the job. All of them must call this; ranks with several groups in common must make
+        them in the same order."""
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """[size, ...]: small arrays of the host, of the same shape and dtype on all ranks."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's data, in the order of ranks; lengths may differ."""
+
+
+class DeviceGroup:
+    """A `Group` for MindSpore's collectives, which know it by its name."""
+
+    on_host = False
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
+        self.ranks, self.name = tuple(ranks), name
+        self.rank, self.size = self.ranks.index(rank), len(self.ranks)
+
+    def part(self, ranks: Sequence[int], name: str) -> DeviceGroup:
+        make_group(name, ranks)
+        return DeviceGroup(ranks, self.ranks[self.rank], name)
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """Travels as bits in a float32 array."""
+        given = array.tobytes()
+        padded = np.zeros(max(_FEWEST, 1 << (-(-len(given) // FLOAT32_BYTES) - 1).bit_length()), np.float32)
+        # As integers: when copied as float32, some processors change the bits that mean "signalling NaN".
+        padded.view(np.uint8)[: len(given)] = np.frombuffer(given, np.uint8)
+        gathered = _operator("AllGather", self.name)(Tensor.from_numpy(padded)).asnumpy()
+        rows = np.ascontiguousarray(gathered.reshape(self.size, -1)).view(np.uint8)[:, : len(given)]
+        return np.ascontiguousarray(rows).reshape(-1).view(array.dtype).reshape(self.size, *array.shape)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        lengths = self.all_gather(np.array([len(data)], np.int64)).reshape(-1).tolist()
+        if not max(lengths):
+            return [b""] * self.size
+        padded = np.zeros(max(lengths), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = self.all_gather(padded)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def start(world: World) -> Group:
+    """Joins the ranks of a job and returns the group of all of them. The device must be set before.
 
     Raises:
         RunError: The other ranks do not answer, or MindSpore numbers them differently.
     """
-    if world.size == 1:
-        return
     os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
         with _serialized_init():
@@ -55,6 +109,11 @@ def start(world: World) -> None:
     if found != (world.rank, world.size):
         rule = f"rank {world.rank} of {world.size} by its environment is {found[0]} of {found[1]} in MindSpore"
         raise RunError(rule, fix="start the job with `run_trainer.py launch`")
+    ranks = DeviceGroup(range(world.size), world.rank, communication.GlobalComm.WORLD_COMM_GROUP)
+    if has_all_operators():
+        return ranks
+    on_one_host = world.local_size == world.size
+    return HostGroup(connect(world.rank, world.size, ranks.gather_bytes, on_one_host, _CONNECT_SECONDS), ranks.ranks)
 
 
 @contextlib.contextmanager
@@ -83,71 +142,29 @@ def _serialized_init() -> Iterator[None]:
 
 
 def make_group(name: str, ranks: Sequence[int]) -> None:
-    """Makes a group of some ranks, for the argument `group` of the functions below.
-
-    All its ranks must call this; ranks with several groups in common must make them in the same order.
-    """
+    """Makes a group of some ranks that MindSpore's operators know by its name, as `Group.part` says."""
     communication.create_group(name, list(ranks))
 
 
-def group_size(group: str | None = None) -> int:
-    """Number of ranks in a group; None: all ranks."""
-    return communication.get_group_size(_name(group))
-
-
-def gather_float64(values: Sequence[float]) -> list[list[float]]:
-    """Every rank's values, bit by bit, in the order of ranks; all ranks pass equally many."""
-    gathered = _gather(np.asarray(values, np.float64))
-    return [row.view(np.float64).tolist() for row in gathered]
-
-
-def gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's data, in the order of ranks; lengths may differ."""
-    lengths = [int(row.view(np.int64)[0]) for row in _gather(np.array([len(data)], np.int64))]
-    padded = np.zeros(-(-max(lengths) // 4) * 4, np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = _gather(padded) if padded.size else itertools.repeat(padded)
-    return [row[:length].tobytes() for row, length in zip(rows, lengths)]  # noqa: B905 (endless where all is empty)
-
-
-def barrier() -> None:
-    """Waits until every rank has called it."""
-    _operator("AllReduce", _name(None))(Tensor(np.zeros(1, np.float32))).asnumpy()
-
-
 def all_reduce_in_buckets(
-    tensors: Sequence[Tensor], group: str | None = None, bucket_bytes: int = BUCKET_BYTES
+    tensors: Sequence[Tensor], group: HostGroup, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """Sums each tensor over all ranks of a group, with the same bits on every rank; small tensors travel together.
+    """Sums each tensor over all ranks of a CPU's group: the same bits on every rank. Small tensors travel together.
 
     Args:
         tensors: The same shapes in the same order on every rank. They are summed in float32 and returned in their own
             dtype.
-        group: From `make_group`; None for all ranks.
         bucket_bytes: Limit for tensors that travel together; a larger tensor travels alone, without a copy.
     """
-    all_reduce = _operator("AllReduce", _name(group))
-    sums = []
+    sums: list[Tensor] = []
     for bucket in buckets(tensors, bucket_bytes):
-        in_float32 = [tensor if tensor.dtype == mstype.float32 else tensor.astype(mstype.float32) for tensor in bucket]
-        found = [all_reduce(in_float32[0])] if len(bucket) == 1 else _host_bucket(in_float32, all_reduce)
-        sums += [
-            total if total.dtype == tensor.dtype else total.astype(tensor.dtype)
-            for total, tensor in zip(found, bucket, strict=True)
-        ]
+        flats = [tensor.asnumpy().reshape(-1).astype(np.float32, copy=False) for tensor in bucket]
+        total = group.all_reduce(flats[0] if len(flats) == 1 else np.concatenate(flats))
+        ends = np.cumsum([tensor.size for tensor in bucket]).tolist()
+        for tensor, end in zip(bucket, ends, strict=True):
+            part = Tensor.from_numpy(total[end - tensor.size : end].reshape(tensor.shape))
+            sums.append(part if part.dtype == tensor.dtype else part.astype(tensor.dtype))
     return sums
-
-
-def _host_bucket(tensors: Sequence[Tensor], all_reduce: ops.Primitive) -> list[Tensor]:
-    """Sums float32 tensors in host memory: each is copied once, the sums are views of one buffer."""
-    flat = np.concatenate([tensor.asnumpy().reshape(-1) for tensor in tensors])
-    # A view of MindSpore's memory, which lives as long as the last tensor that is made from it.
-    total = all_reduce(Tensor.from_numpy(flat)).asnumpy()
-    ends = np.cumsum([tensor.size for tensor in tensors]).tolist()
-    return [
-        Tensor.from_numpy(total[end - tensor.size : end].reshape(tensor.shape))
-        for tensor, end in zip(tensors, ends, strict=True)
-    ]
 
 
 class Started(NamedTuple):
@@ -163,39 +180,43 @@ class Started(NamedTuple):
         return self.result
 
 
-def start_all_reduce(flat: Tensor) -> Started:
+def start_all_reduce(flat: Tensor, group: Group) -> Started:
     """Begins to sum a float32 tensor over all ranks; on a device in place, while other operators run."""
-    if not has_all_operators():
-        return Started(_sum(None)(flat))
-    return Started(flat, ops.communication.all_reduce(flat, async_op=True))
+    if group.on_host:
+        return Started(_eager(group.all_reduce)(flat))
+    return Started(flat, ops.communication.all_reduce(flat, group=group.name, async_op=True))
 
 
-def start_reduce_scatter(rows: Tensor) -> Started:
+def start_reduce_scatter(rows: Tensor, group: Group) -> Started:
     """Begins to sum [ranks, n] over all ranks, of which each rank gets its own row: [n]."""
-    if not has_all_operators():
-        return Started(_reduce_scatter(None)(rows).reshape(-1))
+    if group.on_host:
+        return Started(_eager(group.reduce_scatter)(rows).reshape(-1))
     own = mint.empty(rows.shape[1], dtype=rows.dtype)
-    return Started(own, ops.communication.reduce_scatter_tensor(own, rows.reshape(-1), async_op=True))
+    handle = ops.communication.reduce_scatter_tensor(own, rows.reshape(-1), group=group.name, async_op=True)
+    return Started(own, handle)
 
 
-def start_all_gather(own: Tensor) -> Started:
+def start_all_gather(own: Tensor, group: Group) -> Started:
     """Begins to gather [n] of every rank: [ranks n]."""
-    if not has_all_operators():
-        return Started(_all_gather(None)(own))
-    whole = mint.empty(own.size * group_size(), dtype=own.dtype)
-    return Started(whole, ops.communication.all_gather_into_tensor(whole, own, async_op=True))
+    if group.on_host:
+        return Started(_eager(group.all_gather)(own).reshape(-1))
+    whole = mint.empty(own.size * group.size, dtype=own.dtype)
+    return Started(whole, ops.communication.all_gather_into_tensor(whole, own, group=group.name, async_op=True))
 
 
-def sum_on_device(values: Sequence[Tensor | np.ndarray | float]) -> list[Tensor]:
+def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -> list[Tensor]:
     """Each value summed over all ranks, in float32; they travel together, and the host does not wait."""
     tensors = [value if isinstance(value, Tensor) else Tensor(np.asarray(value, np.float32)) for value in values]
     flat = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors])
-    parts = ops.split(start_all_reduce(flat).wait(), [tensor.size for tensor in tensors])
+    parts = ops.split(start_all_reduce(flat, group).wait(), [tensor.size for tensor in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def all_gather_ranges(
-    tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None, chunk_bytes: int = BUCKET_BYTES
+    group: Group,
+    tensors: Sequence[Parameter],
+    own: Sequence[Tensor] | None = None,
+    chunk_bytes: int = BUCKET_BYTES,
 ) -> None:
     """Completes tensors in place, each rank contributing its own range (`range_of_rank`): the same bits on all ranks.
 
@@ -204,45 +225,42 @@ def all_gather_ranges(
         own: This rank's range of each tensor, flat; None where the tensor contains it already.
         chunk_bytes: Limit of what arrives at once in host memory.
     """
-    if has_all_operators():
-        _all_gather_on_device(tensors, own)
+    if not group.on_host:
+        gather_ranges_on_device(group, tensors, own)
         return
-    rank, ranks = communication.get_rank(), group_size()
-    # On a CPU these are views of MindSpore's memory, and writing to them writes to the tensor.
+    # These are views of MindSpore's memory, and writing to them writes to the tensor.
     flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
-    ranges = [[range_of_rank(flat.size, each, ranks) for flat in flats] for each in range(ranks)]
+    ranges = [[range_of_rank(flat.size, each, group.size) for flat in flats] for each in range(group.size)]
     if own is not None:
-        for flat, place, tensor in zip(flats, ranges[rank], own, strict=True):
+        for flat, place, tensor in zip(flats, ranges[group.rank], own, strict=True):
             flat[place] = tensor.asnumpy()
     most = max(sum(each.stop - each.start for each in of_rank) for of_rank in ranges)
-    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // ranks))
+    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // group.size))
     given = np.zeros(length, np.float32)
     for of_ranks in zip(*(chunks(of_rank, length, -(-most // length)) for of_rank in ranges), strict=True):
-        for piece in of_ranks[rank]:
+        for piece in of_ranks[group.rank]:
             given[piece.target] = flats[piece.array][piece.source]
-        gathered = _operator("AllGather", _name(None))(Tensor.from_numpy(given)).asnumpy().reshape(ranks, length)
-        for row, pieces in zip(gathered, of_ranks, strict=True):
+        for row, pieces in zip(group.all_gather(given), of_ranks, strict=True):
             for piece in pieces:
                 flats[piece.array][piece.source] = row[piece.target]
 
 
-def _all_gather_on_device(tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-    """In buckets: while one is put into its place the next one travels."""
-    rank, ranks = communication.get_rank(), group_size()
+def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+    """As `all_gather_ranges`, in buckets: while one is put into its place the next one travels."""
+    rank, ranks = group.rank, group.size
     given = [tensor.reshape(-1)[range_of_rank(tensor.size, rank, ranks)] for tensor in tensors] if own is None else own
     pairs, under_way = iter(zip(tensors, given, strict=True)), None
     for bucket in buckets(tensors, BUCKET_BYTES):
         parts = [_filled(part, tensor.size, ranks) for tensor, part in itertools.islice(pairs, len(bucket))]
-        started = start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts))
+        started = start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts), group)
         if under_way:
-            _assign_gathered(*under_way)
+            _assign_gathered(*under_way, ranks)
         under_way = bucket, started
     if under_way:
-        _assign_gathered(*under_way)
+        _assign_gathered(*under_way, ranks)
 
 
-def _assign_gathered(tensors: Sequence[Parameter], gathered: Started) -> None:
-    ranks = group_size()
+def _assign_gathered(tensors: Sequence[Parameter], gathered: Started, ranks: int) -> None:
     lengths = [-(-tensor.size // ranks) for tensor in tensors]
     columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
     for tensor, rows in zip(tensors, columns, strict=True):
@@ -264,9 +282,9 @@ def rows_of_whole(tensor: Tensor, ranks: int) -> Tensor:
     return ops.stack([_filled(flat[each], flat.size, ranks) for each in ranges])
 
 
-def own_range(row: Tensor, numbers: int) -> Tensor:
+def own_range(row: Tensor, numbers: int, group: Group) -> Tensor:
     """This rank's range of so many numbers from its row of `rows_of_whole`."""
-    own = range_of_rank(numbers, communication.get_rank(), group_size())
+    own = range_of_rank(numbers, group.rank, group.size)
     return row[: own.stop - own.start] if own.stop - own.start < row.size else row
 
 
@@ -277,20 +295,6 @@ def whole_of_rows(rows: Tensor, numbers: int) -> Tensor:
         return rows.reshape(-1)
     ranges = [range_of_rank(numbers, rank, ranks) for rank in range(ranks)]
     return ops.concat([rows[rank][: each.stop - each.start] for rank, each in enumerate(ranges)])
-
-
-def _gather(array: np.ndarray) -> np.ndarray:
-    """Every rank's bytes [ranks, array.nbytes]; the array has the same size on all ranks, a multiple of 4 bytes."""
-    words = array.reshape(-1).view(np.float32)
-    padded = np.zeros(max(_FEWEST, 1 << (words.size - 1).bit_length()), np.float32)
-    # As integers: when copied as float32, some processors change the bits that mean "signalling NaN".
-    padded.view(np.int32)[: words.size] = words.view(np.int32)
-    gathered = _operator("AllGather", _name(None))(Tensor.from_numpy(padded)).asnumpy()
-    return gathered.reshape(-1, padded.size)[:, : words.size].copy().view(np.uint8)
-
-
-def _name(group: str | None) -> str:
-    return communication.GlobalComm.WORLD_COMM_GROUP if group is None else group
 
 
 @functools.cache
@@ -313,84 +317,85 @@ class _Pair(nn.Cell):
         return (self.backward(dout),)
 
 
+# The argument `compiled` of the cells: whether they stand within compiled code. Between compiled parts a CPU's
+# collectives are called directly, which takes 13 us instead of 500.
+
+
 class AllReduce(_Pair):
     """The sum over all ranks; backward, the sum of the gradients."""
 
-    def __init__(self, group: str | None = None) -> None:
-        super().__init__(_sum(group), _sum(group))
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_all_reduce(group, compiled), _all_reduce(group, compiled))
+
+
+class EnterTensorParallel(_Pair):
+    """The tensor itself, which is the same on all ranks; backward, the sum of the gradients. Megatron-LM's f (Shoeybi
+    et al. 2019, section 3)."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_identity, _all_reduce(group, compiled))
+
+
+class LeaveTensorParallel(_Pair):
+    """The sum over all ranks; backward, the gradient itself, which is the same on all ranks. Megatron-LM's g."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_all_reduce(group, compiled), _identity)
 
 
 class AllGather(_Pair):
     """[n, ...] of each rank, concatenated to [ranks n, ...]; backward, `ReduceScatter`."""
 
-    def __init__(self, group: str | None = None) -> None:
-        super().__init__(_all_gather(group), _reduce_scatter(group))
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_all_gather(group, compiled), _reduce_scatter(group, compiled))
 
 
 class ReduceScatter(_Pair):
     """The sum over all ranks of [ranks n, ...], of which each rank keeps its own n rows; backward, `AllGather`."""
 
-    def __init__(self, group: str | None = None) -> None:
-        super().__init__(_reduce_scatter(group), _all_gather(group))
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_reduce_scatter(group, compiled), _all_gather(group, compiled))
 
 
 class AllToAll(_Pair):
     """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
-    def __init__(self, group: str | None = None) -> None:
-        super().__init__(_all_to_all(group), _all_to_all(group))
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_all_to_all(group, compiled), _all_to_all(group, compiled))
 
 
-class Broadcast(nn.Cell):
-    """The tensor of the job's rank `root` on every rank; backward, the summed gradient at the root, zeros elsewhere."""
-
-    def __init__(self, root: int, group: str | None = None) -> None:
-        super().__init__()
-        self.spread, self.sum = _broadcast(root, group), _sum(group)
-        self.is_root, self.depend = communication.get_rank() == root, P.Depend()
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.spread(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        total = self.sum(dout)
-        # A compiled graph would drop an unused sum, and the other ranks would wait for it.
-        return (total if self.is_root else self.depend(ops.zeros(x.shape, x.dtype), total),)
+def send(x: Tensor, group: Group, to: int) -> None:
+    """Sends a tensor to the group's rank `to`, which must `receive` it. Not within compiled code, and no gradient."""
+    if group.on_host:
+        group.send(x.asnumpy(), to)
+    else:
+        _operator("Send", group.name, sr_tag=0, dest_rank=to)(x)
 
 
-class Send(nn.Cell):
-    """Sends a tensor to rank `to` of the job, which must `Receive` it; `group` holds both ranks.
+def receive(shape: tuple[int, ...], dtype: mstype.Type, group: Group, source: int) -> Tensor:
+    """The tensor that the group's rank `source` sends."""
+    if group.on_host:
+        return Tensor.from_numpy(group.receive(shape, mindspore.dtype_to_nptype(dtype), source))
+    return ops.Receive(0, source, list(shape), dtype, group=group.name)(Tensor(0.0))
 
-    Returns a zero to add to the loss, so that the backward pass reaches this cell and receives the gradient.
+
+def exchange_rows(
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: HostGroup, least: int | None = None
+) -> Tensor:
+    """Sends rows of [n, width] to the ranks of a CPU's group, those for the first rank first, and returns what comes.
+
+    Args:
+        send: How many rows go to each rank; rows after all of them stay here.
+        receive: How many come from each.
+        least: Rows of the result, zeros after what comes; None: just what comes.
     """
-
-    def __init__(self, to: int, group: str) -> None:
-        super().__init__()
-        self.send, self.receive = _send(to, group), _receive(to, group)
-
-    def construct(self, x: Tensor) -> Tensor:
-        self.send(x)
-        return ops.zeros((), mstype.float32)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (self.receive(x.shape, x.dtype),)
-
-
-class Receive(nn.Cell):
-    """Receives a tensor from rank `source` of the job; backward, sends the gradient to it. `group` holds both ranks."""
-
-    def __init__(self, source: int, group: str, shape: tuple[int, ...], dtype: mstype.Type = mstype.float32) -> None:
-        super().__init__()
-        self.send, self.receive = _send(source, group), _receive(source, group)
-        self.shape, self.dtype = shape, dtype
-
-    def construct(self, trained: Tensor) -> Tensor:
-        """`trained` is any tensor that needs a gradient, so that the backward pass reaches this cell."""
-        return self.receive(self.shape, self.dtype)
-
-    def bprop(self, trained: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        self.send(dout)
-        return (ops.zeros_like(trained),)
+    array, total = rows.asnumpy(), int(receive.sum())
+    result = np.empty((total if least is None else least, *array.shape[1:]), array.dtype)
+    result[total:] = 0
+    group.all_to_all_into(
+        np.split(array[: send.sum()], np.cumsum(send)[:-1]), np.split(result[:total], np.cumsum(receive)[:-1])
+    )
+    return Tensor.from_numpy(result)
 
 
 def all_to_all(x: Tensor, group: str, ranks: int) -> Tensor:
@@ -415,71 +420,50 @@ def has_all_operators() -> bool:
     return mindspore.get_context("device_target") != "CPU"
 
 
-def _sum(group: str | None) -> Callable[[Tensor], Tensor]:
-    all_reduce = _operator("AllReduce", _name(group))
-    return all_reduce if has_all_operators() else _in_float32(all_reduce)
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
-def _all_gather(group: str | None) -> Callable[[Tensor], Tensor]:
-    all_gather = _operator("AllGather", _name(group))
-    if has_all_operators():
-        return all_gather
-    if group is None:
-        return _in_float32(all_gather)
-    # On a CPU a group has AllReduce only: each rank puts its rows among zeros.
-    summed, ranks, rank = _sum(group), group_size(group), communication.get_rank(group)
-
-    def gathered(x: Tensor) -> Tensor:
-        zeros = ops.zeros_like(x)
-        return summed(ops.concat([x if each == rank else zeros for each in range(ranks)]))
-
-    return gathered
+def _eager(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
+    """A function of NumPy arrays as one of tensors, not within compiled code."""
+    return lambda x: Tensor.from_numpy(function(x.asnumpy()))
 
 
-def _reduce_scatter(group: str | None) -> Callable[[Tensor], Tensor]:
-    if has_all_operators():
-        return _operator("ReduceScatter", _name(group))
-    summed, ranks, rank = _sum(group), group_size(group), communication.get_rank(_name(group))
-    return lambda x: _rows(summed(x), rank, ranks)
+def _on_host(
+    function: Callable[[np.ndarray], np.ndarray], compiled: bool, rows: Callable[[int], int]
+) -> Callable[[Tensor], Tensor]:
+    """A function of NumPy arrays as one of tensors; `rows`: how many rows go in -> how many come out."""
+    if not compiled:
+        return _eager(function)
+
+    def out_shape(shape: Sequence[int]) -> list[int]:
+        return [rows(shape[0]), *shape[1:]] if shape else []
+
+    def out_dtype(dtype: mstype.Type) -> mstype.Type:
+        return dtype
+
+    return ops.Custom(function, out_shape=out_shape, out_dtype=out_dtype, func_type="pyfunc")
 
 
-def _all_to_all(group: str | None) -> Callable[[Tensor], Tensor]:
-    ranks = group_size(group)
-    if has_all_operators():
-        return _operator("AlltoAll", _name(group), split_count=ranks, split_dim=0, concat_dim=0)
-    gathered, rank = _all_gather(group), communication.get_rank(_name(group))
-    # This rank's part of what each rank has sent.
-    return lambda x: ops.concat([_rows(rows, rank, ranks) for rows in ops.split(gathered(x), x.shape[0])])
+def _all_reduce(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
+    if not group.on_host:
+        return _operator("AllReduce", group.name)
+    return _on_host(group.all_reduce, compiled, lambda rows: rows)
 
 
-def _broadcast(root: int, group: str | None) -> Callable[[Tensor], Tensor]:
-    if has_all_operators() or group is None:
-        broadcast = _operator("Broadcast", _name(group), root_rank=root)
-        return lambda x: broadcast((x,))[0]
-    summed, is_root = _sum(group), communication.get_rank() == root
-    return lambda x: summed(x if is_root else ops.zeros_like(x))
+def _all_gather(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
+    if not group.on_host:
+        return _operator("AllGather", group.name)
+    return _on_host(group.all_gather_rows, compiled, lambda rows: rows * group.size)
 
 
-def _send(to: int, group: str) -> Callable[[Tensor], object]:
-    if has_all_operators():
-        rank = communication.get_group_rank_from_world_rank(to, group)
-        return _operator("Send", group, sr_tag=0, dest_rank=rank)
-    return _broadcast(communication.get_rank(), group)
+def _reduce_scatter(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
+    if not group.on_host:
+        return _operator("ReduceScatter", group.name)
+    return _on_host(group.reduce_scatter, compiled, lambda rows: rows // group.size)
 
 
-def _receive(source: int, group: str) -> Callable[[tuple[int, ...], mstype.Type], Tensor]:
-    if has_all_operators():
-        rank = communication.get_group_rank_from_world_rank(source, group)
-        return lambda shape, dtype: ops.Receive(0, rank, list(shape), dtype, group=group)(Tensor(0.0))
-    spread = _broadcast(source, group)
-    return lambda shape, dtype: spread(ops.zeros(shape, dtype))
-
-
-def _rows(x: Tensor, part: int, parts: int) -> Tensor:
-    """One of `parts` equal parts of the rows."""
-    return ops.split(x, x.shape[0] // parts)[part]
-
-
-def _in_float32(operator: ops.Primitive) -> Callable[[Tensor], Tensor]:
-    """A CPU collective for all floating-point types, computed in float32, the only one for which it is right."""
-    return lambda x: operator(x) if x.dtype == mstype.float32 else operator(x.astype(mstype.float32)).astype(x.dtype)
+def _all_to_all(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
+    if not group.on_host:
+        return _operator("AlltoAll", group.name, split_count=group.size, split_dim=0, concat_dim=0)
+    return _on_host(group.all_to_all_rows, compiled, lambda rows: rows)

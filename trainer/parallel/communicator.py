@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
 
-    from trainer.parallel.world import World
+    from trainer.parallel.collectives import Group
 
 
 class Communicator(Protocol):
@@ -85,25 +86,23 @@ class SingleProcess:
 
 
 class ProcessGroup:
-    """The ranks of a job, through `trainer.parallel.collectives`. The constructor waits until all ranks have joined."""
+    """The ranks of a job: a group of `trainer.parallel.collectives`."""
 
-    def __init__(self, world: World) -> None:
-        from trainer.parallel import collectives
+    def __init__(self, group: Group) -> None:
+        from trainer.parallel.collectives import all_gather_ranges
 
-        self.rank, self.size, self.gather_float64 = world.rank, world.size, collectives.gather_float64
-        self.all_gather_ranges = collectives.all_gather_ranges
-        self.keeps_sums = collectives.has_all_operators()
-        self.sum_on_device, self.sum_gradients = collectives.sum_on_device, collectives.all_reduce_in_buckets
-        self.gather_bytes, self.barrier = collectives.gather_bytes, collectives.barrier
-        collectives.start(world)
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.gather_bytes, self.all_gather_ranges = group.gather_bytes, partial(all_gather_ranges, group)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        every = zip(*self.gather_float64(values), strict=True)
+        every = self.group.all_gather(np.array(values, np.float64)).T.tolist()
         return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in every]
 
     def sums(self, values: Sequence[Any]) -> list[Any]:
-        if self.keeps_sums:
-            return self.sum_on_device(values)
+        if not self.group.on_host:
+            from trainer.parallel.collectives import sum_on_device
+
+            return sum_on_device(values, self.group)
         arrays = [np.asarray(value) for value in values]
         total = np.array(self.all_sum([float(number) for array in arrays for number in array.ravel()]))
         parts = np.split(total, np.cumsum([array.size for array in arrays])[:-1])
@@ -112,12 +111,17 @@ class ProcessGroup:
     def gradient_reducer(
         self, parameters: Sequence[Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward | SumDuringBackward:
-        if self.keeps_sums:
-            return SumDuringBackward(parameters, is_sharded, self.rank, self.size, in_float32)
-        return SumAfterBackward(self.sum_gradients)
+        if not self.group.on_host:
+            return SumDuringBackward(parameters, is_sharded, self.group, in_float32)
+        from trainer.parallel.collectives import all_reduce_in_buckets
+
+        return SumAfterBackward(partial(all_reduce_in_buckets, group=self.group))
 
     def any(self, flag: bool) -> bool:
         return self.all_sum([float(flag)])[0] > 0
+
+    def barrier(self) -> None:
+        self.group.all_gather(np.zeros(1, np.float32))
 
 
 def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:

@@ -21,7 +21,7 @@ from trainer.parallel.sharding import FLOAT32_BYTES
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
 
-    from trainer.parallel.collectives import Started
+    from trainer.parallel.collectives import Group, Started
 
 
 _MOST_UNDER_WAY = 2  # buckets: while one travels the next one waits, so that the link is never idle
@@ -99,16 +99,15 @@ class SumDuringBackward:
         self,
         parameters: Sequence[Parameter],
         is_sharded: Sequence[bool],
-        rank: int,
-        ranks: int,
+        group: Group,
         in_float32: bool = True,
         bucket_bytes: int | None = None,
     ) -> None:
         from trainer.parallel import collectives
 
-        self.collectives, self.parameters, self.is_sharded, self.ranks = collectives, parameters, is_sharded, ranks
+        self.collectives, self.parameters, self.is_sharded, self.group = collectives, parameters, is_sharded, group
         self.in_float32 = in_float32
-        self.counted = np.array([float(sharded or rank == 0) for sharded in is_sharded], np.float32)
+        self.counted = np.array([float(sharded or group.rank == 0) for sharded in is_sharded], np.float32)
         limit = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self.buckets = plan_buckets([parameter.size for parameter in parameters], is_sharded, limit)
 
@@ -163,10 +162,10 @@ class SumDuringBackward:
 
         gradients = [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
         if self.is_sharded[bucket[0]]:
-            rows = [self.collectives.rows_of_whole(gradient, self.ranks) for gradient in gradients]
-            return self.collectives.start_reduce_scatter(rows[0] if len(rows) == 1 else ops.concat(rows, 1))
+            rows = [self.collectives.rows_of_whole(gradient, self.group.size) for gradient in gradients]
+            return self.collectives.start_reduce_scatter(rows[0] if len(rows) == 1 else ops.concat(rows, 1), self.group)
         flats = [gradient.reshape(-1) for gradient in gradients]
-        return self.collectives.start_all_reduce(flats[0] if len(flats) == 1 else ops.concat(flats))
+        return self.collectives.start_all_reduce(flats[0] if len(flats) == 1 else ops.concat(flats), self.group)
 
     def parts(self, bucket: list[int], flat: Tensor) -> list[Tensor]:
         """The gradients of a bucket, or this rank's ranges of them."""
@@ -176,9 +175,10 @@ class SumDuringBackward:
         if not self.is_sharded[bucket[0]]:
             parts = ops.split(flat, [parameter.size for parameter in parameters])
             return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-        parts = ops.split(flat, [-(-parameter.size // self.ranks) for parameter in parameters])
+        parts = ops.split(flat, [-(-parameter.size // self.group.size) for parameter in parameters])
         return [
-            self.collectives.own_range(part, parameter.size) for part, parameter in zip(parts, parameters, strict=True)
+            self.collectives.own_range(part, parameter.size, self.group)
+            for part, parameter in zip(parts, parameters, strict=True)
         ]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FLOAT32_BYTES = 4
 
@@ -13,6 +16,21 @@ class Sized(Protocol):
 
 
 Array = TypeVar("Array", bound=Sized)
+
+
+class Shard(NamedTuple):
+    """A rank's part of an array: where it begins on each axis, and its size."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """This shard of a whole array."""
+        return array[self.slices]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
 class OptimizerShard(NamedTuple):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,29 +22,38 @@ from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.data import Batch
     from trainer.parallel.world import World
     from trainer.plan.plan import Plan
     from trainer.run.session import Session
 
 
-def evaluate_now(session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int) -> EvalMetrics | None:
-    """Evaluates on all ranks together; None when a signal cut it short, which then says nothing."""
+def evaluate_now(
+    session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int, on_batch: Callable[[], None]
+) -> EvalMetrics | None:
+    """Evaluates on all ranks together; None when a signal cut it short, which then says nothing. `on_batch` is called
+    after each batch."""
     from trainer.step.evaluate import evaluate, perplexity
 
     def asked_to_stop() -> bool:
-        heartbeat.beat(step)  # an evaluation may be long
         # Where all compute a batch together none may stop alone.
         return session.communicator.any(bool(stop)) if session.computes_together else bool(stop)
 
     batches = data.loader.epoch(0)
     with contextlib.closing(batches):
-        some = itertools.islice(batches, data.max_batches)
+        some = _each_told(itertools.islice(batches, data.max_batches), on_batch)
         found = evaluate(
             session.model, session.build_inputs, some, asked_to_stop, session.communicator, session.computes_together
         )
     if found is None:
         return None
     return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds, found.accuracy)
+
+
+def _each_told(batches: Iterable[Batch], on_batch: Callable[[], None]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        on_batch()
 
 
 def eval_run(config: Config, world: World, plan: Plan) -> int:
@@ -58,7 +69,8 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
 
         session = open_session(config, weights, world, plan.device)
         stopped = session.communicator.any(bool(stop))
-        metrics = None if stopped else evaluate_now(session, plan.data, stop, step=0, epoch=1)
+        beat = functools.partial(heartbeat.beat, 0)
+        metrics = None if stopped else evaluate_now(session, plan.data, stop, 0, 1, beat)
     if metrics is None:
         name = stop.received.name if stop else "a signal to another rank"
         console.on_notice(f"stopped by {name}: the evaluation has no result")

@@ -146,7 +146,8 @@ class _Training:
                 outcome = "stopped early"
             written = {"checkpoints": "checkpoints", "metrics": "metrics.jsonl", "log": "logs/rank-0.log"}
             written |= {"report": "report.png"} if self.config.report else {}
-            summary = self.totals.summary(outcome, {name: self.folder / path for name, path in written.items()})
+            paths = {name: self.folder / path for name, path in written.items()}
+            summary = self.totals.summary(outcome, paths, self.saver.waited_seconds)
             return EXIT_CODES[self.stopped] if self.stopped else EXIT_OK
         finally:
             for monitor in self.monitors:
@@ -342,7 +343,7 @@ class _Training:
             return
         assert self.data.evaluation is not None, "do_eval without data is an error of the configuration"
         epoch = position.epoch if epoch_ended else position.epoch + 1
-        metrics = evaluate_now(self.session, self.data.evaluation, stop, step, epoch)
+        metrics = evaluate_now(self.session, self.data.evaluation, stop, step, epoch, self.beat)
         self.agree(stop)
         if metrics is None:
             return
@@ -385,7 +386,8 @@ class _Training:
         self.beat()
 
     def beat(self) -> None:
-        heartbeat.beat(self.position.step)
+        step = self.position.step
+        heartbeat.beat(step if step > self.info.start_step else None)
 
     def tell_saved(self, path: Path, step: int) -> None:
         self.tell("on_checkpoint", path, step)

@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mindspore import Parameter, Tensor
@@ -16,6 +16,7 @@ from trainer.models.shapes import all_shapes
 from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.communicator import check_same_values
+from trainer.parallel.sharding import Shard
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -24,21 +25,6 @@ if TYPE_CHECKING:
     from trainer.semi_auto.network import SemiAuto
 
 PIECE_BYTES = 16 << 20
-
-
-class Shard(NamedTuple):
-    """A rank's part of an array: where it begins on each axis, and its size."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, array: np.ndarray) -> np.ndarray:
-        """This shard of a whole array."""
-        return array[self.slices]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
 def parameter_shard(layout: Sequence, rank: int, rank_in_group: tuple[int, int] = (0, 1)) -> Shard:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,9 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from trainer.config.schema.root import Config
 
-_SHOWN = 10
+_SHOWN = 20
+_FILES = 3
+_LINE = re.compile(r":\d+$")
 _FIND: Any = object()
 NO_VALUE: Any = object()
 """For `problem`: the message names the key alone."""
@@ -79,30 +82,38 @@ def value_of(config: Config, key: str) -> Any:
 
 
 class SeveralProblems(UserError):
-    """More than one mistake: a line (and its fix) for each, in the order of the file."""
+    """More than one mistake: the first ones with their fixes, in the order of the file, and how many more there are."""
 
-    def __init__(self, errors: Sequence[UserError]) -> None:
+    def __init__(self, errors: Sequence[UserError], *, whole: bool = False) -> None:
         super().__init__(f"{len(errors)} problems")
         self.errors = tuple(errors)
-        more = [f"... and {len(errors) - _SHOWN} more."] if len(errors) > _SHOWN else []
-        shown = [str(error) for error in errors[:_SHOWN]]
-        self.args = ("\n".join([f"{len(errors)} problems in the configuration.", *shown, *more]),)
+        lines = list(map(str, self.errors)) if whole else [*map(str, self.errors[:_SHOWN]), *self._left_out()]
+        self._show(*lines)
 
     @property
     def whole(self) -> UserError:
         """The same with every problem and its fix, however many they are."""
-        every = UserError("")
-        every.args = ("\n".join([f"{len(self.errors)} problems in the configuration.", *map(str, self.errors)]),)
-        return every
+        return SeveralProblems(self.errors, whole=True)
 
     @property
     def short(self) -> UserError:
-        """The same with a line for each problem, without its fix."""
-        lines = [f"  {str(error).splitlines()[0]}" for error in self.errors]
-        last = f"\n  Fix: each of the {len(lines)}; --verbose says how."
-        brief = UserError("")
-        brief.args = ("\n".join([f"{len(lines)} problems in the configuration.", *lines]) + last,)
-        return brief
+        """The same with a line for each of the first problems, without its fix."""
+        short = SeveralProblems(self.errors)
+        lines = [f"  {str(error).splitlines()[0]}" for error in self.errors[:_SHOWN]]
+        fix = f"  Fix: each of the {len(self.errors)}; --verbose says how."
+        short._show(*lines, *(f"  {line}" for line in self._left_out()), fix)
+        return short
+
+    def _show(self, *lines: str) -> None:
+        self.args = ("\n".join([f"{len(self.errors)} problems in the configuration.", *lines]),)
+
+    def _left_out(self) -> Iterator[str]:
+        """How many problems are not shown, and in which files or flags they are."""
+        left = self.errors[_SHOWN:]
+        places = list(dict.fromkeys(_LINE.sub("", error.where) for error in left if error.where))
+        several = f" and {len(places) - _FILES} other places" if len(places) > _FILES else ""
+        if left:
+            yield f"... and {len(left)} more" + (f", in {', '.join(places[:_FILES])}{several}." if places else ".")
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:

@@ -12,7 +12,7 @@ from trainer.launch.wire import Lines
 class Event(NamedTuple):
     """What another node says, or what happens to it."""
 
-    kind: Literal["failed", "stop", "note"]  # failed: its part of the job failed, or it is lost
+    kind: Literal["failed", "stop", "note", "moved"]  # failed: its part of the job failed, or it is lost
     number: int  # the exit code, or the signal for all workers
     lines: list[str]  # to print; of a signal, who received it
 
@@ -39,6 +39,9 @@ class Nodes(Protocol):
     def poll(self, now: float) -> list[Event]:
         """Sends a heartbeat and receives what the others sent. To be called a few times a second."""
 
+    def moved(self) -> None:
+        """Tells the others, with the next heartbeat, that a rank of this node gets on: theirs may be waiting for it."""
+
     def failed(self, exit_code: int, lines: list[str]) -> None:
         """Tells the others that this node's part of the job failed."""
 
@@ -64,6 +67,9 @@ class NoOtherNodes:
 
     def poll(self, now: float) -> list[Event]:
         return []
+
+    def moved(self) -> None:
+        pass
 
     def failed(self, exit_code: int, lines: list[str]) -> None:
         pass

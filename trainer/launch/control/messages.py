@@ -60,9 +60,14 @@ class Refused(_Message):
 
 
 class Beat(_Message):
-    """The launcher is there."""
+    """The launcher is there.
+
+    Attributes:
+        moved: Whether a rank has shown since the last one that it gets on, so that no node takes its own for hanging.
+    """
 
     kind: Literal["beat"] = "beat"
+    moved: bool = False
 
 
 class Failed(_Message):

@@ -71,6 +71,7 @@ class Hub:
     _peers: dict[int, _Peer] = field(default_factory=dict)
     _history: list[Message] = field(default_factory=list)  # for nodes that connect later
     _beat_at: float = 0.0
+    _moved: bool = False  # any rank of any node, since the last heartbeat
     _stopping: bool = False
     _over: bool = False
     _told: bool = False
@@ -113,7 +114,8 @@ class Hub:
             events += self._missing(now)
         if now >= self._beat_at:
             self._beat_at = now + scaled(_BEAT_SECONDS)
-            self._send(Beat())
+            self._send(Beat(moved=self._moved))
+            self._moved = False
         self._announce_end()
         return events
 
@@ -162,6 +164,9 @@ class Hub:
         event = _event(message)
         if event is None:
             return []
+        if event.kind == "moved":
+            self._moved = True
+            return [event]
         self._stopping = self._stopping or event.kind == "stop"
         self._broadcast(message, but=node)
         return [event]
@@ -181,6 +186,9 @@ class Hub:
         for node, peer in self._peers.items():
             if node != but:
                 peer.channel.send(message)
+
+    def moved(self) -> None:
+        self._moved = True
 
     def failed(self, exit_code: int, lines: list[str]) -> None:
         self._broadcast(failed(exit_code, lines))
@@ -219,6 +227,7 @@ class Spoke:
     _trouble: str = ""  # why it is not connected yet
     _told: set[str] = field(default_factory=set)
     _unsent: list[Message] = field(default_factory=list)
+    _moved: bool = False  # a rank of this node, since the last heartbeat
     _finished: bool = False
     _stopping: bool = False
     _over: bool = False
@@ -253,7 +262,8 @@ class Spoke:
                 self._call_again(now, secret if self._channel.greeted else "is not the launcher of a job")
         elif now >= self._next_at:
             self._next_at = now + scaled(_BEAT_SECONDS)
-            self._send(Beat())
+            self._send(Beat(moved=self._moved))
+            self._moved = False
         return events
 
     def _call_again(self, now: float, trouble: str) -> None:
@@ -321,6 +331,9 @@ class Spoke:
         elif not isinstance(message, Beat):
             self._unsent.append(message)
 
+    def moved(self) -> None:
+        self._moved = True
+
     def failed(self, exit_code: int, lines: list[str]) -> None:
         self._over = True
         self._send(failed(exit_code, lines))
@@ -345,6 +358,8 @@ def _event(message: Message) -> Event | None:
     """What a message means to a supervisor; None for those among launchers only."""
     if isinstance(message, Failed):
         return Event("failed", message.exit_code, message.lines)
+    if isinstance(message, Beat):
+        return Event("moved", 0, []) if message.moved else None
     return Event("stop", message.number, [f"node {message.node}"]) if isinstance(message, Stop) else None
 
 

@@ -1,0 +1,156 @@
+"""Collectives of NumPy arrays over sockets, with threads as ranks, against NumPy."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+from thread_ranks import ThreadRank, on_ranks
+
+from trainer.errors import RunError
+from trainer.parallel.connections import Connections, connect
+from trainer.parallel.host_group import HostGroup
+
+
+def on_groups(ranks: int, work, on_one_host: bool = True) -> list:
+    """Calls `work` with the group of all ranks on each of them; returns their results, or raises the first error."""
+
+    def run(rank: ThreadRank):
+        connections = connect(rank.rank, rank.size, rank.gather_bytes, on_one_host, 20)
+        try:
+            return work(HostGroup(connections, range(rank.size)))
+        finally:
+            connections.close()
+
+    results = on_ranks(ranks, run)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def arrays_of(ranks: int, shape: tuple[int, ...], dtype: type = np.float32) -> list[np.ndarray]:
+    draw = np.random.default_rng(3)
+    return [np.asarray(draw.normal(size=shape) * 100).astype(dtype) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (300, 301)], ids=str)  # the last one is summed in parts
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sums_gathers_and_broadcasts(ranks: int, shape: tuple[int, ...], dtype: type) -> None:
+    given = arrays_of(ranks, shape, dtype)
+
+    def work(group: HostGroup) -> list[np.ndarray]:
+        own = given[group.rank]
+        return [group.all_reduce(own), group.all_gather(own), group.all_max(own), group.broadcast(own, ranks - 1)]
+
+    total = given[0].astype(np.float32 if dtype is np.float16 else dtype)
+    for each in given[1:]:
+        total += each  # in the order of the ranks, float16 in float32
+    for found in on_groups(ranks, work):
+        for ours, right in zip(found, [total.astype(dtype), np.stack(given), np.max(given, 0), given[-1]], strict=True):
+            np.testing.assert_array_equal(ours, right)
+            assert ours.dtype == dtype
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter_gives_each_rank_its_rows(ranks: int) -> None:
+    given = arrays_of(ranks, (ranks * 4, 5))
+    found = on_groups(ranks, lambda group: group.reduce_scatter(given[group.rank]))
+    total = given[0].copy()
+    for each in given[1:]:
+        total += each
+    np.testing.assert_array_equal(np.concatenate(found), total)
+
+
+def test_an_all_to_all_with_unequal_parts_and_none() -> None:
+    rows = [[3, 0, 2], [1, 4, 0], [0, 0, 5]]  # from rank, to rank
+    sent = [[np.full((count, 2), 10 * source + to) for to, count in enumerate(counts)] for source, counts in
+            enumerate(rows)]  # fmt: skip
+
+    def work(group: HostGroup) -> list[np.ndarray]:
+        return group.all_to_all(sent[group.rank], [(rows[source][group.rank], 2) for source in range(3)])
+
+    for rank, found in enumerate(on_groups(3, work)):
+        for source, ours in enumerate(found):
+            np.testing.assert_array_equal(ours, sent[source][rank])
+
+
+def test_a_group_of_some_ranks_leaves_the_others_alone() -> None:
+    def work(group: HostGroup) -> float:
+        pair = group.part([0, 2] if group.rank % 2 == 0 else [1, 3])
+        total = pair.all_reduce(np.array([float(group.rank)]))
+        if group.rank == 0:  # a message of 4 MB, more than a socket holds
+            group.send(np.full(1 << 20, 7.0, np.float32), 3)
+        if group.rank == 3:
+            assert (group.receive((1 << 20,), np.float32, 0) == 7).all()
+        return float(total[0])
+
+    assert on_groups(4, work) == [2.0, 4.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("on_one_host", [True, False], ids=["unix", "tcp"])
+def test_bytes_of_any_length_arrive(on_one_host: bool) -> None:
+    texts = [b"", b"first" * 100_000, b"x"]
+    assert on_groups(3, lambda group: group.gather_bytes(texts[group.rank]), on_one_host) == [texts] * 3
+
+
+def test_a_rank_that_ends_is_named() -> None:
+    def work(group: HostGroup) -> None:
+        if group.rank == 1:
+            group.connections.close()
+        else:
+            with pytest.raises(RunError, match="rank 0 has lost rank 1, which has ended"):
+                group.all_reduce(np.ones(3))
+
+    on_groups(2, work)
+
+
+def test_a_stranger_does_not_become_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that does not know the key is dropped, while the ranks wait for each other."""
+    strangers = []
+    accept = socket.socket.listen
+
+    def call_first(listening: socket.socket, backlog: int) -> None:
+        accept(listening, backlog)
+        if listening.family == socket.AF_INET:
+            stranger = socket.create_connection(listening.getsockname())
+            stranger.sendall((1).to_bytes(4, "big") + bytes(32))
+            strangers.append(stranger)
+
+    monkeypatch.setattr(socket.socket, "listen", call_first)
+    assert on_groups(2, lambda group: int(group.all_reduce(np.array([1]))[0]), on_one_host=False) == [2, 2]
+    assert len(strangers) >= 2
+    for each in strangers:
+        each.close()
+
+
+def test_threads_of_a_rank_exchange_one_after_the_other() -> None:
+    """As a compiled graph does beside the main thread: messages do not mix."""
+
+    def work(group: HostGroup) -> bool:
+        right = []
+        for _ in range(20):
+            thread = threading.Thread(target=lambda: right.append(group.all_reduce(np.ones(50_000)).sum() == 100_000))
+            thread.start()
+            thread.join()
+            right.append(group.all_reduce(np.ones(3)).sum() == 6)
+        return all(right) and len(right) == 40
+
+    assert on_groups(2, work) == [True, True]
+
+
+def test_connections_need_no_order_of_sending() -> None:
+    """Both ranks send more than a socket holds before either has received."""
+    ends = socket.socketpair()
+    data = [bytes([rank]) * (8 << 20) for rank in range(2)]
+
+    def work(rank: ThreadRank) -> bytes:
+        connections, other = Connections(rank.rank, {1 - rank.rank: ends[rank.rank]}), 1 - rank.rank
+        received = bytearray(len(data[other]))
+        connections.exchange({other: [memoryview(data[rank.rank])]}, {other: [memoryview(received)]})
+        return bytes(received)
+
+    assert on_ranks(2, work) == [data[1], data[0]]

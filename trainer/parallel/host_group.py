@@ -1,0 +1,157 @@
+"""Collective communication of NumPy arrays between the ranks of a group, over `Connections`: a CPU's collectives.
+
+Every sum is made in the order of the group's ranks, so all ranks get the same bits. Nothing waits for more ranks than
+those of the group, and what travels is in proportion to what is asked for: n ranks sum an array by exchanging 2 (n - 1)
+/ n of it, and each sends another one in an all-to-all what is meant for that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainer.parallel.connections import Connections
+
+_SMALL_BYTES = 1 << 15  # up to this size one exchange of whole arrays is faster than two of parts
+
+
+class HostGroup:
+    """Some ranks of a job, this one among them.
+
+    Attributes:
+        ranks: In the job, in the order of the group.
+        rank: This process's place in `ranks`.
+        size: Number of ranks.
+    """
+
+    on_host = True
+
+    def __init__(self, connections: Connections, ranks: Sequence[int]) -> None:
+        self.connections, self.ranks = connections, tuple(ranks)
+        self.rank, self.size = self.ranks.index(connections.rank), len(self.ranks)
+
+    def part(self, ranks: Sequence[int], name: str = "") -> HostGroup:
+        """A group of some ranks of the job; without a call of the others. `name` is for groups of devices."""
+        return HostGroup(self.connections, ranks)
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """[size, ...]: the arrays of all ranks, which have the same shape and dtype."""
+        array = np.asarray(array, order="C")
+        rows = np.empty((self.size, *array.shape), array.dtype)
+        rows[self.rank] = array
+        self._exchange([array] * self.size, _each(rows))
+        return rows
+
+    def all_gather_rows(self, array: np.ndarray) -> np.ndarray:
+        """[size n, ...]: [n, ...] of each rank, one after the other."""
+        rows = self.all_gather(array)
+        return rows.reshape(-1, *rows.shape[2:])
+
+    def all_reduce(self, array: np.ndarray) -> np.ndarray:
+        """The sum over all ranks, in the dtype of the array; sums of float16 are made in float32."""
+        if self.size == 1:
+            return array
+        if array.nbytes <= _SMALL_BYTES:
+            return _sum(self.all_gather(array))
+        flat = np.asarray(array, order="C").reshape(-1)
+        total = np.empty_like(flat)
+        parts = [total[each] for each in _ranges(flat.size, self.size)]
+        parts[self.rank][...] = self._sum_of_own([flat[each] for each in _ranges(flat.size, self.size)])
+        self._exchange([parts[self.rank]] * self.size, parts)
+        return total.reshape(array.shape)
+
+    def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
+        """This rank's rows of the sum over all ranks of [size n, ...]: [n, ...]."""
+        return self._sum_of_own(np.split(np.asarray(array, order="C"), self.size))
+
+    def all_max(self, array: np.ndarray) -> np.ndarray:
+        """The largest value of any rank, element by element; for small arrays, which travel whole."""
+        return self.all_gather(array).max(0)
+
+    def all_to_all(self, arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Sends one array to each rank and returns what each rank sent, in the order of ranks.
+
+        Args:
+            arrays: For each rank; all of one dtype.
+            shapes: Of what each rank sends to this one.
+        """
+        received = [np.empty(shape, arrays[0].dtype) for shape in shapes]
+        self.all_to_all_into(arrays, received)
+        return received
+
+    def all_to_all_into(self, arrays: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """The same into contiguous arrays that are there."""
+        received[self.rank][...] = arrays[self.rank]
+        self._exchange([np.asarray(each, order="C") for each in arrays], received)
+
+    def all_to_all_rows(self, array: np.ndarray) -> np.ndarray:
+        """[size n, ...] -> [size n, ...]: sends the r-th n rows to rank r."""
+        parts = np.split(np.asarray(array, order="C"), self.size)
+        return np.concatenate(self.all_to_all(parts, [parts[0].shape] * self.size))
+
+    def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        """The array of the group's rank `root`; shapes and dtypes are equal on all ranks."""
+        if self.rank == root:
+            given = np.asarray(array, order="C")
+            others = [each for place, each in enumerate(self.ranks) if place != root]
+            self.connections.exchange({each: [_bytes(given)] for each in others}, {})
+            return given
+        received = np.empty_like(array, order="C")
+        self.connections.exchange({}, {self.ranks[root]: [_bytes(received)]})
+        return received
+
+    def send(self, array: np.ndarray, to: int) -> None:
+        """Sends to the group's rank `to`, which must `receive`; returns when the system has taken it over."""
+        self.connections.exchange({self.ranks[to]: [_bytes(np.asarray(array, order="C"))]}, {})
+
+    def receive(self, shape: tuple[int, ...], dtype: np.dtype | type, source: int) -> np.ndarray:
+        """What the group's rank `source` sends."""
+        received = np.empty(shape, dtype)
+        self.connections.exchange({}, {self.ranks[source]: [_bytes(received)]})
+        return received
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes; lengths may differ."""
+        lengths = self.all_gather(np.array([len(data)], np.int64)).reshape(-1).tolist()
+        given = np.frombuffer(data, np.uint8)
+        received = self.all_to_all([given] * self.size, [(length,) for length in lengths])
+        return [each.tobytes() for each in received]
+
+    def _sum_of_own(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The sum over the ranks of what each of them has for this one; `parts`, for each rank, are contiguous."""
+        own = parts[self.rank]
+        rows = np.empty((self.size, *own.shape), own.dtype)
+        rows[self.rank] = own
+        self._exchange(parts, _each(rows))
+        return _sum(rows)
+
+    def _exchange(self, given: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Sends each rank its array and fills `received`; this rank's own are left as they are."""
+        others = [(place, rank) for place, rank in enumerate(self.ranks) if place != self.rank]
+        self.connections.exchange(
+            {rank: [_bytes(given[place])] for place, rank in others},
+            {rank: [_bytes(received[place])] for place, rank in others},
+        )
+
+
+def _ranges(numbers: int, parts: int) -> list[slice]:
+    return [slice(part * numbers // parts, (part + 1) * numbers // parts) for part in range(parts)]
+
+
+def _sum(rows: np.ndarray) -> np.ndarray:
+    """The sum of the rows, from the first to the last."""
+    total = rows[0, ...].astype(np.float32 if rows.dtype == np.float16 else rows.dtype)
+    for row in _each(rows)[1:]:
+        total += row
+    return total.astype(rows.dtype, copy=False)
+
+
+def _each(rows: np.ndarray) -> list[np.ndarray]:
+    """Views of the rows, where they are single numbers too."""
+    return [rows[place, ...] for place in range(len(rows))]
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The memory of a contiguous array."""
+    return memoryview(array.reshape(-1).view(np.uint8))

@@ -1,0 +1,243 @@
+"""Which part of each parameter a rank holds, over which ranks its gradient is summed, and who counts it. Pure Python.
+
+Tensor parallelism cuts as Megatron-LM does (Shoeybi et al. 2019, section 3): q, k, v, gate and up by their outputs, o
+and down by their inputs, embedding and head by the vocabulary. Where there are fewer heads of keys and values than
+ranks, neighbouring ranks hold the same head. Of latent attention, what all heads share is whole on every rank; what
+makes queries, keys and values of a head is cut by heads. Expert parallelism cuts the stacks of experts; an expert is
+whole on its rank.
+
+The gradient of a parameter that is whole on every rank of a tensor group is either the same on all of them, or each
+rank has a part of it, to be summed over the group. A rank has a part where it computes with heads or columns of its own
+(norms of queries and keys, one of the matrices of an adapter), or with token rows of its own: what is next to the
+residual stream with sequence parallelism (Korthikanti et al. 2022, section 4.2), and what is next to a router always,
+because the ranks of a tensor group share the tokens for the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from trainer.models.shapes import (
+    EMBEDDING,
+    HEAD,
+    MAPPING_IN,
+    ROUTER,
+    SHARED_GATE,
+    all_shapes,
+    is_buffer,
+    layer_prefix,
+)
+from trainer.parallel.mesh import Degrees, MeshCoordinate
+from trainer.parallel.sharding import Shard
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+
+SumGroup = Literal["tp", "kv", "dp_cp", "expert_dp", "embedding"]
+"""Ranks over which a gradient is summed: those of a tensor group; those of it that hold the same key and value head;
+all ranks of a stage with the same tensor coordinate; those of a stage with the same experts; the stages that hold the
+embedding."""
+
+_COLUMNS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
+_ROWS = ("o_proj", "down_proj")
+_KEYS_VALUES = ("self_attn.k_proj", "self_attn.v_proj")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_EXPERTS = "mlp.experts."
+_MOE_ROWS = (ROUTER, SHARED_GATE, "post_attention_layernorm.weight")
+
+
+class ParameterLayout(NamedTuple):
+    """How one parameter is divided.
+
+    Attributes:
+        shape: Of the whole.
+        parts: Equal parts that it is cut into; 1: every rank of its stages holds the whole.
+        dimension: The one that is cut.
+        by: The axis whose ranks hold the parts: part p is held by as many neighbours as the axis has ranks per part.
+        sums: The groups over which its gradient is summed, one after the other. Empty for a buffer.
+        stages: The pipeline stages that hold it.
+    """
+
+    shape: tuple[int, ...]
+    parts: int = 1
+    dimension: int = 0
+    by: Literal["tp", "ep"] = "tp"
+    sums: tuple[SumGroup, ...] = ("dp_cp",)
+    stages: tuple[int, ...] = (0,)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        sizes = list(self.shape)
+        sizes[self.dimension] //= self.parts
+        return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """How the parameters of a model are divided among ranks; made by `model_layout`.
+
+    Attributes:
+        parameters: By name, in forward order.
+    """
+
+    degrees: Degrees
+    parameters: Mapping[str, ParameterLayout]
+
+    def holds(self, name: str, where: MeshCoordinate) -> bool:
+        """Whether the stage of a rank has this parameter."""
+        return where.pipeline in self.parameters[name].stages
+
+    def shard(self, name: str, where: MeshCoordinate) -> Shard:
+        """The part of a parameter that a rank of one of its stages holds."""
+        one = self.parameters[name]
+        shape, start = one.part_shape, [0] * len(one.shape)
+        if one.parts > 1:
+            start[one.dimension] = self._part(one, where) * shape[one.dimension]
+        return Shard(tuple(start), shape)
+
+    def local_shapes(self, where: MeshCoordinate) -> dict[str, tuple[int, ...]]:
+        """Shapes of what a rank holds, in forward order."""
+        return {name: one.part_shape for name, one in self.parameters.items() if where.pipeline in one.stages}
+
+    def counts(self, name: str, where: MeshCoordinate, sharded: bool = False) -> bool:
+        """Whether this rank is the first of those that hold this part: norms count its gradient, and it is the one that
+        writes the part to a checkpoint.
+
+        Args:
+            sharded: The ranks over which the gradient is summed last (dp_cp or expert_dp) each hold a range of the part
+                (ZeRO): each of them counts its own.
+        """
+        one = self.parameters[name]
+        if where.pipeline != one.stages[0]:
+            return False
+        if one.by == "ep":
+            return sharded or self._expert_rank(where) < self.degrees.expert_parallel
+        return where.tensor % self._copies(one) == 0 and (sharded or not (where.data or where.context))
+
+    def first_holders(self, name: str) -> Iterator[MeshCoordinate]:
+        """The first rank that holds each part of a parameter, in the order of parts."""
+        one = self.parameters[name]
+        tensor, context = self.degrees.model_parallel, self.degrees.context_parallel
+        for part in range(one.parts):
+            if one.by == "ep":
+                rest, at = divmod(part, tensor)
+                yield MeshCoordinate(one.stages[0], *divmod(rest, context), at)
+            else:
+                yield MeshCoordinate(one.stages[0], 0, 0, part * self._copies(one))
+
+    def _part(self, one: ParameterLayout, where: MeshCoordinate) -> int:
+        if one.by == "ep":
+            return self._expert_rank(where) % self.degrees.expert_parallel
+        return where.tensor // self._copies(one)
+
+    def _copies(self, one: ParameterLayout) -> int:
+        """Ranks of a tensor group that hold the same part."""
+        return self.degrees.model_parallel // one.parts
+
+    def _expert_rank(self, where: MeshCoordinate) -> int:
+        """Number of a rank in its stage: layers with experts see data, context and tensor axis as one."""
+        degrees = self.degrees
+        return (where.data * degrees.context_parallel + where.context) * degrees.model_parallel + where.tensor
+
+
+def model_layout(
+    settings: ModelConfig,
+    degrees: Degrees,
+    *,
+    sequence_parallel: bool = False,
+    stage_layers: Sequence[Sequence[int]] | None = None,
+) -> ModelLayout:
+    """The layout of a decoder and its adapters; the degrees divide what they cut.
+
+    Args:
+        settings: Those of the whole model.
+        sequence_parallel: The ranks of a tensor group share the token rows of the residual stream (use_seq_parallel).
+        stage_layers: The layers of each pipeline stage, without multi-token prediction modules, which the last stage
+            has; None: one stage.
+    """
+    stages = _stages_of(settings, stage_layers or [range(settings.num_layers)])
+    layers = range(settings.num_layers + settings.mtp_depth)
+    moe_prefixes = {layer_prefix(layer) for layer in layers if settings.is_moe_layer(layer)}
+    found = {}
+    for name, shape in all_shapes(settings).items():
+        one = _parameter(name, shape, settings, degrees, sequence_parallel, moe_prefixes)
+        sums: tuple[SumGroup, ...] = (*one.sums, "embedding") if len(stages[name]) > 1 else one.sums
+        found[name] = one._replace(sums=() if is_buffer(name) else sums, stages=stages[name])
+    return ModelLayout(degrees, found)
+
+
+def _parameter(
+    name: str,
+    shape: tuple[int, ...],
+    settings: ModelConfig,
+    degrees: Degrees,
+    sequence_parallel: bool,
+    moe_prefixes: set[str],
+) -> ParameterLayout:
+    """How the degrees cut a parameter, and how its gradient is summed within a stage."""
+    tensor = degrees.model_parallel
+    inner = name.split(".", 3)[3] if name.startswith("model.layers.") else name
+    if inner.startswith(_EXPERTS):
+        return ParameterLayout(shape, degrees.expert_parallel, by="ep", sums=("expert_dp",))
+    if tensor == 1:
+        return ParameterLayout(shape)
+    if name in (EMBEDDING, HEAD):
+        return ParameterLayout(shape, tensor)
+    partial = ParameterLayout(shape, sums=("tp", "dp_cp"))
+    module, kind = _module_and_kind(inner)
+    matrix = module.rsplit(".", 1)[-1]
+    if matrix in _COLUMNS:
+        # What an adapter's A makes is multiplied by a rank's rows of B alone.
+        if kind == "lora_A":
+            return partial
+        if module in _KEYS_VALUES and not settings.multi_latent_attention and settings.kv_heads < tensor:
+            return ParameterLayout(shape, settings.kv_heads, sums=("kv", "dp_cp"))
+        return ParameterLayout(shape, tensor)
+    if matrix in _ROWS and kind in ("weight", "lora_A"):
+        return ParameterLayout(shape, tensor, dimension=1)
+    in_moe = name[: -len(inner)] in moe_prefixes and inner in _MOE_ROWS
+    is_partial = kind == "lora_B" and matrix in _ROWS or module in _HEAD_NORMS or sequence_parallel or in_moe
+    return partial if is_partial else ParameterLayout(shape)
+
+
+def _module_and_kind(inner: str) -> tuple[str, str]:
+    """self_attn.q_proj.lora_A.weight -> self_attn.q_proj and lora_A; otherwise the kind is weight or bias."""
+    module, kind = inner.rsplit(".", 1)
+    *before, last = module.rsplit(".", 1)
+    return (before[0], last) if last in ("lora_A", "lora_B") else (module, kind)
+
+
+def _stages_of(settings: ModelConfig, stage_layers: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """The pipeline stages that hold each parameter: by default the last one, which has final norm and head."""
+    last = len(stage_layers) - 1
+    found = dict.fromkeys(all_shapes(settings), (last,))
+    for stage, layers in enumerate(stage_layers):
+        prefixes = tuple(layer_prefix(layer) for layer in layers)
+        found |= {name: (stage,) for name in found if prefixes and name.startswith(prefixes)}
+    # Multi-token prediction modules look tokens up on the last stage.
+    shared = last and (settings.mtp_depth or settings.tie_word_embeddings)
+    found[EMBEDDING] = (0, last) if shared else (0,)
+    return found | {name: (0,) for name in found if name == MAPPING_IN}
+
+
+def local_settings(settings: ModelConfig, tensor: int) -> ModelConfig:
+    """The settings of the model that one of `tensor` tensor-parallel ranks computes with: its heads, its columns of the
+    feed-forward layer and of shared experts, its part of the vocabulary. `all_shapes` of them are the rank's shapes,
+    except for experts over expert-parallel ranks and for the stages of a pipeline."""
+    if tensor == 1:
+        return settings
+    changes: dict[str, object] = {
+        "num_heads": settings.num_heads // tensor,
+        "intermediate_size": settings.ffn_size // tensor,
+        "vocab_size": settings.vocab_size // tensor,
+    }
+    if not settings.multi_latent_attention:
+        changes |= {"n_kv_heads": max(1, settings.kv_heads // tensor), "head_dim": settings.head_size}
+    if settings.experts is not None:
+        shared = settings.shared_expert_size
+        sizes = {"moe_intermediate_size": settings.expert_size}
+        sizes |= {"moe_shared_expert_intermediate_size": shared // tensor} if shared else {}
+        changes["moe_config"] = settings.experts.model_copy(update=sizes)
+    return settings.model_copy(update=changes)
