@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
@@ -31,6 +35,7 @@ from trainer.step.train_step import TrainStep  # noqa: E402
 LORA = {"pet_type": "lora", "lora_rank": 2, "lora_dropout": 0.1, "target_modules": ".*q_proj|.*down_proj"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BIASED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01, "z_loss_factor": 0.01}
+OF_STEP = {"moe_router_load_balancing_type": "gbs_aux_loss"}
 CASES: dict[str, dict[str, Any]] = {
     # stages, chunks of a stage, micro-batches, and what of the configuration differs
     "dense": {"stages": 4, "micro_batches": 6, "compiled": True},
@@ -38,8 +43,10 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"stages": 2, "chunks": 2, "micro_batches": 4},
     "uneven": {"stages": 2, "chunks": 2, "micro_batches": 5, "model": {"offset": [[0, 1], [-1, 1]]}},
     "experts": {"stages": 4, "model": {"moe_config": EXPERTS | BIASED, "mtp_depth": 1}},
-    "tied experts": {"stages": 2, "chunks": 2, "model": {"moe_config": EXPERTS | {"gbs_aux_loss": True}, "mtp_depth": 1,
+    "tied experts": {"stages": 2, "chunks": 2, "model": {"moe_config": EXPERTS, "mtp_depth": 1,
                                                          "tie_word_embeddings": True}},
+    "load of the step": {"stages": 4, "model": {"moe_config": EXPERTS | OF_STEP},
+                         "sections": {"recompute_config": {"recompute": True}}},
     "lora": {"stages": 4, "model": {"pet_config": LORA}},
     "recompute": {"stages": 4, "model": DROPOUT, "sections": {"recompute_config": {"recompute": True}},
                   "compiled": True},
@@ -81,10 +88,13 @@ def step_of(config: Config, world: HostGroup | None, compiled: bool) -> TrainSte
     )  # fmt: skip
 
 
-def trained(world: HostGroup | None, name: str, steps: int) -> dict[str, Any]:
+def trained(
+    world: HostGroup | None, name: str, steps: int, mutate: Callable[[TrainStep], None] = lambda step: None
+) -> dict[str, Any]:
     """Numbers of some steps, and the weights of this rank after them."""
     case = CASES[name]
     step, size = step_of(config_of_case(case), world, case.get("compiled", False)), 1
+    mutate(step)
     if world is not None:
         size = world.size // case["stages"]
     found: dict[str, Any] = {"bubble": []}
@@ -102,4 +112,31 @@ def trained(world: HostGroup | None, name: str, steps: int) -> dict[str, Any]:
 
 
 def all_trained(world: HostGroup, names: list[str], steps: int) -> dict[str, dict[str, Any]]:
-    return {name: trained(world, name, steps) for name in names}
+    """Of the cases, and of those that `MUTATIONS` break."""
+    found = {name: trained(world, name, steps) for name in names}
+    return found | {name: trained(world, case, 1, mutate) for name, (case, mutate) in MUTATIONS.items()}
+
+
+def _forgets_tied_sum(step: TrainStep) -> None:
+    step.pipeline = replace(step.pipeline, embedding=None)
+
+
+def _counts_norm_twice(step: TrainStep) -> None:
+    """Of the matrix that two stages have."""
+    names = list(step.optimizer.parameters)
+    places = [names.index(name) if name in names else len(names) for name in step.pipeline.group_of]
+    step.share = step.share._replace(factors=np.ones(len(names)), places=places)
+
+
+def _forgets_routers(step: TrainStep) -> None:
+    """Of the stages before the last one."""
+    for cell in step.pipeline.stage.cells:
+        if not cell.part.is_last:
+            cell.model.aux_factor = cell.model.z_factor = 0.0
+
+
+MUTATIONS = {
+    "no tied sum": ("tied", _forgets_tied_sum),
+    "norm counted twice": ("tied", _counts_norm_twice),
+    "no losses of routers": ("experts", _forgets_routers),
+}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pipeline_cases import CASES, trained
+from pipeline_cases import CASES, MUTATIONS, trained
 from rank_job import on_rank_processes
 
 from trainer.device.threads import set_up_cpu_threads
@@ -33,3 +33,10 @@ def test_a_pipeline_trains_what_one_process_trains(ranks: list[dict[str, dict[st
         for key, weight in found["weights"].items():
             np.testing.assert_allclose(weight, right["weights"][key], rtol=1e-4, atol=1e-5, err_msg=key)
     assert {key for rank in ranks for key in rank[name]["weights"]} == right["weights"].keys()
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mistake_is_seen(ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
+    case, _ = MUTATIONS[name]
+    norms = [rank[name]["norm"][0] for rank in ranks]
+    assert all(abs(norm / ranks[0][case]["norm"][0] - 1) > 1e-3 for norm in norms)

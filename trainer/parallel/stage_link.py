@@ -51,7 +51,7 @@ class StageLink:
             RunError: It has ended.
         """
         dtype, *shape = _HEADER.unpack(self._bytes(stage, bytearray(_HEADER.size)))
-        array = np.empty(shape, np.dtype(dtype.rstrip().decode()))
+        array = np.empty(shape, np.dtype(dtype.rstrip(b"\0").decode()))
         self._bytes(stage, array.reshape(-1).view(np.uint8))
         return Tensor.from_numpy(array)
 
