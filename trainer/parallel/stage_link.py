@@ -120,4 +120,3 @@ def _wait(connection: socket.socket, event: int) -> None:
     poll = select.poll()
     poll.register(connection, event)
     poll.poll()
-
