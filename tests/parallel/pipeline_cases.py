@@ -29,27 +29,28 @@ from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
 from trainer.parallel.mesh import Degrees, build_mesh  # noqa: E402
 from trainer.parallel.process_groups import process_groups  # noqa: E402
+from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.pipeline import build_pipeline, stage_parameters  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
-LORA = {"pet_type": "lora", "lora_rank": 2, "lora_dropout": 0.1, "target_modules": ".*q_proj|.*down_proj"}
+LORA = {"pet_type": "lora", "lora_rank": 2, "target_modules": ".*q_proj|.*down_proj"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BIASED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01, "z_loss_factor": 0.01}
 OF_STEP = {"moe_router_load_balancing_type": "gbs_aux_loss"}
 CASES: dict[str, dict[str, Any]] = {
     # stages, chunks of a stage, micro-batches, and what of the configuration differs
-    "dense": {"stages": 4, "micro_batches": 6, "compiled": True},
-    "tied": {"stages": 4, "model": {"tie_word_embeddings": True}},
+    "dense": {"stages": 4, "micro_batches": 6, "compiled": True, "model": DROPOUT},
     "interleaved": {"stages": 2, "chunks": 2, "micro_batches": 4},
-    "uneven": {"stages": 2, "chunks": 2, "micro_batches": 5, "model": {"offset": [[0, 1], [-1, 1]]}},
+    "uneven": {"stages": 2, "chunks": 2, "micro_batches": 5, "model": {"offset": [[0, 2], [-1, 0]]}},  # an empty chunk
+    "tied": {"stages": 4, "model": {"tie_word_embeddings": True},
+             "sections": {"freeze": {"include": ["layers: 1"]}}},
     "experts": {"stages": 4, "model": {"moe_config": EXPERTS | BIASED, "mtp_depth": 1}},
     "tied experts": {"stages": 2, "chunks": 2, "model": {"moe_config": EXPERTS, "mtp_depth": 1,
                                                          "tie_word_embeddings": True}},
     "load of the step": {"stages": 4, "model": {"moe_config": EXPERTS | OF_STEP},
                          "sections": {"recompute_config": {"recompute": True}}},
-    "lora": {"stages": 4, "model": {"pet_config": LORA}},
-    "recompute": {"stages": 4, "model": DROPOUT, "sections": {"recompute_config": {"recompute": True}},
-                  "compiled": True},
+    "lora": {"stages": 2, "micro_batches": 2, "model": {"pet_config": LORA}},
+    "recompute": {"stages": 4, "sections": {"recompute_config": {"recompute": True}}},
     "frozen": {"stages": 4, "sections": {"freeze": {"include": ["embeddings", "layers: 0-1"]}}},
     "grouped": {"stages": 2, "sections": {"runner_wrapper": CLIP | {"clip_by_group": True, "local_norm": True}}},
 }  # fmt: skip
@@ -108,7 +109,13 @@ def trained(
         for key, value in numbers.items():
             found.setdefault(key, []).append(value)
         found["bubble"].append(result.bubble_share)
-    return found | {"weights": {key: each.asnumpy().copy() for key, each in step.model.parameters_by_name.items()}}
+    found["weights"] = {key: each.asnumpy().copy() for key, each in step.model.parameters_by_name.items()}
+    batches, pipeline = [part_of(rows_of(steps, 0), step.data_rank, size)] * 2, step.pipeline
+    evaluated = evaluate(
+        step.model if pipeline is None else pipeline.evaluate, step.build_inputs, batches, lambda: False,
+        step.communicator, gives_losses=pipeline is None or pipeline.gives_losses,
+    )  # fmt: skip
+    return found | {"eval loss": evaluated.loss, "eval tokens": evaluated.tokens}
 
 
 def all_trained(world: HostGroup, names: list[str], steps: int) -> dict[str, dict[str, Any]]:

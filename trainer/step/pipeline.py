@@ -17,19 +17,19 @@ import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from trainer.config.stages import chunk_layers, stage_layers
 from trainer.models.decoder import DecoderCall
-from trainer.models.inputs import LossSums
+from trainer.models.inputs import LossSums, ModelInputs
 from trainer.parallel.collectives import all_reduce_in_buckets
 from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.schedule import Schedule, one_forward_one_backward
+from trainer.parallel.schedule import Schedule, forward_only, one_forward_one_backward
 from trainer.parallel.stage_link import StageLink
 from trainer.step.accumulate import RankShare
 
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from trainer.parallel.host_group import HostGroup
     from trainer.parallel.process_groups import ProcessGroups
 
-Passes: TypeAlias = Generator[int, Tensor, None]
-"""Yields the stage that the next tensor must come from, and is sent that tensor."""
+T = TypeVar("T")
+Passes: TypeAlias = Generator[int, Tensor, T]
+"""Yields the stage that the next tensor must come from, and is sent that tensor; returns its result."""
 
 
 Done: TypeAlias = Callable[[int, LossSums, DecoderCall, bool], None]
@@ -70,6 +71,11 @@ class ModelPart(NamedTuple):
     def trains(self) -> bool:
         """Whether it has a backward pass."""
         return self.reached or bool(self.trained)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has nothing to compute: with `offset` a chunk may have no layer."""
+        return not (self.layers or self.is_first or self.is_last)
 
 
 def model_parts(
@@ -121,6 +127,8 @@ class PartCell(nn.Cell):
 
     def pass_of(self, x: Tensor, call: DecoderCall) -> tuple[Tensor | tuple[Tensor, Tensor], LossSums]:
         """The result of a forward pass, and the sums of losses of this chunk, of which those of others are None."""
+        if self.part.is_empty:
+            return x, LossSums(None, None)
         self.call = call
         result, sums = self(x), self.sums
         self.call = self.sums = None
@@ -150,7 +158,7 @@ class Stage:
         send: Callable[[int, Tensor], None],
         done: Done,
         totals: dict[str, Tensor],
-    ) -> Passes:
+    ) -> Passes[None]:
         """All forward and backward passes of a window.
 
         Args:
@@ -187,10 +195,23 @@ class Stage:
             if not part.is_last:
                 send(schedule.taker(self.stage, action), result[0] if has_own else result)
 
+    def evaluate(self, inputs: ModelInputs, send: Callable[[int, Tensor], None]) -> Passes[LossSums]:
+        """The forward passes of one micro-batch; the sums of its losses on the last stage, without them elsewhere."""
+        schedule, sums = forward_only(self.schedule(1).stages, 1, len(self.parts)), LossSums(None, None)
+        for action in schedule.actions[self.stage]:
+            needed, taker = schedule.needed(self.stage, action), schedule.taker(self.stage, action)
+            x = inputs.ids_N if needed is None else (yield needed.sender)
+            result, sums = self.evaluated[action.chunk].pass_of(x, DecoderCall(inputs))
+            if taker is not None:
+                send(taker, result)
+        return sums
+
     def _add_gradients(self, chunk: int, x: Tensor, sens: Tensor | tuple, totals: dict[str, Tensor]) -> Tensor | None:
         """The backward pass of the forward pass with this input; the gradient of the input, if it has one."""
-        part, found = self.parts[chunk], self.gradients_of[chunk](x, sens)
-        grad_ND = None
+        part, grad_ND = self.parts[chunk], None
+        if part.is_empty:
+            return sens
+        found = self.gradients_of[chunk](x, sens)
         if part.reached:
             inputs, found = found if part.trained else (found, ())
             grad_ND = inputs[0] if isinstance(inputs, tuple) else inputs
@@ -239,7 +260,7 @@ class Pipeline:
         waiting for other stages. See `Stage.train`."""
         began, totals = time.perf_counter(), dict[str, Tensor]()
         passes = self.stage.train(micro_batches, call_of, factor, self.link.send, done, totals)
-        waited = run_with(self.link, passes)
+        _, waited = run_with(self.link, passes)
         gradients = [totals.pop(name) for name in names]
         for gradient in gradients:
             gradient.asnumpy()  # waits until it is computed
@@ -250,9 +271,14 @@ class Pipeline:
                 [gradients[place]] = all_reduce_in_buckets([gradients[place]], self.embedding)
         return gradients, share
 
+    def evaluate(self, inputs: ModelInputs) -> LossSums:
+        """A batch of an evaluation, which all stages compute together: its losses on the last stage."""
+        sums, _ = run_with(self.link, self.stage.evaluate(inputs, self.link.send))
+        return sums
 
-def run_with(link: Link, passes: Passes) -> float:
-    """Runs the passes of this stage; returns the seconds in which it waited for other stages."""
+
+def run_with(link: Link, passes: Passes[T]) -> tuple[T, float]:
+    """Runs the passes of this stage; returns their result and the seconds in which it waited for other stages."""
     waited = 0.0
     try:
         stage = next(passes)
@@ -261,8 +287,8 @@ def run_with(link: Link, passes: Passes) -> float:
             tensor = link.receive(stage)
             waited += time.perf_counter() - began
             stage = passes.send(tensor)
-    except StopIteration:
-        return waited
+    except StopIteration as end:
+        return end.value, waited
 
 
 def stage_parameters(config: Config, stage: int) -> list[str]:
@@ -271,7 +297,9 @@ def stage_parameters(config: Config, stage: int) -> list[str]:
     return [name for name, one in layout.parameters.items() if stage in one.stages]
 
 
-def build_pipeline(config: Config, model: Decoder, groups: ProcessGroups, group_of: Mapping[str, str]) -> Pipeline:
+def build_pipeline(
+    config: Config, model: Decoder, groups: ProcessGroups, group_of: Mapping[str, str], on_one_host: bool = True
+) -> Pipeline:
     """Connects the stages; all ranks of the job call it.
 
     Args:
@@ -283,7 +311,7 @@ def build_pipeline(config: Config, model: Decoder, groups: ProcessGroups, group_
     layout = model_layout(config.decoder, Degrees(), stage_layers=stage_layers(config))
     return Pipeline(
         Stage(model, parts[stage], partial(one_forward_one_backward, stages, chunks=chunks), stage),
-        StageLink(groups.pp),
+        StageLink(groups.pp, on_one_host),
         SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp),
         group_of,
         {name for name in group_of if len(layout.parameters[name].stages) > 1},
