@@ -104,7 +104,8 @@ def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) ->
     [
         ("use_parallel: True\nparallel_config: {data_parallel: 8}\n", ["is for 8 ranks, and this job has 1",
          "launch --nproc 8`, or set data_parallel 1; to run alone, add --use_parallel False"]),
-        ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n", ["pipeline_stage 2 is for 2 ranks"]),
+        ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n",
+         ["pipeline_stage 2 is for 2 ranks"]),
     ],
 )  # fmt: skip
 def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[str]) -> None:
