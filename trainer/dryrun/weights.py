@@ -13,7 +13,6 @@ from trainer.optim.base import Optimizer
 from trainer.run import session
 from trainer.semi_auto import shards
 
-
 _REFERENCES_OF_A_NEW_TENSOR = 4  # as `Parameter` counts them
 
 
