@@ -203,6 +203,12 @@ def _readers(folder: Path) -> dict[str, _Reader]:
         "adapters": ("ad/adapter_model.safetensors", lambda path: (
             ["export", "--output", str(folder / "out"), "--merge"],
             {**_ADAPTED, "adapter_id": str(Path(path).parent)})),
+        "weights of a plan": ("w.safetensors", lambda path: (["plan"], {
+            "run_mode": "finetune", "load_checkpoint": path})),
+        "weights of a plan's folder": ("w/model.safetensors", lambda path: (["plan"], {
+            "run_mode": "finetune", "load_checkpoint": str(Path(path).parent)})),
+        "adapters of a plan": ("ad/adapter_model.safetensors", lambda path: (["plan"], {
+            **_ADAPTED, "adapter_id": str(Path(path).parent)})),
         "model folder": ("m/config.json", lambda path: (["plan"], {"pretrained_model_dir": str(Path(path).parent)})),
         "best": ("checkpoints/best", lambda path: (["export", "--output", str(folder / "out")], {
             "load_checkpoint": path})),

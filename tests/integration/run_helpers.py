@@ -125,7 +125,7 @@ def train_and_read(path: Path, **flags: object) -> tuple[Path, str]:
 
 
 def step_records(output: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [record for record in _records(output / name) if not {"eval_loss", "restart"} & record.keys()]
+    return [record for record in _records(output / name) if "loss" in record]
 
 
 def eval_records(output: Path) -> list[dict[str, Any]]:
@@ -229,4 +229,4 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen, timeout_sec
 def steps_done(output: Path) -> int:
     """Steps that a running training has written down."""
     path = output / "metrics.jsonl"
-    return path.read_text(encoding="utf-8").count('"step"') if path.exists() else 0
+    return path.read_text(encoding="utf-8").count('"loss"') if path.exists() else 0

@@ -28,6 +28,7 @@ from trainer.cli.main import dispatch
 from trainer.errors import EXIT_BAD_INPUT, UserError
 from trainer.monitors.files import claimed_folder
 from trainer.run.prepare import prepare
+from trainer.storage.marker import marker_content
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +102,9 @@ def test_metrics_tell_how_long_a_save_held_the_training(whole: Path, resumed: Pa
     for output, saved_at in ((whole, [HALF]), (resumed, [3, 6, 9, 12, 15])):
         waited = {record["step"] - 1: record.get("save_wait_seconds") for record in step_records(output)}
         assert [step for step, seconds in waited.items() if seconds] == saved_at
+        *_, end = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        assert end == {"step": 2 * HALF, "save_wait_seconds": end["save_wait_seconds"]}
+        assert end["save_wait_seconds"] > 0  # no step comes after the last one
     assert sorted(path.name for path in (resumed / "checkpoints").iterdir()) == [
         f"step-{step:08d}" for step in (12, 15, 16)
     ]  # keep_checkpoint_max
@@ -130,8 +134,16 @@ def test_resuming_into_another_folder(path: Path, whole: Path, home: Path) -> No
 
 def test_nothing_is_left_to_do(path: Path, whole: Path, capsys: pytest.CaptureFixture) -> None:
     before = {name: (whole / name).read_bytes() for name in files_below(whole) if not name.startswith("logs/")}
+    renamed = whole / "checkpoints" / "mine"
+    shutil.copytree(whole / "checkpoints" / f"step-{2 * HALF:08d}", renamed)
+    marker = json.loads((renamed / "COMPLETE").read_text())
+    del marker["checksum"]
+    (renamed / "COMPLETE").write_bytes(marker_content(marker | {"save_number": 99}))
     train(path, output_dir=whole, resume_training=True)
-    assert f"nothing to do: the checkpoint has done all {2 * HALF} steps" in capsys.readouterr().out
+    shutil.rmtree(renamed)
+    shown = capsys.readouterr().out
+    assert f"nothing to do: the checkpoint has done all {2 * HALF} steps" in shown
+    assert f"{renamed} was saved after step-{2 * HALF:08d} and is passed over" in shown
     for name, content in before.items():
         if name not in ("config.yaml", "plan.txt"):  # these say what was asked for last
             assert (whole / name).read_bytes() == content, name

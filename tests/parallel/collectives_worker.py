@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     set_up_cpu_threads()  # as a run does; without it most of the time goes into threads that poll
-    communicator = ProcessGroup(world)
+    communicator = ProcessGroup(collectives.start(world))
     group = communicator.group
     if world.size == 2:
         np.savez(folder / f"steps-{world.rank}.npz", **steps_together(communicator))

@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
     graphs = {} if scheduler else {name: sharded_graph(config, world, "CPU") for name, config in configs.items()}
     mindspore.set_device("CPU")
     set_up_cpu_threads()
-    communicator = ProcessGroup(world)
+    communicator = ProcessGroup(collectives.start(world))
     known: set[str] = set()
     for name, config in configs.items():
         graph = graphs[name]

@@ -27,6 +27,7 @@ ROOMS = (
     ("trainer.storage",),
     ("trainer.parallel.world", "trainer.parallel.sharding"),
     ("trainer.parallel.mesh",),
+    ("trainer.parallel.schedule",),
     ("trainer.config",),
     ("trainer.ops.precision",),
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
@@ -39,6 +40,7 @@ ROOMS = (
     ("trainer.plan.graph_memory",),
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
+    ("trainer.plan.pipeline",),
     ("trainer.plan",),
     ("trainer.launch.restart",),
     ("trainer.launch.checks",),

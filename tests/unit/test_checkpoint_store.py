@@ -341,6 +341,23 @@ def test_a_folder_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> N
     path = save(tmp_path, 2).rename(tmp_path / "step-00000009")
     with pytest.raises(UserError, match="COMPLETE says step 2, the folder's name 9"):
         store.read_checkpoint(path)
+    save(tmp_path, 3)
+    with pytest.raises(UserError, match="step-00000009.*says step 2(.|\n)*Fix: rename it to step-00000002, or"):
+        store.find_checkpoint(tmp_path)
+
+
+def test_a_renamed_checkpoint_is_named_where_it_is_passed_over(tmp_path: Path) -> None:
+    older, newest = (save(tmp_path / "checkpoints", step) for step in (1, 2))
+    shutil.copytree(older, older.with_name("a copy"))
+    assert store.passed_over(newest) == []
+    renamed = newest.rename(newest.with_name("my-best-model"))
+    assert store.find_checkpoint(tmp_path) == older
+    (note,) = store.passed_over(older)
+    assert note.startswith(f"{renamed} was saved after step-00000001") and "--resume_training my-best-model" in note
+    shutil.rmtree(older)
+    shutil.rmtree(older.with_name("a copy"))
+    with pytest.raises(UserError, match="but .*my-best-model(.|\n)*Fix: rename it to step-00000002, or name it"):
+        store.find_checkpoint(tmp_path)
 
 
 def test_two_sets_of_files_with_one_part_are_damage(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ SWITCHES = {
 }  # fmt: skip
 OPTIONS = {
     "export": ("--output", "--dtype", "--shard_size", "--adapter"),
-    "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank"),
+    "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank", "--schedule"),
     "data": ("--rows",), "smoke": ("--ranks", "--steps"),
 }  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_a_job_that_can_run_is_left_alone(options: LaunchOptions, script: Path) 
         ({"script": Path("/nowhere/train.py")}, ["script = '/nowhere/train.py': there is no such file"]),
         ({"max_restarts": -1}, ["max_restarts = -1: must be at least 0"]),
         ({"elastic": True, "max_restarts": 1}, ["elastic = True", "add --max_restarts 2 or more"]),
-        ({"elastic": True, "max_restarts": 2, "worker_num": 8}, ["not yet supported with several nodes"]),
+        ({"elastic": True, "max_restarts": 2, "worker_num": 8}, ["works on one node", "--max_restarts alone"]),
         ({"master_port": 0}, ["master_port = 0: must be from 1 to 65535"]),
         ({"master_port": 70_000}, ["master_port = 70000: must be from 1 to 65535", "8118"]),
         ({"master_port": -5}, ["master_port = -5"]),

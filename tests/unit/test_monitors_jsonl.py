@@ -13,7 +13,8 @@ import pytest
 from trainer.errors import RunError
 from trainer.monitors import jsonl
 from trainer.monitors.jsonl import JsonlMonitor, read_records
-from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
+from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics, Totals
+from trainer.monitors.report import read_curves
 
 
 def step_metrics(step: int, **changes) -> StepMetrics:
@@ -57,6 +58,21 @@ def test_the_fields_of_a_step_and_of_an_evaluation(tmp_path: Path) -> None:
         "step": 1, "epoch": 1, "eval_loss": 2.0, "eval_perplexity": 7.4, "eval_tokens": 64, "eval_seconds": 0.1,
     }
     monitor.close(None)
+
+
+def test_the_wait_for_the_last_checkpoint_has_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    totals, monitor = Totals(), run_steps(path, 0, 3, close=False)
+    totals.on_step(step_metrics(3))
+    monitor.close(totals.summary("finished", {}, 1.5))
+    *_, last = read_records(path)
+    assert last == {"step": 3, "save_wait_seconds": 1.5}
+    curves = read_curves(path)
+    assert curves.steps == [1, 2, 3] and "save_wait_seconds" not in curves.fields
+    run_steps(path, 3, 4)
+    assert steps_of(path) == [1, 2, 3, 3, 4]
+    run_steps(path, 2, 3)
+    assert steps_of(path) == [1, 2, 3]
 
 
 def test_numbers_that_are_not_finite_are_null_and_the_json_is_valid(tmp_path: Path) -> None:

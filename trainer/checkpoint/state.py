@@ -21,7 +21,15 @@ from trainer.checkpoint.documents import RunState, read_base, read_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import class_on_disk
-from trainer.checkpoint.store import Checkpoint, behind_link, damaged, find_checkpoint, read_checkpoint, shard_name
+from trainer.checkpoint.store import (
+    Checkpoint,
+    behind_link,
+    damaged,
+    find_checkpoint,
+    passed_over,
+    read_checkpoint,
+    shard_name,
+)
 from trainer.checkpoint.weights import first_of, fitting_weights, is_finite
 from trainer.checkpoint.writing import Stages, checkpoint_stages, do_stages
 from trainer.config.schema.fields import Section, support_of
@@ -182,10 +190,7 @@ def checkpoint_to_resume(config: Config) -> Path:
     Raises:
         UserError: There is none.
     """
-    where = config.source.where(_KEY)
-    # With adapters load_checkpoint names the base model, which a checkpoint of adapters does not contain.
-    given = config.load_checkpoint if config.decoder.pet_config is None else config.adapter_id
-    folder = Path(given or Path(config.output_dir) / "checkpoints").expanduser()
+    where, folder = config.source.where(_KEY), _resume_folder(config)
     if isinstance(config.resume_training, str):
         named = behind_link(folder / config.resume_training)
         if not named.is_dir():
@@ -201,6 +206,12 @@ def checkpoint_to_resume(config: Config) -> Path:
         return find_checkpoint(folder, key=_KEY)
     except UserError as error:
         raise error.at(where, _KEY) from error
+
+
+def _resume_folder(config: Config) -> Path:
+    # With adapters load_checkpoint names the base model, which a checkpoint of adapters does not contain.
+    given = config.load_checkpoint if config.decoder.pet_config is None else config.adapter_id
+    return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
 
 
 def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resumed:
@@ -237,6 +248,8 @@ def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any]) -> Re
     notices = (f"differs from the run that made {path.name}: {changes}",) if changes else ()
     if not found.has_checksums:
         notices += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
+    if config.resume_training is True and behind_link(_resume_folder(config)) != path:
+        notices += tuple(passed_over(path))
     evaluations = from_state(state.evaluations and state.evaluations.model_dump(), position.step)
     step = state.step and state.step.model_dump()
     return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notices)

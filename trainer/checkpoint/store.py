@@ -116,20 +116,42 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
                         fix="make the folder readable") from error
     if newest is not None:
         return newest
-    raise UserError("the folder holds no complete checkpoint", key=key, value=str(path),
-                    fix="name a folder such as output/checkpoints or output/checkpoints/step-00000100")
+    rule, fix = "the folder holds no complete checkpoint", "name a folder such as output/checkpoints/step-00000100"
+    for renamed, marker in (*_renamed(path), *_renamed(path / "checkpoints")):
+        rule = f"{rule} under the name of its step, but {renamed}"
+        raise UserError(rule, key=key, value=str(path), fix=f"rename it to {folder_name(marker.step)}, or name it")
+    raise UserError(rule, key=key, value=str(path), fix=fix)
 
 
 def _newest_whole(folder: Path) -> Path | None:
-    """The newest complete checkpoint; a UserError where one has a marker that is damaged.
+    """The newest complete checkpoint; a UserError where one has a marker that is damaged, or of another step.
 
     The marker alone says when a checkpoint was saved, so that one may be the newest: to pass over it silently could
     continue a run that was abandoned.
     """
     for path in sorted(step_folders(folder), reverse=True):
-        if (path / MARKER).exists() and read_marker(path) is None:
+        if (path / MARKER).exists():
             _whole_marker(path)
     return newest_complete(folder)
+
+
+def passed_over(checkpoint: Path) -> list[str]:
+    """A note for each complete checkpoint beside this one that was saved later, but has no name of a step."""
+    chosen = read_marker(checkpoint)
+    return [] if chosen is None else [
+        f"{path} was saved after {checkpoint.name} and is passed over, as a run's checkpoint has another name: "
+        f"rename it to {folder_name(marker.step)}, or name it: --resume_training {path.name}"
+        for path, marker in _renamed(checkpoint.parent) if marker.save_number > chosen.save_number
+    ]  # fmt: skip
+
+
+def _renamed(folder: Path) -> list[tuple[Path, Marker]]:
+    """The complete checkpoints in a folder that have no name of a step, with their markers."""
+    try:
+        paths = sorted(path for path in folder.iterdir() if not is_step_folder(path) and not path.is_symlink())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [(path, marker) for path in paths if (marker := read_marker(path)) is not None]
 
 
 def behind_link(path: Path) -> Path:
@@ -235,7 +257,9 @@ def _whole_marker(path: Path) -> Marker:
         raise _incomplete(path, f"it has no readable {MARKER} file: {why}") from error
     named = _STEP_FOLDER.fullmatch(path.name)
     if named is not None and int(named[1]) != marker.step:
-        raise damaged(path, f"{MARKER} says step {marker.step}, the folder's name {int(named[1])}")
+        fix = f"rename it to {folder_name(marker.step)}, or remove it; or {use_another(path)}"
+        rule = f"the checkpoint is damaged: {MARKER} says step {marker.step}, the folder's name {int(named[1])}"
+        raise UserError(rule, key="checkpoint", value=str(path), fix=fix)
     return marker
 
 

@@ -284,6 +284,10 @@ def _plan(
     rank: Annotated[int, typer.Option("--rank", help="--dryrun: as this rank of the job.", metavar="INT")] = 0,
     ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of the job.", metavar="INT")] = None,
     local_ranks: Annotated[int | None, typer.Option("--local_ranks", help="Ranks on one host.", metavar="INT")] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(help="Draw the pipeline's schedule: as text, and as a PNG file.", metavar="FILE"),
+    ] = None,
 ) -> int:
     """Says what a run would do, and ends. Never loads MindSpore, but for --audit and --dryrun.
 
@@ -306,7 +310,11 @@ def _plan(
         plan = plan_file(loaded, described_world(loaded, planned_world(ranks, local_ranks)), told)
     except SeveralProblems as problems:
         raise (problems.whole if verbose else problems.short) from None
-    if json_:
+    if schedule is not None:
+        from trainer.plan.pipeline import draw_schedule
+
+        print(draw_schedule(loaded, plan.pipeline, user_path(schedule, "flag --schedule")))
+    elif json_:
         print(json.dumps(plan_dict(plan), indent=1))
     else:
         print_sections(plan_sections(plan, verbose))

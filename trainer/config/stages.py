@@ -25,15 +25,20 @@ def part_sizes(config: Config) -> list[list[int]]:
     return [[share + more for more in one] for one in _rows(written)]
 
 
-def stage_layers(config: Config) -> list[list[int]]:
-    """The layers of each stage; the configuration has passed `stage_problems`."""
-    found: list[list[int]] = [[] for _ in range(config.parallel_config.pipeline_stage)]
+def chunk_layers(config: Config) -> list[list[list[int]]]:
+    """The layers of each part of each stage, [stages][parts]; the configuration has passed `stage_problems`."""
+    found: list[list[list[int]]] = [[] for _ in range(config.parallel_config.pipeline_stage)]
     first = 0
     for sizes in part_sizes(config):
-        for layers, size in zip(found, sizes, strict=True):
-            layers += range(first, first + size)
+        for parts, size in zip(found, sizes, strict=True):
+            parts.append(list(range(first, first + size)))
             first += size
     return found
+
+
+def stage_layers(config: Config) -> list[list[int]]:
+    """The layers of each stage."""
+    return [[layer for part in parts for layer in part] for parts in chunk_layers(config)]
 
 
 def counts_per_stage(config: Config, written: Any) -> list[int] | None:

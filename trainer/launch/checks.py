@@ -102,7 +102,8 @@ def _check_restarts(options: LaunchOptions) -> None:
         rule = "a rank is lost for good when it fails again right after a restart, so two of them are needed"
         raise _error("elastic", True, rule, "add --max_restarts 2 or more")
     if options.nodes > 1:
-        raise _error("elastic", True, "not yet supported with several nodes", "leave it out")
+        fix = "leave it out: --max_restarts alone starts the job again with all ranks of all nodes"
+        raise _error("elastic", True, "works on one node: all nodes of a job have the same number of ranks", fix)
     if options.script is not None:
         raise _error("elastic", True, "the batch of a script is not known", "leave it out, or run run_trainer.py")
     visible_devices()

@@ -96,19 +96,28 @@ class DecoderWiring(nn.Cell):
     def losses(self, ids_N, mtp_modules, call):
         """The fields of `LossSums` but the last, with as many of the modules as are wanted."""
         x_ND, losses = self.run_main(ids_N, call)
+        return self.end(x_ND, losses, mtp_modules, call)
+
+    def end(self, x_ND, losses, mtp_modules, call):
+        """`losses` from the results of `run_main` on."""
         tokens, mtp = self.run_head(0, x_ND, call), None
         for module in range(mtp_modules):
             x_ND = self.run_merge(module, x_ND, call)
             x_ND, losses = self.add_layer(self.num_layers + module, x_ND, losses, call)
             mtp = _sum(mtp, self.run_head(module + 1, x_ND, call))
-        total, aux_loss, z_loss = tokens, losses[0], losses[1]
+        total = tokens
         if mtp is not None:
             total = total + mtp * self.mtp_factor
+        return self.with_routers(total, losses), tokens, losses[0], losses[1], mtp
+
+    def with_routers(self, total, losses):
+        """A loss, or None, and what is minimised of the sums of both router losses."""
+        aux_loss, z_loss = losses
         if aux_loss is not None and self.aux_factor:
-            total = total + aux_loss * self.aux_factor
+            total = _sum(total, aux_loss * self.aux_factor)
         if z_loss is not None and self.z_factor:
-            total = total + z_loss * self.z_factor
-        return total, tokens, aux_loss, z_loss, mtp
+            total = _sum(total, z_loss * self.z_factor)
+        return total
 
     def run_main(self, ids_N, call):
         """The residual stream after the last block, before the final norm, and the sums of both router losses."""
@@ -129,12 +138,12 @@ def _sum(total, added):
     return added if total is None else total + added
 
 
-class _Call(NamedTuple):
+class DecoderCall(NamedTuple):
     """What the parts of `Decoder` need of one call."""
 
     inputs: ModelInputs
-    dropout: DropoutKey | None
-    statistics: RouterStatistics | None
+    dropout: DropoutKey | None = None
+    statistics: RouterStatistics | None = None
 
 
 class Decoder(DecoderWiring):
@@ -146,7 +155,10 @@ class Decoder(DecoderWiring):
             router stays as it is, too.
         recomputed: For each layer what the backward pass recomputes: "block", "attention", "mlp" or "" for nothing. An
             empty sequence means nothing in all layers.
-        shard: What this rank has of the model; None: all of it.
+        held: Names of the parameters that this rank has: those of a stage of a pipeline, which calls the parts of the
+            decoder itself; None: all.
+        shard: Which part of each of these it has, and the ranks that it computes whole matrices with; None: they are
+            whole.
 
     Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end. `settings` are
     those that this rank computes with, see `local_settings`.
@@ -161,6 +173,7 @@ class Decoder(DecoderWiring):
         compiled: bool = True,
         frozen: Collection[str] = (),
         recomputed: Sequence[str] = (),
+        held: Collection[str] | None = None,
         shard: ModelShard | None = None,
     ) -> None:
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
@@ -172,7 +185,7 @@ class Decoder(DecoderWiring):
                 requires_grad=name not in frozen and not is_buffer(name),
             )
             for name, shape in all_shapes(settings).items()
-            if shard is None or shard.layout.holds(name, shard.where)
+            if held is None or name in held
         }
         self.masks = DropoutParts(settings, self.tensor)
         settings = local_settings(settings, 1 if self.tensor is None else self.tensor.group.size)
@@ -183,11 +196,12 @@ class Decoder(DecoderWiring):
         self.compute_weights = ComputeWeights(
             self.parameters_by_name, kernels.compute_dtype, experts_take_copies, shared
         )
+        trained = {name for name in all_shapes(settings) if name not in frozen and not is_buffer(name)}
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
         self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
-        self.embedding, self.final_norm = self.parameters_by_name[EMBEDDING], self.parameters_by_name[FINAL_NORM]
+        self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
         part = _vocabulary_part(settings, self.tensor)
         self.block = Block(settings, kernels, tensor=self.tensor)
@@ -195,14 +209,14 @@ class Decoder(DecoderWiring):
         self.moe = MoeLayer(settings, kernels, compiled) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
-        self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled)
+        self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled, trained)
         modules = range(settings.num_layers, depth)
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
         self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
         self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
-        self.head_loss = self._head_loss(compiled)
+        self.head_loss = self._head_loss(compiled) if self.final_norm is not None else None
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
 
     def _head_loss(self, compiled: bool) -> Callable:
@@ -227,10 +241,13 @@ class Decoder(DecoderWiring):
         """The parameters that an optimizer updates, by name."""
         return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
 
-    def _layers(self, recomputed: Sequence[str], compiled: bool) -> list[dict[str, LayerPart | MoePart]]:
+    def _layers(
+        self, recomputed: Sequence[str], compiled: bool, trained: Collection[str]
+    ) -> list[dict[str, LayerPart | MoePart]]:
         """For each layer its parts, in order: the whole block, or its sublayers where one of them is recomputed.
 
-        A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts.
+        A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts. A
+        layer that another rank has is empty here, but a gradient may flow through it.
         """
         settings, kernels = self.settings, self.kernels
 
@@ -241,12 +258,15 @@ class Decoder(DecoderWiring):
             return Differentiable(block, compiled)
 
         # A gradient flows through a layer if a weight in it or in a layer before it is trained.
-        before = self.embedding, self.parameters_by_name.get(MAPPING_IN)
-        reached, layers = any(one is not None and one.requires_grad for one in before), []
+        reached, layers = EMBEDDING in trained or MAPPING_IN in trained, []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
             experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
-            reached = reached or any(one is not None and one.requires_grad for one in (*weights, *experts))
+            names = (*block_weights(settings), *(moe_shapes(settings) if experts else ()))
+            reached = reached or any(parameter_name(settings, layer, name) in trained for name in names)
             parts: dict[str, LayerPart | MoePart] = {}
+            if all(weight is None for weight in weights):
+                layers.append(parts)
+                continue
             sublayers = ("attention",) if experts else SUBLAYERS if again in SUBLAYERS and reached else ("block",)
             for name in sublayers:
                 named = zip(block_weights(self.settings), weights, strict=True)
@@ -277,18 +297,18 @@ class Decoder(DecoderWiring):
                 dropped and the multi-token prediction modules run. None: evaluation.
         """
         modules = 0 if statistics is None else self.mtp_modules
-        return LossSums(*self.losses(inputs.ids_N, modules, _Call(inputs, dropout, statistics)))
+        return LossSums(*self.losses(inputs.ids_N, modules, DecoderCall(inputs, dropout, statistics)))
 
     # The parts: compiled functions, which are called with views of the weights.
 
-    def run_embedding(self, ids_N: Tensor, call: _Call | None = None) -> Tensor:
+    def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
         # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
         whole = call is None and self.tensor is None
         look_up = self.kernels.gather_rows if whole else self.embedding_rows
         x_NE = look_up(_view(self.embedding), ids_N)
         return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
-    def run_layer(self, number: int, x_ND: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         inputs, dropout, statistics = call
         aux_loss = z_loss = None
         for name, part in self.layers[number].items():
@@ -303,11 +323,11 @@ class Decoder(DecoderWiring):
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
         return x_ND, aux_loss, z_loss
 
-    def run_merge(self, module: int, x_ND: Tensor, call: _Call) -> Tensor:
+    def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
         return self.merge(embedded_ND, x_ND, *map(_view, (self.norms[module], *self.merge_weights[module])))
 
-    def run_head(self, number: int, x_ND: Tensor, call: _Call) -> Tensor:
+    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         labels = call.inputs.mtp[number - 1] if number else call.inputs
         weights = _view(self.norms[number]), _view(self.head_weight)
         mapping = () if self.mapping_out is None else (_view(self.mapping_out),)
@@ -315,7 +335,7 @@ class Decoder(DecoderWiring):
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """The residual stream after the last block, before the final norm, without dropout: [N, D]."""
-        return self.run_main(inputs.ids_N, _Call(inputs, None, None))[0]
+        return self.run_main(inputs.ids_N, DecoderCall(inputs))[0]
 
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
         """The arguments of a part of a layer before and after its weights; the same for the same arguments."""
@@ -332,8 +352,8 @@ class Decoder(DecoderWiring):
         `counts` are those of the whole window, over all ranks. The bias of a frozen router is frozen too.
         """
         for layer, requested_E in zip(counts.layers, counts.requested, strict=True) if counts is not None else ():
-            if layer in self.balanced_layers:
-                bias_E = self.parameters_by_name[layer_prefix(layer) + EXPERT_BIAS]
+            bias_E = self.parameters_by_name.get(layer_prefix(layer) + EXPERT_BIAS)
+            if layer in self.balanced_layers and bias_E is not None:
                 device_measures().move_bias(bias_E, requested_E, self.settings.experts.topk_bias_update_rate)
 
     def logits(self, inputs: ModelInputs) -> Tensor:

@@ -19,12 +19,14 @@ from mindspore.ops import operations as P
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
 from trainer.ops.measures import device_measures
-from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
+from trainer.ops.routing import Routing, RoutingCounts, WindowLoad, rows_of_experts
+from trainer.parallel.collectives import exchange_rows
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import SequenceWeights
     from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.collectives import Group
 
 
 @dataclass
@@ -180,11 +182,10 @@ class ExpertBiases(nn.Cell):
     Assignments of which no expert computes a row, those after the rows of all experts, have none.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, experts: int) -> None:
         super().__init__()
-        moe = settings.experts
-        self.one_hot, self.matmul, self.cast = kernels.one_hot(moe.expert_num), P.MatMul(), P.Cast()
-        self.drops = moe.effective_capacity is not None
+        self.one_hot, self.matmul, self.cast = kernels.one_hot(experts), P.MatMul(), P.Cast()
+        self.drops = settings.experts.effective_capacity is not None
 
     def construct(self, gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED):
         if self.drops:
@@ -206,15 +207,66 @@ def route_of(settings: ModelConfig, kernels: KernelSet, *, safe_tokens: bool) ->
     )
 
 
+class ExpertExchange:
+    """Expert parallelism: lets the ranks that hold the experts compute rows.
+
+    As Megatron-LM's all-to-all dispatcher (`megatron/core/transformer/moe/token_dispatcher.py`): a rank's rows stand
+    sorted by expert, so those for one rank stand together. The ranks tell each other how many rows there are for each
+    expert; rows, results and both gradients then travel in all-to-alls of exactly so many rows.
+
+    Legend: R rows of this rank's tokens; S ranks; e experts of a rank; Q received rows.
+
+    Args:
+        group: Its ranks hold equally many experts each, in their order.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, rows_RD: Tensor, counts_E: np.ndarray, compute: Callable[[Tensor, Routing], Tensor]) -> Tensor:
+        """The results of all rows, in their order; zeros for those after the rows of all experts.
+
+        Args:
+            counts_E: How many rows there are for each expert.
+            compute: (rows_QD, where they go among this rank's experts) -> results_QD.
+        """
+        counts_Se = counts_E.reshape(self.group.size, -1)
+        theirs_Se = np.stack(self.group.all_to_all(list(counts_Se), [counts_Se[0].shape] * self.group.size))
+        send_S, receive_S = counts_Se.sum(1), theirs_Se.sum(1)
+        rows_QD = _RowExchange(self.group, send_S, receive_S)(rows_RD)
+        out_QD = compute(rows_QD, rows_of_experts(theirs_Se))
+        return _RowExchange(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
+
+
+class _RowExchange(nn.Cell):
+    """One all-to-all of rows [n, D], `send_S` of them to each rank and `receive_S` from each; backward, the way back.
+
+    Rows after those that are sent get zero gradients. `rows`: with so many rows, zeros after those that come back.
+    """
+
+    def __init__(self, group: Group, send_S: np.ndarray, receive_S: np.ndarray, rows: int | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.group, self.send_S, self.receive_S, self.rows = group, send_S, receive_S, rows
+
+    def construct(self, rows_RD: Tensor) -> Tensor:
+        return exchange_rows(rows_RD, self.send_S, self.receive_S, self.group, self.rows)
+
+    def bprop(self, rows_RD: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor]:
+        return (exchange_rows(grad, self.receive_S, self.send_S, self.group, rows_RD.shape[0]),)
+
+
 class MoeLayer(nn.Cell):
     """The feed-forward sublayer of a layer with experts; one instance serves all layers, like a compiled block.
 
     A graph can hold `train` too (`construct`). A routing is a plain tuple there, so it is indexed by numbers.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled) -> None:
+    def __init__(
+        self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled, expert_group: Group | None = None
+    ) -> None:
         super().__init__(auto_prefix=False)
         moe, names = settings.experts, list(moe_shapes(settings))
+        self.exchange = None if expert_group is None else ExpertExchange(expert_group)
         self.drop_policy, self.has_shared = moe.drop_policy, settings.shared_expert_size > 0
         self.losses_of_step = moe.balances_step
         self.first = names.index("mlp.experts.gate_proj.weight")
@@ -228,7 +280,7 @@ class MoeLayer(nn.Cell):
             RouterLosses(settings, kernels),
             SharedExperts(settings, kernels),
             kernels.swiglu(),
-            ExpertBiases(settings, kernels),
+            ExpertBiases(settings, kernels, moe.expert_num // (expert_group.size if expert_group else 1)),
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
@@ -284,8 +336,18 @@ class MoeLayer(nn.Cell):
 
     def experts(self, y_ND, gates_Nk, routing, weights):
         """What routed and shared experts add to the residual stream, [N, D]."""
+        if self.exchange is None:
+            added_ND = self.routed(y_ND, gates_Nk, routing, weights)
+        else:
+            added_ND = self.exchanged(y_ND, gates_Nk, _tensors(routing), weights)
+        if self.has_shared:
+            added_ND = added_ND + self.shared(y_ND, *weights[self.first_shared :])
+        return added_ND
+
+    def routed(self, y_ND, gates_Nk, routing, weights):
+        """The sum of each token's experts, all of which are here, weighted by their gates."""
         gate_EFD, up_EFD, down_EDF = weights[self.first], weights[self.first + 1], weights[self.first + 2]
-        if self.cpu_experts is not None:  # all experts are here: nothing is exchanged between dispatch and combine
+        if self.cpu_experts is not None:
             added_ND = self.cpu_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
         else:
             if self.cpu_router is not None:
@@ -299,9 +361,18 @@ class MoeLayer(nn.Cell):
                 routing = _tensors(routing)
             bias_ND = self.biases(gates_Nk, routing[0], routing[1], routing[3], weights[self.down_bias])
             added_ND = added_ND + ops.cast(bias_ND, added_ND.dtype)
-        if self.has_shared:
-            added_ND = added_ND + self.shared(y_ND, *weights[self.first_shared :])
         return added_ND
+
+    def exchanged(self, y_ND, gates_Nk, routing, weights):
+        """The same, each expert on the rank that holds it."""
+        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
+
+        def compute(rows_QD, own):
+            ones_Q1 = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32))
+            return self.routed(rows_QD, ones_Q1, own, weights)
+
+        rows_RD = self.permute(y_ND, token_R, row_Nk)
+        return self.unpermute(self.exchange(rows_RD, counts_E.asnumpy(), compute), gates_Nk, token_R, row_Nk)
 
     def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Evaluation and prediction: nothing is dropped, no losses."""

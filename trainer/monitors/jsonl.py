@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line for each step, evaluation and restart, over all runs of one training.
+"""metrics.jsonl: one JSON object a line for each step, evaluation, restart and end, over all runs of one training.
 
 Numbers that are not finite are written as ``null``, because JSON has none; a reader sees a gap.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from trainer.errors import RunError
 from trainer.monitors.files import write_failure
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
 
@@ -48,6 +49,9 @@ class JsonlMonitor(Monitor):
         self._write(eval_record(metrics))
 
     def close(self, summary: RunSummary | None) -> None:
+        if summary is not None and summary.save_wait_seconds:  # of the last checkpoint, which no step comes after
+            with contextlib.suppress(RunError):  # the run has succeeded
+                self._write({"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
         if self._file is not None:
             # After a full disk the buffer still has data, and closing would fail again.
             with contextlib.suppress(OSError):

@@ -107,6 +107,7 @@ class RunSummary:
     paths: Mapping[str, Path]  # files of the run by name, for example {"metrics": Path("output/metrics.jsonl")}
     skipped: Mapping[str, int] = field(default_factory=dict)  # steps that updated nothing, by reason
     labels: str = "tokens"  # the unit of tokens, as in StepMetrics
+    save_wait_seconds: float = 0.0  # how long the training waited for checkpoints after its last step
 
 
 class Monitor:
@@ -202,7 +203,7 @@ class Totals(Monitor):
         if self._best_eval is None or metrics.loss < self._best_eval.loss or math.isnan(self._best_eval.loss):
             self._best_eval = metrics
 
-    def summary(self, outcome: str, paths: Mapping[str, Path]) -> RunSummary:
+    def summary(self, outcome: str, paths: Mapping[str, Path], save_wait_seconds: float = 0.0) -> RunSummary:
         """The summary of the run so far."""
         start_step, total_steps = (self._info.start_step, self._info.total_steps) if self._info else (0, 0)
         return RunSummary(
@@ -223,6 +224,7 @@ class Totals(Monitor):
             paths=dict(paths),
             skipped=dict(self._skipped),
             labels=self._last.labels if self._last else "tokens",
+            save_wait_seconds=save_wait_seconds,
         )
 
 

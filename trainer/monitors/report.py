@@ -83,11 +83,11 @@ def read_curves(path: Path, layers: Sequence[int] = ()) -> Curves:
     curves = Curves()
     steps_seen = 0
     for record in read_records(path):
-        if "restart" in record:
-            continue
         if "eval_loss" in record:
             curves.eval_steps.append(record["step"])
             curves.eval_losses.append(_number(record["eval_loss"]))
+            continue
+        if "loss" not in record:  # of a restart, or of the end of a run
             continue
         steps_seen += 1
         if (steps_seen - 1) % stride == 0:

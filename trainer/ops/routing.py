@@ -152,6 +152,20 @@ def _rows(
     return row.reshape(-1, rule.chosen), token_R
 
 
+def rows_of_experts(counts_Se: np.ndarray) -> Routing:
+    """Where rows go that come from S ranks, from each one sorted by expert: the routing of Q rows to e experts, one
+    each, all of them computed. Of each expert the rows of the first rank come first.
+
+    Args:
+        counts_Se: How many rows of each rank there are for each expert.
+    """
+    expert_Q = np.repeat(np.tile(np.arange(counts_Se.shape[1], dtype=np.int32), len(counts_Se)), counts_Se.ravel())
+    token_Q = _sorted_by_expert(expert_Q, counts_Se.shape[1]).astype(np.int32)
+    row_Q, counts_e = np.empty_like(token_Q), counts_Se.sum(0)
+    row_Q[token_Q] = np.arange(len(token_Q), dtype=np.int32)
+    return Routing(expert_Q[:, None], row_Q[:, None], token_Q, counts_e, counts_e, counts_e)
+
+
 @dataclass(frozen=True)
 class RoutingCounts:
     """What the routers of all layers decided for the micro-batches of a step.

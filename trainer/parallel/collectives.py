@@ -379,6 +379,25 @@ def receive(shape: tuple[int, ...], dtype: mstype.Type, group: Group, source: in
     return ops.Receive(0, source, list(shape), dtype, group=group.name)(Tensor(0.0))
 
 
+def exchange_rows(
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: HostGroup, least: int | None = None
+) -> Tensor:
+    """Sends rows of [n, width] to the ranks of a CPU's group, those for the first rank first, and returns what comes.
+
+    Args:
+        send: How many rows go to each rank; rows after all of them stay here.
+        receive: How many come from each.
+        least: Rows of the result, zeros after what comes; None: just what comes.
+    """
+    array, total = rows.asnumpy(), int(receive.sum())
+    result = np.empty((total if least is None else least, *array.shape[1:]), array.dtype)
+    result[total:] = 0
+    group.all_to_all_into(
+        np.split(array[: send.sum()], np.cumsum(send)[:-1]), np.split(result[:total], np.cumsum(receive)[:-1])
+    )
+    return Tensor.from_numpy(result)
+
+
 def all_to_all(x: Tensor, group: str, ranks: int) -> Tensor:
     """In a graph: sends row r of [ranks, ...] to rank r of a group, which gets them in the order of ranks."""
     return P.AlltoAll(ranks, 0, 0, group)(x)

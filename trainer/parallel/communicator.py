@@ -21,7 +21,7 @@ from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
 
-    from trainer.parallel.world import World
+    from trainer.parallel.collectives import Group
 
 
 class Communicator(Protocol):
@@ -86,14 +86,13 @@ class SingleProcess:
 
 
 class ProcessGroup:
-    """The ranks of a job, through `trainer.parallel.collectives`. The constructor waits until all ranks have joined."""
+    """The ranks of a job: a group of `trainer.parallel.collectives`."""
 
-    def __init__(self, world: World) -> None:
-        from trainer.parallel import collectives
+    def __init__(self, group: Group) -> None:
+        from trainer.parallel.collectives import all_gather_ranges
 
-        self.group = collectives.start(world)
-        self.rank, self.size, self.gather_bytes = world.rank, world.size, self.group.gather_bytes
-        self.all_gather_ranges = partial(collectives.all_gather_ranges, self.group)
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.gather_bytes, self.all_gather_ranges = group.gather_bytes, partial(all_gather_ranges, group)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         every = self.group.all_gather(np.array(values, np.float64)).T.tolist()

@@ -76,11 +76,14 @@ class HostGroup:
             arrays: For each rank; all of one dtype.
             shapes: Of what each rank sends to this one.
         """
-        given = [np.asarray(each, order="C") for each in arrays]
-        received = [np.empty(shape, given[0].dtype) for shape in shapes]
-        received[self.rank] = given[self.rank]
-        self._exchange(given, received)
+        received = [np.empty(shape, arrays[0].dtype) for shape in shapes]
+        self.all_to_all_into(arrays, received)
         return received
+
+    def all_to_all_into(self, arrays: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """The same into contiguous arrays that are there."""
+        received[self.rank][...] = arrays[self.rank]
+        self._exchange([np.asarray(each, order="C") for each in arrays], received)
 
     def all_to_all_rows(self, array: np.ndarray) -> np.ndarray:
         """[size n, ...] -> [size n, ...]: sends the r-th n rows to rank r."""

@@ -31,7 +31,8 @@ from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.experts import active_weights, experts_plan
-from trainer.plan.memory import memory_estimate, memory_notices
+from trainer.plan.memory import memory_notices
+from trainer.plan.pipeline import PipelinePlan, pipeline_plan
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -103,16 +104,24 @@ class Plan:
     labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
     attention: str = ""  # multi-head latent attention in words; empty for another
+    pipeline: PipelinePlan | None = None
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
 
 
 def plan_run(
-    config: Config, world: World, backend: TrainingBackend, device: str, progress: Progress, opens_data: bool = True
+    config: Config,
+    world: World,
+    backend: TrainingBackend,
+    device: str,
+    memory_bytes: Mapping[str, int],
+    progress: Progress,
+    opens_data: bool = True,
 ) -> Plan:
     """Works out what a run of this checked configuration will do, and opens its data; see `trainer.run.prepare`.
 
-    Without data (`opens_data` False) the steps are not known, and 0 stands for each count of them.
+    `memory_bytes` are those of `memory_estimate`. Without data (`opens_data` False) the steps are not known, and 0
+    stands for each count of them.
 
     Raises:
         UserError: The data cannot be read, or fills no batch.
@@ -124,7 +133,6 @@ def plan_run(
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    memory_bytes = memory_estimate(config, trains, device, world)
     notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
     notices += freeze_notices(config)
     notices += memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ()
@@ -185,6 +193,7 @@ def plan_run(
         notices=tuple(notices),
         labels=settings.labels_text,
         attention=_attention(config.decoder),
+        pipeline=pipeline_plan(config, degrees_of(config, world).pipeline_stage) if trains else None,
         backend=backend,
         data=data,
     )

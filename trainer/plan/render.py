@@ -12,6 +12,7 @@ from trainer.config.checks.notices import NoticeKind
 
 if TYPE_CHECKING:
     from trainer.data.batches.blend import SourceShare
+    from trainer.plan.pipeline import PipelinePlan
     from trainer.plan.plan import Plan
 
 Rows: TypeAlias = list[tuple[str, ...]]
@@ -44,6 +45,8 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
     found = [_notes(plan.notices, verbose)] if plan.notices else []
     found.append(("run", _run_rows(plan)))
     found.append(("model", _model_rows(plan, verbose)))
+    if plan.pipeline is not None:
+        found.append(("pipeline", _pipeline_rows(plan.pipeline)))
     if plan.experts:
         found.append(("experts", [("", ""), *plan.experts.items()]))
     if plan.run_mode in ("train", "finetune"):
@@ -100,6 +103,20 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
         parts_of.setdefault(dtype.dtype, []).append(part)
     listed = "; ".join(f"{dtype}: {', '.join(parts)}" for dtype, parts in parts_of.items())
     return [*rows, ("dtypes", listed if len(parts_of) > 1 else f"{next(iter(parts_of))} for all")]
+
+
+def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
+    kind, parts = "1F1B", ""
+    if pipeline.chunks > 1:
+        kind, parts = "interleaved 1F1B", f", {pipeline.chunks} chunks of layers each"
+    rows: Rows = [("", ""), ("schedule", f"{kind}, {len(pipeline.stages)} stages{parts}")]
+    for number, stage in enumerate(pipeline.stages):
+        held = "; ".join(stage.layers)
+        flight = f"activations of at most {counted(stage.in_flight, 'forward passes')}"
+        rows.append((f"stage {number}", f"{held}: {stage.share:.0%} of the computation, {flight}"))
+    even = f"{pipeline.even_bubble_share:.1%} if all stages took the same time"
+    rows.append(("bubble", f"stages wait {pipeline.bubble_share:.1%} of a step, estimated; {even}"))
+    return rows
 
 
 def _steps(plan: Plan) -> str:
@@ -164,7 +181,8 @@ def source_rows(shares: Sequence[SourceShare]) -> Rows:
 
 def counted(number: int, plural: str) -> str:
     """A number with its noun, which is given in the plural."""
-    return f"{number:,} {plural.removesuffix('s') if number == 1 else plural}"
+    singular = plural.removesuffix("es" if plural.endswith("sses") else "s")
+    return f"{number:,} {singular if number == 1 else plural}"
 
 
 def _weights(plan: Plan) -> str:

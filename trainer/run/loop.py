@@ -146,7 +146,8 @@ class _Training:
                 outcome = "stopped early"
             written = {"checkpoints": "checkpoints", "metrics": "metrics.jsonl", "log": "logs/rank-0.log"}
             written |= {"report": "report.png"} if self.config.report else {}
-            summary = self.totals.summary(outcome, {name: self.folder / path for name, path in written.items()})
+            paths = {name: self.folder / path for name, path in written.items()}
+            summary = self.totals.summary(outcome, paths, self.saver.waited_seconds)
             return EXIT_CODES[self.stopped] if self.stopped else EXIT_OK
         finally:
             for monitor in self.monitors:

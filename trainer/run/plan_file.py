@@ -91,10 +91,11 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
         raise_problems(wrong)
         if not elsewhere:
             return prepare(config, world).plan
-        plan = plan_run(config, world, backend, planned_device(config), show_build, opens_data=opens_data and not away)
+        device, memory_bytes = planned_device(config), _memory(config, world)
+        plan = plan_run(config, world, backend, device, memory_bytes, show_build, opens_data and not away)
         for section in away if opens_data else ():
             _check_data(config, section, is_away=True)
-        of_memory = _memory_notices(config, plan.memory_bytes) if has_sizes else []
+        of_memory = _memory_notices(config, memory_bytes) if has_sizes else []
     except UserError as error:
         problems = wrong or [_located(config, error)]
         broken = {one.error.key.partition(".")[0] for one in wrong}
@@ -187,7 +188,7 @@ def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
     text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
     return replace(
         plan, weights=0, active_weights=0, frozen=replace(plan.frozen, weights=0, tensors=0), groups=(), experts={},
-        recompute="", adapters="", tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,
+        recompute="", adapters="", pipeline=None, tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,
         notices=(*plan.notices, *notices, Notice(text, "parallel")),
     )  # fmt: skip
 

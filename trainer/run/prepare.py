@@ -95,22 +95,23 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     backend = choose_backend(config, world)
     backend.check_device(device)
     preflight(config, world, backend.problems())
+    memory_bytes = memory_estimate(config, config.trains, device, world)
     if device == "CPU":
         # A plan may be of a job for other hosts: one rank must fit anywhere.
         ranks = world.local_size if world == world_from_environment() else 1
-        check_memory(config, memory_estimate(config, config.trains, device, world), ranks)
+        check_memory(config, memory_bytes, ranks)
     if not (config.trains and config.resume_training):  # otherwise the checkpoint that is resumed has the weights
         from trainer.checkpoint.adapters import check_starting_files
 
         check_starting_files(config)
     if not config.trains:
-        return Prepared(config, plan_run(config, world, backend, device, show_build), {}, None, None)
+        return Prepared(config, plan_run(config, world, backend, device, memory_bytes, show_build), {}, None, None)
     resume_from = None
     if config.resume_training:  # looked for before the data, which may take long to tokenize
         from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed
 
         resume_from = checkpoint_to_resume(config)
-    plan = plan_run(config, world, backend, device, show_build)
+    plan = plan_run(config, world, backend, device, memory_bytes, show_build)
     layout = data_layout(backend.data_config, plan.data.dataset, backend.data_ranks[1])
     if resume_from is None:
         return Prepared(config, plan, layout, None, None)

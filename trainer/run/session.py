@@ -27,6 +27,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.collectives import start
 from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess, check_same_values
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -67,7 +68,7 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = ProcessGroup(world) if world.size > 1 else SingleProcess()
+    communicator = ProcessGroup(start(world)) if world.size > 1 else SingleProcess()
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)

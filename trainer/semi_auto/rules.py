@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
 from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import UNBUILT_DEGREES, degrees_of, fit_problems, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
@@ -108,43 +109,21 @@ def _only_data_parallel(config: Config) -> Iterator[Problem]:
 
 
 def _degrees(config: Config) -> Iterator[Problem]:
-    section, settings = config.parallel_config, config.decoder
-    parts = {
-        "heads": settings.num_heads,
-        "heads of keys and values": settings.kv_heads,
-        "columns of the feed-forward layer": settings.ffn_size,
-    }
-    uneven = [f"{count} {what}" for what, count in parts.items() if count % section.model_parallel]
-    if uneven:
-        key, rule = "parallel_config.model_parallel", f"must divide what it cuts: {', '.join(uneven)}"
-        yield problem(config, key, rule, "set it to a divisor of each")
-    tokens = config.runner_config.batch_size * settings.seq_length
-    if section.use_seq_parallel and tokens % section.model_parallel:
-        rule = f"the {tokens} tokens of a micro-batch are not divisible by model_parallel {section.model_parallel}"
-        yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
-    if section.context_parallel > 1:
+    yield from tensor_problems(config)
+    if config.parallel_config.context_parallel > 1:
         yield problem(config, "parallel_config.context_parallel", _NOT_YET, "set it to 1")
 
 
 def _expert_parallel(config: Config) -> Iterator[Problem]:
-    section, settings, key = config.parallel_config, config.decoder, "parallel_config.expert_parallel"
-    if settings.experts is None:
-        if section.expert_parallel > 1:
-            yield problem(config, key, "the model has no experts", "set it to 1")
+    yield from expert_problems(config)
+    if config.decoder.experts is None:
         return
-    if config.do_eval and section.pipeline_stage > 1:
+    if config.do_eval and config.parallel_config.pipeline_stage > 1:
         # MindSpore 2.10 does not compile a Morph in the last stage of a forward pass ("The pointer[abs] is null").
         rule = f"{_NOT_YET} with experts in a pipeline"
         fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
         yield problem(config, "do_eval", rule, fix)
-    number, tokens = settings.experts.expert_num, config.runner_config.batch_size * settings.seq_length
-    if number % section.expert_parallel:
-        fix = "set it to a divisor of the number of experts"
-        yield problem(config, key, f"the ranks of a group share the {number} experts of a layer equally", fix)
-    if tokens % section.model_parallel:
-        rule = f"its ranks share the {tokens} tokens of a micro-batch for the experts, which it must divide"
-        yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
-    if settings.down_has_bias:
+    if config.decoder.down_has_bias:
         fix = f"set it to False, {_INSTEAD}"
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
 
@@ -189,43 +168,20 @@ def _fusion_mistake(name: str, written: Any) -> tuple[str, str] | None:
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
-    section, settings, model = config.parallel_config, config.decoder, "model.model_config"
-    number = section.pipeline_stage
-    if number == 1:
+    if config.parallel_config.pipeline_stage == 1:
         return
-    if section.micro_batch_num < number:
-        key, rule = "parallel_config.micro_batch_num", f"a pipeline of {number} stages needs as many"
-        yield problem(config, key, rule, f"set it to {number} or more")
-    accumulation = config.runner_config.gradient_accumulation_steps
-    # A file that leaves use_parallel to the job may be one for a run without a pipeline: a notice tells it there.
-    disagree = accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num
-    if config.use_parallel and disagree:
-        where = config.source.where("parallel_config.micro_batch_num")
-        rule = f"in a pipeline it means micro_batch_num, which is {section.micro_batch_num} ({where})"
-        yield problem(config, "runner_config.gradient_accumulation_steps", rule, "remove one of the two")
-    parts, interleaves = settings.pp_interleave_num, config.parallel.pipeline_config.pipeline_interleave
-    if parts > 1 and not interleaves:
-        fix = "add parallel.pipeline_config.pipeline_interleave True, or set it to 1"
-        yield problem(config, f"{model}.pp_interleave_num", "needs an interleaved pipeline", fix)
-    scheduler = config.parallel.pipeline_config.pipeline_scheduler
-    if scheduler != "1f1b" and not interleaves:
+    problems = list(pipeline_problems(config))
+    yield from problems
+    interleaves = config.parallel.pipeline_config.pipeline_interleave
+    if config.parallel.pipeline_config.pipeline_scheduler != "1f1b" and not interleaves:
         key, fix = "parallel.pipeline_config.pipeline_scheduler", "write 1f1b, or set pipeline_interleave to True"
         yield problem(config, key, "without pipeline_interleave MindSpore has 1f1b alone", fix)
-    if settings.num_layers < number * parts:
-        rule = f"the model has {settings.num_layers} layers"
-        each = f", for {parts} parts of each stage" if parts > 1 else ""
-        yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
-        return
-    if any(stage_problems(config)):
+    if problems or any(stage_problems(config)):
         return
     for stage, layers in enumerate(stage_layers(config)[1:-1], 1):  # the first has the embedding, the last the head
         if not layers:  # MindSpore 2.10: "Stage num is 4 which is not equal to stage used: 3"
-            yield problem(config, f"{model}.offset", f"leaves stage {stage} without a layer", "give every stage one")
-    # MindSpore 2.10 does not compile a pipeline in which two stages use a weight.
-    group = settings.layers_group
-    if any(layer - layer % group not in layers for layers in stage_layers(config) for layer in layers):
-        rule = f"the {group} layers that have one attention must be in one stage of the pipeline"
-        yield problem(config, f"{model}.layers_group", rule, "set it to 1, or change num_layers or offset")
+            rule = f"leaves stage {stage} without a layer"
+            yield problem(config, "model.model_config.offset", rule, "give every stage one")
 
 
 def _not_in_one_graph(config: Config) -> Iterator[Problem]:

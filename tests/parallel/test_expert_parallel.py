@@ -1,0 +1,34 @@
+"""A layer with experts whose ranks hold some of them each, against one rank with all experts and all tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from expert_parallel_cases import CASES, RANKS, computed, settings_of
+from rank_job import on_rank_processes
+
+from trainer.models.shapes import moe_shapes
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[list[np.ndarray]]]]:
+    return on_rank_processes(RANKS, "expert_parallel_cases:on_rank", list(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_compute_what_one_rank_does(found: list, name: str, size: int) -> None:
+    names = list(moe_shapes(settings_of(name)))
+    for first in range(0, RANKS, size):
+        ranks = range(first, first + size)
+        right_out, right_x, *right_weights = computed(name, list(ranks))
+        parts = [found[rank][name][0 if size == 2 else 1] for rank in ranks]
+        close(np.concatenate([part[0] for part in parts]), right_out)
+        close(np.concatenate([part[1] for part in parts]), right_x)
+        for place, weight in enumerate(names):
+            ours = [part[2 + place] for part in parts]
+            close(np.concatenate(ours) if weight.startswith("mlp.experts.") else sum(ours), right_weights[place])
+
+
+def close(ours: np.ndarray, right: np.ndarray) -> None:
+    np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5 * max(1e-3, np.abs(right).max()))

@@ -1,0 +1,34 @@
+"""Ranks as forked processes: collectives within compiled graphs, and a rank that ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from group_cases import whole
+from rank_job import on_rank_processes
+
+
+def test_sharded_layers_compute_what_whole_ones_do() -> None:
+    """Two data-parallel times two tensor-parallel ranks."""
+    found = on_rank_processes(4, "group_cases:sharded_layers", 2)
+    for rank, (out, dx, da, db) in enumerate(found):
+        x, a, b, dout = (each.astype(np.float64) for each in whole(rank // 2))
+        hidden = [x]
+        inner = []
+        for _ in range(2):
+            inner.append(np.tanh(hidden[-1] @ a))
+            hidden.append(inner[-1] @ b)
+        right_a, right_b, gradient = 0.0, 0.0, dout
+        for layer in (1, 0):
+            right_b = right_b + inner[layer].T @ gradient
+            through = gradient @ b.T * (1 - inner[layer] ** 2)
+            right_a = right_a + hidden[layer].T @ through
+            gradient = through @ a.T
+        columns = slice(rank % 2 * 6, rank % 2 * 6 + 6)
+        for ours, right in ((out, hidden[-1]), (dx, gradient), (da, right_a[:, columns]), (db, right_b[columns])):
+            np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_that_fails_ends_all() -> None:
+    with pytest.raises(AssertionError, match="(?s)this rank fails.*rank 0 has lost rank 1|rank 0 has lost rank 1"):
+        on_rank_processes(2, "group_cases:fails_on_one", 1)

@@ -1,0 +1,103 @@
+"""Runs a function on N ranks that are forked processes, which meet in a folder: no msrun, no meeting of MindSpore's.
+
+    results = on_rank_processes(4, "layout_cases:losses", {"tensor": 2})
+
+calls ``losses(group, {"tensor": 2})`` of the module layout_cases on each of 4 processes with the group of all of them.
+Together they cost about a second, where a job of msrun takes ten. An error of one rank is the test's, with its log.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fork_server import FORKED, ensure_server
+
+TESTS = Path(__file__).resolve().parent
+_LIMIT_SECONDS = 240
+
+
+def on_rank_processes(ranks: int, function: str, *arguments: Any, limit_seconds: float = _LIMIT_SECONDS) -> list[Any]:
+    """The results of all ranks, in order.
+
+    Args:
+        function: "module:function", of a module beside the calling test or in tests/; it gets the group of all ranks
+            (`trainer.parallel.host_group.HostGroup`) and the arguments, which JSON can hold. Its result is pickled.
+
+    Raises:
+        AssertionError: A rank failed or took too long; the message has what each rank wrote.
+    """
+    ensure_server()
+    paths = [str(TESTS.parent), *dict.fromkeys(path for path in sys.path if path.startswith(str(TESTS)))]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        files = [Path(folder) / f"rank-{rank}" for rank in range(ranks)]
+        processes = []
+        for rank, file in enumerate(files):
+            given = json.dumps([rank, ranks, str(folder), function, arguments])
+            with open(f"{file}.log", "wb") as log:
+                command = [sys.executable, str(FORKED), __file__, given]
+                environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "DEVICE_ID": str(rank)}
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        deadline = time.monotonic() + limit_seconds
+        codes = [_end(process, deadline) for process in processes]
+        written = "\n".join(f"--- rank {rank}\n{Path(f'{file}.log').read_text()[-6000:]}" for rank, file in
+                            enumerate(files))  # fmt: skip
+        assert codes == [0] * ranks, f"exit codes {codes}\n{written}"
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _end(process: subprocess.Popen, deadline: float) -> int:
+    try:
+        return process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+class _Meeting:
+    """How the ranks tell each other their addresses: files of a folder."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+        self.rank, self.ranks, self.folder, self.number = rank, ranks, folder, 0
+
+    def share(self, data: bytes) -> list[bytes]:
+        self.number += 1
+        files = [self.folder / f"shared-{self.number}-{rank}" for rank in range(self.ranks)]
+        own = files[self.rank]
+        own.with_suffix(".part").write_bytes(data)
+        own.with_suffix(".part").rename(own)
+        while not all(file.exists() for file in files):
+            time.sleep(0.002)
+        return [file.read_bytes() for file in files]
+
+
+def main(rank: int, ranks: int, folder: str, function: str, arguments: Sequence[Any]) -> None:
+    from msrun_helpers import take_a_core
+
+    take_a_core()
+    import mindspore
+
+    from trainer.device.threads import set_up_cpu_threads
+    from trainer.parallel.connections import connect
+    from trainer.parallel.host_group import HostGroup
+
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    mindspore.set_device("CPU")
+    set_up_cpu_threads()
+    connections = connect(rank, ranks, _Meeting(rank, ranks, Path(folder)).share, True, 60)
+    module, name = function.split(":")
+    result = getattr(importlib.import_module(module), name)(HostGroup(connections, range(ranks)), *arguments)
+    (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))

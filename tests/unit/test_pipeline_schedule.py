@@ -1,0 +1,102 @@
+"""Schedules of a pipeline against theory: order, memory, bubble, and that no stage waits for ever."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.main import dispatch
+from trainer.errors import UserError
+from trainer.parallel.schedule import (
+    Action,
+    Cost,
+    Deadlock,
+    Schedule,
+    forward_only,
+    most_in_flight,
+    one_forward_one_backward,
+    simulate,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DRAWN = random.Random(18)
+SIZES = [(p, m, v) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 3, 4, 7, 8)]
+SIZES += [(DRAWN.randint(2, 8), DRAWN.randint(1, 24), DRAWN.randint(1, 4)) for _ in range(30)]
+
+
+def check_passes(schedule: Schedule, micro_batches: int, kinds: tuple[str, ...]) -> None:
+    """Each pass once, each backward after its forward pass, and messages taken in the order in which they are sent."""
+    every = {Action(kind, n, c) for kind in kinds for n in range(micro_batches) for c in range(schedule.chunks)}
+    for stage, actions in enumerate(schedule.actions):
+        assert set(actions) == every and len(actions) == len(every)
+        places = {action: place for place, action in enumerate(actions)}
+        assert all(places[a._replace(kind="forward")] <= place for a, place in places.items())
+        for sender in range(schedule.stages):
+            sent = [a for a in schedule.actions[sender] if schedule.taker(sender, a) == stage]
+            needed = [one for a in actions if (one := schedule.needed(stage, a)) is not None]
+            assert sent == [one.action for one in needed if one.sender == sender] or sender == stage
+
+
+@pytest.mark.parametrize(("p", "m", "v"), SIZES)
+def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int, v: int) -> None:
+    schedule = one_forward_one_backward(p, m, v)
+    check_passes(schedule, m, ("forward", "backward"))
+    timeline = simulate(schedule)  # raises where stages wait for each other
+    if v == 1 or m % p == 0:
+        assert timeline.bubble_share == pytest.approx((p - 1) / (v * m + p - 1))
+        computing = 3 * m * v  # of each stage: the bubble over it is (p - 1) / m / v, as in the papers
+        assert (timeline.end - computing) / computing == pytest.approx((p - 1) / m / v)
+    for stage in range(p):
+        warm_up = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
+        bound = min(warm_up + 1, m * v)
+        assert most_in_flight(schedule, stage) == bound or (v > 1 and m % p)
+        assert most_in_flight(schedule, stage) <= max(bound, m % p * v)
+    evaluated = forward_only(p, m, v)
+    check_passes(evaluated, m, ("forward",))
+    assert simulate(evaluated).end > 0
+
+
+def test_uneven_stages_wait_for_the_slowest() -> None:
+    p, m = 4, 12
+    schedule = one_forward_one_backward(p, m)
+    found = simulate(schedule, lambda stage, chunk: Cost(1, 2) if stage < 3 else Cost(2, 4))
+    # The slowest stage never waits between its first and its last pass; the passage through the others comes on top.
+    assert found.end == 6 * m + 3 * (p - 1)
+    assert found.bubble_share == pytest.approx(1 - m * (3 * 3 + 6) / (p * found.end))
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_stages_that_wait_for_each_other_are_found(stage: int) -> None:
+    schedule = one_forward_one_backward(4, 6)
+    actions = list(schedule.actions)
+    own = list(actions[stage])
+    own.insert(stage, own.pop(own.index(Action("backward", 5, 0))))  # before its own forward pass
+    actions[stage] = tuple(own)
+    with pytest.raises(Deadlock, match="never takes"):
+        simulate(replace(schedule, actions=tuple(actions)))
+
+
+def test_plan_tells_and_draws_the_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Semi-automatic mode, whose file is planned on any machine.
+    flags = ["plan", "--config", str(REPOSITORY / "configs" / "mindformers_llama.yaml"), "--ranks", "2"]
+    flags += "--use_parallel True --parallel.parallel_mode 1 --device_target Ascend".split()
+    flags += "--parallel_config.pipeline_stage 2 --parallel_config.micro_batch_num 4".split()
+    flags += "--parallel_config.data_parallel 1 --runner_config.gradient_accumulation_steps 1".split()
+    flags += "--model.model_config.num_layers 5 --model.model_config.offset 0".split()
+    assert dispatch([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["pipeline"]
+    assert [stage["layers"] for stage in found["stages"]] == [["layers 0-1"], ["layers 2-4"]]
+    assert [stage["in_flight"] for stage in found["stages"]] == [2, 1]
+    assert found["even_bubble_share"] == pytest.approx(1 / 5) and found["bubble_share"] > 1 / 5
+    picture = tmp_path / "schedule.png"
+    assert dispatch([*flags, "--schedule", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].split()[2:] == "F0 F1 . . B0 B0 F2 B1 B1 F3 B2 B2 . B3 B3".split()
+    assert lines[-1].split()[2:] == ". F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 . .".split()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="names a PNG file"):
+        dispatch([*flags, "--schedule", "schedule.svg"])

@@ -1,0 +1,95 @@
+"""Degrees of parallelism that do not fit the model: what each cuts must be divisible by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainer.config.checks.problem import Problem, problem
+from trainer.config.schema.root import Config
+from trainer.config.stages import stage_layers, stage_problems
+
+_MODEL = "model.model_config"
+
+
+def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Problem]:
+    """model_parallel must divide heads, columns and vocabulary.
+
+    Args:
+        repeats_heads: Several ranks may hold the same head of keys and values.
+    """
+    section, settings = config.parallel_config, config.decoder
+    degree, kv_heads = section.model_parallel, settings.kv_heads
+    parts = {"heads": settings.num_heads}
+    if not (settings.multi_latent_attention or repeats_heads and degree % kv_heads == 0):
+        parts["heads of keys and values"] = kv_heads
+    parts["columns of the feed-forward layer"] = settings.ffn_size
+    if repeats_heads:
+        parts["rows of the vocabulary"] = settings.vocab_size
+        if settings.experts is not None and settings.shared_expert_size:
+            parts["columns of the shared experts"] = settings.shared_expert_size
+    uneven = [f"{count:,} {what}" for what, count in parts.items() if count % degree]
+    if uneven:
+        rule = f"must divide what it cuts: {', '.join(uneven)}"
+        yield problem(config, "parallel_config.model_parallel", rule, _set_to(math.gcd(*parts.values())))
+    tokens = config.runner_config.batch_size * settings.seq_length
+    if section.use_seq_parallel and tokens % degree:
+        rule = f"the {tokens} tokens of a micro-batch are not divisible by model_parallel {degree}"
+        yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
+
+
+def expert_problems(config: Config) -> Iterator[Problem]:
+    """expert_parallel must divide the experts, and model_parallel the tokens that its ranks share for them."""
+    section, settings, key = config.parallel_config, config.decoder, "parallel_config.expert_parallel"
+    if settings.experts is None:
+        if section.expert_parallel > 1:
+            yield problem(config, key, "the model has no experts", "set it to 1")
+        return
+    number, tokens = settings.experts.expert_num, config.runner_config.batch_size * settings.seq_length
+    if number % section.expert_parallel:
+        rule = f"the ranks of a group share the {number} experts of a layer equally"
+        yield problem(config, key, rule, _set_to(number))
+    if tokens % section.model_parallel:
+        rule = f"its ranks share the {tokens} tokens of a micro-batch for the experts, which it must divide"
+        yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
+
+
+def pipeline_problems(config: Config) -> Iterator[Problem]:
+    """Stages need layers and micro-batches."""
+    section, settings = config.parallel_config, config.decoder
+    number = section.pipeline_stage
+    if number == 1:
+        return
+    if section.micro_batch_num < number:
+        key, rule = "parallel_config.micro_batch_num", f"a pipeline of {number} stages needs as many"
+        yield problem(config, key, rule, f"set it to {number} or more")
+    accumulation = config.runner_config.gradient_accumulation_steps
+    # A file that leaves use_parallel to the job may be one for a run without a pipeline: a notice tells it there.
+    disagree = accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num
+    if config.use_parallel and disagree:
+        where = config.source.where("parallel_config.micro_batch_num")
+        rule = f"in a pipeline it means micro_batch_num, which is {section.micro_batch_num} ({where})"
+        yield problem(config, "runner_config.gradient_accumulation_steps", rule, "remove one of the two")
+    parts, interleaves = settings.pp_interleave_num, config.parallel.pipeline_config.pipeline_interleave
+    if parts > 1 and not interleaves:
+        fix = "add parallel.pipeline_config.pipeline_interleave True, or set it to 1"
+        yield problem(config, f"{_MODEL}.pp_interleave_num", "needs an interleaved pipeline", fix)
+    if settings.num_layers < number * parts:
+        rule = f"the model has {settings.num_layers} layers"
+        each = f", for {parts} parts of each stage" if parts > 1 else ""
+        yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
+        return
+    if any(stage_problems(config)):
+        return
+    # A weight that two stages use would be two weights.
+    group = settings.layers_group
+    if any(layer - layer % group not in layers for layers in stage_layers(config) for layer in layers):
+        rule = f"the {group} layers that have one attention must be in one stage of the pipeline"
+        yield problem(config, f"{_MODEL}.layers_group", rule, "set it to 1, or change num_layers or offset")
+
+
+def _set_to(number: int) -> str:
+    """The fix for a degree that must divide `number`."""
+    divisors = [each for each in range(1, number + 1) if number % each == 0]
+    shown = [*divisors[:5], "..."] if len(divisors) > 6 else divisors
+    return f"set it to {', '.join(map(str, shown[:-1]))} or {shown[-1]}" if len(shown) > 1 else f"set it to {shown[0]}"

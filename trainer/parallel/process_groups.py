@@ -1,0 +1,83 @@
+"""The groups of ranks that one rank communicates with, by the mesh; named as in Megatron-Core's ProcessGroupCollection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from trainer.parallel.collectives import Group
+
+
+class ProcessGroups(NamedTuple):
+    """Each group holds this rank; None: it would be alone in it.
+
+    Attributes:
+        world: All ranks of the job.
+        tp: Tensor parallelism: the ranks that share the layers' matrices.
+        kv: Those of `tp` that hold the same head of keys and values, where there are fewer heads than ranks.
+        cp: Context parallelism: the ranks that share the tokens of a sequence.
+        dp: The ranks with other sequences and the same part of the model.
+        dp_cp: `dp` and `cp` together: the sum of the gradients of what is not an expert.
+        stage: All ranks of this pipeline stage.
+        ep: The neighbours that together hold all experts of a layer.
+        expert_dp: The ranks of the stage with the same experts: the sum of their gradients.
+        pp: One rank of each pipeline stage, in the order of stages.
+        embedding: Those of `pp` that hold the embedding: the first and the last; None in the stages between them.
+    """
+
+    world: Group
+    tp: Group | None = None
+    kv: Group | None = None
+    cp: Group | None = None
+    dp: Group | None = None
+    dp_cp: Group | None = None
+    stage: Group | None = None
+    ep: Group | None = None
+    expert_dp: Group | None = None
+    pp: Group | None = None
+    embedding: Group | None = None
+
+
+def group_ranks(mesh: Mesh, rank: int, kv_heads: int | None = None) -> dict[str, Sequence[int]]:
+    """The ranks of each group of `ProcessGroups` but the world that a rank is in, ascending.
+
+    Args:
+        kv_heads: Heads of keys and values of the model; None: at least as many as tensor-parallel ranks.
+    """
+    degrees = mesh.degrees
+    tensor, per_stage = degrees.model_parallel, mesh.size // degrees.pipeline_stage
+    first = rank - rank % per_stage
+    stage = range(first, first + per_stage)
+    stages, tp = mesh.group_of("pp", rank), mesh.group_of("tp", rank)
+    copies = tensor // min(tensor, kv_heads or tensor)
+    at = rank % tensor // copies * copies
+    return {
+        "tp": tp,
+        "kv": tp[at : at + copies],
+        "cp": mesh.group_of("cp", rank),
+        "dp": mesh.group_of("dp", rank),
+        "dp_cp": stage[rank % tensor :: tensor],
+        "stage": stage,
+        "ep": mesh.group_of("ep", rank),
+        "expert_dp": stage[(rank - first) % degrees.expert_parallel :: degrees.expert_parallel],
+        "pp": stages,
+        "embedding": [*stages[:1], *stages[1:][-1:]] if rank in (stages[0], stages[-1]) else [rank],
+    }
+
+
+def process_groups(world: Group, mesh: Mesh, kv_heads: int | None = None) -> ProcessGroups:
+    """Makes the groups of this rank; all ranks of the job call it. `kv_heads` as in `group_ranks`."""
+    made: dict[tuple[int, ...], Group] = {}  # kinds with the same ranks share a group: on a device each takes memory
+    groups = {}
+    for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads).items():
+        if len(ranks) == world.size:
+            groups[kind] = world if world.size > 1 else None
+        elif len(ranks) > 1:
+            key = tuple(ranks)
+            made[key] = made.get(key) or world.part(ranks, "-".join(["ranks", *map(str, ranks)]))
+            groups[kind] = made[key]
+    return ProcessGroups(world, **groups)

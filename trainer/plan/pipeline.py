@@ -1,0 +1,201 @@
+"""What `plan` says about a pipeline: layers of each stage, the bubble, and the schedule as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.layer_ranges import layer_text
+from trainer.config.recompute import recomputed_parts
+from trainer.config.stages import chunk_layers
+from trainer.errors import UserError
+from trainer.models.shapes import attention_shapes, mlp_shapes, moe_shapes
+from trainer.parallel.schedule import (
+    Action,
+    Cost,
+    Schedule,
+    Timeline,
+    most_in_flight,
+    one_forward_one_backward,
+    simulate,
+)
+from trainer.plan.experts import active_weights
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+_MOST_SIMULATED = 4  # times the stages: with more micro-batches the middle of the schedule repeats itself
+_MOST_DRAWN = 16  # micro-batches
+_BLUES, _GREENS = ("#9ecae1", "#4292c6", "#2171b5", "#08519c"), ("#c7e9c0", "#74c476", "#31a354", "#006d2c")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage of a pipeline.
+
+    Attributes:
+        layers: Of each chunk, in words.
+        in_flight: Most forward passes, over all of its chunks, whose activations wait for their backward pass.
+        share: Of the whole computation, estimated.
+    """
+
+    layers: tuple[str, ...]
+    in_flight: int
+    share: float
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How stages share layers and time.
+
+    Attributes:
+        bubble_share: Estimated share of a step in which a stage waits for others, mean over the stages; sending is
+            taken to cost nothing.
+        even_bubble_share: The same if all stages took the same time: (p - 1) / (v m + p - 1) for p stages of v chunks
+            and m micro-batches.
+    """
+
+    micro_batches: int
+    chunks: int
+    stages: tuple[StagePlan, ...]
+    bubble_share: float
+    even_bubble_share: float
+
+
+def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
+    """None for a job without a pipeline."""
+    if stages == 1 or config.classifier is not None:
+        return None
+    chunks, micro_batches = config.decoder.pp_interleave_num, config.parallel_config.micro_batch_num
+    costs, layers = chunk_costs(config), chunk_layers(config)
+    busy = [sum(cost.forward + cost.backward for cost in row) for row in costs]
+    schedule = one_forward_one_backward(stages, min(micro_batches, _MOST_SIMULATED * stages), chunks)
+    found = (
+        StagePlan(tuple(layer_text(part) if part else "none" for part in layers[s]), most_in_flight(schedule, s), share)
+        for s, share in enumerate(one / sum(busy) for one in busy)
+    )
+    end = _end(stages, micro_batches, chunks, costs)
+    even = (stages - 1) / (chunks * micro_batches + stages - 1)
+    return PipelinePlan(micro_batches, chunks, tuple(found), 1 - sum(busy) * micro_batches / stages / end, even)
+
+
+def _end(stages: int, micro_batches: int, chunks: int, costs: Sequence[Sequence[Cost]]) -> float:
+    """When a step ends. Beyond some micro-batches each `stages` more take the same time as those before them."""
+
+    def end(number: int) -> float:
+        return simulate(one_forward_one_backward(stages, number, chunks), lambda s, c: costs[s][c]).end
+
+    most = _MOST_SIMULATED * stages + micro_batches % stages
+    if micro_batches <= most + stages:
+        return end(micro_batches)
+    before = end(most)
+    return before + (micro_batches - most) / stages * (end(most + stages) - before)
+
+
+def chunk_costs(config: Config) -> list[list[Cost]]:
+    """[stages][chunks] -> multiply-adds of a token: the active weights of the layers, and of the head on the last.
+
+    A backward pass takes twice the forward pass, and once more what it recomputes.
+    """
+    settings, again, rows = config.decoder, recomputed_parts(config), chunk_layers(config)
+    sizes = _layer_weights(config)
+    head = settings.vocab_size * settings.embedding_width * (1 + settings.mtp_depth)
+    modules = sizes[settings.num_layers :]
+
+    def cost(layers: list[int]) -> Cost:
+        forward = sum(sizes[layer] for layer in layers)
+        return Cost(forward, 2 * forward + sum(sizes[layer] for layer in layers if again[layer]))
+
+    costs = [[cost(layers) for layers in row] for row in rows]
+    last, more = costs[-1][-1], head + sum(modules)
+    costs[-1][-1] = Cost(last.forward + more, last.backward + 2 * more)
+    return costs
+
+
+def _layer_weights(config: Config) -> list[int]:
+    """Active weights of the matrices of each layer and multi-token prediction module."""
+    settings, found = config.decoder, []
+    for layer in range(settings.num_layers + settings.mtp_depth):
+        shapes = attention_shapes(settings)
+        shapes |= moe_shapes(settings) if settings.is_moe_layer(layer) else mlp_shapes(settings)
+        shapes |= {"eh_proj": (settings.hidden_size, 2 * settings.hidden_size)} if layer >= settings.num_layers else {}
+        found.append(active_weights(settings, {f".{name}": one for name, one in shapes.items() if len(one) > 1}))
+    return found
+
+
+def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> str:
+    """The schedule as text, for a terminal; draws it as a PNG file too.
+
+    Raises:
+        UserError: The job has no pipeline, or the picture cannot be written.
+    """
+
+    def mistake(rule: str, fix: str) -> UserError:
+        return UserError(rule, where="flag --schedule", key="--schedule", value=str(picture), fix=fix)
+
+    if plan is None:
+        raise mistake("this job has no pipeline to draw", "set parallel_config.pipeline_stage, in a job of some ranks")
+    if picture.suffix.lower() != ".png":
+        raise mistake("names a PNG file", "write for example schedule.png")
+    stages, micro_batches, chunks = len(plan.stages), plan.micro_batches, plan.chunks
+    drawn = min(micro_batches, max(_MOST_DRAWN // stages, 2) * stages)
+    schedule, costs = one_forward_one_backward(stages, drawn, chunks), chunk_costs(config)
+    part = f"the first {drawn} of {micro_batches}" if drawn < micro_batches else f"{drawn}"
+    title = f"{stages} stages, {part} micro-batches" + (f", {chunks} chunks a stage" if chunks > 1 else "")
+    try:
+        _draw_picture(schedule, simulate(schedule, lambda s, c: costs[s][c]), title, picture)
+    except OSError as error:
+        raise mistake(f"cannot be written: {error.strerror or error}", "name another file") from None
+    key = "F3 forward, B3 backward pass of micro-batch 3 (from 0); a backward pass takes two slots"
+    key += "; a, b, ... are the chunks of a stage" if chunks > 1 else ""
+    return "\n".join([f"{title}: {key}", "", *schedule_lines(schedule)])
+
+
+def schedule_lines(schedule: Schedule) -> Iterator[str]:
+    """A row for each stage, a column for each slot of time; a forward pass takes one slot, a backward pass two."""
+    timeline = simulate(schedule)
+    end = int(timeline.end)
+    width = 1 + max(len(_label(slot.action, schedule.chunks)) for slots in timeline.slots for slot in slots)
+    digits = len(str(schedule.stages - 1))
+    for stage, slots in enumerate(timeline.slots):
+        cells = ["."] * end
+        for slot in slots:
+            for column in range(int(slot.start), int(slot.end)):
+                cells[column] = _label(slot.action, schedule.chunks)
+        yield f"stage {stage:<{digits}}  " + "".join(f"{cell:<{width}}" for cell in cells).rstrip()
+
+
+def _label(action: Action, chunks: int) -> str:
+    letter = "" if chunks == 1 else chr(ord("a") + action.chunk) if chunks <= 26 else f"/{action.chunk}"
+    return f"{'F' if action.kind == 'forward' else 'B'}{action.micro_batch}{letter}"
+
+
+def _draw_picture(schedule: Schedule, timeline: Timeline, title: str, picture: Path) -> None:
+    """A row for each stage; widths are the estimated times, blue forward, green backward, darker for later chunks."""
+    # Not pyplot, which keeps a global figure and looks for a window system.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    actions = max(len(slots) for slots in timeline.slots)
+    figure = Figure(figsize=(min(4 + 0.3 * actions, 40), 1.6 + 0.45 * schedule.stages), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.add_subplot()
+    shades = min(schedule.chunks, len(_BLUES))
+    for stage, slots in enumerate(timeline.slots):
+        for start, end, action in slots:
+            shade = action.chunk * shades // schedule.chunks
+            colour = (_BLUES if action.kind == "forward" else _GREENS)[shade]
+            axis.barh(stage, end - start, left=start, height=0.9, color=colour, edgecolor="white", linewidth=0.6)
+            ink = "white" if shade > 1 else "black"
+            label = str(action.micro_batch)
+            axis.text((start + end) / 2, stage, label, ha="center", va="center", fontsize=8, color=ink)
+    axis.set_yticks(range(schedule.stages), [f"stage {stage}" for stage in range(schedule.stages)])
+    axis.invert_yaxis()
+    axis.set_xlim(0, timeline.end)
+    axis.set_xticks([])
+    axis.set_xlabel("estimated time; numbers are micro-batches, blue forward, green backward passes"
+                    + (", darker: later chunks" if schedule.chunks > 1 else ""))  # fmt: skip
+    axis.set_title(f"{title}; stages wait {timeline.bubble_share:.0%} of the time", fontsize=10)
+    figure.savefig(picture, format="png", dpi=110)

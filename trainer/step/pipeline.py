@@ -1,0 +1,199 @@
+"""A pipeline in explicit mode: a stage computes its chunks of the decoder in the order of a schedule.
+
+Each chunk is one cell for all micro-batches. MindSpore keeps what a cell's forward pass has recorded under the cell and
+the identity of its input, and `GradOperation` of the same cell and input then runs the backward pass of that call
+alone. So several micro-batches may be under way, and their backward passes come in any order.
+
+What is minimised is a sum over the stages: each adds the losses of its own routers, and the last one the losses of
+tokens. A stage starts a backward pass from the gradient of its activations, which the next stage has sent, and from the
+factor of its own part of the sum.
+
+Legend: N tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from mindspore import ParameterTuple, Tensor, nn, ops
+
+from trainer.models.decoder import DecoderCall
+from trainer.models.inputs import LossSums
+from trainer.parallel.layout import model_layout
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.schedule import Schedule
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+    from trainer.models.decoder import Decoder
+
+Passes: TypeAlias = Generator[int, Tensor, None]
+"""Yields the stage that the next tensor must come from, and is sent that tensor."""
+
+
+class Link(Protocol):
+    """Carries tensors between stages; a stage takes those of another one in the order in which they were sent."""
+
+    def send(self, stage: int, tensor: Tensor) -> None:
+        """Does not wait until the other stage takes it."""
+
+    def receive(self, stage: int) -> Tensor:
+        """Waits until the other stage has sent it."""
+
+
+class ModelPart(NamedTuple):
+    """A chunk of consecutive layers of the decoder."""
+
+    layers: Sequence[int]
+    is_first: bool  # it looks up the embedding
+    is_last: bool  # it has head, losses and multi-token prediction modules
+    trained: Sequence[str]  # names of its parameters that are trained
+    reached: bool  # whether one before it is trained: only then does its input have a gradient
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward pass."""
+        return self.reached or bool(self.trained)
+
+
+def model_parts(
+    settings: ModelConfig, chunk_layers: Sequence[Sequence[Sequence[int]]], trained: Collection[str]
+) -> list[list[ModelPart]]:
+    """The chunks of each stage, [stages][chunks].
+
+    Args:
+        chunk_layers: See `trainer.config.stages.chunk_layers`.
+        trained: Names of the trained parameters.
+    """
+    layers = [row[chunk] for chunk in range(len(chunk_layers[0])) for row in chunk_layers]
+    layout, parts, reached = model_layout(settings, Degrees(), stage_layers=layers), list[ModelPart](), False
+    for number, own in enumerate(layers):
+        held = layout.parameters.items()
+        names = tuple(name for name, one in held if number in one.stages and name in trained)
+        parts.append(ModelPart(own, number == 0, number == len(layers) - 1, names, reached))
+        reached = parts[-1].trains
+    stages = len(chunk_layers)
+    return [parts[stage::stages] for stage in range(stages)]
+
+
+class PartCell(nn.Cell):
+    """A chunk of the decoder: x_ND (ids_N for the first one) -> x_ND, what it adds to the minimised sum, or both.
+
+    What else a pass needs is set before the call, because MindSpore finds a pass by the arguments of its call.
+    """
+
+    def __init__(self, model: Decoder, part: ModelPart, trains: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.model, self.part = model, part
+        self.call: DecoderCall | None = None
+        self.sums: LossSums | None = None
+        self.set_grad(trains)
+
+    def construct(self, x):
+        model, part, call, losses = self.model, self.part, self.call, (None, None)
+        x_ND = model.run_embedding(x, call) if part.is_first else x
+        for layer in part.layers:
+            x_ND, losses = model.add_layer(layer, x_ND, losses, call)
+        if part.is_last:
+            modules = 0 if call.statistics is None else model.mtp_modules
+            total, *others = model.end(x_ND, losses, modules, call)
+            self.sums = LossSums(None, *others)
+            return total
+        total = model.with_routers(None, losses)
+        self.sums = LossSums(None, None, *losses)
+        return x_ND if total is None else (x_ND, total)
+
+    def pass_of(self, x: Tensor, call: DecoderCall) -> tuple[Tensor | tuple[Tensor, Tensor], LossSums]:
+        """The result of a forward pass, and the sums of losses of this chunk, of which those of others are None."""
+        self.call = call
+        result, sums = self(x), self.sums
+        self.call = self.sums = None
+        return result, sums
+
+
+class Stage:
+    """The chunks of one stage, of a model that has their parameters."""
+
+    def __init__(self, model: Decoder, parts: Sequence[ModelPart], schedule: Callable[[int], Schedule], stage: int):
+        self.model, self.parts, self.schedule, self.stage = model, parts, schedule, stage
+        self.cells = [PartCell(model, part, part.trains) for part in parts]
+        self.evaluated = [PartCell(model, part, trains=False) for part in parts]
+        self.gradients_of = [self._gradients_of(cell) if cell.part.trains else None for cell in self.cells]
+
+    def _gradients_of(self, cell: PartCell) -> Callable:
+        leaves = self.model.compute_weights.leaves(cell.part.trained)
+        by_list = bool(leaves)
+        operation = ops.GradOperation(get_all=cell.part.reached, get_by_list=by_list, sens_param=True)
+        return operation(cell, ParameterTuple(leaves)) if by_list else operation(cell)
+
+    def train(
+        self,
+        micro_batches: int,
+        call_of: Callable[[int], DecoderCall],
+        factor: Tensor,
+        send: Callable[[int, Tensor], None],
+        done: Callable[[int, LossSums, DecoderCall], None],
+        totals: dict[str, Tensor],
+    ) -> Passes:
+        """All forward and backward passes of a window.
+
+        Args:
+            call_of: Number of a micro-batch -> its inputs; called once for each.
+            factor: Of the minimised sum.
+            send: See `Link.send`.
+            done: Called after each forward pass of a chunk: (micro-batch, sums of losses, its call).
+            totals: Takes the sums of the gradients over the micro-batches, by the names of the parameters.
+        """
+        schedule, last = self.schedule(micro_batches), len(self.parts) - 1
+        under_way: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+        calls: dict[int, DecoderCall] = {}
+        for action in schedule.actions[self.stage]:
+            number, chunk = action.micro_batch, action.chunk
+            part, needed = self.parts[chunk], schedule.needed(self.stage, action)
+            if action.kind == "backward":
+                if part.trains:
+                    x, has_own = under_way.pop((number, chunk))
+                    sens = factor if needed is None else (yield needed.sender)
+                    sens = (sens, factor) if has_own else sens
+                    grad_ND = self._add_gradients(chunk, x, sens, totals)
+                    if part.reached:
+                        send(schedule.taker(self.stage, action), grad_ND)
+                continue
+            if chunk == 0:
+                calls[number] = call_of(number)
+            call = calls.pop(number) if chunk == last else calls[number]
+            x = call.inputs.ids_N if needed is None else (yield needed.sender)
+            result, sums = self.cells[chunk].pass_of(x, call)
+            has_own = isinstance(result, tuple)
+            if part.trains:
+                under_way[number, chunk] = x, has_own
+            done(number, sums, call)
+            if not part.is_last:
+                send(schedule.taker(self.stage, action), result[0] if has_own else result)
+
+    def _add_gradients(self, chunk: int, x: Tensor, sens: Tensor | tuple, totals: dict[str, Tensor]) -> Tensor | None:
+        """The backward pass of the forward pass with this input; the gradient of the input, if it has one."""
+        part, found = self.parts[chunk], self.gradients_of[chunk](x, sens)
+        grad_ND = None
+        if part.reached:
+            inputs, found = found if part.trained else (found, ())
+            grad_ND = inputs[0] if isinstance(inputs, tuple) else inputs
+        for name, gradient in zip(part.trained, found, strict=True):
+            totals[name] = ops.add(totals[name], gradient) if name in totals else gradient
+        return grad_ND
+
+
+def run_with(link: Link, passes: Passes) -> float:
+    """Runs the passes of this stage; returns the seconds in which it waited for other stages."""
+    waited = 0.0
+    try:
+        stage = next(passes)
+        while True:
+            began = time.perf_counter()
+            tensor = link.receive(stage)
+            waited += time.perf_counter() - began
+            stage = passes.send(tensor)
+    except StopIteration:
+        return waited
