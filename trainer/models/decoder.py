@@ -178,9 +178,14 @@ class Decoder(DecoderWiring):
     ) -> None:
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
         self.shard, self.tensor = shard, None if shard is None else shard.tensor
+
+        def initial(name: str, shape: tuple[int, ...]) -> np.ndarray:
+            whole = initial_value(name, shape, settings, seed)
+            return whole if shard is None else shard.part(name, whole)
+
         self.parameters_by_name = {
             name: Parameter(
-                Tensor(_own_part(initial_value(name, shape, settings, seed), name, shard)),
+                Tensor(initial(name, shape)),
                 name,
                 requires_grad=name not in frozen and not is_buffer(name),
             )
@@ -459,11 +464,6 @@ class AdapterMasks:
             return (tokens, width), rate, self.parts.columns(width)
         of_rows = name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))
         return (tokens, width), rate, self.parts.rows(tokens) if of_rows else None
-
-
-def _own_part(whole: np.ndarray, name: str, shard: ModelShard | None) -> np.ndarray:
-    """What this rank holds of a parameter."""
-    return whole if shard is None else np.ascontiguousarray(shard.layout.shard(name, shard.where).of(whole))
 
 
 def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabularyPart | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from mindspore import nn, ops
 from mindspore.ops import operations as P
 
@@ -88,3 +89,7 @@ class ModelShard(NamedTuple):
     layout: ModelLayout
     where: MeshCoordinate
     tensor: TensorParallel | None = None
+
+    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """What the rank holds of a parameter, of its value or of an array like it."""
+        return np.ascontiguousarray(self.layout.shard(name, self.where).of(whole))

@@ -12,7 +12,7 @@ import mindspore
 import numpy as np
 
 from trainer.checkpoint.state import load_weights
-from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.device.resolve import resolve_device
@@ -28,8 +28,16 @@ from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import start
-from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess, check_same_values
+from trainer.parallel.communicator import (
+    Communicator,
+    ModelParallel,
+    ProcessGroup,
+    SingleProcess,
+    check_same_values,
+    model_parallel,
+)
 from trainer.parallel.sharding import OptimizerShard
+from trainer.parallel.tensor import ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.step.train_step import TrainStep
 
@@ -68,39 +76,61 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = ProcessGroup(start(world)) if world.size > 1 else SingleProcess()
+    communicator = _communicator(config, world)
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
-    model, build_inputs = build_model(config, kernels, device)
+    model, build_inputs = build_model(config, kernels, device, _shard(config, communicator))
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator)
     return Session(model, build_inputs, communicator)
 
 
+def _communicator(config: Config, world: World) -> Communicator:
+    """Joins the other ranks of the job, where there are some."""
+    if world.size == 1:
+        return SingleProcess()
+    degrees, group = degrees_of(config, world), start(world)
+    if degrees.model_parallel == 1:
+        return ProcessGroup(group)
+    return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel)
+
+
+def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
+    """What this rank has of the model; None: all of it."""
+    if not isinstance(communicator, ModelParallel):
+        return None
+    tensor = TensorParallel(communicator.groups.tp, config.parallel_config.use_seq_parallel)
+    return ModelShard(communicator.layout, communicator.where, tensor)
+
+
 def build_model(
-    config: Config, kernels: KernelSet, device: str = "CPU"
+    config: Config, kernels: KernelSet, device: str = "CPU", shard: ModelShard | None = None
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs."""
+    """The model with the weights of `seed`, or this rank's shard of it, and what makes its inputs."""
     trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
         model = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
         return model, ImageInputBuilder(config.classifier)
     recomputed = recomputed_parts(config) if trains else ()
-    model = Decoder(config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed)
-    return model, InputBuilder(config.decoder, kernels)
+    model = Decoder(
+        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
+    )
+    return model, InputBuilder(model.settings, kernels)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:
     """Raises a RunError that names the ranks whose weights are not those of rank 0."""
     if communicator.size == 1:
         return
-    checksum = 0
-    for parameter in model.parameters_by_name.values():
-        checksum = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), checksum)
-    check_same_values({"all": checksum}, "weights", communicator)
+    sums: dict[str, int] = {}
+    for name, parameter in model.parameters_by_name.items():
+        # Ranks that hold the same part of a parameter must agree.
+        part = "all" if model.shard is None else f"{name} {model.shard.layout.shard(name, model.shard.where).start}"
+        sums[part] = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), sums.get(part, 0))
+    check_same_values(sums, "weights", communicator)
 
 
 def open_training(

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 from mindspore import Tensor, ops
+from mindspore import dtype as mstype
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.ops.measures import device_measures, read_together
@@ -108,7 +109,8 @@ def accumulate(
     communicator = SingleProcess() if communicator is None else communicator
     reducer = SumAfterBackward() if reducer is None else reducer
     counts = [valid_tokens(batch) for batch in micro_batches]
-    [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in (sum(counts), counts.count(0))])])
+    counted = (sum(counts), counts.count(0)) if communicator.counts_losses else (0, 0)
+    [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in counted])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return WindowGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
     factor = _factor(loss_scale, totals)
@@ -165,7 +167,8 @@ def _window(
         sums[_VOTES] = np.array(votes(), np.float64)
     squares = None if wanted is None else measures.squares(reduced.gradients)
     if squares is not None and reduced.counted is not None:
-        sums[_SQUARES] = squares * Tensor(reduced.counted)
+        counted = reduced.counted
+        sums[_SQUARES] = squares * (Tensor(counted, mstype.float32) if isinstance(squares, Tensor) else counted)
     sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
     squares, to_read = sums.pop(_SQUARES, squares), {_TOTALS: totals}
     if routing is not None:

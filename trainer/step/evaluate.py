@@ -58,7 +58,8 @@ def evaluate(
                 hits.append(measures.keep(sums.correct))
             tokens += count
     loss_sum, own_hits = read_together([measures.add_up(each) if each else 0.0 for each in (losses, hits)])
-    counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
+    found = [float(loss_sum), tokens, float(own_hits)] if communicator.counts_losses else [0.0, 0, 0.0]
+    counts = [*found[:2], stopped, found[2], bool(hits)]
     ranks = communicator.size if computes_together else 1
     loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_sum(counts))
     if stops:

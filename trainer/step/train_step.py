@@ -115,7 +115,7 @@ class TrainStep:
         model.compute_weights.refresh()
         leaves = model.compute_weights.leaves(names)
         in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
-        self.reducer = self.communicator.gradient_reducer(leaves, sharded, in_fp32)
+        self.reducer = self.communicator.gradient_reducer(dict(zip(names, leaves, strict=True)), sharded, in_fp32)
         experts = model.settings.experts
         self.load = WindowLoad(self.communicator.sums) if experts and experts.balances_step else None
 
@@ -153,7 +153,7 @@ class TrainStep:
 
     def backward(self, batch: Batch, number: int, factor: Tensor | float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
-        dropout = DropoutKey(self.seed, self.communicator.rank, self.optimizer.updates, number)
+        dropout = DropoutKey(self.seed, self.communicator.data_rank, self.optimizer.updates, number)
         inputs = self.build_inputs(batch)
         statistics = RouterStatistics(load=self.load)
         factor = factor if isinstance(factor, Tensor) else Tensor(np.float32(factor))
@@ -161,16 +161,18 @@ class TrainStep:
         sums, self.sums = self.sums, None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
-        settings, tokens = self.model.settings, valid_tokens(batch)
-        others = {}
+        settings, others = self.model.settings, {}
+        # Ranks that compute parts of one model have the same losses; those of routers are of a rank's own tokens.
+        counts, nothing = self.communicator.counts_losses, Tensor(np.float32(0))
+        tokens, loss = (valid_tokens(batch), sums.tokens) if counts else (0, nothing)
         if settings.mtp_depth:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
-            others["mtp_loss"] = sums.mtp, mtp_labels(batch, settings.mtp_depth)
+            others["mtp_loss"] = (sums.mtp, mtp_labels(batch, settings.mtp_depth)) if counts else (nothing, 0)
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and settings.experts.z_loss_factor:
             others["z_loss"] = sums.z_loss, tokens * len(settings.moe_layers)
-        return MicroBatch(sums.tokens, others, statistics.counts(), gradients)
+        return MicroBatch(loss, others, statistics.counts(), gradients)
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
