@@ -36,16 +36,16 @@ def compare(name: str, one: Trained, parts: list[Trained], ranks: int, tensor: i
     layout = model_layout(config(name).decoder, Degrees(data_parallel=ranks // tensor, model_parallel=tensor),
                           sequence_parallel=rows)  # fmt: skip
     for part in parts:
-        close(part.losses, one.losses, 1e-5)
-        close(part.norms, one.norms, 1e-4)
-        close(part.evaluated, one.evaluated, 1e-5)
+        close(part.losses, one.losses, 1e-5, name)
+        close(part.norms, one.norms, 1e-4, name)
+        close(part.evaluated, one.evaluated, 1e-5, name)
         assert part.local_norms.keys() == one.local_norms.keys()
-        close(list(part.local_norms.values()), list(one.local_norms.values()), 1e-3)
+        close(list(part.local_norms.values()), list(one.local_norms.values()), 1e-3, name)
     found = assembled(layout, parts)
     assert found.keys() == one.weights.keys()
     for weight, array in found.items():
         np.testing.assert_allclose(array, one.weights[weight], atol=2e-4, err_msg=f"{name}: {weight}")
 
 
-def close(ours: Any, theirs: Any, tolerance: float) -> None:
-    np.testing.assert_allclose(ours, theirs, rtol=tolerance)
+def close(ours: Any, theirs: Any, tolerance: float, name: str) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, err_msg=name)
