@@ -1,9 +1,9 @@
-"""`benchmark.py soak`: memory, open files and threads of a training process over thousands of steps.
+"""`benchmark.py soak`: memory, open files and threads of a process over thousands of steps.
 
-Each case trains a tiny model in a process of its own, where what a step leaves behind is not hidden by the memory of
-the model. Measured is the process as the operating system and the C library see it: private dirty memory, heap, file
-descriptors, threads.
-Started as a program it trains one case and prints one JSON line.
+Each case trains a tiny model, or predicts with one, in a process of its own, where what a step leaves behind is not
+hidden by the memory of the model. A step of a prediction is a token. Measured is the process as the operating system
+and the C library see it: private dirty memory, heap, file descriptors, threads.
+Started as a program it runs one case and prints one JSON line.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ _EXPERTS = ("{expert_num: 4, num_experts_chosen: 2, moe_intermediate_size: 32, u
             "z_loss_factor: 0.001}")
 _EVALUATION = {"do_eval": "True", "eval_step_interval": str(EVERY),
                "eval_dataset": "{data_loader: {type: SyntheticDataset, num_samples: 16}}"}
+_PREDICTION = {"run_mode": "predict", "predict_data": "a"}
+_LATENT = {"multi_latent_attention": "True", "kv_lora_rank": "8", "qk_nope_head_dim": "8", "qk_rope_head_dim": "4",
+           "v_head_dim": "8", "max_position_embeddings": "64"}
 CASES: dict[str, dict[str, str]] = {
     "dense": {},
     "experts": {"model.model_config.moe_config": _EXPERTS},
@@ -56,6 +59,11 @@ CASES: dict[str, dict[str, str]] = {
     },
     "experts, accumulation, evaluation": {
         "model.model_config.moe_config": _EXPERTS, "runner_config.gradient_accumulation_steps": "2", **_EVALUATION,
+    },
+    "prediction": _PREDICTION,
+    "prediction, experts": {"model.model_config.moe_config": _EXPERTS, **_PREDICTION},
+    "prediction, latent attention": {
+        **{f"model.model_config.{key}": value for key, value in _LATENT.items()}, **_PREDICTION,
     },
 }
 
@@ -138,6 +146,22 @@ def train(flags: Mapping[str, str], steps: int, warm_up: int, every: int = EVERY
     return monitor.samples
 
 
+def predict(flags: Mapping[str, str], tokens: int, warm_up: int, every: int = EVERY) -> list[Sample]:
+    """Predicts with the tiny model in this process: ten tokens after each pair of prompts, whose lengths change."""
+    from trainer.models.generate import Generator, Sampling
+    from trainer.run.session import open_session
+
+    overrides = [Override(key, text, "soak") for key, text in flags.items()]
+    session = open_session(parse_config("soak", json.dumps(TINY), overrides))
+    generator, samples, done = Generator(session.model, session.build_inputs, []), [], 0
+    while done <= warm_up + tokens:
+        if done >= warm_up and (done - warm_up) % every == 0:
+            samples.append(sample(done))
+        prompts = [[1] * (1 + done // 10 % 5), [2] * (1 + done // 50 % 5)]
+        done += sum(1 for _ in generator.stream(prompts, [10, 10], Sampling(do_sample=True)))
+    return samples
+
+
 def soak(options: argparse.Namespace, console: Any) -> int:
     lines, runs = [], {}
     unknown = set(options.cases) - CASES.keys()
@@ -149,7 +173,7 @@ def soak(options: argparse.Namespace, console: Any) -> int:
                             "--steps", str(options.steps), "--warm_up", str(options.warm_up)])
         runs[name] = last_json(text)["samples"]
         lines += soak_lines(name, growth(runs[name]))
-    render("Growth of a training process", lines, console)
+    render("Growth of a process", lines, console)
     print(json.dumps({"benchmark": "soak", "machine": describe_machine(), "runs": runs,
                       "lines": [{**asdict(line), "verdict": line.verdict} for line in lines]}, indent=2))
     return int(any(line.verdict == "FAIL" for line in lines))
@@ -166,11 +190,15 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--flags", type=json.loads, required=True)
+    parser.add_argument("--then", type=json.loads, nargs="*", default=[], help="predictions after it")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warm_up", type=int, required=True)
     parser.add_argument("--every", type=int, default=EVERY, help="steps between samples")
     options = parser.parse_args()
-    print(json.dumps({"samples": train(options.flags, options.steps, options.warm_up, options.every)}))
+    counts = options.steps, options.warm_up, options.every
+    run = predict if options.flags.get("run_mode") == "predict" else train
+    samples = run(options.flags, *counts)
+    print(json.dumps({"samples": samples, "then": [predict(flags, *counts) for flags in options.then]}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 MindSpore keeps every function that it compiled, and its operators leak on a CPU: a process that runs file after file
 grows to several GB. So a process ends after a few files. There is one process for each core, which it keeps to, because
-MindSpore's threads poll and those of two processes on one core slow each other down. Only the tests of jobs use all
-cores. Tests of the launcher mostly wait for other processes: they run beside the others.
+MindSpore's threads poll and those of two processes on one core slow each other down. Beside these run the tests of
+jobs, which use all cores and wait for the ranks to join, and the tests of the launcher, which mostly wait.
 
 One server forks these processes and most of those that the tests start: few of them import MindSpore (fork_server.py).
 """
@@ -72,12 +72,12 @@ class Batch(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A pytest process; `core` is None for the one beside those of the cores."""
+    """A pytest process; `core` is None for those beside the ones of the cores."""
 
     batch: Batch
     process: subprocess.Popen
     output: IO[str]
-    used: Path  # what the process used, when it has ended
+    used: Path  # what it and others that were forked for it used, when they have ended
     core: int | None
     began: float
 
@@ -126,13 +126,14 @@ def start(batch: Batch, core: int | None, root: Path) -> Running:
 
 
 def finished(running: list[Running]) -> tuple[Running, End]:
-    """Waits for one of the processes; returns it and its end."""
+    """Waits for one of the processes; returns it, and its end with what all processes used that were forked for it."""
     while True:
         for one in running:
             if one.process.poll() is not None:
-                used = one.used.read_text(encoding="ascii")
+                ends = [End(*json.loads(line)) for line in one.used.read_text(encoding="ascii").splitlines()]
                 one.used.unlink()
-                return one, End(*json.loads(used)) if used else End(one.process.returncode, 0, 0)
+                memory_gb = max((end.memory_gb for end in ends), default=0.0)
+                return one, End(one.process.returncode, sum(end.cpu_seconds for end in ends), memory_gb)
         time.sleep(0.05)
 
 
@@ -154,28 +155,30 @@ def closing_line(total: dict[str, int], seconds: float) -> str:
     return f"{', '.join(shown)} in {seconds:.2f}s ({time.strftime('%H:%M:%S', time.gmtime(seconds))})"
 
 
-def next_batch(waiting: Sequence[Batch], core: int | None, has_job: bool = False) -> Batch | None:
-    """The first batch of the right kind, of those with jobs one at a time; a core without one takes one that waits."""
+def next_batch(waiting: Sequence[Batch], core: int | None, running: Sequence[Batch] = ()) -> Batch | None:
+    """The first batch for a core, or beside those of the cores: of these one with jobs and one that waits at a time. A
+    core without a batch of its own takes one of them."""
+    has_job, has_waiting = (any(batch.jobs and batch.waits == waits for batch in running) for waits in (False, True))
+    jobs = [batch for batch in waiting if batch.jobs and not (has_job and not batch.waits)]
     if core is None:
-        return next((batch for batch in waiting if batch.waits), None)
-    own = [batch for batch in waiting if not batch.waits and not (batch.jobs and has_job)]
-    return next(iter([*own, *(batch for batch in waiting if batch.waits)]), None)
+        return next((batch for batch in jobs if not (has_waiting and batch.waits)), None)
+    return next(iter([*(batch for batch in waiting if not batch.jobs), *jobs]), None)
 
 
 def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -> int:
-    """Runs the batches, one at a time on each of the cores and one that mostly waits; returns the exit code."""
+    """Runs the batches, one at a time on each of the cores and two beside them; returns the exit code."""
     began, failed = time.monotonic(), False
     ensure_server()
     most_gb = 0.0
     running: list[Running] = []
     total: dict[str, int] = {}
     slowest: list[tuple[float, str]] = []
-    free: list[int | None] = [*cores, None]
+    free: list[int | None] = [*cores, None, None]
     batches_in_all = len(waiting)
     try:
         while waiting or running:
             for core in list(free):
-                batch = next_batch(waiting, core, any(one.batch.jobs and not one.batch.waits for one in running))
+                batch = next_batch(waiting, core, [one.batch for one in running])
                 if batch is not None:
                     waiting.remove(batch)
                     free.remove(core)

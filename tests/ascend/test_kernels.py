@@ -51,6 +51,7 @@ WITH_EXPERTS = {
 }
 OTHERS = {
     "latent attention": on_ascend(DENSE, model=LATENT | {"tie_word_embeddings": True}),
+    "latent attention predicted": on_ascend(PLAIN, model=LATENT, task="trainer.dryrun.tasks:prediction", steps=3),
     "bias in the projections": on_ascend(PLAIN, model={"qkv_has_bias": True}),
     "nothing fused": on_ascend(PLAIN, model={
         "compute_dtype": "float32", "use_flash_attention": False, "use_fused_rope": False, "use_fused_swiglu": False,

@@ -20,6 +20,7 @@ CUTS = {
 SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
 # Nothing is computed, so large sizes cost nothing: with small ones the allocator's alignment would count.
 SIZES = {"hidden_size": 512, "head_dim": 128, "intermediate_size": 2048, "vocab_size": 16384, "seq_length": 1024}
+ONE = {"num_layers": 1}  # of each layer the graph costs seconds
 # Ranks of a stage compile the same graph; only a pipeline has others.
 WHERE = [(name, shared, 0) for name in CUTS for shared in (False, True)] + [("pipeline 2", True, 7)]
 CASES = {
@@ -30,7 +31,7 @@ CASES = {
             "context": {"jit_config": {"jit_level": "O1" if shared and "tensor" in name else "O0"}},
         },
         # The dtype and the attention are the defaults of an Ascend.
-        model={"compute_dtype": None, "use_flash_attention": None} | (SIZES if "pipeline" in name else {}),
+        model={"compute_dtype": None, "use_flash_attention": None, **(SIZES if "pipeline" in name else ONE)},
         ranks=8, rank=rank, process=f"{name if 'pipeline' in name else ''}{shared}",
     )
     for name, shared, rank in WHERE
@@ -60,6 +61,12 @@ def test_it_runs(bench: Callable[[str], Measurement], name: str) -> None:
     assert found.found.get("updated", True)
     more = LEGACY_OF_STAGES if "pipeline" in name else LEGACY_OF_CLASSIFIER if "classifier" in name else frozenset()
     assert found.legacy.keys() <= LEGACY_OF_GRAPH | more
+
+
+def test_the_host_reads_one_small_tensor_a_step(bench: Callable[[str], Measurement]) -> None:
+    found = bench("data 8, rank 0")
+    assert [count for count, _ in found.host_reads.values()] == [1], found.host_reads
+    assert found.host_bytes < 100_000
 
 
 def test_a_classifier_sums_its_gradients_or_shares_them(bench: Callable[[str], Measurement]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import DENSE, EXPERTS, SEMI, on_ascend
+from ascend_cases import DENSE, EXPERTS, on_ascend
 
 from trainer.dryrun.process import Measurement
 
@@ -29,7 +29,6 @@ READS_ONCE = {
     "one read, experts and MTP": on_ascend(EXPERTS, model={"mtp_depth": 1, "moe_config": DEEPSEEK}),
     "one read, 8 ranks": on_ascend(DENSE, **OVERLAPPED),
     "one read, 8 ranks with shared state": on_ascend(DENSE, SHARED, **OVERLAPPED),
-    "one read, semi-automatic mode": on_ascend(SEMI, ranks=RANKS, rank=3),
     # The matrix of the embedding is used four times, and its gradient comes once.
     "one read, 8 ranks with experts": on_ascend(
         EXPERTS, model={"mtp_depth": 1, "tie_word_embeddings": True, "moe_config": DEEPSEEK}, ranks=RANKS, rank=3

@@ -1,4 +1,4 @@
-"""A training does not grow: memory, open files and threads of the process, over steps of all kinds."""
+"""Training and prediction do not grow: memory, open files and threads of the process, over steps of all kinds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ pytestmark = pytest.mark.slow
 
 # Bytes in each step that is counted. Measured: the heap grows by 0.4 kB; without the compiled lookup of the embedding
 # by 85 kB, while private memory grows by 7 and 8.5 kB, because it has room for that. A MatMul called alone leaks
-# 0.33 kB of heap and 1.5 kB of private memory; a step here has two micro-batches of two layers.
+# 0.33 kB of heap and 1.5 kB of private memory; a step here has two micro-batches of two layers. A step of a prediction
+# is a token.
 MOST_HEAP_BYTES, MOST_PRIVATE_BYTES = 1_200, 15_000
 
 
-def test_a_training_does_not_grow() -> None:
-    """Experts, accumulation, an evaluation every ten steps; documents make new tables and masks in every step."""
+def test_training_and_prediction_do_not_grow() -> None:
+    """Experts, accumulation, an evaluation every ten steps; documents make new tables and masks in every step.
+    Then predictions of all kinds in the same process, with prompts of new lengths every ten tokens."""
     flags = benchmark_soak.CASES["experts, accumulation, evaluation"] | {
         "eval_step_interval": "10",
         "train_dataset.data_loader": json.dumps({"type": "TextDataset", "dataset_dir": str(REPOSITORY / "docs")}),
@@ -29,8 +31,12 @@ def test_a_training_does_not_grow() -> None:
         "model.model_config.vocab_size": "257",
     }
     command = [sys.executable, REPOSITORY / "scripts" / "benchmark_soak.py", "--flags", json.dumps(flags)]
-    samples = last_json(run_process([*command, "--steps", "40", "--warm_up", "20", "--every", "10"]))["samples"]
-    found = benchmark_soak.growth(samples)
-    assert found.steps == 40
-    assert found.heap_bytes_a_step < MOST_HEAP_BYTES and found.bytes_a_step < MOST_PRIVATE_BYTES
-    assert found.files <= 0 and found.threads <= 0
+    predictions = [case for name, case in benchmark_soak.CASES.items() if name.startswith("prediction")]
+    command += ["--steps", "40", "--warm_up", "20", "--every", "10", "--then", *map(json.dumps, predictions)]
+    report = last_json(run_process(command))
+    assert len(report["then"]) == 3
+    for samples in (report["samples"], *report["then"]):
+        found = benchmark_soak.growth(samples)
+        assert found.steps == 40
+        assert found.heap_bytes_a_step < MOST_HEAP_BYTES and found.bytes_a_step < MOST_PRIVATE_BYTES
+        assert found.files <= 0 and found.threads <= 0

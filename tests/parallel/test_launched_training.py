@@ -150,14 +150,14 @@ def assert_same_training(ours: Path, right: Path, ended_at: set[int]) -> None:
 
 
 def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: Path) -> None:
-    """8 -> 2 -> 4 -> 1 ranks, more than fifty steps in all, with masked prompts (unequal tokens), accumulation, last
-    batches that do not reach all ranks, and evaluation. 8 and 4 ranks shard the optimizer's state, 2 ranks hold it
-    whole, and a single one needs no msrun.
+    """8 -> 2 -> 4 -> 1 ranks, more than fifty steps in all (half of them on one rank, where they cost least), with
+    masked prompts (unequal tokens), accumulation, last batches that do not reach all ranks, and evaluation. 8 and 4
+    ranks shard the optimizer's state, 2 ranks hold it whole, and a single one needs no msrun.
 
     One of the 2 ranks is killed, and the job starts again from its newest checkpoint. Then they are ended by SIGTERM
     (bug 17 of trainers: agreed by all ranks at a step's end, saved, exit code 143), the 4 ranks by Ctrl-C, a signal
     that MindSpore takes for itself."""
-    data = write_instructions(tmp_path / "eight.jsonl", records=45)
+    data = write_instructions(tmp_path / "eight.jsonl", records=19)
     changes = {
         "train_dataset.data_loader": {"type": "JsonlDataset", "dataset_dir": str(data)},
         "train_dataset.drop_remainder": False,
@@ -166,7 +166,7 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
         "runner_config.epochs": 100,
         "runner_wrapper": {"use_clip_grad": True},
         "do_eval": True,
-        "eval_step_interval": 2,
+        "eval_step_interval": 4,
     }
     alone, output = tmp_path / "alone" / "output", tmp_path / "together" / "output"
     sharded = {
@@ -176,9 +176,9 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
         }
     }
     done, ended_at = 0, set()
-    for ranks, steps, ended_by in ((8, 24, None), (2, 22, signal.SIGTERM), (4, 3, signal.SIGINT), (1, 2, None)):
+    for ranks, steps, ended_by in ((8, 12, None), (2, 12, signal.SIGTERM), (4, 3, signal.SIGINT), (1, 25, None)):
         own = {"runner_config.batch_size": 8 // ranks, "output_dir": str(output)} | (sharded if ranks in (8, 4) else {})
-        own |= EAGER if steps < 10 else {}
+        own |= EAGER if ranks in (2, 4) else {}
         if ranks in (8, 2):  # written beside the training, in the case of 8 ranks also in the middle of it
             every = 10 if ranks == 8 else SAVED_EVERY
             own["callbacks"] = [{"type": "CheckpointMonitor", "save_checkpoint_steps": every, "async_save": True,
@@ -217,7 +217,7 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
     single = write_config(alone.parent, tmp_path, changes | {"runner_config.batch_size": 8})
     train(single, runner_config__stop_step=done)
     assert len(step_records(alone)) == done and len(set(column(step_records(alone), "tokens"))) > 1
-    assert len(set(column(step_records(alone)[:24], "epoch"))) > 2  # the 8 ranks come past the ends of epochs
+    assert len(set(column(step_records(alone)[:12], "epoch"))) > 2  # the 8 ranks come past the ends of epochs
     assert_same_training(output, alone, ended_at)
     right = arrays_of(alone)
     for name, array in arrays_of(output).items():

@@ -18,6 +18,7 @@ from trainer.audit.graph import Node, export_step, trained_names
 from trainer.audit.report import Audit, audit_ascend, audit_sections
 from trainer.cli import main as cli
 from trainer.config import Config, parse_config
+from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
 from trainer.models.shapes import layer_prefix
 from trainer.ops.ascend.support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
@@ -56,6 +57,11 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)  # MindSpore leaves its analysis of a refused graph in the working directory
 
 
+OF_LAYERS = frozenset((
+    "use_fused_rope", "use_fused_swiglu", "use_flash_attention", "use_qk_norm", "post_self_attn_layernorm",
+    "post_mlp_layernorm", "moe_config", "mtp_depth", "pet_config",
+))  # fmt: skip
+"""Settings that a step without layers does not depend on."""
 _exported: dict[tuple, list[Node]] = {}
 
 
@@ -65,7 +71,8 @@ def export_once(settings, kernels, layers, trained, *shape) -> list[Node]:
     own = tuple(layer_prefix(layer) for layer in layers)
     learn = frozenset(name for name in trained if not name.startswith("model.layers.") or name.startswith(own))
     modules = sum(layer >= settings.num_layers for layer in layers)
-    key = settings.model_dump_json(exclude={"num_layers"}), tuple(layers), modules, learn, shape
+    apart = {"num_layers"} if layers else {"num_layers", *OF_LAYERS}
+    key = settings.model_dump_json(exclude=apart), tuple(layers), modules, learn, shape
     if key not in _exported:
         _exported[key] = export_step(settings, kernels, layers, trained, *shape)
     return _exported[key]
@@ -119,23 +126,23 @@ def test_latent_attention_keeps_the_fused_operators() -> None:
 def test_experts_and_a_multi_token_prediction_module() -> None:
     """Counts by kind of layer are also those of the whole model built at once."""
     config = config_of(
-        {"use_gmm": True, "use_fused_ops_permute": True, "aux_loss_factor": 0.01}, mtp_depth=1, num_layers=2
+        {"use_gmm": True, "use_fused_ops_permute": True, "aux_loss_factor": 0.01}, mtp_depth=1, num_layers=1
     )
     audit = audit_ascend(config)
     assert not audit.missing
     assert {other.source for other in audit.others} <= {CANN}, "every operator is known to the Ascend libraries"
-    # Layer 0 is dense; the other one and the module have experts and a shared one.
-    norms = {"RmsNorm": (10, 10), "RmsNormGrad": (11, 11)}  # the stream's is computed once for head and module
+    # The layer is dense; the module has experts and a shared one.
+    norms = {"RmsNorm": (8, 8), "RmsNormGrad": (9, 9)}  # the stream's is computed once for head and module
     sorting = ("MoeTokenPermute", "MoeTokenPermuteGrad", "InnerMoeTokenUnpermute", "MoeTokenUnpermuteGrad")
-    assert counted(audit) == norms | dict.fromkeys(sorting, (2, 2)) | {"GroupedMatmulV4": (18, 18)} | both(
-        "Swiglu", 5
-    ) | both("FlashAttentionScore", 3) | both("RotaryPositionEmbedding", 6)
+    assert counted(audit) == norms | dict.fromkeys(sorting, (1, 1)) | {"GroupedMatmulV4": (9, 9)} | both(
+        "Swiglu", 3
+    ) | both("FlashAttentionScore", 2) | both("RotaryPositionEmbedding", 4)
 
     settings = config.decoder
     precision = resolve_precision(settings, None, "Ascend")
     kernels = load_kernels(select_kernels(settings, "Ascend", precision), precision)
     names = trained_names(settings, frozenset())
-    whole = Counter(node.operator for node in export_step(settings, kernels, range(3), names, 2, 64))
+    whole = Counter(node.operator for node in export_step(settings, kernels, range(2), names, 2, 64))
     for each in audit.fused:
         assert each.found == whole[each.operator], each.operator
 
@@ -313,15 +320,21 @@ def run_plan(tmp_path: Path, capsys: pytest.CaptureFixture, config: dict, *flags
     return end.value.code, out.out, out.err
 
 
-def test_the_command_exits_with_1_where_an_operator_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_exits_with_1_where_an_operator_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the Ascend backend, and in this process where that cannot be had."""
     model = {"model": {"model_config": SIZES | FUSED | {"num_layers": 1}}}
-    code, out, _ = run_plan(tmp_path, capsys, model, "ascend", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["missing"] == []
-    assert found["fused"][0]["operator"] == "RotaryPositionEmbedding" and found["fused"][0]["found"] == 2
     code, out, _ = run_plan(tmp_path, capsys, model, "ascend", "--model.model_config.compute_dtype", "float32")
     assert code == 1 and "missing: FlashAttentionScore, FlashAttentionScoreGrad" in " ".join(out.split())
     assert "compute_dtype is float32" in " ".join(out.split())
+    monkeypatch.setattr(dryrun, "audit_there", lambda config, world: "there is no compiler")
+    explicit = {"parallel": {"parallel_mode": "semi_auto_parallel", "parallel_fallback": "explicit"}}
+    code, out, errors = run_plan(tmp_path, capsys, model | explicit, "ascend", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["missing"] == found["semi_auto"] == []
+    assert "not compiled for an Ascend: there is no compiler" in errors
+    assert found["fused"][0]["operator"] == "RotaryPositionEmbedding" and found["fused"][0]["found"] == 2
 
 
 def test_a_classifier_has_nothing_to_audit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

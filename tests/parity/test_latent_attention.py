@@ -52,7 +52,7 @@ def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: T
     limit = decoder_limits(adapted.model.settings, rows=2).loss
     generator = Generator(adapted.model, adapted.build_inputs, eos_ids=())
     cache = generator.new_cache(2, TOKENS)
-    assert [store.shape[1] for store in cache.layers[0]] == [8, 2]  # and not 4 heads of 6 + 7 numbers
+    assert [store.shape[-1] for store in cache.layers[0]] == [8, 2]  # and not 4 heads of 6 + 7 numbers
     first = 5
     found = [generator.forward(cache, ids_BT[:, :first], np.zeros(2, int), np.full(2, first - 1))]
     for place in range(first, TOKENS):

@@ -52,7 +52,7 @@ def with_random_adapters(tiny: TinyTrainer, seed: int = 8) -> TinyTrainer:
 @functools.cache
 def dense_model(**model: object) -> TinyTrainer:
     """One for all tests: each gives it all its weights."""
-    return TinyTrainer(**model)
+    return TinyTrainer(compiled=False, **model)
 
 
 def merged_dense(tiny: TinyTrainer) -> TinyTrainer:

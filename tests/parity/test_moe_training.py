@@ -55,7 +55,7 @@ def tiny() -> TinyTrainer:
 
 @pytest.fixture(scope="module")
 def plain() -> TinyTrainer:
-    return TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": 0.3})
+    return TinyTrainer(compiled=False, moe_config=EXPERTS | {"aux_loss_factor": 0.3})
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_the_auxiliary_loss_is_the_formula_of_the_paper(
     window: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against NumPy, from the router's own scores; the gradient against finite differences of the router's weights."""
-    trainer = TinyTrainer(moe_config=EXPERTS | {"aux_loss_factor": 1.0}, num_layers=1)
+    trainer = TinyTrainer(compiled=False, moe_config=EXPERTS | {"aux_loss_factor": 1.0}, num_layers=1)
     step, batch = trainer.step(), join(window[:2], 2)
     seen = {}
 
@@ -313,7 +313,7 @@ def test_experts_learn(tiny: TinyTrainer, deepseek: TinyTrainer, window: list[Ba
 
 def test_an_expert_without_tokens_has_gradients_of_exactly_zero(window: list[Batch]) -> None:
     """Bug 13 of trainers; after a full batch, so that freed memory is not zero."""
-    trainer = TinyTrainer(moe_config=EXPERTS | {"num_experts_chosen": 1, "aux_loss_factor": 0.0})
+    trainer = TinyTrainer(compiled=False, moe_config=EXPERTS | {"num_experts_chosen": 1, "aux_loss_factor": 0.0})
     step = trainer.step()
     accumulate(window, step.backward)
     for layer in (0, 1):  # every token to the same expert: the others see nothing
@@ -328,7 +328,7 @@ def test_an_expert_without_tokens_has_gradients_of_exactly_zero(window: list[Bat
 
 
 def test_capacity_drops_in_training_and_not_in_evaluation(plain: TinyTrainer, window: list[Batch]) -> None:
-    tight = TinyTrainer(moe_config=EXPERTS | {"capacity_factor": 0.5})
+    tight = TinyTrainer(compiled=False, moe_config=EXPERTS | {"capacity_factor": 0.5})
     first, second = plain.step(), tight.step()
     assert accumulate(window, first.backward).routing.drop_rate.max() == 0
     found = accumulate(window, second.backward).routing

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from expert_operators import GroupedMatmul, operators_of_a_cpu
 from numpy_kernels import distance
-from test_semi_auto import batch, config_of
+from test_semi_auto import batch, config_of, explicit
 
 from trainer.models.shapes import all_shapes
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.parallel.world import SINGLE_PROCESS
-from trainer.run.session import open_training
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import network
 from trainer.semi_auto.training import open_semi_auto_training
@@ -51,7 +50,7 @@ def test_steps_are_those_of_explicit_mode(on_a_cpu: None) -> None:
     random = np.random.default_rng(1)
     shapes = all_shapes(config.decoder)
     weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-    run = open_training(config, lambda update: 0.1, weights)
+    run = explicit(config, lambda update: 0.1, weights)
     step = open_semi_auto_training(config, lambda update: 0.1, weights, SINGLE_PROCESS, "CPU")
     for number in range(2):
         window = [batch(number)]

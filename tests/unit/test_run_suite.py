@@ -39,11 +39,13 @@ def test_a_new_folder_is_run_too(tmp_path: Path) -> None:
     assert batches(tmp_path) == [Batch(("tests/new/test_b.py",), False), Batch(("tests/unit/test_a.py",), False)]
 
 
-def test_what_waits_runs_beside_and_in_the_end_everywhere() -> None:
-    assert next_batch([LAUNCHER, JOBS, UNIT], 0) == JOBS and next_batch([UNIT, JOBS, LAUNCHER], None) == LAUNCHER
-    assert next_batch([LAUNCHER], 1) == LAUNCHER
-    assert next_batch([JOBS, UNIT], 0, has_job=True) == UNIT and next_batch([JOBS], 0, has_job=True) is None
-    assert next_batch([UNIT, JOBS], None) is None and next_batch([], 0) is None
+def test_a_job_and_what_waits_run_beside_the_cores_and_in_the_end_on_them() -> None:
+    every = [LAUNCHER, JOBS, UNIT]
+    assert next_batch(every, 0) == UNIT and next_batch(every, None) == LAUNCHER
+    assert next_batch(every, None, [UNIT, LAUNCHER]) == JOBS and next_batch(every, None, [JOBS]) == LAUNCHER
+    assert next_batch(every, None, [JOBS, LAUNCHER]) is None and next_batch([UNIT], None) is None
+    assert next_batch([LAUNCHER], 1, [LAUNCHER]) == LAUNCHER and next_batch([JOBS], 1, [LAUNCHER]) == JOBS
+    assert next_batch([JOBS], 1, [JOBS]) is None and next_batch([], 0) is None
 
 
 @pytest.mark.parametrize(

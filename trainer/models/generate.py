@@ -1,7 +1,9 @@
 """Text generation: greedy or sampled continuation of a batch of prompts with a key/value cache.
 
-It runs operator by operator, without compilation: one pass over all prompts, then one token a step for all sequences.
-Legend: B sequences, Q new tokens of a pass, S cached positions, D hidden, C = heads * head size.
+One pass over each piece of the prompts, then one token a step for all sequences. On a CPU a pass runs in NumPy (see
+trainer/ops/cpu/host.py), on a device operator by operator, without compilation.
+
+Legend: B sequences, Q new tokens of a pass, N = B * Q, S cached positions, D hidden, C = heads * head size.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from trainer.errors import RunError
+from trainer.models.block import Block
+from trainer.models.moe import HostMoeLayer
+from trainer.models.shapes import adapted_projections, adapter_names, block_names
 
 if TYPE_CHECKING:
+    from trainer.config import ModelConfig
     from trainer.models.decoder import Decoder
     from trainer.models.inputs import InputBuilder
 
-_ROUND = 32  # the length that attention sees is a multiple of this, so that few shapes occur
+_ROUND = 32  # on a device the length that attention sees is a multiple of this, so that few shapes occur
+_MOST_PROMPT_TOKENS = 256  # of each sequence in a pass: its scores are [H, Q, S] numbers for each sequence
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Sampling:
 def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, row: int, position: int) -> int:
     """The next token of a sequence with the tokens `seen`; sequence number `row` and `position` name the random stream.
     """
+    if not sampling.do_sample and sampling.repetition_penalty == 1.0:
+        return int(logits_V.argmax())
     logits = logits_V.astype(np.float64)
     if sampling.repetition_penalty != 1.0:
         ids = np.unique(np.asarray(seen, np.int64))
@@ -73,7 +82,8 @@ class Generator:
     """Continues prompts with a decoder; `build_inputs` has the position tables, and `eos_ids` end a sequence."""
 
     def __init__(self, model: Decoder, build_inputs: InputBuilder, eos_ids: Sequence[int]) -> None:
-        self.model, self.tables, self.eos_ids = model, build_inputs.tables, frozenset(eos_ids)
+        self.model, self.eos_ids = model, frozenset(eos_ids)
+        self.parts: DeviceParts | HostParts = (HostParts if model.kernels.host else DeviceParts)(model, build_inputs)
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: Sampling, first_row: int = 0
@@ -95,7 +105,7 @@ class Generator:
         ids_BQ = np.zeros((len(prompts), int(lengths.max())), np.int32)
         for row, prompt in enumerate(prompts):
             ids_BQ[row, : len(prompt)] = prompt
-        logits_BV = self.forward(cache, ids_BQ, np.zeros_like(lengths), lengths - 1)
+        logits_BV = self.read_prompts(cache, ids_BQ, lengths)
         left = list(max_tokens)
         while True:
             chosen: list[int | None] = []
@@ -115,38 +125,148 @@ class Generator:
             last_B1 = np.array([[tokens[-1]] for tokens in rows], np.int32)
             logits_BV = self.forward(cache, last_B1, starts, np.zeros_like(starts))
 
-    def new_cache(self, rows: int, tokens: int) -> Cache:
+    def new_cache(self, rows: int, tokens: int) -> Cache | HostCache:
         """An empty cache for so many sequences of so many tokens."""
-        return Cache(self.model, rows, _round_up(tokens))
+        return self.parts.new_cache(rows, tokens)
 
-    def forward(self, cache: Cache, ids_BQ: np.ndarray, starts: np.ndarray, last: np.ndarray) -> np.ndarray:
+    def read_prompts(self, cache: Cache | HostCache, ids_BQ: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+        """Logits [B, V] after the last token of each prompt; `ids_BQ` may have anything after it."""
+        logits_BV = np.empty((len(ids_BQ), self.model.settings.vocab_size), np.float32)
+        for first in range(0, ids_BQ.shape[1], _MOST_PROMPT_TOKENS):
+            piece_BQ, last_B = ids_BQ[:, first : first + _MOST_PROMPT_TOKENS], lengths_B - 1 - first
+            ends_B = (0 <= last_B) & (last_B < piece_BQ.shape[1])
+            last_B = last_B.clip(0, piece_BQ.shape[1] - 1)
+            logits_BV[ends_B] = self.forward(cache, piece_BQ, np.full_like(lengths_B, first), last_B)[ends_B]
+        return logits_BV
+
+    def forward(
+        self, cache: Cache | HostCache, ids_BQ: np.ndarray, starts_B: np.ndarray, last_B: np.ndarray
+    ) -> np.ndarray:
         """Logits [B, V] after token number `last` of each sequence in this pass, whose first position is `starts`."""
-        model, settings = self.model, self.model.settings
+        parts, settings = self.parts, self.model.settings
         rows, width = ids_BQ.shape
-        positions_BQ = np.minimum(starts[:, None] + np.arange(width), cache.capacity - 1)
-        seen = _round_up(int(positions_BQ.max()) + 1)
+        attention, heads = parts.block.attention, (settings.num_heads, parts.block.attention.cache_heads)
+        positions_BQ = np.minimum(starts_B[:, None] + np.arange(width), cache.capacity - 1)
+        seen = parts.seen(int(positions_BQ.max()) + 1)
         allowed_BQS = np.arange(seen) <= positions_BQ[:, :, None]
-        attention, attend = model.block.attention, model.kernels.cached_attention
-        masks = [model.kernels.cached_mask(allowed_BQS, settings.num_heads, attention.cache_heads)]
+        masks = [parts.kernels.cached_mask(allowed_BQS, *heads)]
         if settings.window_layers:
             near_BQS = allowed_BQS & (np.arange(seen) > positions_BQ[:, :, None] - settings.sliding_window)
-            masks.append(model.kernels.cached_mask(near_BQS, settings.num_heads, attention.cache_heads))
-        tables = self.tables(positions_BQ.reshape(-1))
+            masks.append(parts.kernels.cached_mask(near_BQS, *heads))
+        tables = parts.tables(positions_BQ.reshape(-1))
         cache.place(positions_BQ, seen)
-        x_ND = model.run_embedding(Tensor(ids_BQ.reshape(-1)))
-        for layer, parameters in enumerate(model.layer_weights[: settings.num_layers]):
-            weights = [*parameters, *model.adapter_masks(None, layer, rows * width)]
+        x_ND = parts.embed(ids_BQ.reshape(-1))
+        for layer in range(settings.num_layers):
+            weights, mask = parts.weights(layer), masks[settings.has_window(layer)]
             q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
-            mask = masks[settings.has_window(layer)]
-            x_ND = x_ND + attention.over_cache(attend, q_NC, cache.update(layer, new), mask, weights)
-            experts = model.layers[layer].get("experts")
-            x_ND = x_ND + model.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
-        ends = Tensor((np.arange(rows) * width + last).astype(np.int32))
-        logits_BV = model.logits_of(model.kernels.gather_rows(x_ND, ends)).asnumpy()
+            cached = cache.update(layer, new)
+            x_ND = x_ND + attention.over_cache(parts.kernels.cached_attention, q_NC, cached, mask, weights)
+            x_ND = parts.feed_forward(layer, x_ND, weights)
+        logits_BV = parts.logits(x_ND, (np.arange(rows) * width + last_B).astype(np.int32))
         if not np.isfinite(logits_BV).all():
             rule = "the model's output is not finite: its weights have diverged or are damaged"
             raise RunError(rule, fix="use another checkpoint")
         return logits_BV
+
+
+class DeviceParts:
+    """What a pass consists of, with the model's own kernels: tensors go from part to part."""
+
+    def __init__(self, model: Decoder, build_inputs: InputBuilder) -> None:
+        self.model, self.kernels, self.block, self.tables = model, model.kernels, model.block, build_inputs.tables
+
+    def new_cache(self, rows: int, tokens: int) -> Cache:
+        return Cache(self.model, rows, self.seen(tokens))
+
+    def seen(self, positions: int) -> int:
+        """How many cached positions attention sees where it must see so many."""
+        return -(-positions // _ROUND) * _ROUND
+
+    def weights(self, layer: int) -> list[Tensor | None]:
+        return [*self.model.layer_weights[layer], *self.model.adapter_masks(None, layer, 0)]
+
+    def embed(self, ids_N: np.ndarray) -> Tensor:
+        return self.model.run_embedding(Tensor(ids_N))
+
+    def feed_forward(self, layer: int, x_ND: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        """The residual stream after the feed-forward sublayer of a layer."""
+        experts = self.model.layers[layer].get("experts")
+        return x_ND + self.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
+
+    def logits(self, x_ND: Tensor, ends_B: np.ndarray) -> np.ndarray:
+        """Logits after the tokens `ends`, [B, V]."""
+        return self.model.logits_of(self.kernels.gather_rows(x_ND, Tensor(ends_B))).asnumpy()
+
+
+class HostParts:
+    """The same with NumPy's kernels: arrays go from part to part.
+
+    Weights are read where the model has them. In half precision matrices are rounded once, to copies in float32; an
+    adapted matrix has a copy with its adapter.
+    """
+
+    def __init__(self, model: Decoder, build_inputs: InputBuilder) -> None:
+        self.settings = settings = model.settings
+        self.kernels = kernels = model.kernels.host()
+        self.block, self.linear = Block(settings, kernels), kernels.linear()
+        self.cos, self.sin = build_inputs.cos, build_inputs.sin
+        self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
+        self.of_layers = [self._layer(model, layer) for layer in range(settings.num_layers)]
+        self.moe = HostMoeLayer(settings, kernels, model.moe) if model.moe is not None else None
+        experts = [model.layers[layer].get("experts") for layer in range(settings.num_layers)]
+        # The router and the gate of shared experts multiply in float32.
+        self.of_experts = [
+            one and [self._matrix(weight) if weight.ndim == 3 or ".shared_experts." in weight.name else weight.asnumpy()
+                     for weight in one.weights]
+            for one in experts
+        ]  # fmt: skip
+        self.embedding, self.final_norm = model.embedding.asnumpy(), model.final_norm.asnumpy()
+        self.head, self.mapping_in, self.mapping_out = (
+            one if one is None else self._matrix(one)
+            for one in (model.head_weight, model.mapping_in, model.mapping_out)
+        )
+
+    def _matrix(self, weight: Parameter) -> np.ndarray:
+        return self.kernels.rounded(weight.asnumpy().astype(np.float32, copy=False))
+
+    def _layer(self, model: Decoder, layer: int) -> list[np.ndarray | None]:
+        """The weights of a block as `block_names`, without adapters."""
+        names, parameters = block_names(self.settings), model.layer_weights[layer]
+        found = [
+            None if one is None else self._matrix(one) if one.ndim == 2 and ".lora_" not in one.name else one.asnumpy()
+            for one in parameters
+        ]
+        for projection in adapted_projections(self.settings):
+            a, b = (names.index(name) for name in adapter_names(projection))
+            if found[a] is not None:
+                place, scale = names.index(f"{projection}.weight"), np.float32(self.settings.pet_config.scale)
+                found[place] = found[place] + (found[b] * scale) @ found[a]
+                found[a] = found[b] = None
+        return [*found, *(None for _ in names[len(found) :])]
+
+    def new_cache(self, rows: int, tokens: int) -> HostCache:
+        return HostCache(self.settings, rows, tokens, self.kernels.precision.compute.dtype)
+
+    def seen(self, positions: int) -> int:
+        return positions
+
+    def tables(self, positions_N: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self.kernels.rotary_tables(self.cos[positions_N], self.sin[positions_N]) * 2
+
+    def weights(self, layer: int) -> list[np.ndarray | None]:
+        return self.of_layers[layer]
+
+    def embed(self, ids_N: np.ndarray) -> np.ndarray:
+        x_NE = self.embedding[ids_N]
+        return x_NE if self.mapping_in is None else self.linear(x_NE, self.mapping_in)
+
+    def feed_forward(self, layer: int, x_ND: np.ndarray, weights: Sequence[np.ndarray | None]) -> np.ndarray:
+        experts = self.of_experts[layer]
+        return x_ND + self.block.mlp.construct(x_ND, weights) if experts is None else self.moe(x_ND, experts)
+
+    def logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:
+        x_BE = x_ND[ends_B] if self.mapping_out is None else self.linear(x_ND[ends_B], self.mapping_out)
+        return self.linear(self.norm(x_BE, self.final_norm), self.head)
 
 
 class Cache:
@@ -183,5 +303,21 @@ class Cache:
         return found[0], found[1]
 
 
-def _round_up(number: int) -> int:
-    return -(-number // _ROUND) * _ROUND
+class HostCache:
+    """The same as arrays [B, capacity, width], in the dtype of the matrix products."""
+
+    def __init__(self, settings: ModelConfig, rows: int, capacity: int, dtype: str) -> None:
+        self.capacity, self.sequences_B1, self.positions_BQ, self.seen = capacity, np.arange(rows)[:, None], None, 0
+        self.layers = [
+            tuple(np.zeros((rows, capacity, width), dtype) for width in settings.cache_widths)
+            for _ in range(settings.num_layers)
+        ]
+
+    def place(self, positions_BQ: np.ndarray, seen: int) -> None:
+        self.positions_BQ, self.seen = positions_BQ, seen
+
+    def update(self, layer: int, new: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        for store, rows in zip(self.layers[layer], new, strict=True):
+            store[self.sequences_B1, self.positions_BQ] = rows.reshape(*self.positions_BQ.shape, -1)
+        first, second = self.layers[layer]
+        return first[:, : self.seen], second[:, : self.seen]

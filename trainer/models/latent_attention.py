@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspore import nn, ops
+from mindspore import nn
 from mindspore.ops import operations as P
 
 from trainer.models.projection import Projection
@@ -83,6 +83,7 @@ class LatentAttentionLayer(nn.Cell):
         self.cut_down, self.cut_key_value = kernels.split_heads(1, self.latent), kernels.split_heads(heads, self.plain)
         self.join_query, self.join_key = kernels.join_heads(heads), kernels.join_heads(heads, shared=True)
         self.join_absorbed, self.cut_absorbed = kernels.join_heads(heads), kernels.split_heads(heads, self.plain)
+        self.join_cached = kernels.join_heads(1)
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, latent_NL, key_NR = self.project(x_ND, query_tables, key_tables, weights)
@@ -117,19 +118,19 @@ class LatentAttentionLayer(nn.Cell):
         `attend` is `cached_attention`. q_NC has the new tokens of all sequences.
         """
         latent_BSL, key_BSR = cached
-        rows, tokens = latent_BSL.shape[0], q_NC.shape[0]
-        matrix = self.key_value.matrix(weights).astype(q_NC.dtype).reshape(self.heads, -1, self.latent)
-        of_keys, of_values = ops.split(matrix, (self.plain, self.value), 1)
+        rows, seen, tokens = latent_BSL.shape[0], latent_BSL.shape[1], q_NC.shape[0]
+        matrix = self.key_value.matrix(weights)
+        matrix = matrix if matrix.dtype == q_NC.dtype else matrix.astype(q_NC.dtype)
+        matrix = matrix.reshape(self.heads, -1, self.latent)
         plain, turned = self.cut_absorbed(q_NC)
-        plain = ops.bmm(ops.transpose(plain.reshape(tokens, self.heads, -1), (1, 0, 2)), of_keys)
-        queries = self.join_absorbed(ops.transpose(plain, (1, 0, 2)).reshape(tokens, -1), turned).reshape(
-            rows, -1, self.heads * (self.latent + self.rotated)
-        )
-        keys = ops.concat((latent_BSL, key_BSR), -1)
+        plain = plain.reshape(tokens, self.heads, -1).transpose(1, 0, 2) @ matrix[:, : self.plain]
+        queries = self.join_absorbed(plain.transpose(1, 0, 2).reshape(tokens, -1), turned)
+        keys = self.join_cached(latent_BSL.reshape(rows * seen, -1), key_BSR.reshape(rows * seen, -1))
+        queries, keys = queries.reshape(rows, -1, queries.shape[1]), keys.reshape(rows, seen, -1)
         out = attend(queries, keys, latent_BSL, mask, self.heads, 1, scale=self.scale)
-        out = ops.transpose(out.reshape(tokens, self.heads, self.latent), (1, 0, 2))
-        out = ops.bmm(out, ops.transpose(of_values, (0, 2, 1)))
-        return self.out(ops.transpose(out, (1, 0, 2)).reshape(tokens, -1), weights, q_NC)
+        out = out.reshape(tokens, self.heads, self.latent).transpose(1, 0, 2)
+        out = (out @ matrix[:, self.plain :].transpose(0, 2, 1)).transpose(1, 0, 2)
+        return self.out(out.reshape(tokens, -1), weights, q_NC)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `AttentionLayer.shard_over`. What all heads share, up to the norms of the latent vectors, is computed like

@@ -25,7 +25,7 @@ from trainer.parallel.collectives import exchange_rows
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import SequenceWeights
-    from trainer.ops.kernel_set import KernelSet
+    from trainer.ops.kernel_set import HostKernels, KernelSet
     from trainer.parallel.collectives import Group
 
 
@@ -375,7 +375,7 @@ class MoeLayer(nn.Cell):
         return self.unpermute(self.exchange(rows_RD, counts_E.asnumpy(), compute), gates_Nk, token_R, row_Nk)
 
     def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Evaluation and prediction: nothing is dropped, no losses."""
+        """Evaluation, and prediction on a device: nothing is dropped, no losses."""
         y_ND, _, scores_NE = self.router(x_ND, weights[0], weights[1])
         bias_E = None if self.bias is None else weights[self.bias]
         routing = self.route(scores_NE, bias_E, None, self.drop_policy)
@@ -391,6 +391,30 @@ class MoeLayer(nn.Cell):
             return self.route.of_arrays(scores_NE, bias_E, capacity, self.drop_policy)
 
         return self.cpu_router(y_ND, weights[1], sequence_weights.tokens_B1, sequence_weights.valid_N1, decide, shares)
+
+
+class HostMoeLayer:
+    """`MoeLayer.evaluate` with the kernels of `trainer.ops.cpu.host`, for prediction: (x_ND, weights) -> x_ND.
+
+    Arrays come in and go out; `weights` in the order of `moe_shapes`.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: HostKernels, layer: MoeLayer) -> None:
+        self.kernels, self.layer, self.has_gate = kernels, layer, settings.has_shared_gate
+        self.norm, self.linear = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps), kernels.linear()
+        self.swiglu, self.router = kernels.swiglu(), kernels.router(settings.experts, layer.route.rule)
+
+    def __call__(self, x_ND: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
+        layer, kernels, y_ND = self.layer, self.kernels, self.norm(x_ND, weights[0])
+        gates_Nk, routing = self.router(y_ND, weights[1], None if layer.bias is None else weights[layer.bias])
+        added_ND = kernels.experts(y_ND, gates_Nk, *weights[layer.first : layer.first + 3], routing)
+        if layer.down_bias is not None:
+            added_ND = added_ND + kernels.expert_biases(gates_Nk, routing.experts_Nk, weights[layer.down_bias])
+        if layer.has_shared:
+            gate_SD, up_SD, down_DS, *weight_1D = weights[layer.first_shared :]
+            shared_ND = self.linear(self.swiglu(self.linear(y_ND, gate_SD), self.linear(y_ND, up_SD)), down_DS)
+            added_ND = added_ND + (kernels.shared_gate(shared_ND, y_ND, *weight_1D) if self.has_gate else shared_ND)
+        return x_ND + added_ND
 
 
 def _tensors(routing: Routing) -> Routing:

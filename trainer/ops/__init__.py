@@ -28,7 +28,8 @@ Unpermute           (y_RD, gates_Nk, token_R, row_Nk)                   sum of e
 ==================  ==================================================  ==================================
 
 On a CPU two kernels replace several in a training: `cpu/router.py` (the router's product, scores, choice, gates and
-losses) and, in float32, `cpu/experts.py` (permute, the experts' products, unpermute).
+losses) and, in float32, `cpu/experts.py` (permute, the experts' products, unpermute). In a prediction `cpu/host.py` has
+NumPy functions in the place of all of them.
 
 `precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
 x, y and what flows between kernels have the dtype of the matrix products; weights, their gradients and the residual

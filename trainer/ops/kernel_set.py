@@ -20,6 +20,7 @@ from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
 from trainer.ops.cpu.experts import CpuExperts
+from trainer.ops.cpu.host import HostKernels
 from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.cpu.vocabulary import VocabularyCrossEntropy, VocabularyRows
 from trainer.ops.precision import FLOAT32, Precision
@@ -102,6 +103,8 @@ class KernelSet:
     cached_attention: Callable
     logits: Callable
     compute_dtype: mstype.Type = mstype.float32
+    host: Callable[[], HostKernels] | None = None
+    """Makes the kernels that prediction takes instead of these, where the model is in the host's memory."""
 
     def window(self, settings: ModelConfig, layer: int) -> int | None:
         """The window that the attention of a layer must know; None where it has none or the mask has it."""
@@ -210,4 +213,5 @@ def load_kernels(
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
         compute_dtype=compute,
+        host=partial(HostKernels, precision) if own is plain and not any(fused.values()) else None,
     )

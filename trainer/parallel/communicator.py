@@ -157,8 +157,11 @@ class ModelParallel(ProcessGroup):
     def gradient_reducer(
         self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward:
-        counted = np.array([float(self.layout.counts(name, self.where)) for name in parameters])
-        return SumAfterBackward(partial(self.sum_gradients, list(parameters)), counted)
+        return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
+
+    def counted(self, names: Sequence[str]) -> np.ndarray:
+        """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
+        return np.array([float(self.layout.counts(name, self.where)) for name in names])
 
     def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each gradient summed over the groups that the layout names, one after the other."""

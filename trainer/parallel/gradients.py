@@ -39,8 +39,8 @@ class Reduced(NamedTuple):
 
     Attributes:
         gradients: In the order of the parameters; this rank's range, flat, where the state is sharded on a device.
-        counted: What this rank adds to the sum over ranks of each gradient's squares: 1 for a part or range that it
-            counts, 0 for one that another rank counts. None where each rank has all gradients whole.
+        counted: What this rank adds to the sum over ranks of each gradient's squares: 1 for its own range, and for
+            whole gradients 1 on rank 0 and 0 elsewhere. None where each rank has all gradients whole.
         seconds: How long the sum took, with the wait for the last rank. None on a device, where the host does not wait.
     """
 
@@ -50,19 +50,10 @@ class Reduced(NamedTuple):
 
 
 class SumAfterBackward:
-    """Sums whole gradients over the ranks when all of them are there.
+    """Sums whole gradients over the ranks when all of them are there. `sum_gradients` None: a single process."""
 
-    Args:
-        sum_gradients: None: a single process.
-        counted: See `Reduced`.
-    """
-
-    def __init__(
-        self,
-        sum_gradients: Callable[[Sequence[Tensor]], list[Tensor]] | None = None,
-        counted: np.ndarray | None = None,
-    ) -> None:
-        self.sum_gradients, self.counted = sum_gradients, counted
+    def __init__(self, sum_gradients: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
+        self.sum_gradients = sum_gradients
 
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
@@ -80,7 +71,7 @@ class SumAfterBackward:
         for gradient in gradients:
             gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
         began = time.perf_counter()
-        return part, Reduced(self.sum_gradients(gradients), self.counted, time.perf_counter() - began)
+        return part, Reduced(self.sum_gradients(gradients), seconds=time.perf_counter() - began)
 
 
 def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -14,8 +14,7 @@ from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import valid_tokens
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Decoder
-    from trainer.models.inputs import InputBuilder
+    from trainer.models.inputs import InputBuilder, LossSums, ModelInputs
 
 
 class Evaluation(NamedTuple):
@@ -28,22 +27,25 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    model: Decoder,
+    model: Callable[[ModelInputs], LossSums],
     build_inputs: InputBuilder,
     batches: Iterable[Batch],
     stop: Callable[[], bool],
     communicator: Communicator | None = None,
     computes_together: bool = False,
+    gives_losses: bool = True,
 ) -> Evaluation | None:
     """Mean loss over all valid labels of all ranks; None when `stop` ended it early on any rank.
 
     `batches` are this rank's; `stop` is called before each and is True after a signal. With `computes_together` all
-    ranks have the same ones, and the mean of what they find is the result.
+    ranks have the same ones, and the mean of what they find is the result. `gives_losses` False: another rank, which
+    has the same batches, tells their losses.
 
     Raises:
         RunError: The data has no valid token.
     """
     communicator = SingleProcess() if communicator is None else communicator
+    gives_losses = gives_losses and communicator.counts_losses
     began = time.perf_counter()
     measures, losses, hits, tokens, stopped = device_measures(), [], [], 0, False
     for batch in batches:
@@ -53,13 +55,14 @@ def evaluate(
         count = valid_tokens(batch)
         if count:
             sums = model(build_inputs(batch))
+            if not gives_losses:
+                continue
             losses.append(measures.keep(sums.tokens))
             if sums.correct is not None:
                 hits.append(measures.keep(sums.correct))
             tokens += count
     loss_sum, own_hits = read_together([measures.add_up(each) if each else 0.0 for each in (losses, hits)])
-    found = [float(loss_sum), tokens, float(own_hits)] if communicator.counts_losses else [0.0, 0, 0.0]
-    counts = [*found[:2], stopped, found[2], bool(hits)]
+    counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
     ranks = communicator.size if computes_together else 1
     loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_sum(counts))
     if stops:

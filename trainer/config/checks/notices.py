@@ -183,7 +183,8 @@ def rule_notices(config: Config, device: str) -> list[str]:
     unused = [Notice(text, "ignored") for text in _unused(config)]
     dtypes = [Notice(text, "dtype") for text in _precision(config, device)]
     recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
-    leaks = [_LEAKS] if config.context.mode == 1 and device == "CPU" and not is_semi_auto(config) else []
+    calls_operators = config.context.mode == 1 and config.run_mode not in ("predict", "chat")
+    leaks = [_LEAKS] if calls_operators and device == "CPU" and not is_semi_auto(config) else []
     return [*unused, *dtypes, *leaks, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
 
 

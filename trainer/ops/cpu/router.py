@@ -27,6 +27,22 @@ Shares = Callable[[np.ndarray], np.ndarray]
 _TINY = np.float32(1e-20)
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # exp(-x) = inf: 0
+        return 1 / (1 + np.exp(-x))
+
+
+def chosen_gates(
+    scores_NE: np.ndarray, experts_Nk: np.ndarray, moe: MoEConfig
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Gates before `routed_scaling_factor`, [N, k], and what each token's were divided by, [N, 1], or None."""
+    chosen_Nk = np.take_along_axis(scores_NE, experts_Nk, 1)
+    if not moe.norm_topk_prob:
+        return chosen_Nk, None
+    sums_N1 = chosen_Nk.sum(1, keepdims=True) + _TINY
+    return chosen_Nk / sums_N1, sums_N1
+
+
 class Routed(NamedTuple):
     """Output of a router for a micro-batch: tensors, except for the arrays `routing` and `scores_NE`."""
 
@@ -76,8 +92,7 @@ class _RouterCall(nn.Cell):
         moe = self.moe
         logits_NE = on_host(y_ND) @ on_host(router_ED).T
         if self.is_sigmoid:
-            with np.errstate(over="ignore"):  # exp = inf: the score is 0
-                self.scores_NE = 1 / (1 + np.exp(-logits_NE))
+            self.scores_NE = sigmoid(logits_NE)
         if self.with_z or not self.is_sigmoid:
             largest_N1 = logits_NE.max(1, keepdims=True)
             self.softmax_NE = np.exp(logits_NE - largest_N1)
@@ -87,9 +102,7 @@ class _RouterCall(nn.Cell):
         if not self.is_sigmoid:
             self.scores_NE = self.softmax_NE
         self.routing = self.decide(self.scores_NE)
-        chosen_Nk = np.take_along_axis(self.scores_NE, self.routing.experts_Nk, 1)
-        self.chosen_sums_N1 = chosen_Nk.sum(1, keepdims=True) + _TINY if moe.norm_topk_prob else None
-        self.gates_Nk = chosen_Nk if self.chosen_sums_N1 is None else chosen_Nk / self.chosen_sums_N1
+        self.gates_Nk, self.chosen_sums_N1 = chosen_gates(self.scores_NE, self.routing.experts_Nk, moe)
         z = (self.valid_N1 * self.total_N1 * self.total_N1).sum() if self.with_z else 0.0
         gates_Nk = self.gates_Nk * np.float32(moe.routed_scaling_factor)
         return Tensor(gates_Nk), Tensor(self.aux_loss(), mstype.float32), Tensor(z, mstype.float32)
