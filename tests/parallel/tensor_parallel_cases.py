@@ -138,5 +138,3 @@ def assembled(layout: ModelLayout, ranks: list[Trained]) -> dict[str, np.ndarray
             whole_array[place] = result.weights[name]
         found[name] = whole_array
     return found
-
-
