@@ -35,9 +35,8 @@ EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": 
               "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 LORA = {"pet_config": {"target_modules": ".*", "lora_rank": 3, "lora_dropout": 0.2}}
-LATENT = {"multi_latent_attention": True, "mtp_depth": 0, "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 4,
-          "qk_rope_head_dim": 2, "v_head_dim": 4, "moe_config": {
-              "expert_num": 2, "num_experts_chosen": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 2}}
+LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
+          "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
 CASES: dict[str, dict[str, Any]] = {
     "biases, norms, dropout, clipping": {"model": EVERY_KIND | DROPOUT, **CLIPPED},
