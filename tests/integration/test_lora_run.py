@@ -52,6 +52,7 @@ CHANGES = {
     "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 0.02, "warmup_steps": 2},
     "do_eval": True,
     "eval_step_interval": -1,
+    "context": {"mode": 1},  # what is compiled is in tests/parity/test_lora.py
     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF, "keep_checkpoint_max": 3}],
 }  # fmt: skip
 

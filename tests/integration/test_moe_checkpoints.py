@@ -91,7 +91,8 @@ def test_adapters_on_a_balanced_mixture_resume_on_the_base_that_they_were_traine
     path: Path, whole: Path, home: Path
 ) -> None:
     """The bias of the routers is a part of the base: moved, it would be another one."""
-    base = {"load_checkpoint": whole, "model__model_config__pet_config": "{target_modules: '.*wq|.*wv'}"}
+    pet = "{target_modules: '.*wq|.*wv'}"
+    base = {"load_checkpoint": whole, "model__model_config__pet_config": pet, "context__mode": 1}
     output = train(path, output_dir=home / "adapted", runner_config__stop_step=HALF, **base)
     changes = {"adapter_id": output, "resume_training": True, "output_dir": home / "adapted_on"}
     again = train(path, runner_config__stop_step=HALF + 1, **base, **changes)

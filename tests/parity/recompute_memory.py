@@ -17,7 +17,7 @@ from tiny_trainer import TinyTrainer
 from trainer.data import Batch
 from trainer.device.threads import set_up_cpu_threads
 
-LAYERS, ROWS, TOKENS = 16, 4, 256
+LAYERS, ROWS, TOKENS = 16, 2, 256
 SIZES = {
     "num_layers": LAYERS, "hidden_size": 256, "num_heads": 8, "n_kv_heads": 8, "intermediate_size": 688,
     "seq_length": TOKENS, "initializer_range": 0.02,

@@ -16,7 +16,7 @@ from trainer.config.device_defaults import with_device_defaults
 from trainer.device.doctor import memory_left_bytes
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Measurement, run_cases
-from trainer.errors import TrainerError, UserError
+from trainer.errors import RunError, TrainerError, UserError
 from trainer.monitors.wording import size
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
@@ -41,6 +41,19 @@ class DryRun(NamedTuple):
     measurement: Measurement
     planned_bytes: int | None  # device memory as the plan estimates it
     limit_bytes: int | None  # context.max_device_memory
+
+    @property
+    def exceeds_memory(self) -> bool:
+        """Whether a device would run out of memory."""
+        return self.limit_bytes is not None and self.measurement.peak_bytes > self.limit_bytes
+
+    def check(self) -> None:
+        """Raises a RunError where a device would run out of memory."""
+        if self.exceeds_memory:
+            peak, limit = size(self.measurement.peak_bytes), size(self.limit_bytes)
+            rule = f"a device would run out of memory: this rank needs {peak} of {limit}"
+            fix = "recompute more, use a smaller batch or more ranks, or a device with more memory"
+            raise RunError(rule, key="context.max_device_memory", fix=fix)
 
 
 def check_name(device: str) -> None:
@@ -139,6 +152,7 @@ def dry_run_dict(found: DryRun) -> dict[str, Any]:
         **asdict(found.measurement),
         "planned_bytes": found.planned_bytes,
         "max_device_memory_bytes": found.limit_bytes,
+        "exceeds_memory": found.exceeds_memory,
     }
 
 
@@ -163,8 +177,7 @@ def dry_run_sections(found: DryRun) -> list[Section]:
 def _memory_text(found: DryRun) -> str:
     text = size(found.measurement.peak_bytes)
     if found.limit_bytes is not None:
-        above = found.measurement.peak_bytes > found.limit_bytes
-        text += f", {'ABOVE' if above else 'of'} max_device_memory {size(found.limit_bytes)}"
+        text += f", {'ABOVE' if found.exceeds_memory else 'of'} max_device_memory {size(found.limit_bytes)}"
     return text if found.planned_bytes is None else f"{text}; the plan estimates {size(found.planned_bytes)}"
 
 

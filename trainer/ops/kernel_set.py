@@ -158,6 +158,7 @@ def load_kernels(
     of_flash = module_of["attention"] is ascend
     masks = ascend_attention if of_flash else reference
     attention = ascend_attention if of_flash else module_of["attention"]
+    divides = {"division": own.division} if attention is reference else {}
     on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
     drawing = ascend_attention if on_ascend else reference
 
@@ -183,7 +184,7 @@ def load_kernels(
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
-        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
+        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax, **divides),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
         piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
         router_linear=plain.Linear,

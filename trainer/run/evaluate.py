@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from trainer.run.session import Session
 
 
+_BATCHES_ON_THE_WAY = 32  # of an evaluation in a pipeline: so many may wait for a stage
+
+
 def evaluate_now(
     session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int, on_batch: Callable[[], None]
 ) -> EvalMetrics | None:
@@ -35,15 +38,27 @@ def evaluate_now(
     after each batch."""
     from trainer.step.evaluate import evaluate, perplexity
 
+    asked, pipeline = itertools.count(), session.pipeline
+
     def asked_to_stop() -> bool:
-        # Where all compute a batch together none may stop alone.
-        return session.communicator.any(bool(stop)) if session.computes_together else bool(stop)
+        # Where ranks compute a batch together none may stop alone. Stages of a pipeline do not wait for each other at
+        # every batch.
+        if pipeline is not None and next(asked) % _BATCHES_ON_THE_WAY:
+            return False
+        together = session.computes_together or pipeline is not None
+        return session.communicator.any(bool(stop)) if together else bool(stop)
 
     batches = data.loader.epoch(0)
     with contextlib.closing(batches):
         some = _each_told(itertools.islice(batches, data.max_batches), on_batch)
         found = evaluate(
-            session.model, session.build_inputs, some, asked_to_stop, session.communicator, session.computes_together
+            session.model if pipeline is None else pipeline.evaluate,
+            session.build_inputs,
+            some,
+            asked_to_stop,
+            session.communicator,
+            session.computes_together,
+            gives_losses=pipeline is None or pipeline.gives_losses,
         )
     if found is None:
         return None

@@ -193,7 +193,7 @@ class _Training:
         schedule = build_schedule(self.config.lr_schedule, self.plan.total_steps, where=self.config.source.where)
         self.step = backend.open(schedule, self.weights, self.plan.device)
         step = self.step
-        self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together)
+        self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together, step.pipeline)
         backend.check_layout(self.layout, self.session.communicator)
         communicator, beside = self.session.communicator, self.saves.async_save
         self.saver = Saver(self.checkpoints, communicator, beside, self.tell_saved, self.beat)
@@ -316,6 +316,8 @@ class _Training:
         kept: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
         if self.world.size > 1 and result.reduce_seconds is not None:
             kept["reduce_seconds"] = result.reduce_seconds
+        if result.bubble_share is not None:
+            kept["bubble_share"] = result.bubble_share
         if self.saver.waited_seconds:
             kept["save_wait_seconds"], self.saver.waited_seconds = self.saver.waited_seconds, 0.0
         watched = result.router_rates is not None and watches_drop_rate(self.config)

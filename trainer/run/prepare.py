@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
-from trainer.config.checks.parallel import in_job, runs_semi_auto
+from trainer.config.checks.parallel import degrees_of, in_job, micro_batches, runs_semi_auto
 from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
+from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
@@ -46,8 +47,13 @@ class ExplicitBackend:
     """A `TrainingBackend`: compiled blocks run layer by layer, gradients summed over the ranks by the step."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world, self.data_config = config, world, config
+        self.config, self.world = config, world
+        degrees = degrees_of(config, world)
+        steps = {"gradient_accumulation_steps": micro_batches(config, degrees)}
+        self.data_config = config.model_copy(update={"runner_config": config.runner_config.model_copy(update=steps)})
         self.data_ranks = (world.rank, world.size)
+        if degrees.ranks == world.size:  # otherwise the job is refused
+            self.data_ranks = (Mesh(degrees).coordinate_of(world.rank).data, degrees.data_parallel)
         compiled = "blocks compiled once, run layer by layer"
         self.execution = compiled if config.context.mode == 0 else "operator by operator"
 

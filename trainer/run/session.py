@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -12,7 +12,7 @@ import mindspore
 import numpy as np
 
 from trainer.checkpoint.state import load_weights
-from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.device.resolve import resolve_device
@@ -21,16 +21,20 @@ from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
+from trainer.models.shapes import all_shapes
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import start
 from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess, check_same_values
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.process_groups import process_groups
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.step.pipeline import Pipeline, build_pipeline, stage_parameters
 from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -48,6 +52,8 @@ class Session:
     communicator: Communicator
     computes_together: bool = False
     """Whether the ranks evaluate each batch together; otherwise each has batches of its own."""
+    pipeline: Pipeline | None = None
+    """Where the model is a stage of one."""
 
 
 def open_session(
@@ -72,35 +78,53 @@ def open_session(
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
-    model, build_inputs = build_model(config, kernels, device)
+    degrees = degrees_of(config, world)
+    groups = held = pipeline = None
+    part = "all"
+    if degrees.pipeline_stage > 1:
+        groups = process_groups(communicator.group, build_mesh(degrees, world.size), config.decoder.kv_heads)
+        held, part = stage_parameters(config, groups.pp.rank), f"stage {groups.pp.rank}"
+    model, build_inputs = build_model(config, kernels, device, held)
     if weights is not None:
         load_weights(model, weights)
-    check_same_weights(model, communicator)
-    return Session(model, build_inputs, communicator)
+    check_same_weights(model, communicator, part)
+    if groups is not None:
+        found = {name: group.name for group in parameter_groups_of(config) for name in group.parameters}
+        group_of = {name: found[name] for name in all_shapes(config.decoder) if config.trains and name in found}
+        pipeline = build_pipeline(config, model, groups, group_of, on_one_host=world.local_size == world.size)
+    return Session(model, build_inputs, communicator, pipeline=pipeline)
+
+
+def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
+    """Those of the trained parameters of the whole model."""
+    return parameter_groups(trained_shapes(config), config.optimizer.weight_decay, config.optimizer.type)
 
 
 def build_model(
-    config: Config, kernels: KernelSet, device: str = "CPU"
+    config: Config, kernels: KernelSet, device: str = "CPU", held: Collection[str] | None = None
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs."""
+    """The model with the weights of `seed`, and what makes its inputs; `held` as in `Decoder`."""
     trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
         model = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
         return model, ImageInputBuilder(config.classifier)
     recomputed = recomputed_parts(config) if trains else ()
-    model = Decoder(config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed)
+    model = Decoder(
+        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, held=held
+    )
     return model, InputBuilder(config.decoder, kernels)
 
 
-def check_same_weights(model: Decoder, communicator: Communicator) -> None:
-    """Raises a RunError that names the ranks whose weights are not those of rank 0."""
+def check_same_weights(model: Decoder, communicator: Communicator, part: str = "all") -> None:
+    """Raises a RunError that names the ranks whose weights are not those of the first rank with this part of the model.
+    """
     if communicator.size == 1:
         return
     checksum = 0
     for parameter in model.parameters_by_name.values():
         checksum = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), checksum)
-    check_same_values({"all": checksum}, "weights", communicator)
+    check_same_values({part: checksum}, "weights", communicator)
 
 
 def open_training(
@@ -120,13 +144,13 @@ def open_training(
         UserError: The device is not there, or `freeze` names no weight.
         RunError: As in `open_session`.
     """
-    session, shapes = open_session(config, weights, world, device), trained_shapes(config)
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    trained = {name: session.model.parameters_by_name[name] for name in shapes}
+    session, groups = open_session(config, weights, world, device), parameter_groups_of(config)
+    parameters, pipeline = session.model.parameters_by_name, session.pipeline
+    trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
     shard = None
     if shards_optimizer(config, world):
-        all_gather = session.communicator.all_gather_ranges
-        shard = OptimizerShard(world.rank, world.size, shard_threshold_bytes(config), all_gather)
+        same = session.communicator if pipeline is None else pipeline.stage_communicator
+        shard = OptimizerShard(same.rank, same.size, shard_threshold_bytes(config), same.all_gather_ranges)
     return TrainStep(
         session.model,
         build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shard),
@@ -136,6 +160,7 @@ def open_training(
         seed=config.seed,
         communicator=session.communicator,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+        pipeline=pipeline,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
 from trainer.config.checks.notices import Notice
-from trainer.config.checks.parallel import UNBUILT_DEGREES, degrees_of, fit_problems, sharing_level
+from trainer.config.checks.parallel import UNBUILT_DEGREES, degrees_of, fit_problems, micro_batches, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
@@ -27,10 +27,8 @@ def data_config(config: Config, world: World) -> Config:
     """The configuration as the data sees it: every rank reads the rows of all, and cuts the batch afterwards."""
     runner = config.runner_config
     degrees = degrees_of(config, world)
-    rows, micro_batches = runner.batch_size * degrees.data_parallel, runner.gradient_accumulation_steps
-    if degrees.pipeline_stage > 1:
-        micro_batches = config.parallel_config.micro_batch_num
-    changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches}
+    rows = runner.batch_size * degrees.data_parallel
+    changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches(config, degrees)}
     return config.model_copy(update={"runner_config": runner.model_copy(update=changes)})
 
 

@@ -153,6 +153,7 @@ class GraphStep:
         stop_at_bad_loss: As in `TrainStep`.
     """
 
+    pipeline = None  # MindSpore has the schedule
     computes_together = True
     """Every rank computes each batch of an evaluation, together with all others."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -25,6 +25,7 @@ Votes: TypeAlias = Callable[[], Sequence[float]]
 """What this rank has to say to all others, as numbers; the same count on every rank."""
 
 _TOTALS, _LOSS, _WEIGHTS, _RATES, _SQUARES, _VOTES = "totals", "loss", "weights", "rates", "squares", "votes"
+_WAITS = "waits"
 _LOW = 4096  # a count travels as two float32 numbers, its multiple of this and the rest, and so arrives exactly
 
 
@@ -44,6 +45,22 @@ class MicroBatch:
     gradients: Sequence[Tensor]
 
 
+class RankShare(NamedTuple):
+    """What a rank that holds a part of the model contributes to the sums over all ranks."""
+
+    gives_losses: bool
+    """Whether tokens and token losses of its batches count: on one of the ranks that compute a batch together."""
+    factors: np.ndarray
+    """Of the squared norm of each of its gradients, [P]: 1 where this rank counts it, 0 where another one does."""
+    places: Sequence[int]
+    """For each trained parameter of the whole model the index of its gradient here; P for one of other ranks."""
+
+
+Pipelined: TypeAlias = "Callable[[Sequence[int], Tensor, WindowResults], tuple[list[Tensor], float]]"
+"""(numbers of micro-batches, factor, what takes their results) -> the sums of this rank's gradients over the
+micro-batches, and the share of the time in which it waited for other stages."""
+
+
 @dataclass(frozen=True)
 class WindowGradients:
     """Loss, tokens and gradients of one window.
@@ -60,6 +77,8 @@ class WindowGradients:
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank; None where
             they are summed during the backward pass.
         votes: Sums over the ranks of what each was asked for; None if it was not asked.
+        bubble_share: Share of the time of forward and backward passes in which a stage of a pipeline waited for others,
+            mean over the ranks; None without a pipeline.
     """
 
     loss: float
@@ -72,6 +91,7 @@ class WindowGradients:
     norms: GradientNorms | None = None
     reduce_seconds: float | None = None
     votes: Sequence[float] | None = None
+    bubble_share: float | None = None
 
 
 def valid_tokens(batch: Batch) -> int:
@@ -88,6 +108,8 @@ def accumulate(
     reducer: SumAfterBackward | SumDuringBackward | None = None,
     norm_groups: NormGroups | None = None,
     votes: Votes | None = None,
+    share: RankShare | None = None,
+    pipelined: Pipelined | None = None,
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
@@ -104,16 +126,36 @@ def accumulate(
         reducer: Sums the gradients over the ranks; None: those of a single process.
         norm_groups: Asks for norms of the gradients.
         votes: Asked after the last backward pass; its numbers travel with the sums.
+        share: None where each rank has the whole model, and batches of its own.
+        pipelined: Computes the whole window in place of `backward`.
     """
     communicator = SingleProcess() if communicator is None else communicator
     reducer = SumAfterBackward() if reducer is None else reducer
     counts = [valid_tokens(batch) for batch in micro_batches]
-    [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in (sum(counts), counts.count(0))])])
+    given = (sum(counts), counts.count(0)) if share is None or share.gives_losses else (0, 0)
+    [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in given])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return WindowGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
     factor = _factor(loss_scale, totals)
     taken = [number for number, count in enumerate(counts) if count or not skips_empty] or [0]
-    results = _Results()
+    results = WindowResults()
+    if pipelined is not None:
+        total, results.waits = pipelined(taken, factor, results)
+        _, reduced = reducer.last(None, lambda: MicroBatch(None, {}, None, total))
+    else:
+        reduced = _in_turn(micro_batches, taken, backward, factor, reducer, results)
+    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes, share)
+
+
+def _in_turn(
+    micro_batches: Sequence[Batch],
+    taken: Sequence[int],
+    backward: Callable[[Batch, int, Tensor], MicroBatch],
+    factor: Tensor,
+    reducer: SumAfterBackward | SumDuringBackward,
+    results: WindowResults,
+) -> Reduced:
+    """One micro-batch after the other."""
     total = None
     for number in taken:
         run = partial(backward, micro_batches[number], number, factor)
@@ -125,46 +167,55 @@ def accumulate(
         results.add(part)
         # Each set of gradients is dropped at once: memory does not grow with the number of micro-batches.
         del part
-    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes)
+    return reduced
 
 
-class _Results:
+class WindowResults:
     """What micro-batches have computed, apart from their gradients."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor | float] = []
         self.others: dict[str, list[tuple[Tensor | float, float]]] = {}
         self.routing: RoutingCounts | None = None
+        self.waits: float | None = None  # share of the time, in a pipeline
 
     def add(self, part: MicroBatch) -> None:
+        """A part of a pipeline gives the losses that it computes; None for the token losses of another one."""
         keep = device_measures().keep
-        self.losses.append(keep(part.loss_sum))
+        if part.loss_sum is not None:
+            self.losses.append(keep(part.loss_sum))
         for name, (value, weight) in part.other_sums.items():
-            self.others.setdefault(name, []).append((keep(value), weight))
-        self.routing = part.routing if self.routing is None else self.routing + part.routing
+            self.others.setdefault(name, []).append((0.0 if value is None else keep(value), weight))
+        if part.routing is not None:
+            self.routing = part.routing if self.routing is None else self.routing + part.routing
 
 
 def _window(
     totals: np.ndarray | Tensor,
     own_tokens: int,
-    results: _Results,
+    results: WindowResults,
     reduced: Reduced,
     communicator: Communicator,
     wanted: NormGroups | None,
     votes: Votes | None,
+    share: RankShare | None,
 ) -> WindowGradients:
     """Sums the results over the ranks and reads what the host needs of them."""
     measures, others, routing = device_measures(), results.others, results.routing
     sums = {name: measures.add_up([value for value, _ in pairs]) for name, pairs in others.items()}
-    sums[_LOSS] = measures.add_up(results.losses)
+    sums[_LOSS] = measures.add_up(results.losses) if results.losses else 0.0
     if others:
         sums[_WEIGHTS] = np.array([sum(weight for _, weight in pairs) for pairs in others.values()], np.float64)
     if routing is not None:
         sums |= {"kept": routing.kept, "requested": routing.requested, "entropy_sum": routing.entropy_sum}
     if votes is not None:
         sums[_VOTES] = np.array(votes(), np.float64)
+    if results.waits is not None:
+        sums[_WAITS] = results.waits / communicator.size
     squares = None if wanted is None else measures.squares(reduced.gradients)
-    if squares is not None and reduced.counted is not None:
+    if squares is not None and share is not None:
+        sums[_SQUARES] = measures.spread(squares, share.factors, share.places)
+    elif squares is not None and reduced.counted is not None:
         sums[_SQUARES] = squares * Tensor(reduced.counted)
     sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
     squares, to_read = sums.pop(_SQUARES, squares), {_TOTALS: totals}
@@ -175,8 +226,9 @@ def _window(
         to_read[_SQUARES] = measures.square_sums(squares, list(wanted.groups.values()), wanted.each)
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
-    # At least this rank's own: a window that has gradients is never taken for an empty one.
-    tokens, empty = max(_count(read[_TOTALS][0]), own_tokens), _count(read[_TOTALS][1])
+    tokens, empty = _count(read[_TOTALS][0]), _count(read[_TOTALS][1])
+    if share is None:  # at least this rank's own: a window that has gradients is never taken for an empty one
+        tokens = max(tokens, own_tokens)
     if tokens == 0:
         return WindowGradients(0.0, 0, empty, None, votes=read.get(_VOTES))
     weights = read.get(_WEIGHTS, ())
@@ -191,6 +243,7 @@ def _window(
         norms=None if squares is None else wanted.norms(read[_SQUARES]),
         reduce_seconds=reduced.seconds,
         votes=read.get(_VOTES),
+        bubble_share=None if results.waits is None else float(read[_WAITS]),
     )
 
 

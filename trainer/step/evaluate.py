@@ -14,8 +14,7 @@ from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.step.accumulate import valid_tokens
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Decoder
-    from trainer.models.inputs import InputBuilder
+    from trainer.models.inputs import InputBuilder, LossSums, ModelInputs
 
 
 class Evaluation(NamedTuple):
@@ -28,17 +27,19 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    model: Decoder,
+    model: Callable[[ModelInputs], LossSums],
     build_inputs: InputBuilder,
     batches: Iterable[Batch],
     stop: Callable[[], bool],
     communicator: Communicator | None = None,
     computes_together: bool = False,
+    gives_losses: bool = True,
 ) -> Evaluation | None:
     """Mean loss over all valid labels of all ranks; None when `stop` ended it early on any rank.
 
     `batches` are this rank's; `stop` is called before each and is True after a signal. With `computes_together` all
-    ranks have the same ones, and the mean of what they find is the result.
+    ranks have the same ones, and the mean of what they find is the result. `gives_losses` False: another rank, which
+    has the same batches, tells their losses.
 
     Raises:
         RunError: The data has no valid token.
@@ -53,6 +54,8 @@ def evaluate(
         count = valid_tokens(batch)
         if count:
             sums = model(build_inputs(batch))
+            if not gives_losses:
+                continue
             losses.append(measures.keep(sums.tokens))
             if sums.correct is not None:
                 hits.append(measures.keep(sums.correct))

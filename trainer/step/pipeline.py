@@ -14,23 +14,38 @@ Legend: N tokens, D hidden.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
+from trainer.config.stages import chunk_layers, stage_layers
 from trainer.models.decoder import DecoderCall
-from trainer.models.inputs import LossSums
+from trainer.models.inputs import LossSums, ModelInputs
+from trainer.parallel.collectives import all_reduce_in_buckets
+from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.schedule import Schedule
+from trainer.parallel.schedule import Schedule, forward_only, one_forward_one_backward
+from trainer.parallel.stage_link import StageLink
+from trainer.step.accumulate import RankShare
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config import Config, ModelConfig
     from trainer.models.decoder import Decoder
+    from trainer.parallel.host_group import HostGroup
+    from trainer.parallel.process_groups import ProcessGroups
 
-Passes: TypeAlias = Generator[int, Tensor, None]
-"""Yields the stage that the next tensor must come from, and is sent that tensor."""
+T = TypeVar("T")
+Passes: TypeAlias = Generator[int, Tensor, T]
+"""Yields the stage that the next tensor must come from, and is sent that tensor; returns its result."""
+
+
+Done: TypeAlias = Callable[[int, LossSums, DecoderCall, bool], None]
+"""(micro-batch, sums of losses of a chunk, its call, whether it is the last chunk of the stage)"""
 
 
 class Link(Protocol):
@@ -56,6 +71,11 @@ class ModelPart(NamedTuple):
     def trains(self) -> bool:
         """Whether it has a backward pass."""
         return self.reached or bool(self.trained)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has nothing to compute: with `offset` a chunk may have no layer."""
+        return not (self.layers or self.is_first or self.is_last)
 
 
 def model_parts(
@@ -107,6 +127,8 @@ class PartCell(nn.Cell):
 
     def pass_of(self, x: Tensor, call: DecoderCall) -> tuple[Tensor | tuple[Tensor, Tensor], LossSums]:
         """The result of a forward pass, and the sums of losses of this chunk, of which those of others are None."""
+        if self.part.is_empty:
+            return x, LossSums(None, None)
         self.call = call
         result, sums = self(x), self.sums
         self.call = self.sums = None
@@ -134,16 +156,16 @@ class Stage:
         call_of: Callable[[int], DecoderCall],
         factor: Tensor,
         send: Callable[[int, Tensor], None],
-        done: Callable[[int, LossSums, DecoderCall], None],
+        done: Done,
         totals: dict[str, Tensor],
-    ) -> Passes:
+    ) -> Passes[None]:
         """All forward and backward passes of a window.
 
         Args:
             call_of: Number of a micro-batch -> its inputs; called once for each.
             factor: Of the minimised sum.
             send: See `Link.send`.
-            done: Called after each forward pass of a chunk: (micro-batch, sums of losses, its call).
+            done: Called after each forward pass of a chunk.
             totals: Takes the sums of the gradients over the micro-batches, by the names of the parameters.
         """
         schedule, last = self.schedule(micro_batches), len(self.parts) - 1
@@ -169,14 +191,27 @@ class Stage:
             has_own = isinstance(result, tuple)
             if part.trains:
                 under_way[number, chunk] = x, has_own
-            done(number, sums, call)
+            done(number, sums, call, chunk == last)
             if not part.is_last:
                 send(schedule.taker(self.stage, action), result[0] if has_own else result)
 
+    def evaluate(self, inputs: ModelInputs, send: Callable[[int, Tensor], None]) -> Passes[LossSums]:
+        """The forward passes of one micro-batch; the sums of its losses on the last stage, without them elsewhere."""
+        schedule, sums = forward_only(self.schedule(1).stages, 1, len(self.parts)), LossSums(None, None)
+        for action in schedule.actions[self.stage]:
+            needed, taker = schedule.needed(self.stage, action), schedule.taker(self.stage, action)
+            x = inputs.ids_N if needed is None else (yield needed.sender)
+            result, sums = self.evaluated[action.chunk].pass_of(x, DecoderCall(inputs))
+            if taker is not None:
+                send(taker, result)
+        return sums
+
     def _add_gradients(self, chunk: int, x: Tensor, sens: Tensor | tuple, totals: dict[str, Tensor]) -> Tensor | None:
         """The backward pass of the forward pass with this input; the gradient of the input, if it has one."""
-        part, found = self.parts[chunk], self.gradients_of[chunk](x, sens)
-        grad_ND = None
+        part, grad_ND = self.parts[chunk], None
+        if part.is_empty:
+            return sens
+        found = self.gradients_of[chunk](x, sens)
         if part.reached:
             inputs, found = found if part.trained else (found, ())
             grad_ND = inputs[0] if isinstance(inputs, tuple) else inputs
@@ -185,8 +220,65 @@ class Stage:
         return grad_ND
 
 
-def run_with(link: Link, passes: Passes) -> float:
-    """Runs the passes of this stage; returns the seconds in which it waited for other stages."""
+@dataclass(frozen=True)
+class Pipeline:
+    """What the training step of a stage needs beside its part of the model.
+
+    Attributes:
+        stage_communicator: The ranks with the same part of the model and other batches.
+        group_of: Parameter group of each trained parameter of the whole model, in forward order.
+        shared: Names of trained parameters that the first and the last stage have, each a copy.
+        embedding: These two stages, where this rank is one of them.
+        gives_losses: See `RankShare`.
+    """
+
+    stage: Stage
+    link: Link
+    stage_communicator: Communicator
+    group_of: Mapping[str, str]
+    shared: Collection[str]
+    embedding: HostGroup | None
+    gives_losses: bool
+
+    def share(self, names: Sequence[str]) -> RankShare:
+        """What this rank contributes to the sums of a step; `names` are its trained parameters."""
+        is_first = self.stage.parts[0].is_first
+        counts = [float(self.stage_communicator.rank == 0 and (is_first or name not in self.shared)) for name in names]
+        places = {name: place for place, name in enumerate(names) if counts[place]}
+        every = [places.get(name, len(names)) for name in self.group_of]
+        return RankShare(self.gives_losses, np.array(counts), every)
+
+    def train(
+        self,
+        micro_batches: int,
+        call_of: Callable[[int], DecoderCall],
+        factor: Tensor,
+        done: Done,
+        names: Sequence[str],
+    ) -> tuple[list[Tensor], float]:
+        """The gradients of these parameters, summed over the micro-batches, and the share of the time that was spent
+        waiting for other stages. See `Stage.train`."""
+        began, totals = time.perf_counter(), dict[str, Tensor]()
+        passes = self.stage.train(micro_batches, call_of, factor, self.link.send, done, totals)
+        _, waited = run_with(self.link, passes)
+        gradients = [totals.pop(name) for name in names]
+        for gradient in gradients:
+            gradient.asnumpy()  # waits until it is computed
+        share = waited / (time.perf_counter() - began)
+        places = [place for place, name in enumerate(names) if name in self.shared]
+        if places and self.embedding is not None:
+            for place in places:
+                [gradients[place]] = all_reduce_in_buckets([gradients[place]], self.embedding)
+        return gradients, share
+
+    def evaluate(self, inputs: ModelInputs) -> LossSums:
+        """A batch of an evaluation, which all stages compute together: its losses on the last stage."""
+        sums, _ = run_with(self.link, self.stage.evaluate(inputs, self.link.send))
+        return sums
+
+
+def run_with(link: Link, passes: Passes[T]) -> tuple[T, float]:
+    """Runs the passes of this stage; returns their result and the seconds in which it waited for other stages."""
     waited = 0.0
     try:
         stage = next(passes)
@@ -195,5 +287,34 @@ def run_with(link: Link, passes: Passes) -> float:
             tensor = link.receive(stage)
             waited += time.perf_counter() - began
             stage = passes.send(tensor)
-    except StopIteration:
-        return waited
+    except StopIteration as end:
+        return end.value, waited
+
+
+def stage_parameters(config: Config, stage: int) -> list[str]:
+    """Names of the parameters that a stage has: those of its layers, and the embedding where it is used."""
+    layout = model_layout(config.decoder, Degrees(), stage_layers=stage_layers(config))
+    return [name for name, one in layout.parameters.items() if stage in one.stages]
+
+
+def build_pipeline(
+    config: Config, model: Decoder, groups: ProcessGroups, group_of: Mapping[str, str], on_one_host: bool = True
+) -> Pipeline:
+    """Connects the stages; all ranks of the job call it.
+
+    Args:
+        model: Has the parameters of `stage_parameters`.
+        group_of: See `Pipeline`.
+    """
+    stages, stage, chunks = groups.pp.size, groups.pp.rank, config.decoder.pp_interleave_num
+    parts = model_parts(config.decoder, chunk_layers(config), group_of)
+    layout = model_layout(config.decoder, Degrees(), stage_layers=stage_layers(config))
+    return Pipeline(
+        Stage(model, parts[stage], partial(one_forward_one_backward, stages, chunks=chunks), stage),
+        StageLink(groups.pp, on_one_host),
+        SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp),
+        group_of,
+        {name for name in group_of if len(layout.parameters[name].stages) > 1},
+        groups.embedding,
+        gives_losses=stage == stages - 1,
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,12 +22,14 @@ from mindspore import ParameterTuple, Tensor, ops
 
 from trainer.data.batches.batch import Batch
 from trainer.models.compute_weights import in_float32
+from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, mtp_labels
 from trainer.models.moe import RouterStatistics
 from trainer.ops.dropout import DropoutKey
+from trainer.ops.measures import device_measures
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
 from trainer.parallel.communicator import Communicator, SingleProcess
-from trainer.step.accumulate import MicroBatch, Votes, WindowGradients, accumulate, valid_tokens
+from trainer.step.accumulate import MicroBatch, Votes, WindowGradients, WindowResults, accumulate, valid_tokens
 from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import Guards
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
     from trainer.models.decoder import Decoder
     from trainer.optim.optimizer import Optimizer
+    from trainer.step.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class StepResult:
     router_rates: RouterRates | None = None
     reduce_seconds: float | None = None
     votes: Sequence[float] | None = None  # sums over the ranks of what the step was given
+    bubble_share: float | None = None  # see WindowGradients
 
 
 class Saved(NamedTuple):
@@ -90,6 +95,7 @@ class TrainStep:
         seed: Seed of dropout.
         communicator: Reaches the other data-parallel ranks, which draw other dropout masks; None for a single process.
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
+        pipeline: Where the model is a stage of a pipeline; the communicator then reaches all ranks of the job.
     """
 
     computes_together = False  # each rank evaluates batches of its own
@@ -105,19 +111,24 @@ class TrainStep:
         seed: int = 1,
         communicator: Communicator | None = None,
         stop_at_bad_loss: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
         self.communicator = SingleProcess() if communicator is None else communicator
         names = list(optimizer.parameters)
-        self.norm_groups = norm_groups(names, wrapper, optimizer.group_of)
+        self.pipeline, self.share, every, with_same_part = pipeline, None, optimizer.group_of, self.communicator
+        if pipeline is not None:
+            self.share, every, with_same_part = pipeline.share(names), pipeline.group_of, pipeline.stage_communicator
+        self.norm_groups = norm_groups(names if pipeline is None else list(every), wrapper, every)
+        self.data_rank = with_same_part.rank
         sharded = [name in optimizer.own_ranges for name in names]
         model.compute_weights.refresh()
         leaves = model.compute_weights.leaves(names)
         in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
-        self.reducer = self.communicator.gradient_reducer(leaves, sharded, in_fp32)
+        self.reducer = with_same_part.gradient_reducer(leaves, sharded, in_fp32)
         experts = model.settings.experts
-        self.load = WindowLoad(self.communicator.sums) if experts and experts.balances_step else None
+        self.load = WindowLoad(with_same_part.sums) if experts and experts.balances_step else None
 
         self.sums: LossSums | None = None  # of the micro-batch at hand
 
@@ -141,9 +152,10 @@ class TrainStep:
         lr = self.schedule(self.optimizer.updates)
         if self.load is not None:
             self.load.start()
+        pipelined = None if self.pipeline is None else partial(self.pipelined, micro_batches)
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.load is None,
-            reducer=self.reducer, norm_groups=self.norm_groups, votes=votes,
+            reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
         )  # fmt: skip
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
@@ -153,24 +165,53 @@ class TrainStep:
 
     def backward(self, batch: Batch, number: int, factor: Tensor | float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
-        dropout = DropoutKey(self.seed, self.communicator.rank, self.optimizer.updates, number)
-        inputs = self.build_inputs(batch)
-        statistics = RouterStatistics(load=self.load)
+        call = self.call_of(batch, number)
         factor = factor if isinstance(factor, Tensor) else Tensor(np.float32(factor))
-        gradients = self.gradients_of(inputs, dropout, statistics, factor)
+        gradients = self.gradients_of(*call, factor)
         sums, self.sums = self.sums, None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
-        settings, tokens = self.model.settings, valid_tokens(batch)
+        return MicroBatch(sums.tokens, self.other_sums(batch, sums), call.statistics.counts(), gradients)
+
+    def call_of(self, batch: Batch, number: int) -> DecoderCall:
+        """What the model takes for micro-batch `number` of a window."""
+        dropout = DropoutKey(self.seed, self.data_rank, self.optimizer.updates, number)
+        return DecoderCall(self.build_inputs(batch), dropout, RouterStatistics(load=self.load))
+
+    def pipelined(
+        self, micro_batches: Sequence[Batch], taken: Sequence[int], factor: Tensor, results: WindowResults
+    ) -> tuple[list[Tensor], float]:
+        """This stage's part of a window: see `trainer.step.accumulate.Pipelined`."""
+        batches, experts, layers = [micro_batches[number] for number in taken], self.model.settings.experts, ()
+        if experts is not None:
+            layers = self.model.settings.moe_layers
+
+        def call_of(place: int) -> DecoderCall:
+            return self.call_of(batches[place], taken[place])
+
+        def done(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
+            gives = self.share.gives_losses and sums.tokens is not None
+            others = self.other_sums(batches[place], sums, counts=gives)
+            routing = None
+            if is_last and layers:  # the routers of all chunks have decided
+                routing = device_measures().of_all_layers(call.statistics.counts(), layers, experts.expert_num)
+            results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
+
+        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, list(self.optimizer.parameters))
+        return in_float32(gradients) if self.wrapper.accumulate_allreduce_grads_in_fp32 else gradients, waited
+
+    def other_sums(self, batch: Batch, sums: LossSums, counts: bool = True) -> dict[str, tuple[Tensor | None, float]]:
+        """The auxiliary losses, as `MicroBatch` has them; `counts` False: another rank tells the number of labels."""
+        settings, tokens = self.model.settings, valid_tokens(batch) if counts else 0
         others = {}
         if settings.mtp_depth:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
-            others["mtp_loss"] = sums.mtp, mtp_labels(batch, settings.mtp_depth)
+            others["mtp_loss"] = sums.mtp, mtp_labels(batch, settings.mtp_depth) if counts else 0
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and settings.experts.z_loss_factor:
             others["z_loss"] = sums.z_loss, tokens * len(settings.moe_layers)
-        return MicroBatch(sums.tokens, others, statistics.counts(), gradients)
+        return others
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
@@ -212,7 +253,8 @@ def apply_window(
         return StepResult(
             window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
             empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
-            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, votes=window.votes, **more,
+            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, votes=window.votes,
+            bubble_share=window.bubble_share, **more,
         )  # fmt: skip
 
     if window.gradients is None:

@@ -57,6 +57,12 @@ def in_job(config: Config, world: World) -> Config:
     return config.model_copy(update={"runner_config": runner})
 
 
+def micro_batches(config: Config, degrees: Degrees) -> int:
+    """Those of an optimizer step on a rank: in a pipeline accumulation means micro_batch_num."""
+    pipelined = degrees.pipeline_stage > 1
+    return config.parallel_config.micro_batch_num if pipelined else config.runner_config.gradient_accumulation_steps
+
+
 def _batch_problems(config: Config, world: World) -> Iterator[Problem]:
     """A step of `global_batch_size` sequences must be whole micro-batches of all ranks."""
     total, rows = config.runner_config.global_batch_size, config.runner_config.batch_size

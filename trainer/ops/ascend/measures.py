@@ -56,6 +56,18 @@ def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: S
     return RoutingCounts(tuple(layers), kept_LE, requested_LE, entropy_L * mint.sum(requested_LE, 1))
 
 
+def of_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
+    own = () if counts is None else counts.layers
+    places = Tensor(np.array([own.index(layer) if layer in own else len(own) for layer in layers], np.int32))
+
+    def rows(values: Tensor | None, *shape: int) -> Tensor:
+        zeros = mint.zeros((1, *shape))
+        return mint.index_select(zeros if values is None else mint.cat([values, zeros]), 0, places)
+
+    values = (None,) * 3 if counts is None else (counts.kept, counts.requested, counts.entropy_sum)
+    return RoutingCounts(tuple(layers), rows(values[0], experts), rows(values[1], experts), rows(values[2]))
+
+
 def _entropy(scores_NE: Tensor) -> Tensor:
     p_NE = scores_NE / (mint.sum(scores_NE, 1, keepdim=True) + _TINY)
     return -mint.sum(p_NE * mint.log(p_NE + _TINY)) / scores_NE.shape[0]

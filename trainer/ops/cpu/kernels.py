@@ -150,6 +150,11 @@ class SwiGLU(nn.Cell):
         return self.silu_grad(grad_NF * up_NF, gate_NF), grad_NF * self.silu(gate_NF)
 
 
+def division() -> tuple[Callable, Callable]:
+    """Both halves of an array's second axis; a part of an array, by its beginning and its size along each axis."""
+    return P.Split(1, 2), P.Slice()
+
+
 class Attention(nn.Cell):
     """softmax(scale q k^T + mask) v for grouped query heads, causal, without repeating keys and values.
 
@@ -162,18 +167,21 @@ class Attention(nn.Cell):
         softmax_dtype: Input and output of the softmax are rounded to it; mask and arithmetic are float32.
         value_size: Width of a head's values and of its result. Default None: d.
         scale: Default None: 1 / sqrt(d).
+        division: Makes what divides queries, keys, values and dropout; default: `division`.
     """
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32,
         value_size: int | None = None, scale: float | None = None,
+        division: Callable[[], tuple[Callable, Callable]] = division,
     ) -> None:  # fmt: skip
         super().__init__()
         self.kv_heads, self.head_size, self.value_size = kv_heads, head_size, value_size or head_size
         self.columns, self.scale = heads * self.value_size, head_size**-0.5 if scale is None else scale
         # One instance for every call site: see trainer/ops/__init__.py.
         self.early, self.late = (AttentionCore(self.value_size, dtype, softmax_dtype) for _ in range(2))
-        self.transpose, self.slice, self.split, self.concat = P.Transpose(), P.Slice(), P.Split(1, 2), P.Concat(1)
+        self.transpose, self.concat = P.Transpose(), P.Concat(1)
+        self.split, self.slice = division()
 
     def construct(self, q_NC, k_NK, v_NK, mask, late_mask, dropout):
         # mask and late_mask: as attention_mask makes them

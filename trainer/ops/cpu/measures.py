@@ -56,6 +56,16 @@ def routing_counts(
     return RoutingCounts(tuple(layers), kept, requested, entropy * requested.sum(1))
 
 
+def of_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
+    """The counts of some of the layers as those of all, with zeros for those of other ranks."""
+    kept, requested = (np.zeros((len(layers), experts)) for _ in range(2))
+    entropy_L = np.zeros(len(layers))
+    if counts is not None:
+        rows = [layers.index(layer) for layer in counts.layers]
+        kept[rows], requested[rows], entropy_L[rows] = counts.kept, counts.requested, counts.entropy_sum
+    return RoutingCounts(tuple(layers), kept, requested, entropy_L)
+
+
 def _entropy(scores_NE: np.ndarray) -> float:
     """Mean over tokens of the entropy of the normalised scores, in nats."""
     p_NE = scores_NE / (scores_NE.sum(axis=1, keepdims=True) + np.float32(1e-20))

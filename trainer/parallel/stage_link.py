@@ -1,0 +1,122 @@
+"""Tensors between the stages of a pipeline on CPUs, over sockets of their own.
+
+A stage sends without waiting: a thread for each other stage writes what is queued for it, while this stage computes or
+waits for another one. So no order of sends and receives can block the stages in a circle, and what a stage needs is
+under way as soon as it exists. The threads know bytes alone: MindSpore computes in one thread only.
+"""
+
+from __future__ import annotations
+
+import queue
+import select
+import socket
+import struct
+import threading
+
+import numpy as np
+from mindspore import Tensor
+
+from trainer.errors import RunError
+from trainer.parallel.connections import connect
+from trainer.parallel.host_group import HostGroup
+
+_HEADER = struct.Struct("<4sqq")  # dtype, rows, columns
+_CONNECT_SECONDS = 60
+
+
+class StageLink:
+    """Carries matrices between the stages of a pipeline; from each stage they come in the order of its sends.
+
+    Args:
+        group: One rank of each stage, in the order of stages; all of them make their links at the same time.
+    """
+
+    def __init__(self, group: HostGroup, on_one_host: bool = True) -> None:
+        found = connect(group.rank, group.size, group.gather_bytes, on_one_host, _CONNECT_SECONDS)
+        self.stage, self.sockets = group.rank, found.sockets
+        self.senders = {stage: _Sender(self.stage, stage, one) for stage, one in self.sockets.items()}
+
+    def send(self, stage: int, tensor: Tensor) -> None:
+        """Queues [rows, columns]; does not wait until the other stage takes it.
+
+        Raises:
+            RunError: The other stage has ended.
+        """
+        self.senders[stage].put(tensor)
+
+    def receive(self, stage: int) -> Tensor:
+        """Waits until the other stage has sent.
+
+        Raises:
+            RunError: It has ended.
+        """
+        dtype, *shape = _HEADER.unpack(self._bytes(stage, bytearray(_HEADER.size)))
+        array = np.empty(shape, np.dtype(dtype.rstrip(b"\0").decode()))
+        self._bytes(stage, array.reshape(-1).view(np.uint8))
+        return Tensor.from_numpy(array)
+
+    def _bytes(self, stage: int, buffer: bytearray | np.ndarray) -> bytearray | np.ndarray:
+        left, connection = memoryview(buffer), self.sockets[stage]
+        while left:
+            _wait(connection, select.POLLIN)
+            try:
+                count = connection.recv_into(left)
+            except BlockingIOError:
+                continue
+            except OSError:
+                count = 0
+            if not count:
+                raise RunError(f"stage {self.stage} of the pipeline has lost stage {stage}, which has ended")
+            left = left[count:]
+        return buffer
+
+    def close(self) -> None:
+        """Sends what is queued, and ends."""
+        for sender in self.senders.values():
+            sender.end()
+        for connection in self.sockets.values():
+            connection.close()
+
+
+class _Sender:
+    """Writes to one stage in a thread of its own."""
+
+    def __init__(self, stage: int, to: int, connection: socket.socket) -> None:
+        self.stage, self.to, self.connection = stage, to, connection
+        self.queue: queue.SimpleQueue[tuple[Tensor, np.ndarray] | None] = queue.SimpleQueue()
+        self.lost = False
+        self.thread = threading.Thread(target=self._run, name=f"pipeline sender to stage {to}", daemon=True)
+        self.thread.start()
+
+    def put(self, tensor: Tensor) -> None:
+        if self.lost:
+            raise RunError(f"stage {self.stage} of the pipeline has lost stage {self.to}, which has ended")
+        # The array is the tensor's own memory, so the tensor stays until it is sent.
+        self.queue.put((tensor, np.ascontiguousarray(tensor.asnumpy())))
+
+    def end(self) -> None:
+        self.queue.put(None)
+        self.thread.join()
+
+    def _run(self) -> None:
+        while (item := self.queue.get()) is not None:
+            _, array = item
+            header = _HEADER.pack(array.dtype.str[1:].encode(), *array.shape)
+            try:
+                for left in (memoryview(header), memoryview(array.reshape(-1).view(np.uint8))):
+                    while left:
+                        _wait(self.connection, select.POLLOUT)
+                        try:
+                            left = left[self.connection.send(left) :]
+                        except BlockingIOError:
+                            continue
+            except OSError:
+                self.lost = True
+                return
+            del item, array
+
+
+def _wait(connection: socket.socket, event: int) -> None:
+    poll = select.poll()
+    poll.register(connection, event)
+    poll.poll()
