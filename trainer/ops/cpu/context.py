@@ -42,17 +42,18 @@ def over_context(kernels: KernelSet, group: HostGroup, in_ring: bool, compiled: 
     Masks and dropout masks of attention are then made for whole sequences: `attention_masks` takes the documents of all
     T tokens. All else takes the rank's tokens.
     """
-    part = SequencePart(group.rank, group.size, in_ring)
+    part, ranks = SequencePart(group.rank, group.size, in_ring), {"group": group, "compiled": compiled}
+    ranks |= {name: kernels.attention.keywords[name] for name in ("dtype", "softmax_dtype")}
     if in_ring:
         return replace(
             kernels,
-            attention=partial(RingAttention, part=part, group=group, compiled=compiled, **kernels.attention.keywords),
+            attention=partial(RingAttention, part=part, **ranks),
             attention_masks=partial(RingMasks, part=part),
             draw_attention_mask=partial(_draw_ring_mask, kernels.draw_attention_mask, part),
         )
     return replace(
         kernels,
-        attention=partial(UlyssesAttention, group=group, compiled=compiled, **kernels.attention.keywords),
+        attention=partial(UlyssesAttention, **ranks),
         attention_masks=lambda settings: kernels.attention_masks(own_heads(settings, group.size)),
     )
 
