@@ -25,6 +25,7 @@ from trainer.models.compute_weights import in_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, mtp_labels
 from trainer.models.moe import RouterStatistics
+from trainer.models.shapes import all_shapes
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
@@ -219,12 +220,23 @@ class TrainStep:
 
     def to_save(self) -> Saved:
         """What this rank contributes to a checkpoint; all ranks call it."""
+        if self.pipeline is not None:
+            return self._to_save_of_all_stages()
         optimizer, first = self.optimizer, self.communicator.rank == 0
         parameters = self.model.parameters_by_name.items() if first else ()
         weights = {name: parameter.asnumpy() for name, parameter in parameters}
         is_sharded = bool(optimizer.own_ranges)
         state = optimizer.state_arrays() if first or is_sharded else {}
         return Saved(weights, state, optimizer.updates, is_sharded, shares_weights=True)
+
+    def _to_save_of_all_stages(self) -> Saved:
+        """The whole on rank 0, as copies."""
+        parameters = self.model.parameters_by_name.items()
+        found = self.pipeline.gathered({name: parameter.asnumpy().copy() for name, parameter in parameters})
+        state = self.pipeline.gathered(self.optimizer.state_arrays())
+        first = self.communicator.rank == 0
+        weights = {name: found[name] for name in all_shapes(self.model.settings)} if first else {}
+        return Saved(weights, state if first else {}, self.optimizer.updates)
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""

@@ -331,3 +331,17 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
     keys += ["enable_parallel_optimizer"] * parallel.enable_parallel_optimizer
     if keys:
         yield f"parallel ({', '.join(keys)}): not used, one device runs it all"
+
+
+def pipeline_notices(config: Config) -> Iterator[str]:
+    """What accumulation and micro_batch_num mean with and without a pipeline."""
+    steps, section = config.runner_config.gradient_accumulation_steps, config.parallel_config
+    if steps > 1 and section.pipeline_stage > 1:
+        yield Notice(
+            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
+            f" be; parallel_config.micro_batch_num {section.micro_batch_num} says how many there are",
+            "ignored",
+        )
+    if section.pipeline_stage == 1 and section.micro_batch_num > 1:
+        text = f"parallel_config.micro_batch_num {section.micro_batch_num}: no effect without a pipeline"
+        yield Notice(text, "ignored")
