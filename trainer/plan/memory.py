@@ -47,6 +47,8 @@ def memory_estimate(
         return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
     weights = _bytes(all_shapes(network))
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
+    if device == "Ascend":  # of a classifier: the rest is in the host's memory
+        parts = {"weights": weights}
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
     if trains:
@@ -56,6 +58,8 @@ def memory_estimate(
         parts["gradients"] = trained * copies
         parts["optimizer state"] = _optimizer_state_bytes(config, world)
         parts["activations"] = labels * _activations_of_label(config, device) * _FLOAT32_BYTES
+        if device == "Ascend":
+            return parts | {"total": sum(parts.values())}
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
             parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
