@@ -167,6 +167,13 @@ def all_reduce_in_buckets(
     return sums
 
 
+def all_reduce(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Sums each tensor over all ranks of a group, with the same bits on every rank."""
+    if group.on_host:
+        return all_reduce_in_buckets(tensors, group)
+    return [start_all_reduce(each.reshape(-1), group).wait().reshape(each.shape) for each in tensors]
+
+
 class Started(NamedTuple):
     """A collective under way: its result, which must not be used before `wait`."""
 

@@ -117,6 +117,13 @@ class LinearBias(nn.Cell):
         return self.linear(x_NI, weight_OI) + bias_O
 
 
+class AddBias(nn.Cell):
+    """As in cpu/kernels.py."""
+
+    def construct(self, y_NO, bias_O):
+        return y_NO + bias_O
+
+
 class OneHot(nn.Cell):
     """As in cpu/kernels.py."""
 

@@ -21,7 +21,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SiLU, SiLUGrad
 
-from trainer.ops.dropout import DropoutKey, dropout_mask
+from trainer.ops.dropout import DropoutKey, MaskPart, OwnHeads, dropout_mask, scores_mask
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -59,6 +59,17 @@ class LinearBias(nn.Cell):
 
     def construct(self, x_NI, weight_OI, bias_O):
         return self.bias_add(self.linear(x_NI, weight_OI), bias_O)
+
+
+class AddBias(nn.Cell):
+    """y_NO + bias_O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias_add = P.BiasAdd()
+
+    def construct(self, y_NO, bias_O):
+        return self.bias_add(y_NO, bias_O)
 
 
 class RmsNorm(nn.Cell):
@@ -453,13 +464,18 @@ def cached_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
     return Tensor.from_numpy(np.repeat(bias, kv_heads, axis=0).reshape(rows * kv_heads, -1, keys))
 
 
-def draw_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:
+def draw_mask(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
+) -> Tensor:
     """A mask as `Dropout` takes it, drawn on the host."""
-    return Tensor(dropout_mask(key, site, shape, rate))
+    return Tensor(dropout_mask(key, site, shape, rate, part))
 
 
-draw_factors = draw_mask
-"""A mask as `Attention` takes it."""
+def draw_factors(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+) -> Tensor:
+    """A mask as `Attention` takes it."""
+    return Tensor(scores_mask(key, site, shape, rate, own))
 
 
 def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:
