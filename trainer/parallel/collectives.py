@@ -371,6 +371,16 @@ class AllToAll(_Pair):
         super().__init__(_all_to_all(group, compiled), _all_to_all(group, compiled))
 
 
+def rotation(group: HostGroup, places: int, compiled: bool = True) -> Callable[[Tensor], Tensor]:
+    """x -> the x of the rank so many places back in the ring of a CPU's ranks, which all call it. Without a gradient,
+    which would go as many places on."""
+
+    def rotate(array: np.ndarray) -> np.ndarray:
+        return group.rotate(array, places)
+
+    return _on_host(rotate, compiled, lambda rows: rows)
+
+
 def send(x: Tensor, group: Group, to: int) -> None:
     """Sends a tensor to the group's rank `to`, which must `receive` it. Not within compiled code, and no gradient."""
     if group.on_host:

@@ -190,7 +190,7 @@ class Attention(nn.Cell):
         self.kv_heads, self.head_size, self.value_size = kv_heads, head_size, value_size or head_size
         self.columns, self.scale = heads * self.value_size, head_size**-0.5 if scale is None else scale
         # One instance for every call site: see trainer/ops/__init__.py.
-        self.early, self.late = (_AttentionCore(self.value_size, dtype, softmax_dtype) for _ in range(2))
+        self.early, self.late = (AttentionCore(self.value_size, dtype, softmax_dtype) for _ in range(2))
         self.transpose, self.concat = P.Transpose(), P.Concat(1)
         self.split, self.slice = division()
 
@@ -224,7 +224,7 @@ class Attention(nn.Cell):
         return x.reshape(rows * self.kv_heads, -1, size)
 
 
-class _AttentionCore(nn.Cell):
+class AttentionCore(nn.Cell):
     """(q, k, v, mask, dropout) -> (out, probabilities), batched; the probabilities are kept for the backward pass.
 
     The backward pass needs rowsum(dP * P), which equals rowsum(dO * O) (Dao et al. 2022, appendix B.2): its
@@ -252,21 +252,29 @@ class _AttentionCore(nn.Cell):
         return self.product(self.narrow(kept), v), probabilities
 
     def bprop(self, q, k, v, mask, dropout, out, grads):
-        probabilities, grad = out[1], grads[0]
-        minus_delta = self.matmul((out[0] * grad).reshape(-1, self.value_size), self.minus_ones_d1)
-        minus_delta = minus_delta.reshape(grad.shape[0], -1, 1)
+        minus_delta = self.minus_delta(out[0], grads[0])
+        grad_q, grad_k, grad_v = self.gradients(q, k, v, out[1], dropout, grads[0], minus_delta)
+        grad_dropout = None if dropout is None else ops.zeros(dropout.shape, dropout.dtype)
+        return grad_q, grad_k, grad_v, ops.zeros(mask.shape, mask.dtype), grad_dropout
+
+    def minus_delta(self, out, grad):
+        """-rowsum(dO * O), with a last dimension of 1."""
+        minus_delta = self.matmul((out * grad).reshape(-1, self.value_size), self.minus_ones_d1)
+        return minus_delta.reshape(grad.shape[0], -1, 1)
+
+    def gradients(self, q, k, v, probabilities, dropout, grad, minus_delta):
+        """Of q, k and v."""
         ones = ops.ones((v.shape[0], v.shape[1], 1), v.dtype)
         if dropout is None:
-            kept, grad_dropout = probabilities, None
+            kept = probabilities
             # [dO, -delta] [v, 1]^T = dO v^T - delta
             centred = self.wide(self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones))))
         else:
-            kept, grad_dropout = probabilities * dropout, ops.zeros(dropout.shape, dropout.dtype)
+            kept = probabilities * dropout
             centred = self.wide(self.product_bt(grad, v)) * dropout
             centred = centred + self.wide(self.product_bt(minus_delta, ones))
         grad_scores = self.narrow(probabilities * centred)
-        grad_q, grad_k = self.product(grad_scores, k), self.product_at(grad_scores, q)
-        return grad_q, grad_k, self.product_at(self.narrow(kept), grad), ops.zeros(mask.shape, mask.dtype), grad_dropout
+        return self.product(grad_scores, k), self.product_at(grad_scores, q), self.product_at(self.narrow(kept), grad)
 
     def wide(self, x):
         """From a product to the softmax."""
