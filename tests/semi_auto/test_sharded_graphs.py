@@ -64,8 +64,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "cases.json").write_text(json.dumps(CASES))
     here = Path(__file__).resolve()
-    paths = os.environ | {"PYTHONPATH": str(here.parents[2])}
     ensure_server()
+    paths = os.environ | {"PYTHONPATH": str(here.parents[2])}
     worker = here.with_name("sharded_graph_worker.py")
     command = [sys.executable, FORKED, worker, folder / "cases.json", folder / "found.json"]
     done = subprocess.run(command, env=paths, cwd=folder, capture_output=True, text=True, timeout=300)
