@@ -20,6 +20,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,7 +63,7 @@ def start_server(environment: Mapping[str, str]) -> str:
     folder = tempfile.TemporaryDirectory(prefix="fork_server-")
     path = os.path.join(folder.name, "socket")
     server = subprocess.Popen(
-        [sys.executable, FORKED, "serve", path], env={**_TUNABLES, **environment}, stdin=subprocess.DEVNULL,
+        [sys.executable, FORKED, "serve", path], env={**_TUNABLES, **environment}, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 
@@ -77,7 +78,10 @@ def start_server(environment: Mapping[str, str]) -> str:
 
 
 def serve(path: str) -> None:
-    """Serves requests until it is killed; a line on standard output says that it listens."""
+    """Serves requests until it is killed, or its input ends: that is a pipe from the process that started it.
+
+    A line on standard output says that it listens.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # each process gets the cores of its client
     sys.path[0] = str(REPOSITORY)
@@ -101,6 +105,7 @@ def serve(path: str) -> None:
     listener.listen(64)
     selector.register(listener, selectors.EVENT_READ)
     selector.register(awake, selectors.EVENT_READ)
+    selector.register(0, selectors.EVENT_READ)
     os.write(1, _READY)
     while True:
         for key, _ in selector.select():
@@ -118,6 +123,12 @@ def serve(path: str) -> None:
                     os.close(descriptor)
                 clients[pid] = client
                 selector.register(client, selectors.EVENT_READ, pid)
+            elif key.fileobj == 0:
+                for pid in clients:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+                return os._exit(0)
             elif key.fileobj == awake:
                 with contextlib.suppress(BlockingIOError):
                     os.read(awake, 1 << 12)

@@ -20,6 +20,9 @@ from trainer.errors import TrainerError  # noqa: E402
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
+    if sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit()
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("RANK_SIZE", "1"), ("RANK_ID", "0")))
     try:
         variables = environment(os.environ, stand_ins(), ranks, rank)

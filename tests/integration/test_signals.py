@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import FORKED, ensure_server
 from run_helpers import (
     PROGRAM,
     arrays_of,
@@ -224,3 +225,28 @@ def test_while_predicting(home: Path, uninterrupted: Path, sigint: signal.Handle
     assert returned == EXIT_SIGINT and errors.splitlines()[-1] == "stopped by SIGINT", errors
     assert "Traceback" not in errors
     assert (output / "predictions.jsonl").read_text() == "of an earlier run\n"
+
+
+def test_a_fork_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """However that ends: its handlers of exit do not run after SIGTERM."""
+    ensure_server()
+    (folder := tmp_path / "server").mkdir()
+    script = tmp_path / "starts.py"
+    script.write_text(
+        f"""
+import os, sys
+sys.path.insert(0, {str(FORKED.parent)!r})
+import fork_server
+read, write = os.pipe()
+if not os.fork():
+    os.dup2(read, 0)
+    os.close(write)
+    fork_server.serve({str(folder / "socket")!r})
+os.close(write)
+os.wait()
+""",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, str(FORKED), str(script)], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+    assert not folder.exists()

@@ -41,7 +41,7 @@ def test_a_dense_file_passes_and_the_verdict_is_json(tmp_path, capsys):
     needs = "\n".join(verdict["needs"])
     assert "data: train_dataset.data_loader (MindDataset): its path is not written" in needs
     assert "devices: 16 x Ascend (pipeline_stage 2, data_parallel 2, model_parallel 4)" in needs
-    assert "GiB a rank, activations (estimated) included, of 58GB" in needs
+    assert "GiB a rank, activations (estimated) included, of the 58 GiB of max_device_memory" in needs
     assert 0 < verdict["peak_rss_bytes"] < 3 << 30
 
 

@@ -122,6 +122,8 @@ def test_who_does_not_listen_is_killed(tmp_path: Path) -> None:
     assert job.end() == 7
     assert time.monotonic() - began < LIMIT_SECONDS
     assert "rank 0 (ended by SIGKILL)" in job.errors
+    _, said, _ = call(tmp_path, "status", "logs")
+    assert "exit code 137" in (line := line_of(0, said)) and "(killed by the launcher when the job was to end)" in line
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

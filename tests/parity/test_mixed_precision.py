@@ -179,7 +179,7 @@ def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
 
 PRODUCTS = ("Linear.0", "Linear.1", "Linear.out0", "LinearBias.2", "Attention.0", "Attention.1", "Attention.2",
             "Attention.out0", "_CrossEntropyCore.0", "_CrossEntropyCore.1")  # fmt: skip
-IN_FLOAT32 = ("RmsNorm.0", "RmsNorm.1", "Rotary.0", "SwiGLU.0", "Attention.3", "_AttentionCore.out1",
+IN_FLOAT32 = ("RmsNorm.0", "RmsNorm.1", "Rotary.0", "SwiGLU.0", "Attention.3", "AttentionCore.out1",
               "_CrossEntropyCore.out0", "_CrossEntropyCore.out1")  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_every_kernel_of_the_model_meets_its_dtype(level: str, monkeypatch: pyte
     assert {name: dtypes[name] for name in PRODUCTS} == dict.fromkeys(PRODUCTS, {str(compute).lower()})
     assert {name: dtypes[name] for name in IN_FLOAT32} == dict.fromkeys(IN_FLOAT32, {"float32"})
     # The arithmetic of these is float32, but what they take is rounded to their dtype.
-    rounded = {"RmsNorm.0": norm, "_AttentionCore.out1": softmax, "SwiGLU.0": compute, "Rotary.0": compute,
+    rounded = {"RmsNorm.0": norm, "AttentionCore.out1": softmax, "SwiGLU.0": compute, "Rotary.0": compute,
                "Rotary.1": rotary, "Rotary.2": rotary}  # fmt: skip
     for name, dtype in rounded.items():
         are_half = all(np.array_equal(array, array.astype(np.float16)) for array in met[name])
@@ -264,7 +264,7 @@ def test_in_float32_there_is_no_cast(level: str | None) -> None:
     """The kernels are those without a wrapper, so the graph is what it would be without this feature."""
     decoder = build(level).decoder
     assert not [name for name, cell in decoder.cells_and_names() if isinstance(cell, InDtype)]
-    cores = [cell for _, cell in decoder.cells_and_names() if isinstance(cell, reference._AttentionCore)]
+    cores = [cell for _, cell in decoder.cells_and_names() if isinstance(cell, reference.AttentionCore)]
     assert not any(core.half or core.half_softmax for core in cores) and not decoder.head.cross_entropy.half
 
 

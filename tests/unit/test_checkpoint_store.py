@@ -183,6 +183,9 @@ def test_find_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
         store.find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match="resume_training = .*the folder holds no complete checkpoint"):
         store.find_checkpoint(tmp_path, key="resume_training")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="load_checkpoint = .*pipe.*: is a pipe, a socket or a device, not a check"):
+        store.find_checkpoint(tmp_path / "pipe")
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -273,6 +276,8 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=f"damaged: .*{name}") as caught:
                 store.read_checkpoint(path)
             assert f"use {older}" in str(caught.value) and f"--resume_training {older.name}" in str(caught.value)
+            loads = store.loads_weights(caught.value, "a.yaml:3", "load_checkpoint")
+            assert loads.fix.startswith(f"use --load_checkpoint {older}, the ") and "resume" not in loads.fix
         (path / name).write_bytes(whole)
     assert_holds(path, 2)
 

@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, load
 from test_config_places import SNIPPETS
 
-from trainer.config import config_notices, dump_config, parse_config, preflight
+from trainer.config import Override, config_notices, dump_config, parse_config, preflight
 
 FULL = (
     BASE
@@ -51,6 +51,13 @@ def test_the_dump_holds_what_acts_and_not_what_is_ignored():
     for key in ("sink_mode", "tensorboard", "swap", "profile", "null"):
         assert key not in text
     assert "sink_mode: true" in dump_config(load(BASE, "runner_config.sink_mode=True"))
+
+
+def test_a_dump_of_a_resumed_run_says_nothing_new_in_another_run_mode():
+    dumped = dump_config(load(BASE, "resume_training=True", "run_mode=eval"))
+    assert config_notices(parse_config("config.yaml", dumped)) == []
+    given = [Override("resume_training", "True", "flag --resume_training")]
+    assert "resume_training True: not used" in "".join(config_notices(parse_config("config.yaml", dumped, given)))
 
 
 def test_a_dump_runs_as_it_is_and_says_nothing_new():

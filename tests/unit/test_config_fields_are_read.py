@@ -95,6 +95,7 @@ ELSEWHERE = {
     "parallel_config.data_parallel",
     "parallel_config.model_parallel",
     "parallel_config.context_parallel",
+    "parallel_config.context_parallel_algo",
     "parallel_config.expert_parallel",
     "parallel_config.pipeline_stage",
     "parallel_config.micro_batch_num",

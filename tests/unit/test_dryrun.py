@@ -13,7 +13,7 @@ from trainer.cli import main as cli
 from trainer.config import Config, load_config, parse_config
 from trainer.dryrun import process, report, stand_ins
 from trainer.dryrun.process import Case, Collective, Failure, Measurement, run_cases
-from trainer.dryrun.report import DryRun, audit_there, dry_run, dry_run_sections
+from trainer.dryrun.report import DryRun, audit_there, dry_run, dry_run_dict, dry_run_sections
 from trainer.errors import RunError, UserError
 from trainer.parallel.world import World
 from trainer.plan.render import sections_text
@@ -177,10 +177,15 @@ def test_what_is_said_of_a_step_and_of_a_failure() -> None:
         host_bytes=12, host_reads={"trainer/step/a.py:1": (1, 12)}, legacy={"AddN": 2}, collectives=calls,
         peak_bytes=3 << 30,
     )  # fmt: skip
-    text = sections_text(dry_run_sections(DryRun(World(1, 2, 1, 2), measured, 5 << 29, 2 << 30)))
+    found = DryRun(World(1, 2, 1, 2), measured, 5 << 29, 2 << 30)
+    text = sections_text(dry_run_sections(found))
     for part in ("3.00 GiB, ABOVE max_device_memory 2.00 GiB; the plan estimates 2.50 GiB", "12 bytes", "AddN 2",
                  "AllReduce among 2 ranks", "2 x, 4 MiB"):
         assert part in " ".join(text.split()), part
+    with pytest.raises(RunError, match="a device would run out of memory: this rank needs 3.00 GiB of 2.00 GiB"):
+        found.check()
+    found._replace(limit_bytes=3 << 30).check()
+    assert dry_run_dict(found)["exceeds_memory"]
     failed = Measurement(Failure("CumSum", "trainer/models/moe.py:7", "TypeError: int64"))
     text = sections_text(dry_run_sections(DryRun(World(), failed, None, None)))
     assert all(part in text for part in ("CumSum", "trainer/models/moe.py:7", "TypeError: int64"))

@@ -21,8 +21,8 @@ SIZES = {
 DENSE = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True,
          "post_self_attn_layernorm": True, "embedding_size": 24}
 LORA = {"pet_config": {"target_modules": ".*"}}
-LATENT = {"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
-          "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 10,
+          "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 EXPERTS = {"moe_config": {"expert_num": 8, "num_experts_chosen": 2, "shared_expert_num": 2, "first_k_dense_replace": 1,
                           "balance_via_topk_bias": True, "use_shared_expert_gating": True}}
 KINDS = {

@@ -67,8 +67,18 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ("parallel_config: {context_parallel: 3}\n", ["context_parallel = 3: not yet supported", "seq_length"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: not yet", "all experts"]),
         (
-            "parallel_config: {pipeline_stage: 2, model_parallel: 2}\n",
-            ["2 problems", "pipeline_stage = 2: not yet supported", "model_parallel = 2: not yet supported"],
+            "parallel_config: {context_parallel: 2, model_parallel: 2}\n",
+            ["2 problems", "context_parallel = 2: not yet supported", "model_parallel = 2: not yet supported"],
+        ),
+        ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
+        (
+            "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}\n",
+            ["enable_parallel_optimizer = True: not yet supported with a pipeline outside semi-automatic mode"],
+        ),
+        (
+            "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
+            "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: seqpipe}}\n",
+            ["pipeline_scheduler = 'seqpipe': outside semi-automatic mode there is 1f1b alone", "write 1f1b"],
         ),
         (
             "parallel: {parallel_mode: 1, parallel_fallback: explicit}\nparallel_config: {model_parallel: 2}\n",
@@ -94,7 +104,8 @@ def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) ->
     [
         ("use_parallel: True\nparallel_config: {data_parallel: 8}\n", ["is for 8 ranks, and this job has 1",
          "launch --nproc 8`, or set data_parallel 1; to run alone, add --use_parallel False"]),
-        ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n", ["pipeline_stage = 2: not"]),
+        ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n",
+         ["pipeline_stage 2 is for 2 ranks"]),
     ],
 )  # fmt: skip
 def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[str]) -> None:

@@ -119,6 +119,7 @@ def test_the_command_sees_the_job_around_it(capsys: pytest.CaptureFixture, monke
         ("--ranks 4 --local_ranks 5", "--local_ranks = 5: exceeds the 4 ranks"),
         ("--ranks 8 --local_ranks 3", "--local_ranks = 3: every host has the same number of ranks"),
         ("--ranks 8 --parallel_config.data_parallel 3", "data_parallel 3 is for 3 ranks, and this job has 8"),
+        ("--ranks 8 --use_parallel False", "leave --ranks out, or add --use_parallel True"),
         ("--ranks 100000", "sequences of 128 tokens do not fill a batch of 32 on each of 100000 ranks"),
     ],
 )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
-from trainer.checkpoint.store import find_checkpoint, read_checkpoint
+from trainer.checkpoint.store import find_checkpoint, loads_weights, read_checkpoint
 from trainer.checkpoint.weights import check_files, check_weights, model_part, read_safetensors, requested_weights
 from trainer.errors import UserError
 from trainer.models.init import initial_value
@@ -121,7 +121,7 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray] | N
                 raise UserError(rule, value=str(path), fix=fix)
             tensors = model_part(path, PART, numbers)
         except UserError as error:
-            raise error.at(where, "adapter_id") from error
+            raise loads_weights(error, where, "adapter_id") from error
         record = read_base(found)
         if base is not None:
             check_base(record, config, base)

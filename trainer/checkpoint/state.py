@@ -176,11 +176,13 @@ def save(folder: Path, *values: Any, **named: Any) -> Path:
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
-    """Sets every parameter of the model to `weights`, which have been checked."""
+    """Sets every parameter of the model to its part of `weights`, which have been checked."""
     from mindspore import Tensor
 
     for name, parameter in model.parameters_by_name.items():
-        parameter.set_data(Tensor(np.ascontiguousarray(weights[name])))
+        whole = weights[name]
+        own = np.ascontiguousarray(whole) if model.shard is None else model.shard.part(name, whole)
+        parameter.set_data(Tensor(own))
     model.compute_weights.refresh()
 
 

@@ -43,6 +43,7 @@ UNFINISHED = ".tmp-"
 
 _ENDING = ".safetensors"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
+_OFFERED = re.compile(r"use (.+?), (the [^,()]+) \(--resume_training [^)]+\)")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 Tensors = Mapping[str, np.ndarray]
@@ -116,6 +117,10 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
                         fix="make the folder readable") from error
     if newest is not None:
         return newest
+    if not path.is_dir():
+        kind = "a file" if path.is_file() else "a pipe, a socket or a device"
+        fix = "name a .safetensors file, or a folder such as output/checkpoints/step-00000100"
+        raise UserError(f"is {kind}, not a checkpoint", key=key, value=str(path), fix=fix)
     rule, fix = "the folder holds no complete checkpoint", "name a folder such as output/checkpoints/step-00000100"
     for renamed, marker in (*_renamed(path), *_renamed(path / "checkpoints")):
         rule = f"{rule} under the name of its step, but {renamed}"
@@ -391,7 +396,8 @@ def damaged(path: Path, what: str) -> UserError:
 
 
 def use_another(path: Path) -> str:
-    """Offers the complete checkpoint that was saved before this one; else the one saved last."""
+    """Offers the complete checkpoint that was saved before this one; else the one saved last. Of a run that
+    loads weights alone `loads_weights` changes the flag that is named."""
     marker = read_marker(path)
     others = [(read_marker(other), other) for other in complete_checkpoints(path.parent) if other != path]
     older = [other for its, other in others if its and marker and its.save_number < marker.save_number]
@@ -403,3 +409,9 @@ def use_another(path: Path) -> str:
     if marker is None and (path / MARKER).exists():
         return f"use {newest}, the newest whole one (--resume_training {newest.name}), or remove the damaged folder"
     return f"use {newest}"
+
+
+def loads_weights(error: UserError, where: str, key: str) -> UserError:
+    """An error about a checkpoint for a run that loads its weights with the setting `key`: the fix names that flag."""
+    fix = _OFFERED.sub(rf"use --{key} \1, \2", error.fix)
+    return UserError(error.rule, where=where, key=key, value=error.value, fix=fix)

@@ -11,7 +11,7 @@ import safetensors
 
 from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
 from trainer.checkpoint.joined_names import split_joined
-from trainer.checkpoint.store import behind_link, find_checkpoint, read_checkpoint, use_another
+from trainer.checkpoint.store import behind_link, find_checkpoint, loads_weights, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.input_files import open_file
@@ -176,7 +176,7 @@ def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[s
             raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
         return model_part(found, "model", numbers)
     except UserError as error:
-        raise error.at(where, "load_checkpoint") from error
+        raise loads_weights(error, where, "load_checkpoint") from error
 
 
 def model_part(path: Path, part: str, numbers: bool) -> dict[str, np.ndarray]:

@@ -411,7 +411,7 @@ def _audit(config: Config, device: str, json_: bool, world: World) -> int:
 
 
 def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank: int) -> int:
-    """Exit code 1 where a step fails."""
+    """Exit code 1 where a step fails, or takes more memory than the device has."""
     from trainer.config import Override
     from trainer.dryrun.report import as_rank, check_name, dry_run, dry_run_dict, dry_run_sections
     from trainer.plan.render import print_sections
@@ -428,7 +428,10 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
     else:
         print_sections(dry_run_sections(found))
     failure = found.measurement.failure
-    return EXIT_OK if failure is None else EXIT_BAD_INPUT if failure.is_user_error else EXIT_RUN_FAILED
+    if failure is not None:
+        return EXIT_BAD_INPUT if failure.is_user_error else EXIT_RUN_FAILED
+    found.check()
+    return EXIT_OK
 
 
 @app.command("launch")

@@ -41,6 +41,7 @@ _ECHO_SECONDS = 2.0
 _DUMP_SECONDS = 2.0
 _MSRUN_SECONDS = 3.0
 _UNKILLABLE_SECONDS = 15.0
+_KILLED = "killed by the launcher when the job was to end"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -344,6 +345,8 @@ class Supervisor:
                 state.role = "failed first"
             elif outcome is not None and any(state.rank == end.rank for end in outcome.others):
                 state.role = "ended because of that"
+            if worker.end is not None and worker.kills and worker.end.exit_code == 128 + signal.SIGKILL:
+                state.role = _KILLED if worker.end.by_launcher else state.role
         if outcome is not None:
             self.state.outcome, self.state.exit_code, self.state.ended = outcome.words, outcome.exit_code, time.time()
         write_state(self.files, self.state)

@@ -29,7 +29,9 @@ from trainer.models.shapes import POST_ATTENTION_NORM, POST_MLP_NORM, block_name
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
+    from trainer.ops.cpu.vocabulary import VocabularyPart
     from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.tensor import TensorParallel
 
 MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 """Weights of `MergeTokens` that a multi-token prediction module has beside those of its block."""
@@ -41,17 +43,25 @@ class AttentionLayer(nn.Cell):
     """x_ND -> what attention adds to the residual stream, [N, D].
 
     Norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection, optional norm.
-    `weights` are all weights of the block, in the order of `block_names`.
+    `weights` are all weights of the block, in the order of `block_names`. With `tensor`, `settings` and the weights are
+    those of a rank, which has some of the heads.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, window: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: ModelConfig,
+        kernels: KernelSet,
+        window: int | None = None,
+        tensor: TensorParallel | None = None,
+    ) -> None:
         super().__init__()
         names = block_names(settings)
         self.qk_norm, self.head_size = settings.use_qk_norm, settings.head_size
         self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
-        self.query, self.key = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qk")
-        self.value, self.out = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "vo")
+        self.enter = None if tensor is None else tensor.enter()
+        self.query, self.key, self.value = (Projection(f"self_attn.{one}_proj", settings, kernels) for one in "qkv")
+        self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
         self.query_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
@@ -66,17 +76,25 @@ class AttentionLayer(nn.Cell):
         self.post_norm_weight = names.index(POST_ATTENTION_NORM) if self.has_post_norm else None
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
-        q_NC, k_NK, v_NK = self.project(x_ND, query_tables, key_tables, weights)
-        return self.added(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
+        y_ND = self.entered(x_ND, weights)
+        q_NC, k_NK, v_NK = self.heads_of(y_ND, query_tables, key_tables, weights)
+        return self.added(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), y_ND, weights)
 
-    def added(self, context_NC, weights):
+    def added(self, context_NC, y_ND, weights):
         """The output projection of what the heads attend to, with a norm after it where the model has one: [N, D]."""
-        out_ND = self.out(context_NC, weights)
+        out_ND = self.out(context_NC, weights, y_ND)
         return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
     def project(self, x_ND, query_tables, key_tables, weights):
         """Rotated queries and keys, and values."""
+        return self.heads_of(self.entered(x_ND, weights), query_tables, key_tables, weights)
+
+    def entered(self, x_ND, weights):
+        """What the heads are made from: the normed residual stream."""
         y_ND = self.norm(x_ND, weights[self.norm_weight])
+        return y_ND if self.enter is None else self.enter(y_ND)
+
+    def heads_of(self, y_ND, query_tables, key_tables, weights):
         q_NC, k_NK, v_NK = self.query(y_ND, weights), self.key(y_ND, weights), self.value(y_ND, weights)
         if self.qk_norm:
             q_NC = self.query_norm(q_NC, weights[self.q_norm])
@@ -88,7 +106,7 @@ class AttentionLayer(nn.Cell):
         """The same over cached keys and values [B, S, K], for prediction; `attend` is `cached_attention`."""
         rows, heads, kv_heads = cached[0].shape[0], self.heads, self.cache_heads
         out_BQC = attend(q_NC.reshape(rows, -1, q_NC.shape[1]), cached[0], cached[1], mask, heads, kv_heads)
-        return self.added(out_BQC.reshape(q_NC.shape), weights)
+        return self.added(out_BQC.reshape(q_NC.shape), out_BQC, weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `Block.shard_over`."""
@@ -109,20 +127,22 @@ class MlpLayer(nn.Cell):
     Norm, gate and up projections, SwiGLU, down projection, optional norm. `weights` as in `AttentionLayer`.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         names = block_names(settings)
         self.norm_weight = names.index("post_attention_layernorm.weight")
         self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.enter = None if tensor is None else tensor.enter()
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
-        self.down, self.swiglu = Projection("mlp.down_proj", settings, kernels), kernels.swiglu()
+        self.down, self.swiglu = Projection("mlp.down_proj", settings, kernels, tensor), kernels.swiglu()
         self.has_post_norm = settings.post_mlp_layernorm
         self.post_norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
         self.post_norm_weight = names.index(POST_MLP_NORM) if self.has_post_norm else None
 
     def construct(self, x_ND, weights):
         y_ND = self.norm(x_ND, weights[self.norm_weight])
-        out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
+        y_ND = y_ND if self.enter is None else self.enter(y_ND)
+        out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights, y_ND)
         return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
@@ -140,20 +160,25 @@ class Block(nn.Cell):
 
     Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each
     new one. `part` is "block", or its sublayer "attention" or "mlp", which ignores weights and masks of the other one.
-    `window` is that of `KernelSet.window`.
+    `window` is that of `KernelSet.window`, `tensor` as in `AttentionLayer`.
     """
 
     def __init__(
-        self, settings: ModelConfig, kernels: KernelSet, part: str = "block", window: int | None = None
+        self,
+        settings: ModelConfig,
+        kernels: KernelSet,
+        part: str = "block",
+        window: int | None = None,
+        tensor: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
         if self.has_attention:
             layer = LatentAttentionLayer if settings.multi_latent_attention else AttentionLayer
-            self.attention, self.add_attention = layer(settings, kernels, window), P.Add()
+            self.attention, self.add_attention = layer(settings, kernels, window, tensor), P.Add()
             self.drop_attention = kernels.dropout(settings.hidden_dropout)
         if self.has_mlp:
-            self.mlp, self.add_mlp = MlpLayer(settings, kernels), P.Add()
+            self.mlp, self.add_mlp = MlpLayer(settings, kernels, tensor), P.Add()
             self.drop_mlp = kernels.dropout(settings.hidden_dropout)
 
     def construct(
@@ -192,17 +217,21 @@ class Block(nn.Cell):
 
 
 class EmbeddingRows(nn.Cell):
-    """(weight_VE, ids_N) -> x_NE.
+    """(weight_VE, ids_N) -> x_NE, or the rows of it that the rank has.
 
     Compiled like the other parts: on its own MindSpore compiles the operator of its gradient anew at every call.
     """
 
-    def __init__(self, kernels: KernelSet) -> None:
+    def __init__(
+        self, kernels: KernelSet, tensor: TensorParallel | None = None, part: VocabularyPart | None = None
+    ) -> None:
         super().__init__()
-        self.gather_rows = kernels.gather_rows
+        self.gather_rows = kernels.gather_rows if part is None else kernels.vocabulary_rows(part)
+        self.leave = None if tensor is None else tensor.leave()
 
     def construct(self, weight_VE, ids_N):
-        return self.gather_rows(weight_VE, ids_N)
+        x_NE = self.gather_rows(weight_VE, ids_N)
+        return x_NE if self.leave is None else self.leave(x_NE)
 
 
 class EmbeddingMapping(nn.Cell):
@@ -222,24 +251,33 @@ class HeadInput(nn.Cell):
     E is D, or where a matrix maps the residual stream to the embedding's width, that width.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
+        self.enter = None if tensor is None else tensor.enter()
         self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
         self.maps, self.mapping = settings.maps_embedding, EmbeddingMapping(kernels)
 
     def construct(self, x_ND, norm_E, mapping_ED=None):
-        return self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
+        y_NE = self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
+        return y_NE if self.enter is None else self.enter(y_NE)
 
 
 class Head(nn.Cell):
     """Final norm, output projection and cross entropy: (x_ND, norm_E, weight_VE, labels_N, valid_N1) -> loss sum.
 
-    E and `mapping_ED`, which comes last, as in `HeadInput`.
+    E and `mapping_ED`, which comes last, as in `HeadInput`. With `part` the weight is a part of the vocabulary's.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(
+        self,
+        settings: ModelConfig,
+        kernels: KernelSet,
+        tensor: TensorParallel | None = None,
+        part: VocabularyPart | None = None,
+    ) -> None:
         super().__init__()
-        self.normed, self.cross_entropy = HeadInput(settings, kernels), kernels.cross_entropy()
+        self.normed = HeadInput(settings, kernels, tensor)
+        self.cross_entropy = kernels.cross_entropy() if part is None else kernels.vocabulary_cross_entropy(part)
 
     def construct(self, x_ND, norm_E, weight_VE, labels_N, valid_N1, mapping_ED=None):
         return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED), weight_VE, labels_N, valid_N1)

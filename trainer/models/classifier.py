@@ -101,6 +101,8 @@ class Hits(nn.Cell):
 class Classifier(nn.Cell):
     """The classifier of the section `model.classifier`; the other arguments are those of `Decoder`."""
 
+    shard = None  # every rank has all of it
+
     def __init__(
         self,
         settings: ClassifierConfig,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from trainer.config.recompute import SUBLAYERS
@@ -43,13 +44,18 @@ from trainer.models.shapes import (
     parameter_name,
     sublayer_of,
 )
+from trainer.ops.cpu.vocabulary import VocabularyPart
+from trainer.ops.dropout import MaskPart, OwnHeads
 from trainer.ops.measures import device_measures
+from trainer.parallel.collectives import AllGather
+from trainer.parallel.layout import local_settings
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
+    from trainer.parallel.tensor import ModelShard, TensorParallel
 
 _DROPOUT_SITES = 3  # per layer: attention probabilities, attention output, feed-forward output
 
@@ -151,8 +157,11 @@ class Decoder(DecoderWiring):
             empty sequence means nothing in all layers.
         held: Names of the parameters that this rank has: those of a stage of a pipeline, which calls the parts of the
             decoder itself; None: all.
+        shard: Which part of each of these it has, and the ranks that it computes whole matrices with; None: they are
+            whole.
 
-    Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end.
+    Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end. `settings` are
+    those that this rank computes with, see `local_settings`.
     """
 
     def __init__(
@@ -165,18 +174,27 @@ class Decoder(DecoderWiring):
         frozen: Collection[str] = (),
         recomputed: Sequence[str] = (),
         held: Collection[str] | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
-        self.settings, self.kernels = settings, kernels
+        self.shard, self.tensor = shard, None if shard is None else shard.tensor
+
+        def initial(name: str, shape: tuple[int, ...]) -> np.ndarray:
+            whole = initial_value(name, shape, settings, seed)
+            return whole if shard is None else shard.part(name, whole)
+
         self.parameters_by_name = {
             name: Parameter(
-                Tensor(initial_value(name, shape, settings, seed)),
+                Tensor(initial(name, shape)),
                 name,
                 requires_grad=name not in frozen and not is_buffer(name),
             )
             for name, shape in all_shapes(settings).items()
             if held is None or name in held
         }
+        self.masks = DropoutParts(settings, self.tensor)
+        settings = local_settings(settings, 1 if self.tensor is None else self.tensor.group.size)
+        self.settings, self.kernels = settings, kernels
         experts_take_copies = kernels.cpu_router is None
         # The multi-token prediction modules use these of the main model again.
         shared = (HEAD, MAPPING_IN, MAPPING_OUT) if settings.mtp_depth else ()
@@ -187,10 +205,12 @@ class Decoder(DecoderWiring):
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
-        self.adapter_masks = AdapterMasks(settings, kernels)
+        self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
         self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
-        self.block, self.head = Block(settings, kernels), Head(settings, kernels)
+        part = _vocabulary_part(settings, self.tensor)
+        self.block = Block(settings, kernels, tensor=self.tensor)
+        self.head = Head(settings, kernels, self.tensor, part)
         self.moe = MoeLayer(settings, kernels, compiled) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
@@ -199,7 +219,7 @@ class Decoder(DecoderWiring):
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
         self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
-        self.embedding_rows = Differentiable(EmbeddingRows(kernels), compiled).plain
+        self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
         self.head_loss = self._head_loss(compiled) if self.final_norm is not None else None
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
@@ -209,7 +229,7 @@ class Decoder(DecoderWiring):
         # Number of an argument after x_ND -> weight.
         of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
         frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
-        if self.kernels.piecewise_loss is None:
+        if self.kernels.piecewise_loss is None or self.tensor is not None:
             return Differentiable(self.head, compiled).stopped_at(tuple(sorted(frozen)))
         loss = self.kernels.piecewise_loss(partial(compile_cell, compiled=compiled), trained=1 not in frozen)
         # The same without the head's weight, the labels and what they count.
@@ -239,7 +259,8 @@ class Decoder(DecoderWiring):
         @functools.cache
         def function(name: str, window: int | None) -> Differentiable:
             is_own = name == "block" and window is None
-            return Differentiable(self.block if is_own else Block(settings, kernels, name, window), compiled)
+            block = self.block if is_own else Block(settings, kernels, name, window, self.tensor)
+            return Differentiable(block, compiled)
 
         # A gradient flows through a layer if a weight in it or in a layer before it is trained.
         reached, layers = EMBEDDING in trained or MAPPING_IN in trained, []
@@ -287,7 +308,8 @@ class Decoder(DecoderWiring):
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
         # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
-        look_up = self.kernels.gather_rows if call is None else self.embedding_rows
+        whole = call is None and self.tensor is None
+        look_up = self.kernels.gather_rows if whole else self.embedding_rows
         x_NE = look_up(_view(self.embedding), ids_N)
         return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
@@ -345,23 +367,26 @@ class Decoder(DecoderWiring):
 
     def logits_of(self, x_ND: Tensor) -> Tensor:
         """Logits of a residual stream after the last block."""
-        return self.kernels.logits(self.head.normed(x_ND, self.final_norm, self.mapping_out), self.head_weight)
+        logits_NV = self.kernels.logits(self.head.normed(x_ND, self.final_norm, self.mapping_out), self.head_weight)
+        if self.tensor is None:
+            return logits_NV
+        return AllGather(self.tensor.group, compiled=False)(logits_NV.T).T
 
     def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
         if key is None or (hidden == 0 and attention == 0):
             return _NO_DROPOUT
-        first = layer * _DROPOUT_SITES
-        stream = (inputs.ids_N.shape[0], self.settings.hidden_size)
+        first, tokens = layer * _DROPOUT_SITES, inputs.ids_N.shape[0]
+        stream, rows = (tokens, self.settings.hidden_size), self.masks.rows(tokens)
 
-        def mask(draw: Callable, sublayer: str, site: int, shape: tuple[int, ...], rate: float) -> Tensor | None:
+        def mask(draw: Callable, sublayer: str, site: int, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
             drops = rate > 0 and part in ("block", sublayer)
-            return draw(key, first + site, shape, rate) if drops else None
+            return draw(key, first + site, shape, rate, own) if drops else None
 
         return DropoutMasks(
-            mask(self.kernels.draw_attention_mask, "attention", 0, inputs.scores_shape, attention),
-            mask(self.kernels.draw_mask, "attention", 1, stream, hidden),
-            mask(self.kernels.draw_mask, "mlp", 2, stream, hidden),
+            mask(self.kernels.draw_attention_mask, "attention", 0, inputs.scores_shape, attention, self.masks.heads),
+            mask(self.kernels.draw_mask, "attention", 1, stream, hidden, rows),
+            mask(self.kernels.draw_mask, "mlp", 2, stream, hidden, rows),
         )
 
 
@@ -377,13 +402,43 @@ def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
     return found + [first + names.index(name) if name in own else None for name in dropped]
 
 
+class DropoutParts:
+    """Which parts of the dropout masks of the whole model a rank draws.
+
+    Attributes:
+        heads: For masks of probabilities; None: all.
+    """
+
+    def __init__(self, settings: ModelConfig, tensor: TensorParallel | None) -> None:
+        self.tensor, self.heads, self.ranks = tensor, None, 1
+        if tensor is not None:
+            self.ranks = tensor.group.size
+            own = local_settings(settings, self.ranks)
+            self.heads = OwnHeads(
+                tensor.group.rank, settings.num_heads, settings.kv_heads, own.num_heads, own.kv_heads
+            )
+
+    def rows(self, tokens: int) -> MaskPart | None:
+        """The part of a mask of the residual stream."""
+        if self.tensor is None or not self.tensor.shares_rows:
+            return None
+        return MaskPart(self.tensor.group.rank, (self.tensor.rows(tokens), slice(None)))
+
+    def columns(self, width: int) -> MaskPart | None:
+        """The part of a mask of what is cut by columns; `width` is that of the whole."""
+        if self.tensor is None:
+            return None
+        return MaskPart(self.tensor.group.rank, (slice(None), self.tensor.columns(width)))
+
+
 class AdapterMasks:
     """Draws the masks of the adapters' dropout. Their sites follow those of all layers; every projection of every layer
     has its own, whether it is adapted or not.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, parts: DropoutParts) -> None:
         self.settings, self.names, self.draw = settings, dropped_projections(settings), kernels.draw_mask
+        self.parts = parts
         self.first_site = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES
         self.shapes = attention_shapes(settings) | mlp_shapes(settings)
 
@@ -394,11 +449,29 @@ class AdapterMasks:
         targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
         names = self.settings.projections
         sites = {name: self.first_site + layer * len(names) + number for number, name in enumerate(names)}
-        widths = {name: self.shapes[f"{name}.weight"][1] for name in targets}
-        return [
-            self.draw(key, sites[name], (tokens, widths[name]), rate) if name in targets else None
-            for name in self.names
-        ]
+        found: list[Tensor | None] = []
+        for name in self.names:
+            width = self.shapes[f"{name}.weight"][1] if name in targets else 0
+            found.append(self.draw(key, sites[name], *self._part(name, tokens, width, rate)) if width else None)
+        return found
+
+    def _part(
+        self, name: str, tokens: int, width: int, rate: float
+    ) -> tuple[tuple[int, int], float, MaskPart | None]:
+        """Shape and rate of the whole mask of a projection's input of so many columns, and the part of it."""
+        if name.endswith(("o_proj", "down_proj")):
+            width *= self.parts.ranks
+            return (tokens, width), rate, self.parts.columns(width)
+        of_rows = name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))
+        return (tokens, width), rate, self.parts.rows(tokens) if of_rows else None
+
+
+def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabularyPart | None:
+    """The part of the vocabulary of a rank with these local settings."""
+    if tensor is None:
+        return None
+    group = tensor.group
+    return VocabularyPart(group.rank, group.size, settings.vocab_size, AllGather(group))
 
 
 def _view(parameter: Parameter) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspore import nn
+from mindspore.ops import operations as P
 
 from trainer.models.projection import Projection
 from trainer.models.shapes import block_names
@@ -26,6 +27,7 @@ from trainer.models.shapes import block_names
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.tensor import TensorParallel
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors: transformers' and DeepSeek's own code has it whatever rms_norm_eps says."""
@@ -34,13 +36,20 @@ LATENT_NORM_EPS = 1e-6
 class LatentAttentionLayer(nn.Cell):
     """x_ND -> what multi-head latent attention adds to the residual stream, [N, D].
 
-    `weights` are all weights of the block, in the order of `block_names`.
+    `weights` are all weights of the block, in the order of `block_names`. With `tensor` the rank has some of the heads;
+    what all heads share is computed with the residual stream, whole or on the rank's token rows.
     """
 
     cache_heads = 1
     """Heads of keys and values in the cache: it holds what all heads share."""
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, window: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: ModelConfig,
+        kernels: KernelSet,
+        window: int | None = None,
+        tensor: TensorParallel | None = None,
+    ) -> None:
         super().__init__()
         names, heads = block_names(settings), settings.num_heads
         self.norm_weight = names.index("input_layernorm.weight")
@@ -55,7 +64,12 @@ class LatentAttentionLayer(nn.Cell):
         self.key_value_norm = kernels.rms_norm(settings.kv_lora_rank, LATENT_NORM_EPS)
         self.key_value_norm_weight = names.index("self_attn.kv_a_layernorm.weight")
         self.key_value = Projection("self_attn.kv_b_proj", settings, kernels)
-        self.out = Projection("self_attn.o_proj", settings, kernels)
+        self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
+        self.enter = None if tensor is None else tensor.enter()
+        if tensor is not None:
+            self.concat = P.Concat(1)
+            self.cut_query_input = kernels.split_heads(1, settings.q_lora_rank or settings.hidden_size)
+            self.cut_latent = kernels.split_heads(1, settings.kv_lora_rank)
         rotated = settings.rotary_head_size, settings.rotary_size, settings.rope_interleave
         self.query_rotary, self.key_rotary = (kernels.rotary(*rotated) for _ in range(2))
         self.scale = settings.attention_scale
@@ -74,7 +88,7 @@ class LatentAttentionLayer(nn.Cell):
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, latent_NL, key_NR = self.project(x_ND, query_tables, key_tables, weights)
         k_NC, v_NV = self.expand(latent_NL, key_NR, weights)
-        return self.out(self.attention(q_NC, k_NC, v_NV, masks[0], masks[1], dropout), weights)
+        return self.out(self.attention(q_NC, k_NC, v_NV, masks[0], masks[1], dropout), weights, latent_NL)
 
     def project(self, x_ND, query_tables, key_tables, weights):
         """Rotated queries, and what a prediction caches: the normed latent vector and the rotated key of all heads."""
@@ -82,11 +96,15 @@ class LatentAttentionLayer(nn.Cell):
         made_from = y_ND
         if self.has_query_latent:
             made_from = self.query_norm(self.query_down(y_ND, weights), weights[self.query_norm_weight])
+        latent_NL, key_NR = self.cut_down(self.key_value_down(y_ND, weights))
+        latent_NL = self.key_value_norm(latent_NL, weights[self.key_value_norm_weight])
+        if self.enter is not None:
+            # Together: two collectives that do not depend on each other would have no order.
+            made_from, rest = self.cut_query_input(self.enter(self.concat((made_from, latent_NL, key_NR))))
+            latent_NL, key_NR = self.cut_latent(rest)
         q_NC = self.query(made_from, weights)
         plain, turned = self.cut_query(q_NC)
         q_NC = self.join_query(plain, self.query_rotary(turned, query_tables[0], query_tables[1]))
-        latent_NL, key_NR = self.cut_down(self.key_value_down(y_ND, weights))
-        latent_NL = self.key_value_norm(latent_NL, weights[self.key_value_norm_weight])
         return q_NC, latent_NL, self.key_rotary(key_NR, key_tables[0], key_tables[1])
 
     def expand(self, latent_NL, key_NR, weights):
@@ -112,7 +130,7 @@ class LatentAttentionLayer(nn.Cell):
         out = attend(queries, keys, latent_BSL, mask, self.heads, 1, scale=self.scale)
         out = out.reshape(tokens, self.heads, self.latent).transpose(1, 0, 2)
         out = (out @ matrix[:, self.plain :].transpose(0, 2, 1)).transpose(1, 0, 2)
-        return self.out(out.reshape(tokens, -1), weights)
+        return self.out(out.reshape(tokens, -1), weights, q_NC)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `AttentionLayer.shard_over`. What all heads share, up to the norms of the latent vectors, is computed like

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspore import Layout, nn
+from mindspore import Layout, nn, ops
 from mindspore.ops import operations as P
 
 from trainer.models.shapes import adapted_projections, adapter_names, block_names, dropped_projections, mask_name
+from trainer.parallel.tensor import LeaveAfter
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.tensor import TensorParallel
 
 
 class Projection(nn.Cell):
@@ -25,13 +27,21 @@ class Projection(nn.Cell):
     Automatic differentiation of this is as good as a gradient by hand: `Linear` has one already, the products with A
     and B are small, and where W is not trained the product that would be its gradient is never computed. `name` is the
     projection's in the block, for example ``self_attn.q_proj``.
+
+    With `tensor` the rank has some columns of W and A, and of x: the ranks' products are summed, then the bias is added
+    to the rows of the residual stream that the rank has. `entered` is what `TensorParallel.enter` made before.
     """
 
-    def __init__(self, name: str, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(
+        self, name: str, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None
+    ) -> None:
         super().__init__()
         argnums = {entry: argnum for argnum, entry in enumerate(block_names(settings))}
         self.weight, self.has_bias = argnums[f"{name}.weight"], f"{name}.bias" in argnums
-        self.linear = kernels.linear_bias() if self.has_bias else kernels.linear()
+        self.leaves = tensor is not None
+        self.linear = kernels.linear_bias() if self.has_bias and not self.leaves else kernels.linear()
+        if self.leaves:
+            self.leave, self.add_bias = LeaveAfter(tensor), kernels.add_bias()
         self.has_adapter = name in adapted_projections(settings)
         if self.has_adapter:
             self.a, self.b = (argnums[part] for part in adapter_names(name))
@@ -46,11 +56,20 @@ class Projection(nn.Cell):
             return weights[self.weight]
         return weights[self.weight] + self.product(weights[self.b] * self.scale, weights[self.a])
 
-    def construct(self, x_NI, weights):
+    def construct(self, x_NI, weights, entered=None):
+        if not self.leaves:
+            return self.adapted(x_NI, self.of_matrix(x_NI, weights), weights)
+        y_NO = self.adapted(x_NI, self.linear(x_NI, weights[self.weight]), weights)
+        y_NO = self.leave(y_NO, ops.stop_gradient(entered))
+        return self.add_bias(y_NO, weights[self.weight + 1]) if self.has_bias else y_NO
+
+    def of_matrix(self, x_NI, weights):
         if self.has_bias:
-            y_NO = self.linear(x_NI, weights[self.weight], weights[self.weight + 1])
-        else:
-            y_NO = self.linear(x_NI, weights[self.weight])
+            return self.linear(x_NI, weights[self.weight], weights[self.weight + 1])
+        return self.linear(x_NI, weights[self.weight])
+
+    def adapted(self, x_NI, y_NO, weights):
+        """y with what the adapter adds."""
         if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
             return y_NO
         mask = None if self.mask is None else weights[self.mask]

@@ -7,6 +7,7 @@ data-parallel ranks differ while everything that must agree across ranks uses ra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,20 +25,61 @@ class DropoutKey:
     micro_batch: int
 
 
-def dropout_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+class MaskPart(NamedTuple):
+    """The part of a mask that one of several ranks needs."""
+
+    number: int  # of the part, from 0
+    slices: tuple[slice, ...]
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the part of a mask of this shape."""
+        return tuple(len(range(size)[each]) for size, each in zip(shape, self.slices, strict=True))
+
+
+class OwnHeads(NamedTuple):
+    """The heads of one of several ranks that have equally many: part `number` of `heads` query heads, with the keys and
+    values that belong to them."""
+
+    number: int
+    heads: int  # of the whole model
+    kv_heads: int
+    own_heads: int  # of the rank
+    own_kv_heads: int
+
+
+def dropout_mask(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
+) -> np.ndarray:
     """Float32 mask: 0 with probability `rate`, in [0, 1), else 1 / (1 - rate).
 
-    `site` numbers the places in the network that have dropout.
+    `site` numbers the places in the network that have dropout. With `part`, that part of the mask of this shape.
     """
-    kept = np.random.Generator(_stream(key, site)).random(shape, dtype=np.float32) >= np.float32(rate)
+    drawn = np.random.Generator(_stream(key, site)).random(shape, dtype=np.float32)
+    kept = (drawn if part is None else drawn[part.slices]) >= np.float32(rate)
     return kept * np.float32(1 / (1 - rate))
 
 
-def mask_seed(key: DropoutKey, site: int) -> int:
-    """A seed from 0 to 2**63 - 1 for a device that draws the mask itself, another one for each mask."""
-    return int(_stream(key, site).random_raw()) >> 1
+def scores_mask(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+) -> np.ndarray:
+    """As `dropout_mask`, for probabilities of the reference attention [B*K, T*G, T]; with `own` those of a rank, of the
+    mask that one rank with all heads would draw."""
+    if own is None:
+        return dropout_mask(key, site, shape, rate)
+    rows, length, group = shape[0] // own.own_kv_heads, shape[2], own.heads // own.kv_heads
+    whole = dropout_mask(key, site, (rows * own.kv_heads, length * group, length), rate)
+    first_key, first_query = divmod(own.number * own.own_heads, group)
+    keys = slice(first_key, first_key + own.own_kv_heads)
+    queries = slice(first_query, first_query + own.own_heads // own.own_kv_heads)
+    part = whole.reshape(rows, own.kv_heads, length, group, length)[:, keys, :, queries]
+    return np.ascontiguousarray(part).reshape(shape)
 
 
-def _stream(key: DropoutKey, site: int) -> np.random.Philox:
+def mask_seed(key: DropoutKey, site: int, part: int = 0) -> int:
+    """A seed from 0 to 2**63 - 1 for a device that draws the mask itself, another one for each mask and part of it."""
+    return int(_stream(key, site, part).random_raw()) >> 1
+
+
+def _stream(key: DropoutKey, site: int, block: int = 0) -> np.random.Philox:
     stream = [key.seed, _DROPOUT_STREAM + (key.rank << 8)]
-    return np.random.Philox(key=stream, counter=[0, key.step, key.micro_batch, site])
+    return np.random.Philox(key=stream, counter=[block, key.step, key.micro_batch, site])

@@ -22,6 +22,7 @@ from trainer.ops.cpu import moe as moe_reference
 from trainer.ops.cpu.experts import CpuExperts
 from trainer.ops.cpu.host import HostKernels
 from trainer.ops.cpu.router import CpuRouter
+from trainer.ops.cpu.vocabulary import VocabularyCrossEntropy, VocabularyRows
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
 
@@ -72,12 +73,14 @@ class KernelSet:
 
     linear: MakeCell
     linear_bias: MakeCell
+    add_bias: MakeCell
     rms_norm: MakeCell
     head_norm: MakeCell
     rotary: MakeCell
     swiglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
+    vocabulary_cross_entropy: MakeCell
     piecewise_loss: MakeCell | None
     router_linear: MakeCell
     route: MakeCell
@@ -85,6 +88,7 @@ class KernelSet:
     permute: MakeCell
     unpermute: MakeCell
     gather_rows: Callable
+    vocabulary_rows: MakeCell
     one_hot: MakeCell
     split_heads: MakeCell
     join_heads: MakeCell
@@ -158,6 +162,7 @@ def load_kernels(
     of_flash = module_of["attention"] is ascend
     masks = ascend_attention if of_flash else reference
     attention = ascend_attention if of_flash else module_of["attention"]
+    divides = {"division": own.division} if attention is reference else {}
     on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
     drawing = ascend_attention if on_ascend else reference
 
@@ -179,12 +184,14 @@ def load_kernels(
     return KernelSet(
         linear=product(plain.Linear),
         linear_bias=product((own if plain is reference else plain).LinearBias),
+        add_bias=product(own.AddBias),
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
-        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
+        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax, **divides),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
+        vocabulary_cross_entropy=partial(VocabularyCrossEntropy, dtype=compute),
         piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
         router_linear=plain.Linear,
         route=experts.Route,
@@ -192,6 +199,7 @@ def load_kernels(
         permute=sorting[0],
         unpermute=sorting[1],
         gather_rows=own.gather_rows,
+        vocabulary_rows=partial(VocabularyRows, gather_rows=own.gather_rows),
         one_hot=own.OneHot,
         split_heads=split_heads,
         join_heads=plain.JoinHeads,

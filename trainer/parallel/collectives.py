@@ -167,6 +167,13 @@ def all_reduce_in_buckets(
     return sums
 
 
+def all_reduce(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Sums each tensor over all ranks of a group, with the same bits on every rank."""
+    if group.on_host:
+        return all_reduce_in_buckets(tensors, group)
+    return [start_all_reduce(each.reshape(-1), group).wait().reshape(each.shape) for each in tensors]
+
+
 class Started(NamedTuple):
     """A collective under way: its result, which must not be used before `wait`."""
 
@@ -362,6 +369,16 @@ class AllToAll(_Pair):
 
     def __init__(self, group: Group, compiled: bool = True) -> None:
         super().__init__(_all_to_all(group, compiled), _all_to_all(group, compiled))
+
+
+def rotation(group: HostGroup, places: int, compiled: bool = True) -> Callable[[Tensor], Tensor]:
+    """x -> the x of the rank so many places back in the ring of a CPU's ranks, which all call it. Without a gradient,
+    which would go as many places on."""
+
+    def rotate(array: np.ndarray) -> np.ndarray:
+        return group.rotate(array, places)
+
+    return _on_host(rotate, compiled, lambda rows: rows)
 
 
 def send(x: Tensor, group: Group, to: int) -> None:

@@ -17,11 +17,18 @@ import numpy as np
 
 from trainer.errors import RunError
 from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
+from trainer.parallel.layout import SUM_GROUPS, model_layout
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.process_groups import process_groups
 
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
 
+    from trainer.config import ModelConfig
     from trainer.parallel.collectives import Group
+    from trainer.parallel.layout import ModelLayout
+    from trainer.parallel.mesh import Degrees, MeshCoordinate
+    from trainer.parallel.process_groups import ProcessGroups
 
 
 class Communicator(Protocol):
@@ -29,6 +36,10 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    data_rank: int
+    """Which batches and dropout masks this rank has; ranks that compute parts of one model have the same."""
+    counts_losses: bool
+    """Whether this rank's losses and tokens count: of the ranks that compute the same ones, the first one's do."""
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
@@ -38,9 +49,9 @@ class Communicator(Protocol):
         a CPU has arrays, as `all_sum` rounds them. A single process gets its own values."""
 
     def gradient_reducer(
-        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward | SumDuringBackward:
-        """Sums the gradients of these parameters over all ranks, step by step; the optimizer state of those that
+        """Sums the gradients of these parameters over the ranks, step by step; the optimizer state of those that
         `is_sharded` names is divided among the ranks. `in_float32` False leaves each gradient in its dtype."""
 
     def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
@@ -59,7 +70,11 @@ class Communicator(Protocol):
 class SingleProcess:
     """A run of one process."""
 
-    rank, size = 0, 1
+    rank, size, counts_losses = 0, 1, True
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
@@ -68,7 +83,7 @@ class SingleProcess:
         return list(values)
 
     def gradient_reducer(
-        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward:
         return SumAfterBackward()
 
@@ -86,12 +101,14 @@ class SingleProcess:
 
 
 class ProcessGroup:
-    """The ranks of a job: a group of `trainer.parallel.collectives`."""
+    """The ranks of a job, each with the whole model: a group of `trainer.parallel.collectives`."""
+
+    counts_losses = True
 
     def __init__(self, group: Group) -> None:
         from trainer.parallel.collectives import all_gather_ranges
 
-        self.group, self.rank, self.size = group, group.rank, group.size
+        self.group, self.rank, self.size, self.data_rank = group, group.rank, group.size, group.rank
         self.gather_bytes, self.all_gather_ranges = group.gather_bytes, partial(all_gather_ranges, group)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
@@ -109,10 +126,10 @@ class ProcessGroup:
         return [part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, arrays, strict=True)]
 
     def gradient_reducer(
-        self, parameters: Sequence[Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward | SumDuringBackward:
         if not self.group.on_host:
-            return SumDuringBackward(parameters, is_sharded, self.group, in_float32)
+            return SumDuringBackward(list(parameters.values()), is_sharded, self.group, in_float32)
         from trainer.parallel.collectives import all_reduce_in_buckets
 
         return SumAfterBackward(partial(all_reduce_in_buckets, group=self.group))
@@ -122,6 +139,53 @@ class ProcessGroup:
 
     def barrier(self) -> None:
         self.group.all_gather(np.zeros(1, np.float32))
+
+
+class ModelParallel(ProcessGroup):
+    """The ranks of a job that divide a model among them.
+
+    Args:
+        groups: Those of this rank.
+        where: Its coordinate in the mesh.
+    """
+
+    def __init__(self, groups: ProcessGroups, layout: ModelLayout, where: MeshCoordinate) -> None:
+        super().__init__(groups.world)
+        self.groups, self.layout, self.where, self.data_rank = groups, layout, where, where.data
+        self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
+
+    def gradient_reducer(
+        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+    ) -> SumAfterBackward:
+        return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
+
+    def counted(self, names: Sequence[str]) -> np.ndarray:
+        """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
+        return np.array([float(self.layout.counts(name, self.where)) for name in names])
+
+    def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Each gradient summed over the groups that the layout names, one after the other."""
+        from trainer.parallel.collectives import all_reduce
+
+        found = list(gradients)
+        for kind in SUM_GROUPS:
+            group = getattr(self.groups, kind)
+            places = [place for place, name in enumerate(names) if kind in self.layout.parameters[name].sums]
+            if group is None or not places:
+                continue
+            for place, total in zip(places, all_reduce([found[place] for place in places], group), strict=True):
+                found[place] = total
+        return found
+
+
+def model_parallel(
+    group: Group, settings: ModelConfig, degrees: Degrees, sequence_parallel: bool
+) -> ModelParallel:
+    """The ranks of a job, `group`, that divide a model by these degrees."""
+    mesh = build_mesh(degrees, group.size)
+    layout = model_layout(settings, degrees, sequence_parallel=sequence_parallel)
+    kv_heads = None if settings.multi_latent_attention else settings.kv_heads
+    return ModelParallel(process_groups(group, mesh, kv_heads), layout, mesh.coordinate_of(group.rank))
 
 
 def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:

@@ -111,6 +111,14 @@ class HostGroup:
         self.connections.exchange({}, {self.ranks[source]: [_bytes(received)]})
         return received
 
+    def rotate(self, array: np.ndarray, places: int) -> np.ndarray:
+        """Sends an array so many places on in the ring of ranks, and returns what comes from as many places back."""
+        given = np.asarray(array, order="C")
+        received = np.empty_like(given)
+        to, source = (self.ranks[(self.rank + step) % self.size] for step in (places, -places))
+        self.connections.exchange({to: [_bytes(given)]}, {source: [_bytes(received)]})
+        return received
+
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes; lengths may differ."""
         lengths = self.all_gather(np.array([len(data)], np.int64)).reshape(-1).tolist()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from trainer.models.shapes import (
     EMBEDDING,
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 SumGroup = Literal["tp", "kv", "dp_cp", "expert_dp", "embedding"]
 """Ranks over which a gradient is summed: those of a tensor group; those of it that hold the same key and value head;
 all ranks of a stage with the same tensor coordinate; those of a stage with the same experts; the stages that hold the
-embedding."""
+embedding. They are fields of `trainer.parallel.process_groups.ProcessGroups`, in the order of the sums."""
+SUM_GROUPS: tuple[SumGroup, ...] = get_args(SumGroup)
 
 _COLUMNS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
 _ROWS = ("o_proj", "down_proj")

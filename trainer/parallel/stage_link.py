@@ -42,7 +42,11 @@ class StageLink:
         Raises:
             RunError: The other stage has ended.
         """
-        self.senders[stage].put(tensor)
+        self.send_array(stage, tensor.asnumpy(), tensor)
+
+    def send_array(self, stage: int, array: np.ndarray, owner: Tensor | None = None) -> None:
+        """As `send`; the array must not change until it is sent. `owner` is the tensor whose memory it is."""
+        self.senders[stage].put(array, owner)
 
     def receive(self, stage: int) -> Tensor:
         """Waits until the other stage has sent.
@@ -50,10 +54,14 @@ class StageLink:
         Raises:
             RunError: It has ended.
         """
+        return Tensor.from_numpy(self.receive_array(stage))
+
+    def receive_array(self, stage: int) -> np.ndarray:
+        """As `receive`."""
         dtype, *shape = _HEADER.unpack(self._bytes(stage, bytearray(_HEADER.size)))
         array = np.empty(shape, np.dtype(dtype.rstrip(b"\0").decode()))
         self._bytes(stage, array.reshape(-1).view(np.uint8))
-        return Tensor.from_numpy(array)
+        return array
 
     def _bytes(self, stage: int, buffer: bytearray | np.ndarray) -> bytearray | np.ndarray:
         left, connection = memoryview(buffer), self.sockets[stage]
@@ -83,16 +91,15 @@ class _Sender:
 
     def __init__(self, stage: int, to: int, connection: socket.socket) -> None:
         self.stage, self.to, self.connection = stage, to, connection
-        self.queue: queue.SimpleQueue[tuple[Tensor, np.ndarray] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[Tensor | None, np.ndarray] | None] = queue.SimpleQueue()
         self.lost = False
         self.thread = threading.Thread(target=self._run, name=f"pipeline sender to stage {to}", daemon=True)
         self.thread.start()
 
-    def put(self, tensor: Tensor) -> None:
+    def put(self, array: np.ndarray, owner: Tensor | None) -> None:
         if self.lost:
             raise RunError(f"stage {self.stage} of the pipeline has lost stage {self.to}, which has ended")
-        # The array is the tensor's own memory, so the tensor stays until it is sent.
-        self.queue.put((tensor, np.ascontiguousarray(tensor.asnumpy())))
+        self.queue.put((owner, np.ascontiguousarray(array)))
 
     def end(self) -> None:
         self.queue.put(None)

@@ -66,7 +66,7 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
         config = with_device_defaults(config, planned_device(config))
     backend = choose_backend(config, world)
     elsewhere = plans_elsewhere(config) or not opens_data
-    problems, of_backend = [*told, *run_problems(config, world)], backend.problems()
+    problems, of_backend = [*told, *map(_of_plan, run_problems(config, world))], backend.problems()
     misfits = fit_problems(config, world)
     rules = {one.error.rule for one in misfits}
     unbuilt = [one for one in of_backend if one.error.rule not in rules] if elsewhere else []
@@ -191,6 +191,15 @@ def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
         recompute="", adapters="", pipeline=None, tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,
         notices=(*plan.notices, *notices, Notice(text, "parallel")),
     )  # fmt: skip
+
+
+def _of_plan(found: Problem) -> Problem:
+    """A problem of a run, with the fix that a plan has."""
+    if found.error.key != "use_parallel":
+        return found
+    error = found.error
+    fix = "leave --ranks out, or add --use_parallel True"
+    return found._replace(error=UserError(error.rule, where=error.where, key=error.key, value=error.value, fix=fix))
 
 
 def _memory(config: Config, world: World) -> dict[str, int]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
+from trainer.config.checks.notices import pipeline_notices
 from trainer.config.checks.parallel import degrees_of, in_job, micro_batches, runs_semi_auto
+from trainer.config.checks.problem import Problem, problem
 from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from trainer.checkpoint.state import Resumed
     from trainer.config import Config
-    from trainer.config.checks.problem import Problem
     from trainer.plan.backend import TrainingBackend
     from trainer.step.train_step import TrainStep
 
@@ -58,13 +59,18 @@ class ExplicitBackend:
         self.execution = compiled if config.context.mode == 0 else "operator by operator"
 
     def check_device(self, device: str) -> None:
-        """It runs on all of them."""
+        """It runs on all of them; a pipeline on CPUs alone."""
+        if device != "CPU" and degrees_of(self.config, self.world).pipeline_stage > 1:
+            rule = "outside semi-automatic mode a pipeline runs on CPUs alone so far"
+            fix = "set parallel.parallel_mode to 1, or pipeline_stage to 1"
+            raise problem(self.config, "parallel_config.pipeline_stage", rule, fix).error
 
     def problems(self) -> list[Problem]:
         return []  # `preflight` knows them all
 
     def notices(self) -> Iterator[str]:
-        yield from ()
+        if self.config.use_parallel:
+            yield from pipeline_notices(self.config)
 
     def open(
         self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str

@@ -29,10 +29,18 @@ from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import start
-from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess, check_same_values
+from trainer.parallel.communicator import (
+    Communicator,
+    ModelParallel,
+    ProcessGroup,
+    SingleProcess,
+    check_same_values,
+    model_parallel,
+)
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process_groups import process_groups
 from trainer.parallel.sharding import OptimizerShard
+from trainer.parallel.tensor import ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.step.pipeline import Pipeline, build_pipeline, stage_parameters
 from trainer.step.train_step import TrainStep
@@ -74,7 +82,7 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = ProcessGroup(start(world)) if world.size > 1 else SingleProcess()
+    communicator = _communicator(config, world)
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
@@ -84,7 +92,7 @@ def open_session(
     if degrees.pipeline_stage > 1:
         groups = process_groups(communicator.group, build_mesh(degrees, world.size), config.decoder.kv_heads)
         held, part = stage_parameters(config, groups.pp.rank), f"stage {groups.pp.rank}"
-    model, build_inputs = build_model(config, kernels, device, held)
+    model, build_inputs = build_model(config, kernels, device, held, _shard(config, communicator))
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator, part)
@@ -100,10 +108,32 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
     return parameter_groups(trained_shapes(config), config.optimizer.weight_decay, config.optimizer.type)
 
 
+def _communicator(config: Config, world: World) -> Communicator:
+    """Joins the other ranks of the job, where there are some."""
+    if world.size == 1:
+        return SingleProcess()
+    degrees, group = degrees_of(config, world), start(world)
+    if degrees.model_parallel == 1 or degrees.pipeline_stage > 1:
+        return ProcessGroup(group)
+    return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel)
+
+
+def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
+    """What this rank has of the model; None: all of it."""
+    if not isinstance(communicator, ModelParallel):
+        return None
+    tensor = TensorParallel(communicator.groups.tp, config.parallel_config.use_seq_parallel)
+    return ModelShard(communicator.layout, communicator.where, tensor)
+
+
 def build_model(
-    config: Config, kernels: KernelSet, device: str = "CPU", held: Collection[str] | None = None
+    config: Config,
+    kernels: KernelSet,
+    device: str = "CPU",
+    held: Collection[str] | None = None,
+    shard: ModelShard | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs; `held` as in `Decoder`."""
+    """The model with the weights of `seed`, and what makes its inputs; `held` and `shard` as in `Decoder`."""
     trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
@@ -111,9 +141,10 @@ def build_model(
         return model, ImageInputBuilder(config.classifier)
     recomputed = recomputed_parts(config) if trains else ()
     model = Decoder(
-        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, held=held
-    )
-    return model, InputBuilder(config.decoder, kernels)
+        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, held=held,
+        shard=shard,
+    )  # fmt: skip
+    return model, InputBuilder(model.settings, kernels)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator, part: str = "all") -> None:
@@ -121,10 +152,12 @@ def check_same_weights(model: Decoder, communicator: Communicator, part: str = "
     """
     if communicator.size == 1:
         return
-    checksum = 0
-    for parameter in model.parameters_by_name.values():
-        checksum = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), checksum)
-    check_same_values({part: checksum}, "weights", communicator)
+    sums: dict[str, int] = {}
+    for name, parameter in model.parameters_by_name.items():
+        if model.shard is not None:
+            part = f"{name} from {model.shard.layout.shard(name, model.shard.where).start}"
+        sums[part] = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), sums.get(part, 0))
+    check_same_values(sums, "weights", communicator)
 
 
 def open_training(

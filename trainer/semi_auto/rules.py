@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
-from trainer.config.checks.notices import Notice
-from trainer.config.checks.parallel import UNBUILT_DEGREES, degrees_of, fit_problems, micro_batches, sharing_level
+from trainer.config.checks.notices import Notice, pipeline_notices
+from trainer.config.checks.parallel import degrees_of, fit_problems, micro_batches, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
@@ -34,16 +34,7 @@ def data_config(config: Config, world: World) -> Config:
 
 def semi_auto_notices(config: Config) -> Iterator[str]:
     """What of the file has no effect, or another one, in semi-automatic mode."""
-    steps, stages = config.runner_config.gradient_accumulation_steps, config.parallel_config.pipeline_stage
-    if steps > 1 and stages > 1:
-        yield Notice(
-            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
-            f" be; parallel_config.micro_batch_num {config.parallel_config.micro_batch_num} says how many there are",
-            "ignored",
-        )
-    if stages == 1 and config.parallel_config.micro_batch_num > 1:
-        text = f"parallel_config.micro_batch_num {config.parallel_config.micro_batch_num}: no effect without a pipeline"
-        yield Notice(text, "ignored")
+    yield from pipeline_notices(config)
     if config.context.mode == 1:
         yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
     if config.network.labels_text == "tokens":
@@ -100,7 +91,7 @@ def _cannot(config: Config, world: World) -> Iterator[Problem]:
 
 def _only_data_parallel(config: Config) -> Iterator[Problem]:
     """The degrees that would cut a classifier's matrices or layers."""
-    for name in UNBUILT_DEGREES:
+    for name in sorted({*Degrees._fields} - {"data_parallel"}):
         if getattr(config.parallel_config, name) > 1:
             rule = "a classifier has data parallelism alone"
             yield problem(config, f"parallel_config.{name}", rule, "set it to 1, and raise data_parallel instead")

@@ -51,7 +51,8 @@ def _devices(config: Config, plan: Plan) -> list[str]:
         limit, total = config.context.max_device_memory, plan.memory_bytes["total"] / _GIB
         of = "more than" if limit and total > float(limit.removesuffix("GB")) else "of"
         text = f"memory: about {total:,.1f} GiB a rank, activations (estimated) included"
-        found.append(text + (f", {of} {limit}" if limit else ""))
+        # MindSpore's GB is 2**30 bytes.
+        found.append(text + (f", {of} the {limit.removesuffix('GB')} GiB of max_device_memory" if limit else ""))
     else:
         found.append("sizes of the model: " + (config.pretrained_model_dir or "none is written in model.model_config"))
     return found

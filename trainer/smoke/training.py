@@ -20,6 +20,7 @@ _PHASES = {
     "warmup_steps": 1, "decay_steps": 1, "decay_start_steps": 2, "keep_steps": 1, "final_steps": 1, "t_max": 2,
     "t_0": 2,
 }  # fmt: skip
+_DROPPED = {*UNBUILT_DEGREES, "pipeline_stage"}  # a pipeline has no enable_parallel_optimizer, which most files have
 
 
 def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator[Change]:
@@ -103,7 +104,7 @@ def _parallel(config: Config, ranks: int) -> Iterator[Change]:
     in_force = config.use_parallel is not False
     others = {}
     for name in (name for name in Degrees._fields if name != "data_parallel"):
-        kept = getattr(section, name) > 1 and name not in UNBUILT_DEGREES and left % 2 == 0
+        kept = getattr(section, name) > 1 and name not in _DROPPED and left % 2 == 0
         others[name] = 2 if kept else 1
         left //= others[name]
     job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
@@ -113,7 +114,7 @@ def _parallel(config: Config, ranks: int) -> Iterator[Change]:
     yield from changed(config, "parallel_config.data_parallel", left, job if shown else "")
     instead = "data_parallel in its place: explicit mode does not train it today"
     for name, degree in others.items():
-        why = instead if name in UNBUILT_DEGREES else job
+        why = instead if name in _DROPPED else job
         yield from changed(config, f"parallel_config.{name}", degree, why if in_force else "")
     yield from changed(config, "parallel_config.micro_batch_num", 1)  # its accumulation is among the steps
     decoder = config.decoder

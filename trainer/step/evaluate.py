@@ -45,6 +45,7 @@ def evaluate(
         RunError: The data has no valid token.
     """
     communicator = SingleProcess() if communicator is None else communicator
+    gives_losses = gives_losses and communicator.counts_losses
     began = time.perf_counter()
     measures, losses, hits, tokens, stopped = device_measures(), [], [], 0, False
     for batch in batches:

@@ -13,23 +13,25 @@ Legend: N tokens, D hidden.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from trainer.config.stages import chunk_layers, stage_layers
 from trainer.models.decoder import DecoderCall
+from trainer.models.generate import StageChunk
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.parallel.collectives import all_reduce_in_buckets
 from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.schedule import Schedule, forward_only, one_forward_one_backward
+from trainer.parallel.schedule import Action, Schedule, forward_only, one_forward_one_backward
 from trainer.parallel.stage_link import StageLink
 from trainer.step.accumulate import RankShare
 
@@ -46,16 +48,6 @@ Passes: TypeAlias = Generator[int, Tensor, T]
 
 Done: TypeAlias = Callable[[int, LossSums, DecoderCall, bool], None]
 """(micro-batch, sums of losses of a chunk, its call, whether it is the last chunk of the stage)"""
-
-
-class Link(Protocol):
-    """Carries tensors between stages; a stage takes those of another one in the order in which they were sent."""
-
-    def send(self, stage: int, tensor: Tensor) -> None:
-        """Does not wait until the other stage takes it."""
-
-    def receive(self, stage: int) -> Tensor:
-        """Waits until the other stage has sent it."""
 
 
 class ModelPart(NamedTuple):
@@ -164,7 +156,7 @@ class Stage:
         Args:
             call_of: Number of a micro-batch -> its inputs; called once for each.
             factor: Of the minimised sum.
-            send: See `Link.send`.
+            send: See `StageLink.send`.
             done: Called after each forward pass of a chunk.
             totals: Takes the sums of the gradients over the micro-batches, by the names of the parameters.
         """
@@ -229,15 +221,17 @@ class Pipeline:
         group_of: Parameter group of each trained parameter of the whole model, in forward order.
         shared: Names of trained parameters that the first and the last stage have, each a copy.
         embedding: These two stages, where this rank is one of them.
+        group: One rank of each stage.
         gives_losses: See `RankShare`.
     """
 
     stage: Stage
-    link: Link
+    link: StageLink
     stage_communicator: Communicator
     group_of: Mapping[str, str]
     shared: Collection[str]
     embedding: HostGroup | None
+    group: HostGroup
     gives_losses: bool
 
     def share(self, names: Sequence[str]) -> RankShare:
@@ -271,13 +265,53 @@ class Pipeline:
                 [gradients[place]] = all_reduce_in_buckets([gradients[place]], self.embedding)
         return gradients, share
 
+    def gathered(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """On the first stage the arrays of all stages, each from the first stage that has it; {} on the others, whose
+        arrays must not change before the next collective. All ranks call it."""
+        shapes = {name: array.shape for name, array in arrays.items()}
+        stages = [json.loads(each) for each in self.group.gather_bytes(json.dumps(shapes).encode())]
+        own, found = self.group.rank, dict(arrays)
+        for stage, held in enumerate(stages):
+            names = [name for name in held if not any(name in before for before in stages[:stage])]
+            for name in names if stage else ():
+                if stage == own:
+                    self.link.send_array(0, arrays[name].reshape(1, -1))
+                elif own == 0:
+                    found[name] = self.link.receive_array(stage).reshape(held[name])
+        return found if own == 0 else {}
+
+    def generation_chunks(self) -> list[StageChunk]:
+        """The chunks of this stage, for a `trainer.models.generate.Generator`."""
+        schedule = self.stage.schedule(1)
+        found = []
+        for chunk, part in enumerate(self.stage.parts):
+            action = Action("forward", 0, chunk)
+            needed, taker = schedule.needed(self.stage.stage, action), schedule.taker(self.stage.stage, action)
+            receive = None if needed is None else partial(self.link.receive_array, needed.sender)
+            send = None if taker is None else partial(self.link.send_array, taker)
+            found.append(StageChunk(part.layers, receive, send))
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true on any stage."""
+        return bool(self.group.all_gather(np.array([flag])).any())
+
+    def share_logits(self, logits_BV: np.ndarray | None) -> np.ndarray:
+        """Those of the last stage, on all stages."""
+        last = self.group.size - 1
+        if logits_BV is None:
+            return self.link.receive_array(last)
+        for stage in range(last):
+            self.link.send_array(stage, logits_BV)
+        return logits_BV
+
     def evaluate(self, inputs: ModelInputs) -> LossSums:
         """A batch of an evaluation, which all stages compute together: its losses on the last stage."""
         sums, _ = run_with(self.link, self.stage.evaluate(inputs, self.link.send))
         return sums
 
 
-def run_with(link: Link, passes: Passes[T]) -> tuple[T, float]:
+def run_with(link: StageLink, passes: Passes[T]) -> tuple[T, float]:
     """Runs the passes of this stage; returns their result and the seconds in which it waited for other stages."""
     waited = 0.0
     try:
@@ -316,5 +350,6 @@ def build_pipeline(
         group_of,
         {name for name in group_of if len(layout.parameters[name].stages) > 1},
         groups.embedding,
+        groups.pp,
         gives_losses=stage == stages - 1,
     )

@@ -25,11 +25,20 @@ from trainer.models.compute_weights import in_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, mtp_labels
 from trainer.models.moe import RouterStatistics
+from trainer.models.shapes import all_shapes
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
-from trainer.parallel.communicator import Communicator, SingleProcess
-from trainer.step.accumulate import MicroBatch, Votes, WindowGradients, WindowResults, accumulate, valid_tokens
+from trainer.parallel.communicator import Communicator, ModelParallel, SingleProcess
+from trainer.step.accumulate import (
+    MicroBatch,
+    RankShare,
+    Votes,
+    WindowGradients,
+    WindowResults,
+    accumulate,
+    valid_tokens,
+)
 from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import Guards
 
@@ -120,13 +129,17 @@ class TrainStep:
         self.pipeline, self.share, every, with_same_part = pipeline, None, optimizer.group_of, self.communicator
         if pipeline is not None:
             self.share, every, with_same_part = pipeline.share(names), pipeline.group_of, pipeline.stage_communicator
+        elif isinstance(self.communicator, ModelParallel):
+            own = self.communicator
+            self.share = RankShare(own.counts_losses, own.counted(names), range(len(names)))
         self.norm_groups = norm_groups(names if pipeline is None else list(every), wrapper, every)
-        self.data_rank = with_same_part.rank
+        self.data_rank = with_same_part.data_rank
         sharded = [name in optimizer.own_ranges for name in names]
         model.compute_weights.refresh()
         leaves = model.compute_weights.leaves(names)
         in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
-        self.reducer = with_same_part.gradient_reducer(leaves, sharded, in_fp32)
+        by_name = dict(zip(names, leaves, strict=True))
+        self.reducer = with_same_part.gradient_reducer(by_name, sharded, in_fp32)
         experts = model.settings.experts
         self.load = WindowLoad(with_same_part.sums) if experts and experts.balances_step else None
 
@@ -171,7 +184,9 @@ class TrainStep:
         sums, self.sums = self.sums, None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
-        return MicroBatch(sums.tokens, self.other_sums(batch, sums), call.statistics.counts(), gradients)
+        gives = self.share is None or self.share.gives_losses
+        others = self.other_sums(batch, sums, counts=gives)
+        return MicroBatch(sums.tokens if gives else None, others, call.statistics.counts(), gradients)
 
     def call_of(self, batch: Batch, number: int) -> DecoderCall:
         """What the model takes for micro-batch `number` of a window."""
@@ -206,7 +221,7 @@ class TrainStep:
         others = {}
         if settings.mtp_depth:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
-            others["mtp_loss"] = sums.mtp, mtp_labels(batch, settings.mtp_depth) if counts else 0
+            others["mtp_loss"] = (sums.mtp, mtp_labels(batch, settings.mtp_depth)) if counts else (None, 0)
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and settings.experts.z_loss_factor:
@@ -219,12 +234,23 @@ class TrainStep:
 
     def to_save(self) -> Saved:
         """What this rank contributes to a checkpoint; all ranks call it."""
+        if self.pipeline is not None:
+            return self._to_save_of_all_stages()
         optimizer, first = self.optimizer, self.communicator.rank == 0
         parameters = self.model.parameters_by_name.items() if first else ()
         weights = {name: parameter.asnumpy() for name, parameter in parameters}
         is_sharded = bool(optimizer.own_ranges)
         state = optimizer.state_arrays() if first or is_sharded else {}
         return Saved(weights, state, optimizer.updates, is_sharded, shares_weights=True)
+
+    def _to_save_of_all_stages(self) -> Saved:
+        """The whole on rank 0, as copies."""
+        parameters = self.model.parameters_by_name.items()
+        found = self.pipeline.gathered({name: parameter.asnumpy().copy() for name, parameter in parameters})
+        state = self.pipeline.gathered(self.optimizer.state_arrays())
+        first = self.communicator.rank == 0
+        weights = {name: found[name] for name in all_shapes(self.model.settings)} if first else {}
+        return Saved(weights, state if first else {}, self.optimizer.updates)
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""

@@ -38,6 +38,31 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
 
 
+def context_problems(config: Config) -> Iterator[Problem]:
+    """context_parallel must divide the tokens of a sequence, and with ulysses_cp the heads of a rank."""
+    section, settings, key = config.parallel_config, config.decoder, "parallel_config.context_parallel"
+    ranks, algorithm = section.context_parallel, section.context_parallel_algo
+    if ranks == 1:
+        return
+    if algorithm == "hybrid_cp":
+        fix = "set it to colossalai_cp, or to ulysses_cp"
+        yield problem(config, "parallel_config.context_parallel_algo", "not yet supported", fix)
+        return
+    chunks = 2 if algorithm == "colossalai_cp" else 1  # of a rank: see trainer/data/batches/context.py
+    if settings.seq_length % (chunks * ranks):
+        twice = "2 x " if chunks > 1 else ""
+        rule = f"seq_length {settings.seq_length} is not divisible by {twice}context_parallel"
+        near = max(1, round(settings.seq_length / (chunks * ranks))) * chunks * ranks
+        yield problem(config, key, rule, f"set seq_length to {near}, or change context_parallel")
+    if chunks > 1:
+        return
+    heads = settings.num_heads // section.model_parallel
+    kv_heads = heads if settings.multi_latent_attention else max(1, settings.kv_heads // section.model_parallel)
+    if heads % ranks or kv_heads % ranks and ranks % kv_heads:
+        rule = f"with ulysses_cp its ranks share the {heads} heads and {kv_heads} heads of keys and values"
+        yield problem(config, key, rule, "change it, or set context_parallel_algo to colossalai_cp")
+
+
 def expert_problems(config: Config) -> Iterator[Problem]:
     """expert_parallel must divide the experts, and model_parallel the tokens that its ranks share for them."""
     section, settings, key = config.parallel_config, config.decoder, "parallel_config.expert_parallel"

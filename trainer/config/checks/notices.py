@@ -68,6 +68,11 @@ def _bound(config: Config) -> str:
     return f"capacity_factor {'null' if factor is None else f'{factor:g}'} sets no bound"
 
 
+def _resumed_before(config: Config) -> bool:
+    """Whether resume_training stands in the config.yaml of a run, not in a flag."""
+    return config.source.is_of_run and not config.source.where("resume_training").startswith("flag")
+
+
 def _has_float32_products(config: Config) -> bool:
     return config.classifier is not None or asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
 
@@ -118,7 +123,8 @@ _UNUSED = (
     _Unused("eval_dataset", "held_out", lambda c: c.eval_dataset is not None,
             "only train_dataset keeps documents back"),
     _Unused("", "predict_data chat", lambda c: c.run_mode != "predict", _run_mode),
-    _Unused("", "resume_training freeze", lambda c: not c.trains, _run_mode),
+    _Unused("", "resume_training", lambda c: not (c.trains or _resumed_before(c)), _run_mode),
+    _Unused("", "freeze", lambda c: not (c.trains or c.source.is_of_run), _run_mode),
     _Unused("runner_wrapper", "clip_value", lambda c: c.trains and c.runner_wrapper.use_clip_grad
             and c.runner_wrapper.clip_type == "norm", "runner_wrapper.clip_type is norm"),
     _Unused("runner_wrapper", "max_grad_norm clip_by_group", lambda c: c.trains and c.runner_wrapper.use_clip_grad
@@ -325,3 +331,17 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
     keys += ["enable_parallel_optimizer"] * parallel.enable_parallel_optimizer
     if keys:
         yield f"parallel ({', '.join(keys)}): not used, one device runs it all"
+
+
+def pipeline_notices(config: Config) -> Iterator[str]:
+    """What accumulation and micro_batch_num mean with and without a pipeline."""
+    steps, section = config.runner_config.gradient_accumulation_steps, config.parallel_config
+    if steps > 1 and section.pipeline_stage > 1:
+        yield Notice(
+            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
+            f" be; parallel_config.micro_batch_num {section.micro_batch_num} says how many there are",
+            "ignored",
+        )
+    if section.pipeline_stage == 1 and section.micro_batch_num > 1:
+        text = f"parallel_config.micro_batch_num {section.micro_batch_num}: no effect without a pipeline"
+        yield Notice(text, "ignored")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainer.config.checks.degrees import pipeline_problems
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
@@ -12,8 +13,6 @@ from trainer.parallel.world import World
 
 # What to do where a degree is asked for that nothing cuts yet.
 UNBUILT_DEGREES = {
-    "pipeline_stage": "set it to 1: with data_parallel alone every rank has all layers, and"
-    " parallel.enable_parallel_optimizer, recompute_config.recompute and freeze save memory",
     "model_parallel": "set it to 1: with data_parallel alone every rank has whole matrices, and"
     " parallel.enable_parallel_optimizer shares the optimizer's part of the memory",
     "context_parallel": "set it to 1: a shorter seq_length, or recompute_config.recompute, saves activations",
@@ -119,8 +118,25 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
         return batches
     degrees = ((name, fix) for name, fix in UNBUILT_DEGREES.items() if getattr(config.parallel_config, name) > 1)
     found = [problem(config, f"parallel_config.{name}", "not yet supported", fix) for name, fix in degrees]
-    found = found or fit_problems(config, world)
+    found = found or fit_problems(config, world) or list(_explicit_pipeline(config, degrees_of(config, world)))
     return [*batches, *found, *(_several_ranks(config, world) if world.size > 1 else ())]
+
+
+def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """What the trainer's own pipeline cannot do."""
+    if degrees.pipeline_stage == 1:
+        return
+    key, alone = "parallel_config.pipeline_stage", "set it to 1, or add --use_parallel False to run alone"
+    if config.classifier is not None:
+        yield problem(config, key, "a classifier has data parallelism alone", alone)
+        return
+    if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
+        rule = "not yet supported with a pipeline outside semi-automatic mode"
+        yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
+    if config.parallel.pipeline_config.pipeline_scheduler != "1f1b":
+        rule = "outside semi-automatic mode there is 1f1b alone, interleaved with pp_interleave_num"
+        yield problem(config, "parallel.pipeline_config.pipeline_scheduler", rule, "write 1f1b")
+    yield from pipeline_problems(config)
 
 
 def fit_problems(config: Config, world: World) -> list[Problem]:

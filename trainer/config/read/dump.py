@@ -37,13 +37,17 @@ class _Dumper(Emitter, Serializer, SafeRepresenter, ScalarResolver):
 _Dumper.add_representer(list, _Dumper.represent_list)
 
 
+RESOLVED = "# The resolved configuration:"
+"""How the config.yaml of a run begins."""
+
+
 def dump_config(config: Config) -> str:
     """Writes the resolved configuration: every key that acts, and what else differs from its default.
 
     Returns:
         YAML text; :func:`trainer.config.load_config` reads an equal configuration from it.
     """
-    return dump_values(values(config), "# The resolved configuration: every key that acts, and what else was set.\n")
+    return dump_values(values(config), f"{RESOLVED} every key that acts, and what else was set.\n")
 
 
 def dump_values(plain: dict[str, Any], comment: str) -> str:

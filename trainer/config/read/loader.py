@@ -13,7 +13,7 @@ from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
 from trainer.config.checks.validation import validate
 from trainer.config.pynative import is_newer_schema
 from trainer.config.read.defaults import fill_in
-from trainer.config.read.dump import dump_values
+from trainer.config.read.dump import RESOLVED, dump_values
 from trainer.config.read.model_folder import add_model_folder
 from trainer.config.read.nodes import Table, plain
 from trainer.config.read.overrides import Override, apply_overrides
@@ -68,7 +68,10 @@ def parse_config(
     if config is None:
         raise_problems(problems)
     assert config is not None, "a configuration without problems is valid"
-    config = config.with_source(Source(name, found.positions, tuple(notices + more + found.notices), found.written))
+    told_so_far = tuple(notices + more + found.notices)
+    config = config.with_source(
+        Source(name, found.positions, told_so_far, found.written, is_of_run=text.startswith(RESOLVED))
+    )
     ruled = rule_problems(config)
     problems += not_yet_problems(config) + (_independent(ruled, problems) if problems else ruled)
     if newer is not None:

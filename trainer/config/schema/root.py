@@ -55,6 +55,8 @@ class Source:
     positions: dict[str, SourceLocation] = field(default_factory=dict, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)
     written: dict[str, str] = field(default_factory=dict, compare=False)
+    is_of_run: bool = field(default=False, compare=False)
+    """Whether the file is the config.yaml of a run: then its keys are what that run did."""
 
     def where(self, key: str) -> str:
         """Says where a dotted key was set: ``configs/a.yaml:12``, ``flag --seed``, or an empty string for a default."""

@@ -15,7 +15,7 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate import DropoutDoMaskExt, DropoutGenMaskExt
 
-from trainer.ops.dropout import DropoutKey, mask_seed
+from trainer.ops.dropout import DropoutKey, MaskPart, OwnHeads, mask_seed
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -166,12 +166,17 @@ def mask_bytes(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) // 128) * 16
 
 
-def draw_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:
+def draw_mask(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
+) -> Tensor:
     """A mask drawn on the device: uint8, a bit for each number, filled up to a multiple of 128 bits.
 
-    The operator draws from counters that begin with its seed, so the same key gives the same bits.
+    The operator draws from counters that begin with its seed, so the same key gives the same bits. Each part of a mask
+    has a seed of its own: together they are not the bits of the whole.
     """
-    return draw_bits(Tensor(mask_seed(key, site), mstype.int64), shape, rate)
+    if part is None:
+        return draw_bits(Tensor(mask_seed(key, site), mstype.int64), shape, rate)
+    return draw_bits(Tensor(mask_seed(key, site, 1 + part.number), mstype.int64), part.of(shape), rate)
 
 
 def draw_bits(seed: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
@@ -179,11 +184,23 @@ def draw_bits(seed: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
     return DropoutGenMaskExt()(shape, rate, seed, Tensor(0, mstype.int64), mstype.bfloat16)
 
 
-def draw_attention_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:
+def draw_attention_mask(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+) -> Tensor:
     """The dropout mask that the operator takes, uint8 [B, H, T, T / 8]."""
-    return draw_mask(key, site, shape, rate).reshape(*shape[:-1], -1)
+    return _draw_scores_mask(key, site, shape, rate, own).reshape(*shape[:-1], -1)
 
 
-def draw_factors(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:
+def draw_factors(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+) -> Tensor:
     """A mask drawn on the device as the reference attention takes it: float32, 0 or 1 / (1 - rate)."""
-    return DropoutDoMaskExt()(ops.ones(shape, mstype.float32), draw_mask(key, site, shape, rate), rate)
+    return DropoutDoMaskExt()(ops.ones(shape, mstype.float32), _draw_scores_mask(key, site, shape, rate, own), rate)
+
+
+def _draw_scores_mask(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None
+) -> Tensor:
+    """The mask of the probabilities of a rank's heads, which have this shape."""
+    part = None if own is None else MaskPart(own.number, (slice(None),) * len(shape))
+    return draw_mask(key, site, shape, rate, part)

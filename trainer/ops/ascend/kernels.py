@@ -12,7 +12,14 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
-from mindspore.ops.auto_generate import RmsNormGrad, RotaryPositionEmbedding, RotaryPositionEmbeddingGrad, SwigluGrad
+from mindspore.ops.auto_generate import (
+    RmsNormGrad,
+    RotaryPositionEmbedding,
+    RotaryPositionEmbeddingGrad,
+    SliceExt,
+    SplitTensor,
+    SwigluGrad,
+)
 
 from trainer.ops.cpu.kernels import Linear
 
@@ -110,6 +117,13 @@ class LinearBias(nn.Cell):
         return self.linear(x_NI, weight_OI) + bias_O
 
 
+class AddBias(nn.Cell):
+    """As in cpu/kernels.py."""
+
+    def construct(self, y_NO, bias_O):
+        return y_NO + bias_O
+
+
 class OneHot(nn.Cell):
     """As in cpu/kernels.py."""
 
@@ -129,6 +143,32 @@ def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
 def split_columns(x_RD: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """As in cpu/kernels.py."""
     return mint.split(x_RD, (first, x_RD.shape[1] - first), 1)
+
+
+class _Halves(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.split = SplitTensor()
+
+    def construct(self, x_RTd):
+        return self.split(x_RTd, x_RTd.shape[1] // 2, 1)
+
+
+class _Slice(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.slice = SliceExt()
+
+    def construct(self, x, begin, size):
+        for axis in range(len(size)):
+            if size[axis] != x.shape[axis]:
+                x = self.slice(x, axis, begin[axis], begin[axis] + size[axis], 1)
+        return x
+
+
+def division() -> tuple[nn.Cell, nn.Cell]:
+    """As in cpu/kernels.py. Copies: a view, as mint.split returns one, becomes a copy by a legacy kernel here."""
+    return _Halves(), _Slice()
 
 
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:

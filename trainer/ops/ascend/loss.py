@@ -57,8 +57,8 @@ class _Core(nn.Cell):
     def bprop(self, x_ND, weight_VD, labels_N, valid_N1, out, grads):
         factor_N1, grad_x_ND, found = valid_N1 * grads[0], ops.zeros(x_ND.shape, mstype.float32), []
         for first, weight_PD in _pieces(x_ND, weight_VD):
-            grad_x_ND, grad_PD = self.gradients(x_ND, weight_PD, labels_N, first, factor_N1, out[1], grad_x_ND)
-            found.append(grad_PD)
+            grad_x_ND, *grad_PD = self.gradients(x_ND, weight_PD, labels_N, first, factor_N1, out[1], grad_x_ND)
+            found += grad_PD
         grad_weight_VD = ops.concat(found) if self.trained else _zeros(weight_VD)
         return grad_x_ND.astype(x_ND.dtype), grad_weight_VD, _zeros(labels_N), _zeros(valid_N1)
 
@@ -107,7 +107,7 @@ class _Sums(_Piece):
 
 class _Gradients(_Piece):
     """(x_ND, weight_PD, labels_N, first, the factor of each token's loss [N, 1], logsumexp_N1, grad_x_ND) -> grad_x_ND
-    with what the piece adds to it, and the gradient of its weight.
+    with what the piece adds to it, and where its weight is trained the weight's gradient.
 
     The factor is multiplied into the gradient of the logits before this is rounded: a loss scale that came later could
     not keep it above zero.
@@ -124,4 +124,5 @@ class _Gradients(_Piece):
         centred_NP = self.scatter_add(probabilities_NP, 1, column_N1, -inside_N1)
         grad_NP = self.cast(centred_NP * factor_N1, x_ND.dtype)
         grad_x_ND = grad_x_ND + self.cast(self.matmul(grad_NP, weight_PD), mstype.float32)
-        return grad_x_ND, self.matmul_at(grad_NP, x_ND) if self.trained else None
+        # Not None: an Ascend cannot run a compiled function with a result that is no tensor.
+        return (grad_x_ND, self.matmul_at(grad_NP, x_ND)) if self.trained else (grad_x_ND,)

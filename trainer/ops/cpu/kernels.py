@@ -21,7 +21,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SiLU, SiLUGrad
 
-from trainer.ops.dropout import DropoutKey, dropout_mask
+from trainer.ops.dropout import DropoutKey, MaskPart, OwnHeads, dropout_mask, scores_mask
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -59,6 +59,17 @@ class LinearBias(nn.Cell):
 
     def construct(self, x_NI, weight_OI, bias_O):
         return self.bias_add(self.linear(x_NI, weight_OI), bias_O)
+
+
+class AddBias(nn.Cell):
+    """y_NO + bias_O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias_add = P.BiasAdd()
+
+    def construct(self, y_NO, bias_O):
+        return self.bias_add(y_NO, bias_O)
 
 
 class RmsNorm(nn.Cell):
@@ -150,6 +161,11 @@ class SwiGLU(nn.Cell):
         return self.silu_grad(grad_NF * up_NF, gate_NF), grad_NF * self.silu(gate_NF)
 
 
+def division() -> tuple[Callable, Callable]:
+    """Both halves of an array's second axis; a part of an array, by its beginning and its size along each axis."""
+    return P.Split(1, 2), P.Slice()
+
+
 class Attention(nn.Cell):
     """softmax(scale q k^T + mask) v for grouped query heads, causal, without repeating keys and values.
 
@@ -162,18 +178,21 @@ class Attention(nn.Cell):
         softmax_dtype: Input and output of the softmax are rounded to it; mask and arithmetic are float32.
         value_size: Width of a head's values and of its result. Default None: d.
         scale: Default None: 1 / sqrt(d).
+        division: Makes what divides queries, keys, values and dropout; default: `division`.
     """
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32,
         value_size: int | None = None, scale: float | None = None,
+        division: Callable[[], tuple[Callable, Callable]] = division,
     ) -> None:  # fmt: skip
         super().__init__()
         self.kv_heads, self.head_size, self.value_size = kv_heads, head_size, value_size or head_size
         self.columns, self.scale = heads * self.value_size, head_size**-0.5 if scale is None else scale
         # One instance for every call site: see trainer/ops/__init__.py.
-        self.early, self.late = (_AttentionCore(self.value_size, dtype, softmax_dtype) for _ in range(2))
-        self.transpose, self.slice, self.split, self.concat = P.Transpose(), P.Slice(), P.Split(1, 2), P.Concat(1)
+        self.early, self.late = (AttentionCore(self.value_size, dtype, softmax_dtype) for _ in range(2))
+        self.transpose, self.concat = P.Transpose(), P.Concat(1)
+        self.split, self.slice = division()
 
     def construct(self, q_NC, k_NK, v_NK, mask, late_mask, dropout):
         # mask and late_mask: as attention_mask makes them
@@ -205,7 +224,7 @@ class Attention(nn.Cell):
         return x.reshape(rows * self.kv_heads, -1, size)
 
 
-class _AttentionCore(nn.Cell):
+class AttentionCore(nn.Cell):
     """(q, k, v, mask, dropout) -> (out, probabilities), batched; the probabilities are kept for the backward pass.
 
     The backward pass needs rowsum(dP * P), which equals rowsum(dO * O) (Dao et al. 2022, appendix B.2): its
@@ -233,21 +252,29 @@ class _AttentionCore(nn.Cell):
         return self.product(self.narrow(kept), v), probabilities
 
     def bprop(self, q, k, v, mask, dropout, out, grads):
-        probabilities, grad = out[1], grads[0]
-        minus_delta = self.matmul((out[0] * grad).reshape(-1, self.value_size), self.minus_ones_d1)
-        minus_delta = minus_delta.reshape(grad.shape[0], -1, 1)
+        minus_delta = self.minus_delta(out[0], grads[0])
+        grad_q, grad_k, grad_v = self.gradients(q, k, v, out[1], dropout, grads[0], minus_delta)
+        grad_dropout = None if dropout is None else ops.zeros(dropout.shape, dropout.dtype)
+        return grad_q, grad_k, grad_v, ops.zeros(mask.shape, mask.dtype), grad_dropout
+
+    def minus_delta(self, out, grad):
+        """-rowsum(dO * O), with a last dimension of 1."""
+        minus_delta = self.matmul((out * grad).reshape(-1, self.value_size), self.minus_ones_d1)
+        return minus_delta.reshape(grad.shape[0], -1, 1)
+
+    def gradients(self, q, k, v, probabilities, dropout, grad, minus_delta):
+        """Of q, k and v."""
         ones = ops.ones((v.shape[0], v.shape[1], 1), v.dtype)
         if dropout is None:
-            kept, grad_dropout = probabilities, None
+            kept = probabilities
             # [dO, -delta] [v, 1]^T = dO v^T - delta
             centred = self.wide(self.product_bt(self.concat((grad, minus_delta)), self.concat((v, ones))))
         else:
-            kept, grad_dropout = probabilities * dropout, ops.zeros(dropout.shape, dropout.dtype)
+            kept = probabilities * dropout
             centred = self.wide(self.product_bt(grad, v)) * dropout
             centred = centred + self.wide(self.product_bt(minus_delta, ones))
         grad_scores = self.narrow(probabilities * centred)
-        grad_q, grad_k = self.product(grad_scores, k), self.product_at(grad_scores, q)
-        return grad_q, grad_k, self.product_at(self.narrow(kept), grad), ops.zeros(mask.shape, mask.dtype), grad_dropout
+        return self.product(grad_scores, k), self.product_at(grad_scores, q), self.product_at(self.narrow(kept), grad)
 
     def wide(self, x):
         """From a product to the softmax."""
@@ -445,13 +472,18 @@ def cached_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
     return Tensor.from_numpy(np.repeat(bias, kv_heads, axis=0).reshape(rows * kv_heads, -1, keys))
 
 
-def draw_mask(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> Tensor:
+def draw_mask(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
+) -> Tensor:
     """A mask as `Dropout` takes it, drawn on the host."""
-    return Tensor(dropout_mask(key, site, shape, rate))
+    return Tensor(dropout_mask(key, site, shape, rate, part))
 
 
-draw_factors = draw_mask
-"""A mask as `Attention` takes it."""
+def draw_factors(
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+) -> Tensor:
+    """A mask as `Attention` takes it."""
+    return Tensor(scores_mask(key, site, shape, rate, own))
 
 
 def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:

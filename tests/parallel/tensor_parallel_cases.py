@@ -1,0 +1,139 @@
+"""What a rank of test_tensor_parallel.py trains: a tiny model whose matrices the ranks share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from mindspore import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+
+from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
+
+from trainer.config import Config  # noqa: E402
+from trainer.models.shapes import all_shapes  # noqa: E402
+from trainer.ops.kernel_set import load_kernels  # noqa: E402
+from trainer.ops.precision import resolve_precision  # noqa: E402
+from trainer.ops.select import select_kernels  # noqa: E402
+from trainer.optim.freeze import trained_shapes  # noqa: E402
+from trainer.optim.groups import parameter_groups  # noqa: E402
+from trainer.optim.optimizer import build_optimizer  # noqa: E402
+from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.communicator import SingleProcess, model_parallel  # noqa: E402
+from trainer.parallel.layout import ModelLayout  # noqa: E402
+from trainer.parallel.mesh import Degrees, MeshCoordinate  # noqa: E402
+from trainer.parallel.tensor import ModelShard, TensorParallel  # noqa: E402
+from trainer.run.session import build_model, check_same_weights  # noqa: E402
+from trainer.step.evaluate import evaluate  # noqa: E402
+from trainer.step.train_step import TrainStep  # noqa: E402
+
+VOCABULARY = 20
+EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True,
+              "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+LORA = {"pet_config": {"target_modules": ".*", "lora_rank": 3, "lora_dropout": 0.2}}
+LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
+          "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "biases, norms, dropout, clipping": {"model": EVERY_KIND | DROPOUT, **CLIPPED},
+    "one key head, adapters": {"model": LORA | DROPOUT | {"n_kv_heads": 1, "use_qk_norm": True}},
+    "tied, mapped, recomputed": {
+        "model": {"tie_word_embeddings": True, "embedding_size": 12} | DROPOUT,
+        "recompute_config": {"recompute": True},
+    },
+    "multi-token prediction, frozen": {
+        "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]},
+    },
+    "latent attention, adapters": {"model": LATENT | LORA | DROPOUT},
+    "operator by operator": {"model": EVERY_KIND, "context": {"mode": 1}},
+}  # fmt: skip
+
+
+class Trained(NamedTuple):
+    """What a training has computed; weights and norms by name."""
+
+    losses: list[float]
+    norms: list[float]
+    local_norms: dict[str, float]
+    evaluated: float
+    weights: dict[str, np.ndarray]
+
+
+def config(name: str) -> Config:
+    sections = {key: dict(section) for key, section in CASES[name].items()}
+    model = {"vocab_size": VOCABULARY} | sections.pop("model")
+    return config_of(model=model, **({"context": {"mode": 0}} | sections))
+
+
+def parted(world: Group, names: list[str], tensor: int, rows: bool, steps: int) -> dict[str, Trained]:
+    """Trainings by ranks of which each `tensor` neighbours share the matrices; with `rows` the residual stream, too."""
+    return {name: trained(name, steps, world, tensor, rows) for name in names}
+
+
+def whole(world: Group, names: list[str], data: int, steps: int) -> dict[str, Trained]:
+    """The same trainings by one rank, with the sequences of `data` ranks as micro-batches."""
+    return {name: trained(name, steps, None, data, False) for name in names}
+
+
+def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool) -> Trained:
+    """A training by the ranks of `world`; None: by one rank with the sequences of `degree` data-parallel ranks."""
+    one = config(name)
+    settings, communicator, shard = one.decoder, SingleProcess(), None
+    if world is not None:
+        degrees = Degrees(data_parallel=world.size // degree, model_parallel=degree)
+        communicator = model_parallel(world, settings, degrees, rows)
+        shard = ModelShard(communicator.layout, communicator.where, TensorParallel(communicator.groups.tp, rows))
+    kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
+    model, build_inputs = build_model(one, kernels, shard=shard)
+    spread(model, settings, shard)
+    check_same_weights(model, communicator)
+    shapes = trained_shapes(one)
+    groups = parameter_groups(shapes, one.optimizer.weight_decay, one.optimizer.type)
+    weights = {name: model.parameters_by_name[name] for name in shapes}
+    optimizer = build_optimizer(weights, groups, one.optimizer, compiled=False)
+    step = TrainStep(model, optimizer, lambda update: 0.02, build_inputs, one.runner_wrapper, seed=one.seed,
+                     communicator=communicator)  # fmt: skip
+    ranks = degree if world is None else world.size // degree
+    results = []
+    for number in range(steps):
+        # A window of two micro-batches on every data-parallel rank; the last has fewer labels.
+        window = [[make_batch(10 * number + 2 * data + micro, 2 * TOKENS - 5 * micro, rows=2) for micro in range(2)]
+                  for data in range(ranks)]  # fmt: skip
+        own = sum(window, []) if world is None else window[communicator.data_rank]
+        results.append(step(own))
+    batches = [make_batch(99, 9, rows=2)] if world is None or communicator.data_rank == 0 else []
+    found = evaluate(model, build_inputs, batches, lambda: False, communicator)
+    last = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
+    losses, norms = ([getattr(result, field) for result in results] for field in ("loss", "global_norm"))
+    return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last)
+
+
+def spread(model: Any, settings: Any, shard: ModelShard | None) -> None:
+    """Values of their own for norms, biases and the adapters' B, which begin as ones and zeros."""
+    draw = np.random.default_rng(4)
+    for name, shape in all_shapes(settings).items():
+        value = draw.normal(0, 0.2, shape).astype(np.float32) + np.float32(name.endswith("norm.weight"))
+        if len(shape) == 1 or "lora_B" in name:
+            own = value if shard is None else shard.part(name, value)
+            model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(own)))
+    model.compute_weights.refresh()
+
+
+def assembled(layout: ModelLayout, ranks: list[Trained]) -> dict[str, np.ndarray]:
+    """Whole weights from the parts of the ranks, which agree where they hold the same."""
+    found = {}
+    degrees = layout.degrees
+    for name, one in layout.parameters.items():
+        whole_array = np.full(one.shape, np.nan, np.float32)
+        for rank, result in enumerate(ranks):
+            where = MeshCoordinate(0, *divmod(rank // degrees.model_parallel, 1), rank % degrees.model_parallel)
+            place = layout.shard(name, where).slices
+            there = whole_array[place]
+            assert np.isnan(there).all() or np.array_equal(there, result.weights[name]), (name, rank)
+            whole_array[place] = result.weights[name]
+        found[name] = whole_array
+    return found

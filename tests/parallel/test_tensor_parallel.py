@@ -1,0 +1,51 @@
+"""Ranks that share the matrices of a model train it as one rank does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_job import on_rank_processes
+from tensor_parallel_cases import CASES, Trained, assembled, config
+
+from trainer.parallel.layout import model_layout
+from trainer.parallel.mesh import Degrees
+
+STEPS = 3
+_SUITES = {
+    # ranks, tensor, sequence parallelism, cases, steps
+    "long": (2, 2, True, ["biases, norms, dropout, clipping"], 20),
+    "two ranks": (2, 2, False, list(CASES)[:2], STEPS),
+    "two ranks with rows": (2, 2, True, list(CASES)[1:], STEPS),
+    "four ranks": (4, 4, False, ["one key head, adapters"], STEPS),
+    "beside data parallelism": (4, 2, True, ["multi-token prediction, frozen"], STEPS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suite", _SUITES)
+def test_losses_norms_and_weights_are_those_of_one_rank(suite: str) -> None:
+    ranks, tensor, rows, names, steps = _SUITES[suite]
+    parts = on_rank_processes(ranks, "tensor_parallel_cases:parted", names, tensor, rows, steps)
+    [expected] = on_rank_processes(1, "tensor_parallel_cases:whole", names, ranks // tensor, steps)
+    for name in names:
+        compare(name, expected[name], [part[name] for part in parts], ranks, tensor, rows)
+
+
+def compare(name: str, one: Trained, parts: list[Trained], ranks: int, tensor: int, rows: bool) -> None:
+    layout = model_layout(config(name).decoder, Degrees(data_parallel=ranks // tensor, model_parallel=tensor),
+                          sequence_parallel=rows)  # fmt: skip
+    for part in parts:
+        close(part.losses, one.losses, 1e-5, name)
+        close(part.norms, one.norms, 1e-4, name)
+        close(part.evaluated, one.evaluated, 1e-5, name)
+        assert part.local_norms.keys() == one.local_norms.keys()
+        close(list(part.local_norms.values()), list(one.local_norms.values()), 1e-3, name)
+    found = assembled(layout, parts)
+    assert found.keys() == one.weights.keys()
+    for weight, array in found.items():
+        np.testing.assert_allclose(array, one.weights[weight], atol=2e-4, err_msg=f"{name}: {weight}")
+
+
+def close(ours: Any, theirs: Any, tolerance: float, name: str) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, err_msg=name)

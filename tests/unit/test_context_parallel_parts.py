@@ -1,0 +1,69 @@
+"""Which tokens of a sequence a context-parallel rank has, and which files context parallelism fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from config_helpers import BASE, load
+
+from trainer.config.checks.degrees import context_problems
+from trainer.data.batches.batch import Batch
+from trainer.data.batches.context import SequencePart
+
+
+@pytest.mark.parametrize("in_ring", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_share_the_tokens_of_every_sequence(ranks: int, in_ring: bool) -> None:
+    length = 12 * ranks
+    whole = Batch(*np.random.default_rng(ranks).integers(0, 99, (4, 3, length), dtype=np.int32))
+    parts = [SequencePart(rank, ranks, in_ring) for rank in range(ranks)]
+    places = np.concatenate([part.positions(length) for part in parts])
+    assert sorted(places) == list(range(length))
+    for cut, array in zip(zip(*(part.of_batch(whole) for part in parts), strict=True), whole, strict=True):
+        np.testing.assert_array_equal(np.concatenate(cut, 1), array[:, places])
+        assert all(each.flags.c_contiguous and each.dtype == np.int32 for each in cut)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_rank_of_a_ring_meets_as_many_keys(ranks: int) -> None:
+    length = 8 * ranks
+    segments = np.zeros((1, length), np.int32)
+    seen = [[each.sum() for each in SequencePart(rank, ranks).allowed(segments)] for rank in range(ranks)]
+    assert [sum(each) for each in seen] == [length * (length + 1) // 2 // ranks] * ranks
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_rank_sees_what_one_rank_does_in_the_order_of_the_ring(ranks: int, window: int | None) -> None:
+    length = 8 * ranks
+    segments = np.sort(np.random.default_rng(1).integers(0, 4, (2, length), dtype=np.int32))
+    apart = np.subtract.outer(np.arange(length), np.arange(length))
+    right = (segments[:, :, None] == segments[:, None]) & (apart >= 0) & (apart < (window or length))
+    for rank in range(ranks):
+        part, found = SequencePart(rank, ranks), np.zeros((2, 4 * 2, length), bool)
+        own, keys = part.positions(length), part.positions_of_keys(length)
+        for half, (allowed, columns) in enumerate(zip(part.allowed(segments, window), keys, strict=True)):
+            assert len(set(columns)) == len(columns)
+            found[:, half * 4 : half * 4 + 4, columns] = allowed
+        np.testing.assert_array_equal(found, right[:, own])
+        assert [len(each) for each in keys] == [(rank + 1) * 4, (2 * ranks - rank) * 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("{context_parallel: 2}", None),
+        ("{context_parallel: 2, context_parallel_algo: ulysses_cp}", None),
+        ("{context_parallel_algo: hybrid_cp}", None),
+        ("{context_parallel: 6}", "context_parallel = 6: seq_length 32 is not divisible by 2 x context_parallel."),
+        ("{context_parallel: 32}", "is not divisible by 2 x context_parallel.\n  Fix: set seq_length to 64"),
+        (
+            "{context_parallel: 8, context_parallel_algo: ulysses_cp}",
+            "context_parallel = 8: with ulysses_cp its ranks share the 4 heads and 4 heads of keys and values.",
+        ),
+        ("{context_parallel: 2, context_parallel_algo: hybrid_cp}", "algo = 'hybrid_cp': not yet supported."),
+    ],
+)
+def test_what_context_parallelism_fits(text: str, rule: str | None) -> None:
+    problems = [str(each.error) for each in context_problems(load(f"{BASE}parallel_config: {text}\n"))]
+    assert len(problems) == (rule is not None) and all(rule in each for each in problems), problems

@@ -1,0 +1,91 @@
+"""Context parallelism: which tokens of each sequence a rank has. numpy only.
+
+With causal attention a token at position p meets p + 1 keys, so ranks with neighbouring tokens would have unequal work.
+Ring attention therefore cuts a sequence in 2 R equal chunks, of which rank r has chunks r and 2 R - 1 - r (Megatron-LM
+and Llama 3 do so: Grattafiori et al. 2024, section 3.3.2): each rank meets the same number of keys. Ulysses attention
+gives a rank whole sequences of some heads, and neighbouring tokens before and after.
+
+Legend: B sequences of T tokens, R ranks, n = T / R tokens of a sequence on a rank, h = n / 2 tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.data.batches.batch import Batch
+
+
+class SequencePart(NamedTuple):
+    """The tokens of each sequence that one of the context-parallel ranks has.
+
+    Attributes:
+        in_ring: Chunks r and 2 R - 1 - r of a ring; or neighbouring tokens.
+    """
+
+    rank: int
+    ranks: int
+    in_ring: bool = True
+
+    def positions(self, length: int) -> np.ndarray:
+        """Positions of the rank's tokens in a sequence of T, ascending: int64 [n]. T is a multiple of 2 R, or of R."""
+        if not self.in_ring:
+            return np.arange(length).reshape(self.ranks, -1)[self.rank]
+        chunks = np.arange(length).reshape(2 * self.ranks, -1)
+        return np.concatenate([chunks[self.rank], chunks[2 * self.ranks - 1 - self.rank]])
+
+    def of(self, whole_BT: np.ndarray) -> np.ndarray:
+        """The rank's columns: [B, n]."""
+        return np.ascontiguousarray(whole_BT[:, self.positions(whole_BT.shape[1])])
+
+    def of_batch(self, batch: Batch) -> Batch:
+        """The rank's tokens with their labels, positions and documents.
+
+        The labels and positions are those of the whole sequence. What looks at other tokens (labels of multi-token
+        prediction, attention masks, means over a sequence) must be made of the whole batch and cut afterwards.
+        """
+        return Batch(*(self.of(array) for array in batch))
+
+    def positions_of_keys(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of the keys that the first h and the last h tokens of a rank meet, in the order of a ring.
+
+        At step i the rank has the keys of rank r - i. Those of a rank before it: both its chunks meet the first chunk
+        of that rank. Those of a rank after it: its second chunk meets both of that rank. All others come later than its
+        tokens.
+
+        Returns:
+            int64 [(r + 1) h] and [(2 R - r) h].
+        """
+        own = self.positions(length)
+        half = len(own) // 2
+        early, late = [own[:half]], [own]
+        for step in range(1, self.ranks):
+            keys = self._replace(rank=(self.rank - step) % self.ranks).positions(length)
+            if step <= self.rank:
+                early.append(keys[:half])
+                late.append(keys[:half])
+            else:
+                late.append(keys)
+        return np.concatenate(early), np.concatenate(late)
+
+    def allowed(
+        self, segment_ids_BT: np.ndarray, window: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which of `positions_of_keys` each token sees: bool [B, h, (r + 1) h] and [B, h, (2 R - r) h].
+
+        Those before it and itself, of the same document; with `window` so many at most, itself included.
+        """
+        length = segment_ids_BT.shape[1]
+        halves = np.split(self.positions(length), 2)
+        early, late = (
+            _allowed(segment_ids_BT, tokens, keys, window)
+            for tokens, keys in zip(halves, self.positions_of_keys(length), strict=True)
+        )
+        return early, late
+
+
+def _allowed(segment_ids_BT: np.ndarray, tokens: np.ndarray, keys: np.ndarray, window: int | None) -> np.ndarray:
+    before = tokens[:, None] - keys
+    seen = before >= 0 if window is None else (before >= 0) & (before < window)
+    return (segment_ids_BT[:, tokens, None] == segment_ids_BT[:, None, keys]) & seen

@@ -1,0 +1,95 @@
+"""Tensor and sequence parallelism: where a model's ranks exchange what they compute.
+
+A block has two pairs of matrices, the first cut by its outputs, the second by its inputs (Shoeybi et al. 2019, section
+3). A rank *enters* before the first and *leaves* after the second. The residual stream outside is whole on every rank,
+or with sequence parallelism (Korthikanti et al. 2022, section 4.2) each rank has its own token rows of it:
+
+              enter                                leave
+plain         x; backward: sum                     sum; backward: the gradient itself
+with rows     gather rows; backward: sum, scatter  sum, scatter; backward: gather rows
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from mindspore import nn, ops
+from mindspore.ops import operations as P
+
+from trainer.parallel.collectives import (
+    AllGather,
+    EnterTensorParallel,
+    Group,
+    LeaveTensorParallel,
+    ReduceScatter,
+)
+from trainer.parallel.sharding import range_of_rank
+
+if TYPE_CHECKING:
+    from trainer.parallel.layout import ModelLayout
+    from trainer.parallel.mesh import MeshCoordinate
+
+
+class TensorParallel(NamedTuple):
+    """The tensor-parallel ranks that compute a model together.
+
+    Attributes:
+        shares_rows: The residual stream is divided among the ranks by token rows (use_seq_parallel).
+    """
+
+    group: Group
+    shares_rows: bool = False
+
+    def enter(self, compiled: bool = True) -> nn.Cell:
+        """The residual stream [n, D] -> [N, D] on every rank. `compiled` as of the collectives' cells."""
+        return AllGather(self.group, compiled) if self.shares_rows else EnterTensorParallel(self.group, compiled)
+
+    def leave(self, compiled: bool = True) -> nn.Cell:
+        """A part of each number of [N, D] on every rank -> the residual stream [n, D]."""
+        return ReduceScatter(self.group, compiled) if self.shares_rows else LeaveTensorParallel(self.group, compiled)
+
+    def rows(self, tokens: int) -> slice:
+        """The token rows of the residual stream that this rank has."""
+        return range_of_rank(tokens, self.group.rank, self.group.size) if self.shares_rows else slice(0, tokens)
+
+    def columns(self, width: int) -> slice:
+        """The columns that this rank has of what is cut by columns."""
+        return range_of_rank(width, self.group.rank, self.group.size)
+
+
+class LeaveAfter(nn.Cell):
+    """(x, entered) -> `TensorParallel.leave` of x, for code that a backward pass may run again.
+
+    Its backward pass gathers nothing before there is `entered`, what `enter` has made. Otherwise the collectives of a
+    block that is recomputed would not depend on each other, and each rank might call them in an order of its own.
+    """
+
+    def __init__(self, tensor: TensorParallel, compiled: bool = True) -> None:
+        super().__init__()
+        self.leave, self.shares_rows, self.depend = tensor.leave(compiled), tensor.shares_rows, P.Depend()
+        self.gather = AllGather(tensor.group, compiled) if tensor.shares_rows else None
+
+    def construct(self, x, entered):
+        return self.leave(x)
+
+    def bprop(self, x, entered, out, grad):
+        if self.shares_rows:
+            grad = self.gather(self.depend(grad, entered))
+        return grad, ops.zeros_like(entered)
+
+
+class ModelShard(NamedTuple):
+    """What one rank has of a model, and the ranks that it computes it with.
+
+    Attributes:
+        tensor: None where the rank computes whole matrices.
+    """
+
+    layout: ModelLayout
+    where: MeshCoordinate
+    tensor: TensorParallel | None = None
+
+    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """What the rank holds of a parameter, of its value or of an array like it."""
+        return np.ascontiguousarray(self.layout.shard(name, self.where).of(whole))
