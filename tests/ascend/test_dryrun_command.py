@@ -31,12 +31,13 @@ def test_a_file_as_a_rank_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "step 2 of 2" in errors, "progress"
 
 
-def test_a_step_that_does_not_fit_into_the_device_fails_at_our_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_step_that_does_not_fit_into_the_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     big = ("--model.model_config.vocab_size", "4000000", "--model.model_config.hidden_size", "4096")
-    code, out, _ = run_plan(tmp_path, capsys, *big)
-    assert code == 1 and "device's memory is full" in out and "trainer/models/decoder.py" in out
+    code, out, errors = run_plan(tmp_path, capsys, *big, "--json")
+    found = json.loads(out)
+    assert code == 1 and found["exceeds_memory"] and found["failure"] is None
+    assert "a device would run out of memory: this rank needs" in errors and "of 60.00 GiB" in errors
+    assert found["found"]["parameters"] > 3e10, "more than the memory of a machine holds"
 
 
 def test_a_machine_without_memory_is_refused_with_the_figure(

@@ -18,6 +18,7 @@ from tiny_trainer import config_of  # noqa: E402
 from trainer.config import Config  # noqa: E402
 from trainer.config.recompute import recomputed_parts  # noqa: E402
 from trainer.models.decoder import Decoder  # noqa: E402
+from trainer.models.generate import Generator, Sampling  # noqa: E402
 from trainer.models.inputs import InputBuilder  # noqa: E402
 from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import resolve_precision  # noqa: E402
@@ -115,6 +116,10 @@ def trained(
         step.model if pipeline is None else pipeline.evaluate, step.build_inputs, batches, lambda: False,
         step.communicator, gives_losses=pipeline is None or pipeline.gives_losses,
     )  # fmt: skip
+    stages = () if pipeline is None else (pipeline.generation_chunks(), pipeline.share_logits)
+    generator = Generator(step.model, step.build_inputs, [], *stages)
+    texts = list(generator.stream([[1, 2, 3], [4]], [4, 6], Sampling()))
+    found["new tokens"] = [-1 if token is None else token for tokens in texts for token in tokens]
     return found | {"eval loss": evaluated.loss, "eval tokens": evaluated.tokens}
 
 

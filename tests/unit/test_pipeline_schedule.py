@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli.main import dispatch
+from trainer.config import Override, load_config
 from trainer.errors import UserError
 from trainer.parallel.schedule import (
     Action,
@@ -21,6 +22,9 @@ from trainer.parallel.schedule import (
     one_forward_one_backward,
     simulate,
 )
+from trainer.parallel.world import World
+from trainer.plan.memory import memory_estimate
+from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRAWN = random.Random(18)
@@ -100,3 +104,11 @@ def test_plan_tells_and_draws_the_schedule(tmp_path: Path, capsys: pytest.Captur
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="names a PNG file"):
         dispatch([*flags, "--schedule", "schedule.svg"])
+
+
+def test_a_stage_has_its_part_of_the_memory_and_of_the_data() -> None:
+    file = str(REPOSITORY / "configs" / "quickstart.yaml")
+    flags = {"use_parallel": True, "parallel_config.pipeline_stage": 2, "parallel_config.micro_batch_num": 8}
+    plan = build_plan(load_config(file, [Override(key, str(value)) for key, value in flags.items()]), World(3, 4, 3, 4))
+    assert plan.backend.data_ranks == (1, 2) and plan.micro_batches == 8 and plan.rows_per_step == 2 * 8 * 32
+    assert plan.memory_bytes["weights"] < 0.6 * memory_estimate(load_config(file), True, "CPU")["weights"]

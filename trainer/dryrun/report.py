@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device alone
 _GRAPH_LAYER_BYTES = 64 << 20  # of the one graph of semi-automatic mode, while MindSpore compiles it
+_DEVICE_BYTES = 60 * _GIB  # what MindSpore takes of a device of 64 GB
 _NAME = "ascend"
 _MODEL = "model.model_config"
 
@@ -45,12 +46,16 @@ class DryRun(NamedTuple):
     @property
     def exceeds_memory(self) -> bool:
         """Whether a device would run out of memory."""
-        return self.limit_bytes is not None and self.measurement.peak_bytes > self.limit_bytes
+        return self.measurement.peak_bytes > self.device_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        return _DEVICE_BYTES if self.limit_bytes is None else self.limit_bytes
 
     def check(self) -> None:
         """Raises a RunError where a device would run out of memory."""
         if self.exceeds_memory:
-            peak, limit = size(self.measurement.peak_bytes), size(self.limit_bytes)
+            peak, limit = size(self.measurement.peak_bytes), size(self.device_bytes)
             rule = f"a device would run out of memory: this rank needs {peak} of {limit}"
             fix = "recompute more, use a smaller batch or more ranks, or a device with more memory"
             raise RunError(rule, key="context.max_device_memory", fix=fix)
@@ -176,8 +181,8 @@ def dry_run_sections(found: DryRun) -> list[Section]:
 
 def _memory_text(found: DryRun) -> str:
     text = size(found.measurement.peak_bytes)
-    if found.limit_bytes is not None:
-        text += f", {'ABOVE' if found.exceeds_memory else 'of'} max_device_memory {size(found.limit_bytes)}"
+    name = "a device's" if found.limit_bytes is None else "max_device_memory"
+    text += f", {'ABOVE' if found.exceeds_memory else 'of'} {name} {size(found.device_bytes)}"
     return text if found.planned_bytes is None else f"{text}; the plan estimates {size(found.planned_bytes)}"
 
 

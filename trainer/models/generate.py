@@ -8,9 +8,9 @@ Legend: B sequences, Q new tokens of a pass, N = B * Q, S cached positions, D hi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, Tensor
@@ -78,11 +78,36 @@ def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, 
     return int(order[np.searchsorted(np.cumsum(probabilities), stream.random(), side="right").clip(max=len(order) - 1)])
 
 
-class Generator:
-    """Continues prompts with a decoder; `build_inputs` has the position tables, and `eos_ids` end a sequence."""
+class StageChunk(NamedTuple):
+    """Layers that a rank computes one after the other.
 
-    def __init__(self, model: Decoder, build_inputs: InputBuilder, eos_ids: Sequence[int]) -> None:
-        self.model, self.eos_ids = model, frozenset(eos_ids)
+    Attributes:
+        receive: Waits for their input from another stage of a pipeline; None where they read tokens.
+        send: Takes their result there; None where logits follow.
+    """
+
+    layers: Sequence[int]
+    receive: Callable[[], np.ndarray] | None = None
+    send: Callable[[np.ndarray], None] | None = None
+
+
+class Generator:
+    """Continues prompts with a decoder; `build_inputs` has the position tables, and `eos_ids` end a sequence.
+
+    In a pipeline `chunks` are those of this stage, and `share` gives all stages the logits of the last one, which takes
+    None from the others.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        build_inputs: InputBuilder,
+        eos_ids: Sequence[int],
+        chunks: Sequence[StageChunk] | None = None,
+        share: Callable[[np.ndarray | None], np.ndarray] = lambda logits_BV: logits_BV,
+    ) -> None:
+        self.model, self.eos_ids, self.share = model, frozenset(eos_ids), share
+        self.chunks = chunks or [StageChunk(range(model.settings.num_layers))]
         self.parts: DeviceParts | HostParts = (HostParts if model.kernels.host else DeviceParts)(model, build_inputs)
 
     def stream(
@@ -155,14 +180,20 @@ class Generator:
             masks.append(parts.kernels.cached_mask(near_BQS, *heads))
         tables = parts.tables(positions_BQ.reshape(-1))
         cache.place(positions_BQ, seen)
-        x_ND = parts.embed(ids_BQ.reshape(-1))
-        for layer in range(settings.num_layers):
-            weights, mask = parts.weights(layer), masks[settings.has_window(layer)]
-            q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
-            cached = cache.update(layer, new)
-            x_ND = x_ND + attention.over_cache(parts.kernels.cached_attention, q_NC, cached, mask, weights)
-            x_ND = parts.feed_forward(layer, x_ND, weights)
-        logits_BV = parts.logits(x_ND, (np.arange(rows) * width + last_B).astype(np.int32))
+        logits_BV = None
+        for chunk in self.chunks:
+            x_ND = parts.embed(ids_BQ.reshape(-1)) if chunk.receive is None else chunk.receive()
+            for layer in chunk.layers:
+                weights, mask = parts.weights(layer), masks[settings.has_window(layer)]
+                q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
+                cached = cache.update(layer, new)
+                x_ND = x_ND + attention.over_cache(parts.kernels.cached_attention, q_NC, cached, mask, weights)
+                x_ND = parts.feed_forward(layer, x_ND, weights)
+            if chunk.send is None:
+                logits_BV = parts.logits(x_ND, (np.arange(rows) * width + last_B).astype(np.int32))
+            else:
+                chunk.send(x_ND)
+        logits_BV = self.share(logits_BV)
         if not np.isfinite(logits_BV).all():
             rule = "the model's output is not finite: its weights have diverged or are damaged"
             raise RunError(rule, fix="use another checkpoint")
@@ -220,7 +251,9 @@ class HostParts:
                      for weight in one.weights]
             for one in experts
         ]  # fmt: skip
-        self.embedding, self.final_norm = model.embedding.asnumpy(), model.final_norm.asnumpy()
+        self.embedding, self.final_norm = (
+            one if one is None else one.asnumpy() for one in (model.embedding, model.final_norm)
+        )  # a stage of a pipeline may lack them
         self.head, self.mapping_in, self.mapping_out = (
             one if one is None else self._matrix(one)
             for one in (model.head_weight, model.mapping_in, model.mapping_out)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.config.checks.parallel import shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import degrees_of, micro_batches, shard_threshold_bytes, shards_optimizer
 from trainer.config.recompute import recomputed_parts
+from trainer.config.stages import chunk_layers, stage_layers
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
 from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
+from trainer.parallel.layout import model_layout
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
 
@@ -42,29 +46,67 @@ def memory_estimate(
     Args:
         stage: Of a pipeline; None: the one that needs most.
     """
-    settings, network = config.decoder, config.network
     if device == "Ascend" and config.classifier is None:
         return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
-    weights = _bytes(all_shapes(network))
+    held = _held_parts(config, degrees_of(config, world).pipeline_stage)
+    every = (_host_memory(config, trains, device, world, one) for one in (held if stage is None else [held[stage]]))
+    return max(every, key=lambda parts: parts["total"])
+
+
+class _Held(NamedTuple):
+    """What a rank has of the model.
+
+    Attributes:
+        shapes: Its parameters.
+        passes: For each layer of it how many forward passes wait for their backward pass at the most.
+        has_head: Whether it computes the logits.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    passes: dict[int, int]
+    has_head: bool = True
+
+
+def _held_parts(config: Config, stages: int) -> list[_Held]:
+    """Of the ranks of each stage of a pipeline; without one that of every rank."""
+    shapes, settings = all_shapes(config.network), config.decoder
+    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
+    if stages == 1 or config.classifier is not None:
+        return [_Held(shapes, dict.fromkeys((*range(settings.num_layers), *modules), 1))]
+    rows, found = chunk_layers(config), []
+    layout = model_layout(settings, Degrees(), stage_layers=stage_layers(config))
+    schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
+    for stage, chunks in enumerate(rows):
+        own = {name: shapes[name] for name, one in layout.parameters.items() if stage in one.stages}
+        counts = [most_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
+        passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
+        is_last = stage == stages - 1
+        found.append(_Held(own, passes | (dict.fromkeys(modules, counts[-1]) if is_last else {}), is_last))
+    return found
+
+
+def _host_memory(config: Config, trains: bool, device: str, world: World, held: _Held) -> dict[str, int]:
+    settings, network = config.decoder, config.network
+    weights = _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
     if trains:
         labels = config.runner_config.batch_size * network.labels_per_sequence
-        copies = 1 if config.runner_config.gradient_accumulation_steps == 1 else 2
-        trained = _bytes(trained_shapes(config))
-        parts["gradients"] = trained * copies
-        parts["optimizer state"] = _optimizer_state_bytes(config, world)
-        parts["activations"] = labels * _activations_of_label(config, device) * _FLOAT32_BYTES
+        copies = 1 if micro_batches(config, degrees_of(config, world)) == 1 else 2
+        trained = {name: shape for name, shape in trained_shapes(config).items() if name in held.shapes}
+        parts["gradients"] = _bytes(trained) * copies
+        parts["optimizer state"] = _optimizer_state_bytes(config, world, trained)
+        parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
             parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
     return parts | {"total": sum(parts.values())}
 
 
-def _optimizer_state_bytes(config: Config, world: World) -> int:
-    """Of one rank; ranks that share the state have equal parts of every parameter above the threshold."""
-    shapes = trained_shapes(config)
+def _optimizer_state_bytes(config: Config, world: World, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Of one rank with these parameters; ranks that share the state have equal parts of every one above the threshold.
+    """
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
     parts = world.size if shards_optimizer(config, world) else 1
     least = shard_threshold_bytes(config)
@@ -76,7 +118,7 @@ def _optimizer_state_bytes(config: Config, world: World) -> int:
     return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
 
 
-def _activations_of_label(config: Config, device: str) -> int:
+def _activations_of_label(config: Config, device: str, held: _Held) -> int:
     """Float32 values kept for each label between forward and backward pass, at the peak."""
     if config.classifier is not None:
         return 3 * sum(config.classifier.sizes)  # each layer: input, product and its gradient
@@ -86,13 +128,18 @@ def _activations_of_label(config: Config, device: str) -> int:
     first = first_trained_layer(config, frozen_names(config))
     again = recomputed_parts(config) + ("",) * settings.mtp_depth
     for layer in range(first, len(again)):
+        if layer not in held.passes:
+            continue
         part, sublayers = again[layer], _activations_of_sublayers(settings, layer)
         # A recomputed part keeps its input alone, and exists as a whole while its own backward pass runs.
         remains = sublayers["block"] - sublayers[part] if part else sublayers["block"]
-        kept += (remains * _HALF_KEEPS // 8 if half else remains) + (settings.hidden_size if part else 0)
+        of_pass = (remains * _HALF_KEEPS // 8 if half else remains) + (settings.hidden_size if part else 0)
+        kept += of_pass * held.passes[layer]
         working = max(working, sublayers[part] if part else 0)
         # During its backward pass a block's arrays exist in half precision and in float32.
         both = max(both, sublayers["block"] if half else 0)
+    if not held.has_head:
+        return kept + working + both + 4 * _scores(settings)
     # Multi-token prediction modules: what enters their block, and logits and probabilities of their own.
     kept += settings.mtp_depth * (7 * settings.hidden_size + 2 * settings.vocab_size)
     # Once: the head's logits, probabilities and their gradient, and what the attention's backward pass works on.

@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import ChatTemplate, Tokenizer
     from trainer.models.generate import Generator, Sampling
-    from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
+    from trainer.run.session import Session
 
 
 def open_generator(
     config: Config, weights: Mapping[str, np.ndarray], ends: Iterable[int], world: World, device: str
-) -> tuple[Generator, Communicator]:
+) -> tuple[Generator, Session]:
     """The model with its weights, ready to generate; here MindSpore loads."""
     from trainer.models.generate import Generator
     from trainer.run.session import open_session
 
     session = open_session(config, weights, world, device)
-    return Generator(session.model, session.build_inputs, list(ends)), session.communicator
+    if session.pipeline is None:
+        return Generator(session.model, session.build_inputs, list(ends)), session
+    chunks, share = session.pipeline.generation_chunks(), session.pipeline.share_logits
+    return Generator(session.model, session.build_inputs, list(ends), chunks, share), session
 
 
 def sampling_of(config: Config) -> Sampling:

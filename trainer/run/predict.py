@@ -34,8 +34,8 @@ from trainer.run.stop_signals import StopSignals
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import Tokenizer
-    from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
+    from trainer.run.session import Session
 
 
 class _Stopped(Exception):
@@ -154,12 +154,13 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
     weights, folder = starting_weights(config, tell), Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     ends = end_ids(config, tokenizer, template)
-    generator, communicator = open_generator(config, weights, ends, world, device)
+    generator, session = open_generator(config, weights, ends, world, device)
     sampling, size = sampling_of(config), config.predict_batch_size or config.decoder.batch_size
 
     def until_stopped(steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:
         for tokens in steps:
-            if stop():
+            # Stages of a pipeline stop together: one alone would leave the others waiting.
+            if stop() if session.pipeline is None else session.pipeline.any(stop()):
                 raise _Stopped
             yield tokens
 
@@ -174,7 +175,7 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
 
     batches = range(0, len(prompts), size)
     if world.size > 1:
-        _predict_together(batches, continued, communicator, folder)
+        _predict_together(batches, continued, session, folder)
         return
     with write_records(folder / "predictions.jsonl") as record:
         for first in batches:
@@ -185,16 +186,20 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
 def _predict_together(
     batches: Sequence[int],
     continued: Callable[[int, Callable[[str], None]], Iterator[dict[str, str]]],
-    communicator: Communicator,
+    session: Session,
     folder: Path,
 ) -> None:
-    """Each rank continues every n-th batch; rank 0 shows and writes them in the order of the prompts."""
+    """Each rank with the whole model, or each pipeline, continues every n-th batch; rank 0 shows and writes them in the
+    order of the prompts."""
+    communicator, pipeline = session.communicator, session.pipeline
+    continues = communicator if pipeline is None else pipeline.stage_communicator
     done: list[tuple[int, str, list[dict[str, str]]]] | None = []
     try:
-        for first in batches[communicator.rank :: communicator.size]:
+        for first in batches[continues.rank :: continues.size]:
             shown: list[str] = []
             found = list(continued(first, shown.append))
-            done.append((first, "".join(shown), found))
+            if pipeline is None or pipeline.gives_losses:  # one of the stages, which all have the same tokens
+                done.append((first, "".join(shown), found))
     except _Stopped:
         done = None  # the other ranks wait in the gather
     every = [json.loads(part) for part in communicator.gather_bytes(json.dumps(done).encode())]

@@ -25,12 +25,13 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 
 from trainer.config.stages import chunk_layers, stage_layers
 from trainer.models.decoder import DecoderCall
+from trainer.models.generate import StageChunk
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.parallel.collectives import all_reduce_in_buckets
 from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.schedule import Schedule, forward_only, one_forward_one_backward
+from trainer.parallel.schedule import Action, Schedule, forward_only, one_forward_one_backward
 from trainer.parallel.stage_link import StageLink
 from trainer.step.accumulate import RankShare
 
@@ -278,6 +279,31 @@ class Pipeline:
                 elif own == 0:
                     found[name] = self.link.receive_array(stage).reshape(held[name])
         return found if own == 0 else {}
+
+    def generation_chunks(self) -> list[StageChunk]:
+        """The chunks of this stage, for a `trainer.models.generate.Generator`."""
+        schedule = self.stage.schedule(1)
+        found = []
+        for chunk, part in enumerate(self.stage.parts):
+            action = Action("forward", 0, chunk)
+            needed, taker = schedule.needed(self.stage.stage, action), schedule.taker(self.stage.stage, action)
+            receive = None if needed is None else partial(self.link.receive_array, needed.sender)
+            send = None if taker is None else partial(self.link.send_array, taker)
+            found.append(StageChunk(part.layers, receive, send))
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true on any stage."""
+        return bool(self.group.all_gather(np.array([flag])).any())
+
+    def share_logits(self, logits_BV: np.ndarray | None) -> np.ndarray:
+        """Those of the last stage, on all stages."""
+        last = self.group.size - 1
+        if logits_BV is None:
+            return self.link.receive_array(last)
+        for stage in range(last):
+            self.link.send_array(stage, logits_BV)
+        return logits_BV
 
     def evaluate(self, inputs: ModelInputs) -> LossSums:
         """A batch of an evaluation, which all stages compute together: its losses on the last stage."""

@@ -130,8 +130,6 @@ def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", alone)
         return
-    if config.run_mode in ("predict", "chat"):
-        yield problem(config, key, f"not yet supported with run_mode {config.run_mode}", alone)
     if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
         rule = "not yet supported with a pipeline outside semi-automatic mode"
         yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
