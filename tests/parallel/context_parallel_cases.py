@@ -162,6 +162,6 @@ def trained(name: str, world: HostGroup | None) -> list:
     results = [step([make_batch(2 * number + micro, 20 - 5 * micro, rows=2) for micro in range(2)]) for number in
                range(3)]  # fmt: skip
     found = evaluate(model, build_inputs, [make_batch(99, 9, rows=2)], lambda: False, communicator)
-    numbers = [each for result in results for each in (result.loss, result.losses["mtp_loss"], result.tokens)] + [found.loss]
+    numbers = [(result.loss, result.losses["mtp_loss"], result.tokens) for result in results]
     last = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
-    return [numbers, [result.global_norm for result in results], last]
+    return [np.array([*numbers, (found.loss, 0, found.tokens)]), [result.global_norm for result in results], last]
