@@ -18,7 +18,7 @@ import numpy as np
 from trainer.errors import RunError
 from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
 from trainer.parallel.layout import SUM_GROUPS, model_layout
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.process_groups import process_groups
 
 if TYPE_CHECKING:
@@ -167,6 +167,31 @@ class ModelParallel(ProcessGroup):
     def counted(self, names: Sequence[str]) -> np.ndarray:
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
         return np.array([float(self.layout.counts(name, self.where)) for name in names])
+
+    def gathered(self, parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Whole float32 arrays on rank 0, by the keys of their parts; nothing elsewhere. All ranks call it.
+
+        Args:
+            parts: A parameter's name, or after "kind." what belongs to it -> this rank's part; the same keys on all.
+        """
+        from mindspore import Tensor
+        from mindspore import dtype as mstype
+
+        from trainer.parallel.collectives import receive, send
+
+        mesh, world, whole = Mesh(self.layout.degrees), self.groups.world, dict[str, np.ndarray]()
+        for key, own in parts.items():
+            name = key if key in self.layout.parameters else key.split(".", 1)[1]
+            if world.rank == 0:
+                whole[key] = np.empty(self.layout.parameters[name].shape, np.float32)
+            for where in self.layout.first_holders(name):
+                shard, source = self.layout.shard(name, where), mesh.rank_at(where)
+                if world.rank == source and source:
+                    send(Tensor(np.ascontiguousarray(own, np.float32)), world, 0)
+                elif world.rank == 0:
+                    part = own if source == 0 else receive(shard.shape, mstype.float32, world, source).asnumpy()
+                    whole[key][shard.slices] = part
+        return whole
 
     def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each gradient summed over the groups that the layout names, one after the other."""

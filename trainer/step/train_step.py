@@ -231,12 +231,21 @@ class TrainStep:
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
+        shard = self.model.shard
+        if shard is not None:
+            names = {key: key.split(".", 1)[1] for key in arrays}
+            shapes = {key: shard.layout.parameters[name].shape for key, name in names.items()}
+            arrays = {key: shard.part(names[key], whole.reshape(shapes[key])) for key, whole in arrays.items()}
         self.optimizer.load_state(arrays, updates)
 
     def to_save(self) -> Saved:
         """What this rank contributes to a checkpoint; all ranks call it."""
         if self.pipeline is not None:
             return self._to_save_of_all_stages()
+        if isinstance(self.communicator, ModelParallel):
+            own = {name: parameter.asnumpy() for name, parameter in self.model.parameters_by_name.items()}
+            weights, state = map(self.communicator.gathered, (own, self.optimizer.state_arrays()))
+            return Saved(weights, state, self.optimizer.updates)
         optimizer, first = self.optimizer, self.communicator.rank == 0
         parameters = self.model.parameters_by_name.items() if first else ()
         weights = {name: parameter.asnumpy() for name, parameter in parameters}
