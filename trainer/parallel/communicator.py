@@ -39,7 +39,9 @@ class Communicator(Protocol):
     data_rank: int
     """Which batches and dropout masks this rank has; ranks that compute parts of one model have the same."""
     counts_losses: bool
-    """Whether this rank's losses and tokens count: of the ranks that compute the same ones, the first one's do."""
+    """Whether this rank's losses count: of the ranks that compute the same ones, the first one's do."""
+    counts_tokens: bool
+    """Whether the tokens of its batches count: of the ranks that have the same batches, the first one's do."""
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
@@ -70,7 +72,7 @@ class Communicator(Protocol):
 class SingleProcess:
     """A run of one process."""
 
-    rank, size, counts_losses = 0, 1, True
+    rank, size, counts_losses, counts_tokens = 0, 1, True, True
 
     @property
     def data_rank(self) -> int:
@@ -103,7 +105,7 @@ class SingleProcess:
 class ProcessGroup:
     """The ranks of a job, each with the whole model: a group of `trainer.parallel.collectives`."""
 
-    counts_losses = True
+    counts_losses = counts_tokens = True
 
     def __init__(self, group: Group) -> None:
         from trainer.parallel.collectives import all_gather_ranges
@@ -155,6 +157,7 @@ class ModelParallel(ProcessGroup):
         # The ranks with the same part of the model, which may share the state of the optimizer.
         self.same_part = SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp)
         self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
+        self.counts_tokens = self.counts_losses and where.context == 0
 
     def gradient_reducer(
         self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
