@@ -93,6 +93,7 @@ def serve(path: str) -> None:
     import trainer.run.loop  # noqa: F401  imports MindSpore
 
     gc.freeze()  # a process that collects garbage need not copy what it shares
+    gc.set_threshold(20_000, 20, 20)  # as in conftest.py
     awake, wake = os.pipe()
     for descriptor in (awake, wake):
         os.set_blocking(descriptor, False)

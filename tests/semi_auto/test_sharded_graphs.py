@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import FORKED, ensure_server
 
 from trainer.config import parse_config
 from trainer.models.shapes import all_shapes
@@ -46,7 +47,7 @@ def case(rank: int = 0, sizes: dict | None = None, **top: Any) -> dict[str, Any]
 
 CASES = {
     "data": case(sizes=ONE, parallel={"parallel_mode": 1, "full_batch": False}),
-    "tensor": case(parallel_config=TENSOR, sizes=GLM),
+    "tensor": case(parallel_config=TENSOR, sizes=GLM | ONE),
     "adapters": case(parallel_config=TENSOR, sizes=ONE | {"pet_config": {"target_modules": ".*(q|o|up|down)_proj"}}),
     "fused": case(parallel_config=TENSOR, sizes=FUSED | {"use_qk_norm": True, "tie_word_embeddings": True}),
     "mtp": case(parallel_config=TENSOR, sizes=FUSED | ONE | {"mtp_depth": 1}, runner_config={"batch_size": 1}),
@@ -63,8 +64,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "cases.json").write_text(json.dumps(CASES))
     here = Path(__file__).resolve()
+    ensure_server()
     paths = os.environ | {"PYTHONPATH": str(here.parents[2])}
-    command = [sys.executable, here.with_name("sharded_graph_worker.py"), folder / "cases.json", folder / "found.json"]
+    worker = here.with_name("sharded_graph_worker.py")
+    command = [sys.executable, FORKED, worker, folder / "cases.json", folder / "found.json"]
     done = subprocess.run(command, env=paths, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[:4000]
     return json.loads((folder / "found.json").read_text())
