@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from trainer.optim.freeze import trained_shapes  # noqa: E402
 from trainer.optim.groups import parameter_groups  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
-from trainer.parallel.communicator import SingleProcess, model_parallel  # noqa: E402
+from trainer.parallel.communicator import ModelParallel, SingleProcess, model_parallel  # noqa: E402
 from trainer.parallel.layout import ModelLayout  # noqa: E402
 from trainer.parallel.mesh import Degrees, MeshCoordinate  # noqa: E402
 from trainer.parallel.tensor import ModelShard, TensorParallel  # noqa: E402
@@ -31,6 +33,7 @@ from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
 VOCABULARY = 20
+COUNTED_TWICE = "counted twice"
 EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True,
               "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -38,18 +41,18 @@ LORA = {"pet_config": {"target_modules": ".*", "lora_rank": 3, "lora_dropout": 0
 LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
           "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
+IN_TURN = {"context": {"mode": 1}}  # operator by operator: nothing is compiled
 CASES: dict[str, dict[str, Any]] = {
     "biases, norms, dropout, clipping": {"model": EVERY_KIND | DROPOUT, **CLIPPED},
-    "one key head, adapters": {"model": LORA | DROPOUT | {"n_kv_heads": 1, "use_qk_norm": True}},
+    "one key head, adapters": {"model": LORA | DROPOUT | {"n_kv_heads": 1, "use_qk_norm": True}, **IN_TURN},
     "tied, mapped, recomputed": {
         "model": {"tie_word_embeddings": True, "embedding_size": 12} | DROPOUT,
         "recompute_config": {"recompute": True},
     },
     "multi-token prediction, frozen": {
-        "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]},
+        "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]}, **IN_TURN,
     },
-    "latent attention, adapters": {"model": LATENT | LORA | DROPOUT},
-    "operator by operator": {"model": EVERY_KIND, "context": {"mode": 1}},
+    "latent attention, adapters": {"model": LATENT | LORA | DROPOUT, **IN_TURN},
 }  # fmt: skip
 
 
@@ -69,9 +72,26 @@ def config(name: str) -> Config:
     return config_of(model=model, **({"context": {"mode": 0}} | sections))
 
 
-def parted(world: Group, names: list[str], tensor: int, rows: bool, steps: int) -> dict[str, Trained]:
-    """Trainings by ranks of which each `tensor` neighbours share the matrices; with `rows` the residual stream, too."""
-    return {name: trained(name, steps, world, tensor, rows) for name in names}
+def parted(
+    world: Group, names: list[str], tensor: int, rows: bool, steps: int, mistakes: Sequence[str] = ()
+) -> dict[str, Trained]:
+    """Trainings by ranks of which each `tensor` neighbours share the matrices; with `rows` the residual stream, too.
+
+    Then one of the first case with each mistake, under its name.
+    """
+    found = {name: trained(name, steps, world, tensor, rows) for name in names}
+    return found | {mistake: trained(names[0], steps, world, tensor, rows, mistake) for mistake in mistakes}
+
+
+def make_mistake(communicator: ModelParallel, mistake: str) -> None:
+    """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them."""
+    if mistake == COUNTED_TWICE:
+        communicator.counted = lambda names: np.ones(len(names))
+    elif mistake:
+        parameters = dict(communicator.layout.parameters)
+        one = parameters[mistake]
+        parameters[mistake] = one._replace(sums=tuple(kind for kind in one.sums if kind == "dp_cp"))
+        communicator.layout = replace(communicator.layout, parameters=parameters)
 
 
 def whole(world: Group, names: list[str], data: int, steps: int) -> dict[str, Trained]:
@@ -79,13 +99,14 @@ def whole(world: Group, names: list[str], data: int, steps: int) -> dict[str, Tr
     return {name: trained(name, steps, None, data, False) for name in names}
 
 
-def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool) -> Trained:
+def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool, mistake: str = "") -> Trained:
     """A training by the ranks of `world`; None: by one rank with the sequences of `degree` data-parallel ranks."""
     one = config(name)
     settings, communicator, shard = one.decoder, SingleProcess(), None
     if world is not None:
         degrees = Degrees(data_parallel=world.size // degree, model_parallel=degree)
         communicator = model_parallel(world, settings, degrees, rows)
+        make_mistake(communicator, mistake)
         shard = ModelShard(communicator.layout, communicator.where, TensorParallel(communicator.groups.tp, rows))
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
     model, build_inputs = build_model(one, kernels, shard=shard)

@@ -152,6 +152,8 @@ class ModelParallel(ProcessGroup):
     def __init__(self, groups: ProcessGroups, layout: ModelLayout, where: MeshCoordinate) -> None:
         super().__init__(groups.world)
         self.groups, self.layout, self.where, self.data_rank = groups, layout, where, where.data
+        # The ranks with the same part of the model, which may share the state of the optimizer.
+        self.same_part = SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp)
         self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
 
     def gradient_reducer(

@@ -183,6 +183,7 @@ def open_training(
     shard = None
     if shards_optimizer(config, world):
         same = session.communicator if pipeline is None else pipeline.stage_communicator
+        same = same.same_part if isinstance(same, ModelParallel) else same
         shard = OptimizerShard(same.rank, same.size, shard_threshold_bytes(config), same.all_gather_ranges)
     return TrainStep(
         session.model,
