@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,6 +65,7 @@ class Trained(NamedTuple):
     local_norms: dict[str, float]
     evaluated: float
     weights: dict[str, np.ndarray]
+    saved: dict[str, np.ndarray]  # whole weights and optimizer state, on rank 0
 
 
 def config(name: str) -> Config:
@@ -130,7 +132,18 @@ def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool,
     found = evaluate(model, build_inputs, batches, lambda: False, communicator)
     last = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
     losses, norms = ([getattr(result, field) for result in results] for field in ("loss", "global_norm"))
-    return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last)
+    kept = saved(step)
+    if world is not None:  # what is saved can be loaded again, by all ranks
+        whole_state = pickle.loads(world.gather_bytes(pickle.dumps(step.to_save().optimizer))[0])
+        step.load_optimizer({key: array.reshape(-1) for key, array in whole_state.items()}, steps)
+        assert all(np.array_equal(array, kept[key]) for key, array in saved(step).items())
+    return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last, kept)
+
+
+def saved(step: TrainStep) -> dict[str, np.ndarray]:
+    """What rank 0 writes to a checkpoint."""
+    found = step.to_save()
+    return {key: array.copy() for key, array in (found.weights | found.optimizer).items()}
 
 
 def spread(model: Any, settings: Any, shard: ModelShard | None) -> None:

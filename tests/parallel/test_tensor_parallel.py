@@ -53,7 +53,12 @@ def compare(name: str, one: Trained, parts: list[Trained], ranks: int, tensor: i
         close(part.evaluated, one.evaluated, 1e-5, name)
         assert part.local_norms.keys() == one.local_norms.keys()
         close(list(part.local_norms.values()), list(one.local_norms.values()), 1e-3, name)
-    found = assembled(layout, parts)
+    found, saved = assembled(layout, parts), parts[0].saved
+    assert saved.keys() == one.saved.keys() and not any(part.saved for part in parts[1:])
+    for key, array in saved.items():
+        assert array.shape == one.saved[key].shape
+        np.testing.assert_allclose(array, one.saved[key], atol=2e-4, err_msg=f"{name}: {key}")
+    assert all(np.array_equal(array, saved[weight]) for weight, array in found.items())
     assert found.keys() == one.weights.keys()
     for weight, array in found.items():
         np.testing.assert_allclose(array, one.weights[weight], atol=2e-4, err_msg=f"{name}: {weight}")

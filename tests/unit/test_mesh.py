@@ -48,6 +48,7 @@ def test_groups_are_orthogonal_and_follow_the_coordinates(ranks: int) -> None:
     """Ranks of a group differ in its own coordinate alone, so two groups of two kinds meet at most once."""
     for mesh in meshes(ranks):
         coordinates = [mesh.coordinate_of(rank) for rank in range(ranks)]
+        assert [mesh.rank_at(where) for where in coordinates] == list(range(ranks))
         assert len(set(coordinates)) == ranks
         for kind, axis in AXES.items():
             for group in mesh.groups(kind):

@@ -8,6 +8,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
+from trainer.data.batches.context import SequencePart
 from trainer.models.rotary import rotary_angles
 
 if TYPE_CHECKING:
@@ -84,35 +85,41 @@ class InputBuilder:
     with positions from 0 on.
 
     The kernels make tables and masks; positions up to seq_length or max_position_embeddings have a row.
+
+    Args:
+        part: The tokens that a context-parallel rank has of each sequence of a batch; None: all. The inputs are those
+            of its tokens, but what it needs to know of the others is taken from the whole batch.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, part: SequencePart | None = None) -> None:
         self.settings, self.kernels, self.masks = settings, kernels, kernels.attention_masks(settings)
+        self.part = part or SequencePart(0, 1)
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self._plain: tuple[tuple[int, int], tuple[tuple, tuple, tuple | None]] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
         tables, mask, window_mask = self._tables_and_masks(batch)
-        labels = batch.labels.reshape(-1)
+        labels = self.part.of(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
         valid_N1 = Tensor(valid.astype(np.float32)[:, None])
         return ModelInputs(
-            Tensor(batch.input_ids.reshape(-1)),
+            Tensor(self.part.of(batch.input_ids).reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
             valid_N1,
             tables,
             mask,
             self.masks.scores_shape(*batch.input_ids.shape),
             self._sequence_weights(batch, valid_N1) if self.settings.experts is not None else None,
-            tuple(_mtp_inputs(batch, offset) for offset in range(1, self.settings.mtp_depth + 1)),
+            tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.settings.mtp_depth + 1)),
             window_mask,
         )
 
     def _sequence_weights(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:
         rows, length = batch.input_ids.shape
         if self._means is None or self._means[0] != (rows, length):
-            mean_BN = np.repeat(np.eye(rows, dtype=np.float32) / np.float32(length), length, axis=1)
+            each = np.eye(rows, dtype=np.float32) / np.float32(length)
+            mean_BN = np.repeat(each, length // self.part.ranks, axis=1)
             mean_BR = np.repeat(mean_BN, self.settings.experts.num_experts_chosen, axis=1)
             self._means = (rows, length), Tensor(mean_BN), Tensor(mean_BR)
         tokens_B1 = (batch.labels != IGNORE_INDEX).sum(axis=1, keepdims=True).astype(np.float32)
@@ -132,7 +139,7 @@ class InputBuilder:
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
             return self._plain[1]
-        tables, window = self.tables(batch.positions.reshape(-1)), self.settings.sliding_window
+        tables, window = self.tables(self.part.of(batch.positions).reshape(-1)), self.settings.sliding_window
         mask = self.masks(batch.segment_ids)
         window_mask = self.masks(batch.segment_ids, window) if self.settings.window_layers else None
         if single:
@@ -140,10 +147,11 @@ class InputBuilder:
         return tables, mask, window_mask
 
 
-def _mtp_inputs(batch: Batch, offset: int) -> MtpInputs:
-    """Tokens and labels `offset` positions later in the same document."""
+def _mtp_inputs(batch: Batch, offset: int, part: SequencePart) -> MtpInputs:
+    """Tokens and labels `offset` positions after those of a part, in the same document."""
     ids_BT, labels_BT = np.zeros_like(batch.input_ids), _mtp_labels(batch, offset)
     ids_BT[:, : max(0, ids_BT.shape[1] - offset)] = batch.input_ids[:, offset:]
+    ids_BT, labels_BT = part.of(ids_BT), part.of(labels_BT)
     valid_BT = labels_BT != IGNORE_INDEX
     return MtpInputs(
         Tensor(ids_BT.reshape(-1)),

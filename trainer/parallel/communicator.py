@@ -18,7 +18,7 @@ import numpy as np
 from trainer.errors import RunError
 from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
 from trainer.parallel.layout import SUM_GROUPS, model_layout
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.process_groups import process_groups
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class Communicator(Protocol):
     data_rank: int
     """Which batches and dropout masks this rank has; ranks that compute parts of one model have the same."""
     counts_losses: bool
-    """Whether this rank's losses and tokens count: of the ranks that compute the same ones, the first one's do."""
+    """Whether this rank's losses count: of the ranks that compute the same ones, the first one's do."""
+    counts_tokens: bool
+    """Whether the tokens of its batches count: of the ranks that have the same batches, the first one's do."""
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
@@ -70,7 +72,7 @@ class Communicator(Protocol):
 class SingleProcess:
     """A run of one process."""
 
-    rank, size, counts_losses = 0, 1, True
+    rank, size, counts_losses, counts_tokens = 0, 1, True, True
 
     @property
     def data_rank(self) -> int:
@@ -103,7 +105,7 @@ class SingleProcess:
 class ProcessGroup:
     """The ranks of a job, each with the whole model: a group of `trainer.parallel.collectives`."""
 
-    counts_losses = True
+    counts_losses = counts_tokens = True
 
     def __init__(self, group: Group) -> None:
         from trainer.parallel.collectives import all_gather_ranges
@@ -155,6 +157,7 @@ class ModelParallel(ProcessGroup):
         # The ranks with the same part of the model, which may share the state of the optimizer.
         self.same_part = SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp)
         self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
+        self.counts_tokens = self.counts_losses and where.context == 0
 
     def gradient_reducer(
         self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
@@ -164,6 +167,31 @@ class ModelParallel(ProcessGroup):
     def counted(self, names: Sequence[str]) -> np.ndarray:
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
         return np.array([float(self.layout.counts(name, self.where)) for name in names])
+
+    def gathered(self, parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Whole float32 arrays on rank 0, by the keys of their parts; nothing elsewhere. All ranks call it.
+
+        Args:
+            parts: A parameter's name, or after "kind." what belongs to it -> this rank's part; the same keys on all.
+        """
+        from mindspore import Tensor
+        from mindspore import dtype as mstype
+
+        from trainer.parallel.collectives import receive, send
+
+        mesh, world, whole = Mesh(self.layout.degrees), self.groups.world, dict[str, np.ndarray]()
+        for key, own in parts.items():
+            name = key if key in self.layout.parameters else key.split(".", 1)[1]
+            if world.rank == 0:
+                whole[key] = np.empty(self.layout.parameters[name].shape, np.float32)
+            for where in self.layout.first_holders(name):
+                shard, source = self.layout.shard(name, where), mesh.rank_at(where)
+                if world.rank == source and source:
+                    send(Tensor(np.ascontiguousarray(own, np.float32)), world, 0)
+                elif world.rank == 0:
+                    part = own if source == 0 else receive(shard.shape, mstype.float32, world, source).asnumpy()
+                    whole[key][shard.slices] = part
+        return whole
 
     def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each gradient summed over the groups that the layout names, one after the other."""

@@ -90,6 +90,11 @@ class Mesh:
         first = rank - rank // stride % size * stride
         return range(first, first + size * stride, stride)
 
+    def rank_at(self, where: MeshCoordinate) -> int:
+        degrees = self.degrees
+        row = (where.pipeline * degrees.data_parallel + where.data) * degrees.context_parallel + where.context
+        return row * degrees.model_parallel + where.tensor
+
     def coordinate_of(self, rank: int) -> MeshCoordinate:
         rest, tensor = divmod(rank, self.degrees.model_parallel)
         rest, context = divmod(rest, self.degrees.context_parallel)

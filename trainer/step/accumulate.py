@@ -54,6 +54,9 @@ class RankShare(NamedTuple):
     """Of the squared norm of each of its gradients, [P]: 1 where this rank counts it, 0 where another one does."""
     places: Sequence[int]
     """For each trained parameter of the whole model the index of its gradient here; P for one of other ranks."""
+    counts_tokens: bool = True
+    """With `gives_losses`: whether it tells the number of tokens too. Context-parallel ranks each give the losses of
+    their tokens, and one of them tells how many the batch has."""
 
 
 Pipelined: TypeAlias = "Callable[[Sequence[int], Tensor, WindowResults], tuple[list[Tensor], float]]"
@@ -132,7 +135,7 @@ def accumulate(
     communicator = SingleProcess() if communicator is None else communicator
     reducer = SumAfterBackward() if reducer is None else reducer
     counts = [valid_tokens(batch) for batch in micro_batches]
-    given = (sum(counts), counts.count(0)) if share is None or share.gives_losses else (0, 0)
+    given = (sum(counts), counts.count(0)) if share is None or share.gives_losses and share.counts_tokens else (0, 0)
     [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in given])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return WindowGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)

@@ -60,7 +60,7 @@ def evaluate(
             losses.append(measures.keep(sums.tokens))
             if sums.correct is not None:
                 hits.append(measures.keep(sums.correct))
-            tokens += count
+            tokens += count if communicator.counts_tokens else 0
     loss_sum, own_hits = read_together([measures.add_up(each) if each else 0.0 for each in (losses, hits)])
     counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
     ranks = communicator.size if computes_together else 1

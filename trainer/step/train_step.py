@@ -131,7 +131,7 @@ class TrainStep:
             self.share, every, with_same_part = pipeline.share(names), pipeline.group_of, pipeline.stage_communicator
         elif isinstance(self.communicator, ModelParallel):
             own = self.communicator
-            self.share = RankShare(own.counts_losses, own.counted(names), range(len(names)))
+            self.share = RankShare(own.counts_losses, own.counted(names), range(len(names)), own.counts_tokens)
         self.norm_groups = norm_groups(names if pipeline is None else list(every), wrapper, every)
         self.data_rank = with_same_part.data_rank
         sharded = [name in optimizer.own_ranges for name in names]
@@ -185,7 +185,7 @@ class TrainStep:
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
         gives = self.share is None or self.share.gives_losses
-        others = self.other_sums(batch, sums, counts=gives)
+        others = self.other_sums(batch, sums, gives)
         return MicroBatch(sums.tokens if gives else None, others, call.statistics.counts(), gradients)
 
     def call_of(self, batch: Batch, number: int) -> DecoderCall:
@@ -206,7 +206,7 @@ class TrainStep:
 
         def done(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
             gives = self.share.gives_losses and sums.tokens is not None
-            others = self.other_sums(batches[place], sums, counts=gives)
+            others = self.other_sums(batches[place], sums, gives)
             routing = None
             if is_last and layers:  # the routers of all chunks have decided
                 routing = device_measures().of_all_layers(call.statistics.counts(), layers, experts.expert_num)
@@ -215,13 +215,14 @@ class TrainStep:
         gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, list(self.optimizer.parameters))
         return in_float32(gradients) if self.wrapper.accumulate_allreduce_grads_in_fp32 else gradients, waited
 
-    def other_sums(self, batch: Batch, sums: LossSums, counts: bool = True) -> dict[str, tuple[Tensor | None, float]]:
-        """The auxiliary losses, as `MicroBatch` has them; `counts` False: another rank tells the number of labels."""
-        settings, tokens = self.model.settings, valid_tokens(batch) if counts else 0
+    def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
+        """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
+        settings, counts = self.model.settings, gives and (self.share is None or self.share.counts_tokens)
+        tokens = valid_tokens(batch) if counts else 0
         others = {}
         if settings.mtp_depth:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
-            others["mtp_loss"] = (sums.mtp, mtp_labels(batch, settings.mtp_depth)) if counts else (None, 0)
+            others["mtp_loss"] = sums.mtp if gives else None, mtp_labels(batch, settings.mtp_depth) if counts else 0
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and settings.experts.z_loss_factor:
@@ -230,12 +231,21 @@ class TrainStep:
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
+        shard = self.model.shard
+        if shard is not None:
+            names = {key: key.split(".", 1)[1] for key in arrays}
+            shapes = {key: shard.layout.parameters[name].shape for key, name in names.items()}
+            arrays = {key: shard.part(names[key], whole.reshape(shapes[key])) for key, whole in arrays.items()}
         self.optimizer.load_state(arrays, updates)
 
     def to_save(self) -> Saved:
         """What this rank contributes to a checkpoint; all ranks call it."""
         if self.pipeline is not None:
             return self._to_save_of_all_stages()
+        if isinstance(self.communicator, ModelParallel):
+            own = {name: parameter.asnumpy() for name, parameter in self.model.parameters_by_name.items()}
+            weights, state = map(self.communicator.gathered, (own, self.optimizer.state_arrays()))
+            return Saved(weights, state, self.optimizer.updates)
         optimizer, first = self.optimizer, self.communicator.rank == 0
         parameters = self.model.parameters_by_name.items() if first else ()
         weights = {name: parameter.asnumpy() for name, parameter in parameters}

@@ -21,7 +21,7 @@ class SequencePart(NamedTuple):
     """The tokens of each sequence that one of the context-parallel ranks has.
 
     Attributes:
-        in_ring: Chunks r and 2 R - 1 - r of a ring; or neighbouring tokens.
+        in_ring: Chunks r and 2 R - 1 - r, for a ring; or neighbouring tokens.
     """
 
     rank: int
@@ -37,6 +37,8 @@ class SequencePart(NamedTuple):
 
     def of(self, whole_BT: np.ndarray) -> np.ndarray:
         """The rank's columns: [B, n]."""
+        if self.ranks == 1:
+            return whole_BT
         return np.ascontiguousarray(whole_BT[:, self.positions(whole_BT.shape[1])])
 
     def of_batch(self, batch: Batch) -> Batch:
