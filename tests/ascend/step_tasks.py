@@ -48,9 +48,12 @@ def overlapped(run: Run) -> dict[str, Any]:
 
     def noted(name: str) -> mock._patch:
         original = getattr(collectives, name)
-        return mock.patch.object(
-            collectives, name, lambda flat: events.append([name, flat.size * flat.itemsize]) or original(flat)
-        )
+
+        def start(flat: Any, group: Any) -> Any:
+            events.append([name, flat.size * flat.itemsize])
+            return original(flat, group)
+
+        return mock.patch.object(collectives, name, start)
 
     def updated(optimizer: Optimizer, *arguments: Any) -> Any:
         events.append(["update", "begins"])
