@@ -38,22 +38,21 @@ LORA = {"pet_type": "lora", "lora_rank": 2, "target_modules": ".*q_proj|.*down_p
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BIASED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01, "z_loss_factor": 0.01}
 OF_STEP = {"moe_router_load_balancing_type": "gbs_aux_loss"}
+RECOMPUTED = {"recompute_config": {"recompute": True}}
 CASES: dict[str, dict[str, Any]] = {
     # stages, chunks of a stage, micro-batches, and what of the configuration differs
     "dense": {"stages": 4, "micro_batches": 6, "compiled": True, "model": DROPOUT},
-    "interleaved": {"stages": 2, "chunks": 2, "micro_batches": 4},
-    "uneven": {"stages": 2, "chunks": 2, "micro_batches": 5, "model": {"offset": [[0, 2], [-1, 0]]}},  # an empty chunk
-    "tied": {"stages": 4, "model": {"tie_word_embeddings": True},
+    "uneven": {"stages": 2, "chunks": 2, "micro_batches": 5, "model": {"offset": [[0, 2], [-1, 0]]},  # an empty chunk
+               "sections": {"runner_wrapper": CLIP | {"clip_by_group": True, "local_norm": True}}},
+    "tied": {"stages": 4, "micro_batches": 2, "model": {"tie_word_embeddings": True},
              "sections": {"freeze": {"include": ["layers: 1"]}}},
-    "experts": {"stages": 4, "model": {"moe_config": EXPERTS | BIASED, "mtp_depth": 1}},
-    "tied experts": {"stages": 2, "chunks": 2, "model": {"moe_config": EXPERTS, "mtp_depth": 1,
-                                                         "tie_word_embeddings": True}},
-    "load of the step": {"stages": 4, "model": {"moe_config": EXPERTS | OF_STEP},
-                         "sections": {"recompute_config": {"recompute": True}}},
+    "experts": {"stages": 4, "micro_batches": 3, "model": {"moe_config": EXPERTS | BIASED, "mtp_depth": 1},
+                "sections": RECOMPUTED},
+    "tied experts": {"stages": 2, "chunks": 2, "micro_batches": 2,
+                     "model": {"moe_config": EXPERTS, "mtp_depth": 1, "tie_word_embeddings": True}},
+    "load of the step": {"stages": 4, "micro_batches": 2, "model": {"moe_config": EXPERTS | OF_STEP}},
     "lora": {"stages": 2, "micro_batches": 2, "model": {"pet_config": LORA}},
-    "recompute": {"stages": 4, "sections": {"recompute_config": {"recompute": True}}},
-    "frozen": {"stages": 4, "sections": {"freeze": {"include": ["embeddings", "layers: 0-1"]}}},
-    "grouped": {"stages": 2, "sections": {"runner_wrapper": CLIP | {"clip_by_group": True, "local_norm": True}}},
+    "frozen": {"stages": 4, "micro_batches": 2, "sections": {"freeze": {"include": ["embeddings", "layers: 0-1"]}}},
 }  # fmt: skip
 
 

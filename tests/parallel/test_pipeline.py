@@ -13,7 +13,7 @@ from trainer.device.threads import set_up_cpu_threads
 
 set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
 
-RANKS, STEPS = 4, 3
+RANKS, STEPS = 4, 2
 
 
 @pytest.fixture(scope="module")
