@@ -18,7 +18,7 @@ from trainer.config.schema.model import ModelConfig  # noqa: E402
 from trainer.data.batches.context import SequencePart  # noqa: E402
 from trainer.models.inputs import InputBuilder  # noqa: E402
 from trainer.models.recompute import compile_cell  # noqa: E402
-from trainer.ops.cpu.context import over_context  # noqa: E402
+from trainer.ops.context import over_context  # noqa: E402
 from trainer.ops.dropout import DropoutKey  # noqa: E402
 from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import FLOAT32, resolve_precision  # noqa: E402

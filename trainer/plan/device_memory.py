@@ -24,7 +24,7 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
-from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer
+from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_targets, sublayer_of
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FLOAT32_BYTES = 4
 _PIECE = 1 << 24  # logits that the loss of explicit mode computes at a time
-_PIECE_BYTES = 26  # that its compiled functions hold for each of them: six arrays in float32, one in half precision
+_PIECE_BYTES = 8  # that its compiled functions hold for each of them: two arrays in float32
+_FLASH_MASK_BYTES = 2048 * 2048
 
 
 def device_memory(
@@ -166,8 +167,14 @@ def _activations(config: Config, layers: Sequence[int], half: bool, gradients_of
         largest = max(largest, 0 if part else sizes["block"])
         again_largest = max(again_largest, sizes[part] if part else 0)
     head = _head(settings, tokens, half)
+    held = _constants(settings, tokens, half)
+    # The compiled forward and backward pass each hold the constants that they were given last.
+    head += 2 * held
+    # While the last feed-forward layer computes its gradients the head's arrays are gone; the pass before holds, too.
+    gradients = (12 if _widens(settings, half) else 8) * settings.ffn_size
+    backward = 3 * held + (0 if settings.experts else tokens * gradients)
     # MindSpore holds what a compiled block kept last.
-    forward = tokens * (kept + largest) + head
+    forward = tokens * (kept + largest) + max(head, backward)
     # With the head: what its compiled pieces computed last, and its gradient.
     return max(forward, tokens * (kept + again_largest) + gradients_of_layer + head) if again_largest else forward
 
@@ -180,6 +187,20 @@ def _head(settings: ModelConfig, tokens: int, half: bool) -> int:
     matrix = settings.vocab_size * settings.embedding_width * (2 if half else 4)
     matrices = (3 if settings.tie_word_embeddings and half else 1) * matrix
     return stream + min(logits, max(_PIECE, 128 * tokens)) * _PIECE_BYTES + matrices
+
+
+def _widens(settings: ModelConfig, half: bool) -> bool:
+    """Whether SwiGLU keeps float32 copies of its inputs: the reference kernel, with products in half precision."""
+    return half and not settings.use_fused_swiglu
+
+
+def _constants(settings: ModelConfig, tokens: int, half: bool) -> int:
+    """Bytes of the position tables and masks that a block is given."""
+    columns = (settings.num_heads + settings.kv_heads) * settings.head_size
+    tables = 8 * (2 * settings.head_size if settings.use_fused_rope else columns)
+    if settings.use_flash_attention and half and settings.head_size % 16 == 0:
+        return tokens * tables + _FLASH_MASK_BYTES
+    return tokens * (tables + 3 * settings.num_heads * settings.seq_length)
 
 
 def _kept_of_layer(settings: ModelConfig, layer: int, half: bool) -> dict[str, int]:
@@ -201,12 +222,19 @@ def _kept_of_layer(settings: ModelConfig, layer: int, half: bool) -> dict[str, i
         scores = settings.num_heads * 64  # largest score and sum of the softmax, eight times each
     else:
         scores = settings.num_heads * settings.seq_length * 4
+    if settings.pet_config is not None and settings.pet_config.lora_dropout and layer < settings.num_layers:
+        # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.
+        heads += width * hidden * sum(sublayer_of(name) == "attention" for name in layer_targets(settings, layer))
     projected = width * hidden
     attention = streams + projected + heads + width * values + scores
+    widens = _widens(settings, half)
     if not settings.is_moe_layer(layer):
-        return {"attention": attention, "mlp": streams + projected + 3 * width * settings.ffn_size}
+        # Gate and up, in the dtype in which they are multiplied, and their product.
+        gates = 2 * (4 if widens else width) + width
+        return {"attention": attention, "mlp": streams + projected + gates * settings.ffn_size}
     moe = settings.experts
     # Operator by operator: a token's rows before and after each operator that sorts, multiplies and adds up.
     rows = (moe.num_experts_chosen * 4 * (hidden + settings.expert_size) + hidden) * width
+    rows += moe.num_experts_chosen * 12 * settings.expert_size * widens
     shared = 3 * settings.shared_expert_size * width + hidden * width * bool(settings.shared_expert_size)
     return {"attention": attention, "mlp": streams + 12 * moe.expert_num + rows + shared}

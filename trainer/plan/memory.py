@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
 _FLOAT32_BYTES = 4
+_ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
 _SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
@@ -50,7 +51,11 @@ def memory_estimate(
         return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
     held = _held_parts(config, degrees_of(config, world).pipeline_stage)
     every = (_host_memory(config, trains, device, world, one) for one in (held if stage is None else [held[stage]]))
-    return max(every, key=lambda parts: parts["total"])
+    found = max(every, key=lambda parts: parts["total"])
+    if device == "Ascend":  # of a classifier: MindSpore and its code are in the host's memory
+        kept = {name: found[name] for name in _ON_DEVICE if name in found}
+        return kept | {"total": sum(kept.values())}
+    return found
 
 
 class _Held(NamedTuple):

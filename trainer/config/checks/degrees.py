@@ -54,6 +54,10 @@ def context_problems(config: Config) -> Iterator[Problem]:
         rule = f"seq_length {settings.seq_length} is not divisible by {twice}context_parallel"
         near = max(1, round(settings.seq_length / (chunks * ranks))) * chunks * ranks
         yield problem(config, key, rule, f"set seq_length to {near}, or change context_parallel")
+    for rate, rule in _without_context_parallelism(config):
+        yield problem(config, rate, rule, "set it to 0, or context_parallel to 1")
+    if settings.experts is not None:
+        yield problem(config, key, "not yet supported with experts", "set it to 1")
     if chunks > 1:
         return
     heads = settings.num_heads // section.model_parallel
@@ -61,6 +65,17 @@ def context_problems(config: Config) -> Iterator[Problem]:
     if heads % ranks or kv_heads % ranks and ranks % kv_heads:
         rule = f"with ulysses_cp its ranks share the {heads} heads and {kv_heads} heads of keys and values"
         yield problem(config, key, rule, "change it, or set context_parallel_algo to colossalai_cp")
+
+
+def _without_context_parallelism(config: Config) -> Iterator[tuple[str, str]]:
+    """Rates of dropout whose masks would not be those of one rank."""
+    settings, rule = config.decoder, "not yet supported with context_parallel"
+    if settings.hidden_dropout:
+        yield f"{_MODEL}.hidden_dropout", rule
+    if settings.pet_config is not None and settings.pet_config.lora_dropout:
+        yield f"{_MODEL}.pet_config.lora_dropout", rule
+    if settings.attention_dropout and config.parallel_config.context_parallel_algo == "ulysses_cp":
+        yield f"{_MODEL}.attention_dropout", f"{rule} by ulysses_cp"
 
 
 def expert_problems(config: Config) -> Iterator[Problem]:

@@ -72,16 +72,17 @@ class SequencePart(NamedTuple):
         return np.concatenate(early), np.concatenate(late)
 
     def allowed(
-        self, segment_ids_BT: np.ndarray, window: int | None = None
+        self, segment_ids_BT: np.ndarray, window: int | None = None, ascending: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which of `positions_of_keys` each token sees: bool [B, h, (r + 1) h] and [B, h, (2 R - r) h].
 
-        Those before it and itself, of the same document; with `window` so many at most, itself included.
+        Those before it and itself, of the same document; with `window` so many at most, itself included. `ascending`:
+        of the keys in the order of the sequence.
         """
         length = segment_ids_BT.shape[1]
         halves = np.split(self.positions(length), 2)
         early, late = (
-            _allowed(segment_ids_BT, tokens, keys, window)
+            _allowed(segment_ids_BT, tokens, np.sort(keys) if ascending else keys, window)
             for tokens, keys in zip(halves, self.positions_of_keys(length), strict=True)
         )
         return early, late

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,29 +31,6 @@ from trainer.parallel.host_group import HostGroup
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.dropout import DropoutKey, OwnHeads
-    from trainer.ops.kernel_set import KernelSet
-
-
-def over_context(kernels: KernelSet, group: HostGroup, in_ring: bool, compiled: bool = True) -> KernelSet:
-    """The kernels of a rank that shares sequences with the ranks of `group`, by ring or Ulysses attention.
-
-    Masks and dropout masks of attention are then made for whole sequences: `attention_masks` takes the documents of all
-    T tokens. All else takes the rank's tokens.
-    """
-    part, ranks = SequencePart(group.rank, group.size, in_ring), {"group": group, "compiled": compiled}
-    ranks |= {name: kernels.attention.keywords[name] for name in ("dtype", "softmax_dtype")}
-    if in_ring:
-        return replace(
-            kernels,
-            attention=partial(RingAttention, part=part, **ranks),
-            attention_masks=partial(RingMasks, part=part),
-            draw_attention_mask=partial(_draw_ring_mask, kernels.draw_attention_mask, part),
-        )
-    return replace(
-        kernels,
-        attention=partial(UlyssesAttention, **ranks),
-        attention_masks=lambda settings: kernels.attention_masks(own_heads(settings, group.size)),
-    )
 
 
 def own_heads(settings: ModelConfig, ranks: int) -> ModelConfig:
@@ -93,7 +68,7 @@ def ring_part(whole: np.ndarray, part: SequencePart) -> np.ndarray:
     return np.concatenate(parts, -1)
 
 
-def _draw_ring_mask(
+def draw_ring_mask(
     draw: Callable, part: SequencePart, key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, *own: OwnHeads
 ) -> Tensor:
     """A mask as `RingAttention` takes it: part of the one that one rank draws for whole sequences."""

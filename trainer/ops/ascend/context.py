@@ -1,0 +1,92 @@
+"""flash_attention_score over sequences whose tokens several ranks share (context parallelism), on an Ascend.
+
+The ranks gather keys and values, and each computes the rows of its own queries (Grattafiori et al. 2024, Llama 3,
+section 3.3.2). A ring would need the gradient of the operator's log-sum-exp outputs, which MindSpore 2.10 does not
+compute. Keys and values are small beside the queries where heads share them, and one gather needs no order among sends
+and receives. The tokens are those of a ring (`SequencePart`).
+
+Legend: as in trainer/ops/cpu/context.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+from mindspore import dtype as mstype
+
+from trainer.data.batches.context import SequencePart
+
+if TYPE_CHECKING:
+    from trainer.config import ModelConfig
+
+_COMPRESSED = 2048
+"""The side of a compressed mask, whatever the number of tokens."""
+_GIVEN, _CAUSAL_AT_THE_END = 0, 3
+"""sparse_mode: the mask as it is given; compressed and causal, the last query being at the last key."""
+
+
+class GatheredMasks:
+    """Makes the masks that `GatheredAttention` takes from the documents of all tokens of the sequences."""
+
+    def __init__(self, settings: ModelConfig, part: SequencePart) -> None:
+        self.part, self.compressed = part, None
+
+    def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """For the first and the last h tokens, True where a key must not be seen. Where every sequence is one document,
+        twice the compressed mask [2048, 2048]; else [B, 1, h, (r+1)*h] and [B, 1, h, (2R-r)*h]."""
+        if window is None and (segment_ids_BT == segment_ids_BT[:, :1]).all():
+            if self.compressed is None:
+                self.compressed = Tensor(~np.tri(_COMPRESSED, dtype=bool))
+            return self.compressed, self.compressed
+        early, late = self.part.allowed(segment_ids_BT, window, ascending=True)
+        return Tensor(~early[:, None]), Tensor(~late[:, None])
+
+
+class GatheredAttention(nn.Cell):
+    """(q_NC, k_NK, v_NK, mask, late_mask, no dropout) -> [N, C]; values are as wide as keys.
+
+    Args:
+        length: T.
+        window: A layer's, which its masks have.
+        gather: Makes a cell [n, ...] of each rank -> [R n, ...], with a gradient (`AllGather`).
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32,
+        scale: float | None = None, length: int | None = None, rate: float = 0.0, window: int | None = None, *,
+        part: SequencePart, gather: Callable[[], Callable[[Tensor], Tensor]],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.heads, self.dtype, self.gather = heads, dtype, gather()
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.rank, self.ranks, self.own = part.rank, part.ranks, length // part.ranks
+        self.half = self.own // 2
+
+    def construct(self, q_NC, k_NK, v_NK, mask, late_mask, dropout):
+        width = k_NK.shape[1]
+        kv = self.gather(ops.concat((k_NK.astype(self.dtype), v_NK.astype(self.dtype)), -1))
+        kv = kv.reshape(self.ranks, -1, self.own, 2 * width)
+        q = q_NC.reshape(-1, self.own, q_NC.shape[1]).astype(self.dtype)
+        early, late = mint.narrow(q, 1, 0, self.half), mint.narrow(q, 1, self.half, self.half)
+        early = self.over(early, self.first_chunks(kv, self.rank + 1), mask)
+        late = self.over(late, self.first_chunks(kv, 2 * self.ranks - self.rank), late_mask)
+        return ops.concat((early, late), 1).reshape(q_NC.shape).astype(q_NC.dtype)
+
+    def first_chunks(self, kv, number):
+        """Keys and values of so many chunks, in the order of the sequence: [B, number * h, 2 K]."""
+        chunks = ()
+        for chunk in range(number):
+            owner, start = (chunk, 0) if chunk < self.ranks else (2 * self.ranks - 1 - chunk, self.half)
+            chunks += (mint.narrow(kv[owner], 1, start, self.half),)
+        return ops.concat(chunks, 1)
+
+    def over(self, q, kv, mask):
+        width = kv.shape[2] // 2
+        return ops.flash_attention_score(
+            q, mint.narrow(kv, 2, 0, width), mint.narrow(kv, 2, width, width), self.heads, attn_mask=mask,
+            scalar_value=self.scale, input_layout="BSH",
+            sparse_mode=_CAUSAL_AT_THE_END if mask.ndim == 2 else _GIVEN,
+        )  # fmt: skip
