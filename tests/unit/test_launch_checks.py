@@ -177,7 +177,7 @@ def test_sharing_the_optimizer_state_lets_more_workers_in(options: LaunchOptions
         (("--config", "/nowhere.yaml"), ["/nowhere.yaml"]),
         (("--config", QUICKSTART, "--epoch", "3"), ["--epoch"]),
         (("--config", QUICKSTART, "--use_parallel", "False"), ["use_parallel = False: this job has 4 ranks"]),
-        (("--config", QUICKSTART, "--parallel_config.model_parallel", "2"), ["model_parallel = 2: not yet supported"]),
+        (("--config", QUICKSTART, "--parallel_config.context_parallel", "2"), ["_parallel = 2: not yet supported"]),
         (("--config", QUICKSTART, "--parallel_config.data_parallel", "3"), ["is for 3 ranks, and this job has 4"]),
         (("--config", QUICKSTART, "--device_target", "Ascend"), ["cannot run on an Ascend", "no CANN libraries"]),
         (("plan", "--config", QUICKSTART), ["launch: plan: only trainings", "plan --ranks 8"]),

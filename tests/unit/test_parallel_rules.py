@@ -63,12 +63,24 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["a.yaml:16: parallel_config.data_parallel = 4: data_parallel 4 is for 4 ranks, and this job has 8",
              "launch --nproc 4`, or set data_parallel 8; an unset data_parallel takes"],
         ),
-        ("parallel_config: {model_parallel: 2}\n", ["a.yaml:16: parallel_config.model_parallel = 2: not yet", "to 1"]),
+        (
+            "parallel_config: {model_parallel: 8}\n",
+            ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "rows of the vocab"],
+        ),
+        (
+            "parallel_config: {model_parallel: 2}\nparallel: {enable_parallel_optimizer: True}\n"
+            "optimizer: {type: Muon}\n",
+            ["enable_parallel_optimizer = True: not yet supported with model_parallel", "type = 'Muon': not yet"],
+        ),
+        (
+            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\n",
+            ["model_parallel = 2: not yet supported together with pipeline_stage"],
+        ),
         ("parallel_config: {context_parallel: 3}\n", ["context_parallel = 3: not yet supported", "seq_length"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: not yet", "all experts"]),
         (
-            "parallel_config: {context_parallel: 2, model_parallel: 2}\n",
-            ["2 problems", "context_parallel = 2: not yet supported", "model_parallel = 2: not yet supported"],
+            "parallel_config: {context_parallel: 2, expert_parallel: 2}\n",
+            ["2 problems", "context_parallel = 2: not yet supported", "expert_parallel = 2: not yet supported"],
         ),
         ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
         (
@@ -81,8 +93,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["pipeline_scheduler = 'seqpipe': outside semi-automatic mode there is 1f1b alone", "write 1f1b"],
         ),
         (
-            "parallel: {parallel_mode: 1, parallel_fallback: explicit}\nparallel_config: {model_parallel: 2}\n",
-            ["model_parallel = 2: not yet supported"],
+            "parallel: {parallel_mode: 1, parallel_fallback: explicit}\nparallel_config: {context_parallel: 2}\n",
+            ["context_parallel = 2: not yet supported"],
         ),
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),

@@ -392,7 +392,7 @@ def send(x: Tensor, group: Group, to: int) -> None:
 def receive(shape: tuple[int, ...], dtype: mstype.Type, group: Group, source: int) -> Tensor:
     """The tensor that the group's rank `source` sends."""
     if group.on_host:
-        return Tensor.from_numpy(group.receive(shape, mindspore.dtype_to_nptype(dtype), source))
+        return Tensor.from_numpy(group.receive(shape, Tensor(0, dtype).asnumpy().dtype, source))
     return ops.Receive(0, source, list(shape), dtype, group=group.name)(Tensor(0.0))
 
 

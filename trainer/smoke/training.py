@@ -20,7 +20,8 @@ _PHASES = {
     "warmup_steps": 1, "decay_steps": 1, "decay_start_steps": 2, "keep_steps": 1, "final_steps": 1, "t_max": 2,
     "t_0": 2,
 }  # fmt: skip
-_DROPPED = {*UNBUILT_DEGREES, "pipeline_stage"}  # a pipeline has no enable_parallel_optimizer, which most files have
+# Those that are built have no enable_parallel_optimizer, which most files have.
+_DROPPED = {*UNBUILT_DEGREES, "pipeline_stage", "model_parallel"}
 
 
 def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator[Change]:

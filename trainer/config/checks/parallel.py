@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.checks.degrees import pipeline_problems
+from trainer.config.checks.degrees import pipeline_problems, tensor_problems
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
@@ -13,8 +13,6 @@ from trainer.parallel.world import World
 
 # What to do where a degree is asked for that nothing cuts yet.
 UNBUILT_DEGREES = {
-    "model_parallel": "set it to 1: with data_parallel alone every rank has whole matrices, and"
-    " parallel.enable_parallel_optimizer shares the optimizer's part of the memory",
     "context_parallel": "set it to 1: a shorter seq_length, or recompute_config.recompute, saves activations",
     "expert_parallel": "set it to 1: every rank then has all experts, and parallel.enable_parallel_optimizer shares"
     " their optimizer state; or on Ascend use semi-automatic mode, parallel.parallel_mode 1",
@@ -118,8 +116,35 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
         return batches
     degrees = ((name, fix) for name, fix in UNBUILT_DEGREES.items() if getattr(config.parallel_config, name) > 1)
     found = [problem(config, f"parallel_config.{name}", "not yet supported", fix) for name, fix in degrees]
-    found = found or fit_problems(config, world) or list(_explicit_pipeline(config, degrees_of(config, world)))
+    found = found or fit_problems(config, world)
+    if not found:
+        degrees = degrees_of(config, world)
+        found = [*_explicit_pipeline(config, degrees), *_explicit_tensor(config, degrees)]
     return [*batches, *found, *(_several_ranks(config, world) if world.size > 1 else ())]
+
+
+def _explicit_tensor(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """What the trainer's own tensor parallelism cannot do."""
+    if degrees.model_parallel == 1:
+        return
+    key, rule = "parallel_config.model_parallel", "not yet supported {} outside semi-automatic mode"
+    if config.classifier is not None:
+        yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
+        return
+    if not config.trains:
+        fix = "set it to 1, or add --use_parallel False to run alone: checkpoints are those of one rank"
+        yield problem(config, key, "ranks share matrices in a training only", fix)
+    if config.decoder.experts is not None:
+        yield problem(config, key, rule.format("with experts"), "set it to 1")
+    if degrees.pipeline_stage > 1:
+        yield problem(config, key, rule.format("together with pipeline_stage"), "set one of the two to 1")
+    if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
+        where = "parallel.enable_parallel_optimizer"
+        yield problem(config, where, rule.format("with model_parallel"), "set it to False")
+    if config.optimizer.type == "Muon":
+        more = "with model_parallel, because it needs whole matrices,"
+        yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
+    yield from tensor_problems(config, repeats_heads=True)
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
