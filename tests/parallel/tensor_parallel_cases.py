@@ -33,7 +33,7 @@ from trainer.run.session import build_model, check_same_weights  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
-VOCABULARY = 20
+VOCABULARY = 21  # parts of unequal size
 COUNTED_TWICE = "counted twice"
 EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True,
               "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
@@ -118,7 +118,7 @@ def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool,
     groups = parameter_groups(shapes, one.optimizer.weight_decay, one.optimizer.type)
     weights = {name: model.parameters_by_name[name] for name in shapes}
     optimizer = build_optimizer(weights, groups, one.optimizer, compiled=False)
-    step = TrainStep(model, optimizer, lambda update: 0.02, build_inputs, one.runner_wrapper, seed=one.seed,
+    step = TrainStep(model, optimizer, lambda update: 0.004, build_inputs, one.runner_wrapper, seed=one.seed,
                      communicator=communicator)  # fmt: skip
     ranks = degree if world is None else world.size // degree
     results = []

@@ -75,7 +75,7 @@ def test_shapes_of_the_local_settings_are_those_of_the_layout(kind: str, tensor:
     settings = settings_of(**KINDS[kind])
     layout = model_layout(settings, Degrees(model_parallel=tensor))
     for where in coordinates(layout.degrees):
-        assert layout.local_shapes(where) == all_shapes(local_settings(settings, tensor))
+        assert layout.local_shapes(where) == all_shapes(local_settings(settings, tensor, where.tensor))
     assert local_settings(settings, 1) is settings
 
 

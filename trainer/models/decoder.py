@@ -49,6 +49,7 @@ from trainer.ops.dropout import MaskPart, OwnHeads
 from trainer.ops.measures import device_measures
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.layout import local_settings
+from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -193,7 +194,9 @@ class Decoder(DecoderWiring):
             if held is None or name in held
         }
         self.masks = DropoutParts(settings, self.tensor)
-        settings = local_settings(settings, 1 if self.tensor is None else self.tensor.group.size)
+        part = _vocabulary_part(settings, self.tensor)
+        if self.tensor is not None:
+            settings = local_settings(settings, self.tensor.group.size, self.tensor.group.rank)
         self.settings, self.kernels = settings, kernels
         experts_take_copies = kernels.cpu_router is None
         # The multi-token prediction modules use these of the main model again.
@@ -208,7 +211,6 @@ class Decoder(DecoderWiring):
         self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
         self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
-        part = _vocabulary_part(settings, self.tensor)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
         self.moe = MoeLayer(settings, kernels, compiled) if settings.moe_layers else None
@@ -467,11 +469,12 @@ class AdapterMasks:
 
 
 def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabularyPart | None:
-    """The part of the vocabulary of a rank with these local settings."""
+    """The part of the model's vocabulary that a rank has."""
     if tensor is None:
         return None
     group = tensor.group
-    return VocabularyPart(group.rank, group.size, settings.vocab_size, AllGather(group))
+    first = range_of_rank(settings.vocab_size, group.rank, group.size).start
+    return VocabularyPart(group.rank, group.size, first, AllGather(group))
 
 
 def _view(parameter: Parameter) -> Tensor:

@@ -30,7 +30,7 @@ from trainer.models.shapes import (
     layer_prefix,
 )
 from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.sharding import Shard
+from trainer.parallel.sharding import Shard, range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -54,7 +54,7 @@ class ParameterLayout(NamedTuple):
 
     Attributes:
         shape: Of the whole.
-        parts: Equal parts that it is cut into; 1: every rank of its stages holds the whole.
+        parts: Parts that it is cut into, which differ by one row at most; 1: every rank of its stages holds the whole.
         dimension: The one that is cut.
         by: The axis whose ranks hold the parts: part p is held by as many neighbours as the axis has ranks per part.
         sums: The groups over which its gradient is summed, one after the other. Empty for a buffer.
@@ -67,12 +67,6 @@ class ParameterLayout(NamedTuple):
     by: Literal["tp", "ep"] = "tp"
     sums: tuple[SumGroup, ...] = ("dp_cp",)
     stages: tuple[int, ...] = (0,)
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        sizes = list(self.shape)
-        sizes[self.dimension] //= self.parts
-        return tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -93,14 +87,16 @@ class ModelLayout:
     def shard(self, name: str, where: MeshCoordinate) -> Shard:
         """The part of a parameter that a rank of one of its stages holds."""
         one = self.parameters[name]
-        shape, start = one.part_shape, [0] * len(one.shape)
+        shape, start = list(one.shape), [0] * len(one.shape)
         if one.parts > 1:
-            start[one.dimension] = self._part(one, where) * shape[one.dimension]
-        return Shard(tuple(start), shape)
+            own = range_of_rank(one.shape[one.dimension], self._part(one, where), one.parts)
+            start[one.dimension], shape[one.dimension] = own.start, own.stop - own.start
+        return Shard(tuple(start), tuple(shape))
 
     def local_shapes(self, where: MeshCoordinate) -> dict[str, tuple[int, ...]]:
         """Shapes of what a rank holds, in forward order."""
-        return {name: one.part_shape for name, one in self.parameters.items() if where.pipeline in one.stages}
+        held = (name for name, one in self.parameters.items() if where.pipeline in one.stages)
+        return {name: self.shard(name, where).shape for name in held}
 
     def counts(self, name: str, where: MeshCoordinate, sharded: bool = False) -> bool:
         """Whether this rank is the first of those that hold this part: norms count its gradient, and it is the one that
@@ -223,16 +219,16 @@ def _stages_of(settings: ModelConfig, stage_layers: Sequence[Sequence[int]]) -> 
     return found | {name: (0,) for name in found if name == MAPPING_IN}
 
 
-def local_settings(settings: ModelConfig, tensor: int) -> ModelConfig:
-    """The settings of the model that one of `tensor` tensor-parallel ranks computes with: its heads, its columns of the
-    feed-forward layer and of shared experts, its part of the vocabulary. `all_shapes` of them are the rank's shapes,
-    except for experts over expert-parallel ranks and for the stages of a pipeline."""
+def local_settings(settings: ModelConfig, tensor: int, rank: int = 0) -> ModelConfig:
+    """The settings of the model that rank `rank` of `tensor` tensor-parallel ones computes with: its heads, its columns
+    of the feed-forward layer and of shared experts, its part of the vocabulary. `all_shapes` of them are the rank's
+    shapes, except for experts over expert-parallel ranks and for the stages of a pipeline."""
     if tensor == 1:
         return settings
     changes: dict[str, object] = {
         "num_heads": settings.num_heads // tensor,
         "intermediate_size": settings.ffn_size // tensor,
-        "vocab_size": settings.vocab_size // tensor,
+        "vocab_size": len(range(settings.vocab_size)[range_of_rank(settings.vocab_size, rank, tensor)]),
     }
     if not settings.multi_latent_attention:
         changes |= {"n_kv_heads": max(1, settings.kv_heads // tensor), "head_dim": settings.head_size}

@@ -20,8 +20,8 @@ from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, m
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
-from trainer.parallel.layout import model_layout
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.layout import local_settings, model_layout
+from trainer.parallel.mesh import Degrees, MeshCoordinate
 from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
@@ -49,7 +49,7 @@ def memory_estimate(
     """
     if device == "Ascend" and config.classifier is None:
         return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
-    held = _held_parts(config, degrees_of(config, world).pipeline_stage)
+    held = _held_parts(config, degrees_of(config, world))
     every = (_host_memory(config, trains, device, world, one) for one in (held if stage is None else [held[stage]]))
     found = max(every, key=lambda parts: parts["total"])
     if device == "Ascend":  # of a classifier: MindSpore and its code are in the host's memory
@@ -65,19 +65,24 @@ class _Held(NamedTuple):
         shapes: Its parameters.
         passes: For each layer of it how many forward passes wait for their backward pass at the most.
         has_head: Whether it computes the logits.
+        tensor: How many ranks share its matrices.
     """
 
     shapes: dict[str, tuple[int, ...]]
     passes: dict[int, int]
     has_head: bool = True
+    tensor: int = 1
 
 
-def _held_parts(config: Config, stages: int) -> list[_Held]:
+def _held_parts(config: Config, degrees: Degrees) -> list[_Held]:
     """Of the ranks of each stage of a pipeline; without one that of every rank."""
     shapes, settings = all_shapes(config.network), config.decoder
     modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
+    stages, tensor = degrees.pipeline_stage, degrees.model_parallel
     if stages == 1 or config.classifier is not None:
-        return [_Held(shapes, dict.fromkeys((*range(settings.num_layers), *modules), 1))]
+        if tensor > 1:
+            shapes = model_layout(settings, degrees).local_shapes(MeshCoordinate(0, 0, 0, 0))
+        return [_Held(shapes, dict.fromkeys((*range(settings.num_layers), *modules), 1), tensor=tensor)]
     rows, found = chunk_layers(config), []
     layout = model_layout(settings, Degrees(), stage_layers=stage_layers(config))
     schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
@@ -99,7 +104,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     if trains:
         labels = config.runner_config.batch_size * network.labels_per_sequence
         copies = 1 if micro_batches(config, degrees_of(config, world)) == 1 else 2
-        trained = {name: shape for name, shape in trained_shapes(config).items() if name in held.shapes}
+        trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
         parts["gradients"] = _bytes(trained) * copies
         parts["optimizer state"] = _optimizer_state_bytes(config, world, trained)
         parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
@@ -127,7 +132,7 @@ def _activations_of_label(config: Config, device: str, held: _Held) -> int:
     """Float32 values kept for each label between forward and backward pass, at the peak."""
     if config.classifier is not None:
         return 3 * sum(config.classifier.sizes)  # each layer: input, product and its gradient
-    settings = config.decoder
+    settings = local_settings(config.decoder, held.tensor)
     half = resolve_precision(settings, config.amp_level, device).compute.dtype != "float32"
     kept, working, both = 0, 0, 0
     first = first_trained_layer(config, frozen_names(config))

@@ -59,11 +59,12 @@ class ExplicitBackend:
         self.execution = compiled if config.context.mode == 0 else "operator by operator"
 
     def check_device(self, device: str) -> None:
-        """It runs on all of them; a pipeline on CPUs alone."""
-        if device != "CPU" and degrees_of(self.config, self.world).pipeline_stage > 1:
-            rule = "outside semi-automatic mode a pipeline runs on CPUs alone so far"
-            fix = "set parallel.parallel_mode to 1, or pipeline_stage to 1"
-            raise problem(self.config, "parallel_config.pipeline_stage", rule, fix).error
+        """It runs on all of them; what divides a model on CPUs alone."""
+        for name in ("pipeline_stage", "model_parallel") if device != "CPU" else ():
+            if getattr(degrees_of(self.config, self.world), name) > 1:
+                rule = "outside semi-automatic mode it runs on CPUs alone so far"
+                fix = f"set parallel.parallel_mode to 1, or {name} to 1"
+                raise problem(self.config, f"parallel_config.{name}", rule, fix).error
 
     def problems(self) -> list[Problem]:
         return []  # `preflight` knows them all

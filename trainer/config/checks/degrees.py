@@ -13,7 +13,7 @@ _MODEL = "model.model_config"
 
 
 def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Problem]:
-    """model_parallel must divide heads, columns and vocabulary.
+    """model_parallel must divide heads and columns.
 
     Args:
         repeats_heads: Several ranks may hold the same head of keys and values.
@@ -25,7 +25,6 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
         parts["heads of keys and values"] = kv_heads
     parts["columns of the feed-forward layer"] = settings.ffn_size
     if repeats_heads:
-        parts["rows of the vocabulary"] = settings.vocab_size
         if settings.experts is not None and settings.shared_expert_size:
             parts["columns of the shared experts"] = settings.shared_expert_size
     uneven = [f"{count:,} {what}" for what, count in parts.items() if count % degree]

@@ -91,8 +91,7 @@ _UNUSED = (
             lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler", lambda c: not is_semi_auto(c),
             _GRAPH_ALONE),
-    _Unused("parallel_config", "use_seq_parallel gradient_aggregation_group", lambda c: not is_semi_auto(c),
-            _GRAPH_ALONE),
+    _Unused("parallel_config", "gradient_aggregation_group", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size optimizer_level"
             " gradient_accumulation_shard",
             lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
@@ -101,7 +100,7 @@ _UNUSED = (
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler",
             lambda c: is_semi_auto(c) and c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
     _Unused("parallel_config", "use_seq_parallel",
-            lambda c: is_semi_auto(c) and c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
+            lambda c: c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
     _Unused("recompute_config", "select_comm_recompute mp_comm_recompute parallel_optimizer_comm_recompute"
             " recompute_slice_activation", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("recompute_config", "parallel_optimizer_comm_recompute",

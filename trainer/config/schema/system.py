@@ -103,7 +103,7 @@ class ParallelConfig(Section):
     pipeline_stage: int = setting(1, "Devices that share the layers.", ge=1, le=RANKS)
     micro_batch_num: int = setting(1, "Micro-batches of a pipeline.", ge=1, le=BATCH)
     use_seq_parallel: bool = setting(
-        False, "Semi-automatic mode: the ranks of model_parallel share the tokens between the products too.")
+        False, "The ranks of model_parallel share the tokens of the residual stream and its norms too.")
     gradient_aggregation_group: int = setting(
         4, "Semi-automatic mode: groups of layers whose gradients MindSpore may sum in one collective.",
         ge=1, le=LAYERS)

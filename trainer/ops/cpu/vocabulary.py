@@ -18,19 +18,14 @@ class VocabularyPart(NamedTuple):
     """A rank's part of the vocabulary.
 
     Attributes:
-        size: V, the same on all ranks.
+        first: Its first token.
         gather: [n, ...] of each rank -> [R n, ...].
     """
 
     rank: int
     ranks: int
-    size: int
+    first: int
     gather: Callable[[Tensor], Tensor]
-
-    @property
-    def first(self) -> int:
-        """The first token of the part."""
-        return self.rank * self.size
 
 
 def own_tokens(tokens_N: Tensor, part_first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -45,10 +40,10 @@ class VocabularyRows(nn.Cell):
 
     def __init__(self, part: VocabularyPart, gather_rows: Callable) -> None:
         super().__init__()
-        self.first, self.size, self.gather_rows, self.matmul = part.first, part.size, gather_rows, P.MatMul()
+        self.first, self.gather_rows, self.matmul = part.first, gather_rows, P.MatMul()
 
     def construct(self, weight_VE, ids_N):
-        place_N, inside_N = own_tokens(ids_N, self.first, self.size)
+        place_N, inside_N = own_tokens(ids_N, self.first, weight_VE.shape[0])
         ones_1E = ops.ones((1, weight_VE.shape[1]), weight_VE.dtype)
         return self.gather_rows(weight_VE, place_N) * self.matmul(inside_N.reshape(-1, 1), ones_1E)
 
