@@ -1,4 +1,4 @@
-"""What a rank of test_tensor_parallel.py trains: a tiny model whose matrices the ranks share."""
+"""What a rank of test_tensor_parallel.py trains: a tiny model whose matrices or experts the ranks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.communicator import ModelParallel, SingleProcess, model_parallel  # noqa: E402
 from trainer.parallel.layout import ModelLayout  # noqa: E402
-from trainer.parallel.mesh import Degrees, MeshCoordinate  # noqa: E402
+from trainer.parallel.mesh import Degrees, Mesh  # noqa: E402
 from trainer.parallel.tensor import ModelShard, TensorParallel  # noqa: E402
 from trainer.run.session import build_model, check_same_weights  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
@@ -54,7 +54,15 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]}, **IN_TURN,
     },
     "latent attention, adapters": {"model": LATENT | LORA | DROPOUT, **IN_TURN},
+    "experts": {
+        "model": {"mtp_depth": 1, "hidden_dropout": 0.2, "moe_config": {
+            "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
+            "aux_loss_factor": 0.3, "capacity_factor": 1.5, "first_k_dense_replace": 1}},
+        "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED,
+    },
 }  # fmt: skip
+EXPERT_RANKS = {"experts": 2}
+"""Of the cases in which ranks share experts."""
 
 
 class Trained(NamedTuple):
@@ -96,6 +104,11 @@ def make_mistake(communicator: ModelParallel, mistake: str) -> None:
         communicator.layout = replace(communicator.layout, parameters=parameters)
 
 
+def degrees_of(name: str, ranks: int, tensor: int) -> Degrees:
+    experts = EXPERT_RANKS.get(name, 1)
+    return Degrees(data_parallel=ranks // tensor, model_parallel=tensor, expert_parallel=experts)
+
+
 def whole(world: Group, names: list[str], data: int, steps: int) -> dict[str, Trained]:
     """The same trainings by one rank, with the sequences of `data` ranks as micro-batches."""
     return {name: trained(name, steps, None, data, False) for name in names}
@@ -106,10 +119,11 @@ def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool,
     one = config(name)
     settings, communicator, shard = one.decoder, SingleProcess(), None
     if world is not None:
-        degrees = Degrees(data_parallel=world.size // degree, model_parallel=degree)
+        degrees = degrees_of(name, world.size, degree)
         communicator = model_parallel(world, settings, degrees, rows)
         make_mistake(communicator, mistake)
-        shard = ModelShard(communicator.layout, communicator.where, TensorParallel(communicator.groups.tp, rows))
+        tensor = TensorParallel(communicator.groups.tp, rows) if degree > 1 else None
+        shard = ModelShard(communicator.layout, communicator.where, tensor, communicator.groups.ep)
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
     model, build_inputs = build_model(one, kernels, shard=shard)
     spread(model, settings, shard)
@@ -128,7 +142,8 @@ def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool,
                   for data in range(ranks)]  # fmt: skip
         own = sum(window, []) if world is None else window[communicator.data_rank]
         results.append(step(own))
-    batches = [make_batch(99, 9, rows=2)] if world is None or communicator.data_rank == 0 else []
+    # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
+    batches = [make_batch(99, 9 if world is None or communicator.data_rank == 0 else 0, rows=2)]
     found = evaluate(model, build_inputs, batches, lambda: False, communicator)
     last = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
     losses, norms = ([getattr(result, field) for result in results] for field in ("loss", "global_norm"))
@@ -164,7 +179,7 @@ def assembled(layout: ModelLayout, ranks: list[Trained]) -> dict[str, np.ndarray
     for name, one in layout.parameters.items():
         whole_array = np.full(one.shape, np.nan, np.float32)
         for rank, result in enumerate(ranks):
-            where = MeshCoordinate(0, *divmod(rank // degrees.model_parallel, 1), rank % degrees.model_parallel)
+            where = Mesh(degrees).coordinate_of(rank)
             place = layout.shard(name, where).slices
             there = whole_array[place]
             assert np.isnan(there).all() or np.array_equal(there, result.weights[name]), (name, rank)

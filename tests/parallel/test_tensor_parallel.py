@@ -1,4 +1,4 @@
-"""Ranks that share the matrices of a model train it as one rank does."""
+"""Ranks that share the matrices or the experts of a model train it as one rank does."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_job import on_rank_processes
-from tensor_parallel_cases import COUNTED_TWICE, Trained, assembled, config
+from tensor_parallel_cases import COUNTED_TWICE, Trained, assembled, config, degrees_of
 
 from trainer.parallel.layout import model_layout
-from trainer.parallel.mesh import Degrees
 
 STEPS = 3
 _SUITES = {
@@ -20,6 +19,7 @@ _SUITES = {
     "two ranks with rows": (2, 2, True, ["tied, mapped, recomputed", "latent attention, adapters"], STEPS),
     "four ranks": (4, 4, False, ["one key head, adapters"], STEPS),
     "beside data parallelism": (4, 2, True, ["multi-token prediction, frozen"], STEPS),
+    "experts of four ranks, each twice": (4, 1, False, ["experts"], STEPS),
 }  # fmt: skip
 
 
@@ -44,9 +44,16 @@ def test_a_forgotten_sum_and_a_norm_counted_twice_are_seen() -> None:
             compare(name, expected[name], [part[mistake] for part in parts], 2, 2, False)
 
 
+def test_a_forgotten_sum_of_experts_is_seen() -> None:
+    mistake = "model.layers.1.mlp.experts.up_proj.weight"
+    parts = on_rank_processes(4, "tensor_parallel_cases:parted", ["experts"], 1, False, 1, [mistake])
+    [expected] = on_rank_processes(1, "tensor_parallel_cases:whole", ["experts"], 4, 1)
+    with pytest.raises(AssertionError):
+        compare("experts", expected["experts"], [part[mistake] for part in parts], 4, 1, False)
+
+
 def compare(name: str, one: Trained, parts: list[Trained], ranks: int, tensor: int, rows: bool) -> None:
-    layout = model_layout(config(name).decoder, Degrees(data_parallel=ranks // tensor, model_parallel=tensor),
-                          sequence_parallel=rows)  # fmt: skip
+    layout = model_layout(config(name).decoder, degrees_of(name, ranks, tensor), sequence_parallel=rows)
     for part in parts:
         close(part.losses, one.losses, 1e-5, name)
         close(part.norms, one.norms, 1e-4, name)

@@ -73,9 +73,9 @@ def test_every_mask_of_a_run_has_its_own_name(
     drawn: list[tuple[DropoutKey, int]] = []
     original = reference.dropout_mask
 
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None) -> np.ndarray:
         drawn.append((key, site))
-        return original(key, site, shape, rate)
+        return original(key, site, shape, rate, part)
 
     monkeypatch.setattr(reference, "dropout_mask", recording)
     step = tiny.step(seed=9, rank=0)

@@ -83,9 +83,9 @@ def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest
     drawn: list[tuple[DropoutKey, int]] = []
     original = reference.dropout_mask
 
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None) -> np.ndarray:
         drawn.append((key, site))
-        return original(key, site, shape, rate)
+        return original(key, site, shape, rate, part)
 
     monkeypatch.setattr(reference, "dropout_mask", recording)
     trainer = shared_trainer(sections={"recompute_config": WHOLE}, **DROPOUT)

@@ -350,7 +350,7 @@ def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     def seed_of(key: DropoutKey, site: int) -> int:
         return 1000 * key.step + 100 * key.micro_batch + site
 
-    def factors(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+    def factors(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None) -> np.ndarray:
         numbers = np.arange(math.prod(shape)) + seed_of(key, site)
         return np.where(numbers % 5 > 0, np.float32(1.25), np.float32(0)).reshape(shape)
 

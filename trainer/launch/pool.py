@@ -131,7 +131,8 @@ class WorkerPool:
 
     def _record_end(self, worker: WorkerHandle, exit_code: int, at_seconds: float, why: str) -> None:
         self._read_announcements(worker)  # the last ones
-        by_launcher = self.ending_since is not None and at_seconds >= self.ending_since
+        killed = worker.kills > 0 and exit_code == 128 + signal.SIGKILL  # clocks and looks differ by some hundredths
+        by_launcher = self.ending_since is not None and (killed or at_seconds >= self.ending_since)
         worker.end = End(worker.rank, exit_code, at_seconds, by_launcher, why)
         if worker.failed is not None:  # it failed when it said so; what it takes to end is not its exit code
             worker.end.at_seconds, worker.end.by_launcher = worker.failed.at_seconds, False

@@ -42,6 +42,8 @@ class Communicator(Protocol):
     """Whether this rank's losses count: of the ranks that compute the same ones, the first one's do."""
     counts_tokens: bool
     """Whether the tokens of its batches count: of the ranks that have the same batches, the first one's do."""
+    divides_model: bool
+    """Whether the ranks communicate during each pass of a model that they divide: none may leave a batch out."""
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
@@ -72,7 +74,7 @@ class Communicator(Protocol):
 class SingleProcess:
     """A run of one process."""
 
-    rank, size, counts_losses, counts_tokens = 0, 1, True, True
+    rank, size, counts_losses, counts_tokens, divides_model = 0, 1, True, True, False
 
     @property
     def data_rank(self) -> int:
@@ -106,6 +108,7 @@ class ProcessGroup:
     """The ranks of a job, each with the whole model: a group of `trainer.parallel.collectives`."""
 
     counts_losses = counts_tokens = True
+    divides_model = False
 
     def __init__(self, group: Group) -> None:
         from trainer.parallel.collectives import all_gather_ranges
@@ -150,6 +153,8 @@ class ModelParallel(ProcessGroup):
         groups: Those of this rank.
         where: Its coordinate in the mesh.
     """
+
+    divides_model = True
 
     def __init__(self, groups: ProcessGroups, layout: ModelLayout, where: MeshCoordinate) -> None:
         super().__init__(groups.world)

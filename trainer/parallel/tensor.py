@@ -84,11 +84,13 @@ class ModelShard(NamedTuple):
 
     Attributes:
         tensor: None where the rank computes whole matrices.
+        experts: The ranks that hold all experts together; None where it has all of them.
     """
 
     layout: ModelLayout
     where: MeshCoordinate
     tensor: TensorParallel | None = None
+    experts: Group | None = None
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """What the rank holds of a parameter, of its value or of an array like it."""

@@ -80,7 +80,7 @@ def _held_parts(config: Config, degrees: Degrees) -> list[_Held]:
     modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
     stages, tensor = degrees.pipeline_stage, degrees.model_parallel
     if stages == 1 or config.classifier is not None:
-        if tensor > 1:
+        if tensor > 1 or degrees.expert_parallel > 1:
             shapes = model_layout(settings, degrees).local_shapes(MeshCoordinate(0, 0, 0, 0))
         return [_Held(shapes, dict.fromkeys((*range(settings.num_layers), *modules), 1), tensor=tensor)]
     rows, found = chunk_layers(config), []
@@ -102,7 +102,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
     if trains:
-        labels = config.runner_config.batch_size * network.labels_per_sequence
+        shared = degrees_of(config, world).context_parallel  # each of so many ranks has a part of a sequence
+        labels = config.runner_config.batch_size * network.labels_per_sequence // shared
         copies = 1 if micro_batches(config, degrees_of(config, world)) == 1 else 2
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
         parts["gradients"] = _bytes(trained) * copies

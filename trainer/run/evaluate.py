@@ -45,7 +45,7 @@ def evaluate_now(
         # every batch.
         if pipeline is not None and next(asked) % _BATCHES_ON_THE_WAY:
             return False
-        together = session.computes_together or pipeline is not None
+        together = session.computes_together or pipeline is not None or session.communicator.divides_model
         return session.communicator.any(bool(stop)) if together else bool(stop)
 
     batches = data.loader.epoch(0)

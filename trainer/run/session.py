@@ -15,6 +15,7 @@ from trainer.checkpoint.state import load_weights
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
+from trainer.data.batches.context import SequencePart
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
 from trainer.device.threads import set_up_cpu_threads
@@ -22,6 +23,7 @@ from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import all_shapes
+from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
@@ -92,7 +94,12 @@ def open_session(
     if degrees.pipeline_stage > 1:
         groups = process_groups(communicator.group, build_mesh(degrees, world.size), config.decoder.kv_heads)
         held, part = stage_parameters(config, groups.pp.rank), f"stage {groups.pp.rank}"
-    model, build_inputs = build_model(config, kernels, device, held, _shard(config, communicator))
+    tokens = None
+    if isinstance(communicator, ModelParallel) and communicator.groups.cp is not None:
+        group, in_ring = communicator.groups.cp, config.parallel_config.context_parallel_algo != "ulysses_cp"
+        kernels = over_context(kernels, group, in_ring, compiled=config.context.mode == 0)
+        tokens = SequencePart(group.rank, group.size, in_ring)
+    model, build_inputs = build_model(config, kernels, device, held, _shard(config, communicator), tokens)
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator, part)
@@ -113,7 +120,7 @@ def _communicator(config: Config, world: World) -> Communicator:
     if world.size == 1:
         return SingleProcess()
     degrees, group = degrees_of(config, world), start(world)
-    if degrees.model_parallel == 1 or degrees.pipeline_stage > 1:
+    if degrees.pipeline_stage > 1 or degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1:
         return ProcessGroup(group)
     return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel)
 
@@ -122,8 +129,10 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     """What this rank has of the model; None: all of it."""
     if not isinstance(communicator, ModelParallel):
         return None
-    tensor = TensorParallel(communicator.groups.tp, config.parallel_config.use_seq_parallel)
-    return ModelShard(communicator.layout, communicator.where, tensor)
+    groups, tensor = communicator.groups, None
+    if groups.tp is not None:
+        tensor = TensorParallel(groups.tp, config.parallel_config.use_seq_parallel)
+    return ModelShard(communicator.layout, communicator.where, tensor, groups.ep)
 
 
 def build_model(
@@ -132,8 +141,10 @@ def build_model(
     device: str = "CPU",
     held: Collection[str] | None = None,
     shard: ModelShard | None = None,
+    tokens: SequencePart | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs; `held` and `shard` as in `Decoder`."""
+    """The model with the weights of `seed`, and what makes its inputs, of the tokens that the rank has; `held` and
+    `shard` as in `Decoder`."""
     trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
@@ -144,7 +155,7 @@ def build_model(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, held=held,
         shard=shard,
     )  # fmt: skip
-    return model, InputBuilder(model.settings, kernels)
+    return model, InputBuilder(model.settings, kernels, tokens)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator, part: str = "all") -> None:

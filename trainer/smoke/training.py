@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import Config
-from trainer.config.checks.parallel import DATA_PARALLEL, UNBUILT_DEGREES
+from trainer.config.checks.parallel import DATA_PARALLEL
 from trainer.config.schema.callbacks import CheckpointMonitor
 from trainer.parallel.mesh import Degrees
 from trainer.smoke.changes import Change, Setup, changed
@@ -20,8 +20,6 @@ _PHASES = {
     "warmup_steps": 1, "decay_steps": 1, "decay_start_steps": 2, "keep_steps": 1, "final_steps": 1, "t_max": 2,
     "t_0": 2,
 }  # fmt: skip
-# Those that are built have no enable_parallel_optimizer, which most files have.
-_DROPPED = {*UNBUILT_DEGREES, "pipeline_stage", "model_parallel"}
 
 
 def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator[Change]:
@@ -100,23 +98,18 @@ def _checkpoints(config: Config, steps: int) -> Iterator[Change]:
 
 
 def _parallel(config: Config, ranks: int) -> Iterator[Change]:
-    """Degrees above 1 stay so where the ranks allow it and explicit mode trains them; the others are data_parallel."""
-    section, left = config.parallel_config, ranks
+    """All ranks are data-parallel ones."""
+    section = config.parallel_config
     in_force = config.use_parallel is not False
-    others = {}
-    for name in (name for name in Degrees._fields if name != "data_parallel"):
-        kept = getattr(section, name) > 1 and name not in _DROPPED and left % 2 == 0
-        others[name] = 2 if kept else 1
-        left //= others[name]
     job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
     if config.use_parallel or ranks > 1:
         yield from changed(config, "use_parallel", ranks > 1, job)
-    shown = in_force and (left, section.data_parallel) != (1, None)
-    yield from changed(config, "parallel_config.data_parallel", left, job if shown else "")
-    instead = "data_parallel in its place: explicit mode does not train it today"
-    for name, degree in others.items():
-        why = instead if name in _DROPPED else job
-        yield from changed(config, f"parallel_config.{name}", degree, why if in_force else "")
+    shown = in_force and (ranks, section.data_parallel) != (1, None)
+    yield from changed(config, "parallel_config.data_parallel", ranks, job if shown else "")
+    # Explicit mode has none of them with enable_parallel_optimizer or with each other, as most files have them.
+    instead = "data_parallel in its place"
+    for name in (name for name in Degrees._fields if name != "data_parallel"):
+        yield from changed(config, f"parallel_config.{name}", 1, instead if in_force else "")
     yield from changed(config, "parallel_config.micro_batch_num", 1)  # its accumulation is among the steps
     decoder = config.decoder
     if section.pipeline_stage > 1:

@@ -53,7 +53,7 @@ def evaluate(
             stopped = True
             break
         count = valid_tokens(batch)
-        if count:
+        if count or communicator.divides_model:
             sums = model(build_inputs(batch))
             if not gives_losses:
                 continue

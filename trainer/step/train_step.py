@@ -167,7 +167,8 @@ class TrainStep:
             self.load.start()
         pipelined = None if self.pipeline is None else partial(self.pipelined, micro_batches)
         window = accumulate(
-            micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.load is None,
+            micro_batches, self.backward, self.guards.scale, self.communicator,
+            skips_empty=self.load is None and not self.communicator.divides_model,
             reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
         )  # fmt: skip
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)

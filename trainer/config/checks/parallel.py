@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.checks.degrees import pipeline_problems, tensor_problems
+from trainer.config.checks.degrees import context_problems, expert_problems, pipeline_problems, tensor_problems
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
 from trainer.parallel.mesh import Degrees, degree_mismatch
 from trainer.parallel.world import World
 
-# What to do where a degree is asked for that nothing cuts yet.
-UNBUILT_DEGREES = {
-    "context_parallel": "set it to 1: a shorter seq_length, or recompute_config.recompute, saves activations",
-    "expert_parallel": "set it to 1: every rank then has all experts, and parallel.enable_parallel_optimizer shares"
-    " their optimizer state; or on Ascend use semi-automatic mode, parallel.parallel_mode 1",
-}
 DATA_PARALLEL = (0, "data_parallel")  # values of parallel_mode
 SEMI_AUTO = (1, "semi_auto_parallel")
 _KIB = 1024
@@ -114,37 +108,41 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
     batches = list(_batch_problems(config, world))
     if not _in_force(config, world) or is_semi_auto(config):  # that mode has rules of its own
         return batches
-    degrees = ((name, fix) for name, fix in UNBUILT_DEGREES.items() if getattr(config.parallel_config, name) > 1)
-    found = [problem(config, f"parallel_config.{name}", "not yet supported", fix) for name, fix in degrees]
-    found = found or fit_problems(config, world)
+    found = fit_problems(config, world)
     if not found:
         degrees = degrees_of(config, world)
-        found = [*_explicit_pipeline(config, degrees), *_explicit_tensor(config, degrees)]
+        found = [*_explicit_pipeline(config, degrees), *_explicit_division(config, degrees)]
     return [*batches, *found, *(_several_ranks(config, world) if world.size > 1 else ())]
 
 
-def _explicit_tensor(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """What the trainer's own tensor parallelism cannot do."""
-    if degrees.model_parallel == 1:
+def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """What the trainer's own tensor, context and expert parallelism cannot do."""
+    names = ("model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
+    divided = [name for name in names if getattr(degrees, name) > 1]
+    if not divided or divided == ["pipeline_stage"]:
         return
-    key, rule = "parallel_config.model_parallel", "not yet supported {} outside semi-automatic mode"
+    key, rule = f"parallel_config.{divided[0]}", "not yet supported {} outside semi-automatic mode"
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
         return
     if not config.trains:
         fix = "set it to 1, or add --use_parallel False to run alone: checkpoints are those of one rank"
-        yield problem(config, key, "ranks share matrices in a training only", fix)
-    if config.decoder.experts is not None:
-        yield problem(config, key, rule.format("with experts"), "set it to 1")
-    if degrees.pipeline_stage > 1:
-        yield problem(config, key, rule.format("together with pipeline_stage"), "set one of the two to 1")
+        yield problem(config, key, "ranks divide a model in a training only", fix)
+    if len(divided) > 1:
+        yield problem(config, key, rule.format(f"together with {divided[1]}"), "set one of the two to 1")
     if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
         where = "parallel.enable_parallel_optimizer"
-        yield problem(config, where, rule.format("with model_parallel"), "set it to False")
-    if config.optimizer.type == "Muon":
-        more = "with model_parallel, because it needs whole matrices,"
-        yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
-    yield from tensor_problems(config, repeats_heads=True)
+        yield problem(config, where, rule.format(f"with {divided[0]}"), "set it to False")
+    if degrees.model_parallel > 1:
+        if config.decoder.experts is not None:
+            yield problem(config, key, rule.format("with experts"), "set it to 1")
+        if config.optimizer.type == "Muon":
+            more = "with model_parallel, because it needs whole matrices,"
+            yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
+        yield from tensor_problems(config, repeats_heads=True)
+    yield from context_problems(config)
+    if degrees.expert_parallel > 1:
+        yield from expert_problems(config)
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
