@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "latent attention, adapters": {"model": LATENT | LORA | DROPOUT, **IN_TURN},
     "experts": {
-        "model": {"mtp_depth": 1, "hidden_dropout": 0.2, "moe_config": {
+        "model": {"mtp_depth": 1, "moe_config": {
             "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "aux_loss_factor": 0.3, "capacity_factor": 1.5, "first_k_dense_replace": 1}},
         "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED,
