@@ -11,6 +11,7 @@ from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, s
 from tolerances import decoder_limits
 
 from trainer.data import Batch
+from trainer.ops import dropout
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.dropout import DropoutKey
 from trainer.step.evaluate import evaluate
@@ -73,11 +74,12 @@ def test_every_mask_of_a_run_has_its_own_name(
     drawn: list[tuple[DropoutKey, int]] = []
     original = reference.dropout_mask
 
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None) -> np.ndarray:
+    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
         drawn.append((key, site))
         return original(key, site, shape, rate, part)
 
-    monkeypatch.setattr(reference, "dropout_mask", recording)
+    for module in (reference, dropout):  # of the residual stream, and of the scores
+        monkeypatch.setattr(module, "dropout_mask", recording)
     step = tiny.step(seed=9, rank=0)
     for _ in range(2):
         step(window)

@@ -266,7 +266,7 @@ def test_dropout_repeats_and_the_compiled_block_uses_its_masks(dropping: TinyTra
 def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, original = [], reference.dropout_mask
 
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None) -> np.ndarray:
+    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
         drawn.append((site, shape, rate))
         return original(key, site, shape, rate, part)
 

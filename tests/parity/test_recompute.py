@@ -17,6 +17,7 @@ from recompute_memory import LAYERS
 from tiny_trainer import assert_same_bits, make_batch, shared_trainer, state_of
 
 from trainer.data import Batch
+from trainer.ops import dropout
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.dropout import DropoutKey
 from trainer.step.accumulate import accumulate
@@ -83,11 +84,12 @@ def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest
     drawn: list[tuple[DropoutKey, int]] = []
     original = reference.dropout_mask
 
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None) -> np.ndarray:
+    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
         drawn.append((key, site))
         return original(key, site, shape, rate, part)
 
-    monkeypatch.setattr(reference, "dropout_mask", recording)
+    for module in (reference, dropout):  # of the residual stream, and of the scores
+        monkeypatch.setattr(module, "dropout_mask", recording)
     trainer = shared_trainer(sections={"recompute_config": WHOLE}, **DROPOUT)
     accumulate(window, trainer.step().backward)
     sites, batches = range(6), (0, 1, 3)

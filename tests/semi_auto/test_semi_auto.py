@@ -29,6 +29,7 @@ from trainer.data import Batch
 from trainer.dryrun import report as dryrun
 from trainer.errors import RunError, UserError
 from trainer.models.shapes import all_shapes
+from trainer.ops import dropout
 from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.dropout import DropoutKey
@@ -350,11 +351,12 @@ def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     def seed_of(key: DropoutKey, site: int) -> int:
         return 1000 * key.step + 100 * key.micro_batch + site
 
-    def factors(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None) -> np.ndarray:
+    def factors(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
         numbers = np.arange(math.prod(shape)) + seed_of(key, site)
         return np.where(numbers % 5 > 0, np.float32(1.25), np.float32(0)).reshape(shape)
 
-    monkeypatch.setattr(reference, "dropout_mask", factors)
+    for module in (reference, dropout):  # of the residual stream, and of the scores
+        monkeypatch.setattr(module, "dropout_mask", factors)
     monkeypatch.setattr(trainer.semi_auto.step, "mask_seed", lambda key, site: 4 * seed_of(key, site))
     monkeypatch.setattr(ascend_attention, "draw_bits", factors_in_graph)
     monkeypatch.setattr(ascend_attention, "Dropout", Product)
