@@ -10,6 +10,7 @@ import pytest
 from thread_ranks import ThreadRank, on_ranks
 
 from trainer.errors import RunError
+from trainer.parallel import connections
 from trainer.parallel.connections import Connections, connect
 from trainer.parallel.host_group import HostGroup
 
@@ -18,11 +19,11 @@ def on_groups(ranks: int, work, on_one_host: bool = True) -> list:
     """Calls `work` with the group of all ranks on each of them; returns their results, or raises the first error."""
 
     def run(rank: ThreadRank):
-        connections = connect(rank.rank, rank.size, rank.gather_bytes, on_one_host, 20)
+        found = connect(rank.rank, rank.size, rank.gather_bytes, on_one_host, 20)
         try:
-            return work(HostGroup(connections, range(rank.size)))
+            return work(HostGroup(found, range(rank.size)))
         finally:
-            connections.close()
+            found.close()
 
     results = on_ranks(ranks, run)
     for result in results:
@@ -97,7 +98,9 @@ def test_bytes_of_any_length_arrive(on_one_host: bool) -> None:
     assert on_groups(3, lambda group: group.gather_bytes(texts[group.rank]), on_one_host) == [texts] * 3
 
 
-def test_a_rank_that_ends_is_named() -> None:
+def test_a_rank_that_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_NOTICE_SECONDS", 0.0)
+
     def work(group: HostGroup) -> None:
         if group.rank == 1:
             group.connections.close()
@@ -148,9 +151,9 @@ def test_connections_need_no_order_of_sending() -> None:
     data = [bytes([rank]) * (8 << 20) for rank in range(2)]
 
     def work(rank: ThreadRank) -> bytes:
-        connections, other = Connections(rank.rank, {1 - rank.rank: ends[rank.rank]}), 1 - rank.rank
+        own, other = Connections(rank.rank, {1 - rank.rank: ends[rank.rank]}), 1 - rank.rank
         received = bytearray(len(data[other]))
-        connections.exchange({other: [memoryview(data[rank.rank])]}, {other: [memoryview(received)]})
+        own.exchange({other: [memoryview(data[rank.rank])]}, {other: [memoryview(received)]})
         return bytes(received)
 
     assert on_ranks(2, work) == [data[1], data[0]]

@@ -24,6 +24,7 @@ from trainer.errors import RunError
 _NONCE_BYTES, _RANK_BYTES, _MAC_BYTES = 32, 4, 32
 _BUFFER_BYTES = 4 << 20  # what the system holds for a pair at most; it may allow less
 _HANDSHAKE_SECONDS = 10
+_NOTICE_SECONDS = 3.0
 
 Share = Callable[[bytes], list[bytes]]
 """Gives every rank's bytes, in the order of ranks: how ranks tell each other their addresses."""
@@ -100,12 +101,19 @@ class Connections:
                 while sends:
                     _drop(sends, connection.send(sends[0]))
         except OSError as error:
-            raise RunError(f"rank {self.rank} has lost rank {rank}, which has ended") from error
+            raise lost(f"rank {self.rank} has lost rank {rank}") from error
         return select.POLLOUT * bool(sends) | select.POLLIN * bool(receives)
 
     def close(self) -> None:
         for each in self.sockets.values():
             each.close()
+
+
+def lost(what: str) -> RunError:
+    """The error of a rank that another one has left, after a while: the launcher then sees the end of the other one
+    first, which is the cause, and not what follows from it."""
+    time.sleep(_NOTICE_SECONDS)
+    return RunError(f"{what}, which has ended")
 
 
 def _drop(buffers: list[memoryview], count: int) -> None:

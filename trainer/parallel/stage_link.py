@@ -16,8 +16,7 @@ import threading
 import numpy as np
 from mindspore import Tensor
 
-from trainer.errors import RunError
-from trainer.parallel.connections import connect
+from trainer.parallel.connections import connect, lost
 from trainer.parallel.host_group import HostGroup
 
 _HEADER = struct.Struct("<4sqq")  # dtype, rows, columns
@@ -74,7 +73,7 @@ class StageLink:
             except OSError:
                 count = 0
             if not count:
-                raise RunError(f"stage {self.stage} of the pipeline has lost stage {stage}, which has ended")
+                raise lost(f"stage {self.stage} of the pipeline has lost stage {stage}")
             left = left[count:]
         return buffer
 
@@ -98,7 +97,7 @@ class _Sender:
 
     def put(self, array: np.ndarray, owner: Tensor | None) -> None:
         if self.lost:
-            raise RunError(f"stage {self.stage} of the pipeline has lost stage {self.to}, which has ended")
+            raise lost(f"stage {self.stage} of the pipeline has lost stage {self.to}")
         self.queue.put((owner, np.ascontiguousarray(array)))
 
     def end(self) -> None:
