@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.parallel.connections import Connections
+from trainer.parallel.sharding import range_of_rank
 
 _SMALL_BYTES = 1 << 15  # up to this size one exchange of whole arrays is faster than two of parts
 
@@ -56,8 +57,9 @@ class HostGroup:
             return _sum(self.all_gather(array))
         flat = np.asarray(array, order="C").reshape(-1)
         total = np.empty_like(flat)
-        parts = [total[each] for each in _ranges(flat.size, self.size)]
-        parts[self.rank][...] = self._sum_of_own([flat[each] for each in _ranges(flat.size, self.size)])
+        ranges = [range_of_rank(flat.size, rank, self.size) for rank in range(self.size)]
+        parts = [total[each] for each in ranges]
+        parts[self.rank][...] = self._sum_of_own([flat[each] for each in ranges])
         self._exchange([parts[self.rank]] * self.size, parts)
         return total.reshape(array.shape)
 
@@ -141,10 +143,6 @@ class HostGroup:
             {rank: [_bytes(given[place])] for place, rank in others},
             {rank: [_bytes(received[place])] for place, rank in others},
         )
-
-
-def _ranges(numbers: int, parts: int) -> list[slice]:
-    return [slice(part * numbers // parts, (part + 1) * numbers // parts) for part in range(parts)]
 
 
 def _sum(rows: np.ndarray) -> np.ndarray:

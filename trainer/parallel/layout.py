@@ -225,10 +225,11 @@ def local_settings(settings: ModelConfig, tensor: int, rank: int = 0) -> ModelCo
     shapes, except for experts over expert-parallel ranks and for the stages of a pipeline."""
     if tensor == 1:
         return settings
+    vocabulary = range_of_rank(settings.vocab_size, rank, tensor)
     changes: dict[str, object] = {
         "num_heads": settings.num_heads // tensor,
         "intermediate_size": settings.ffn_size // tensor,
-        "vocab_size": len(range(settings.vocab_size)[range_of_rank(settings.vocab_size, rank, tensor)]),
+        "vocab_size": vocabulary.stop - vocabulary.start,
     }
     if not settings.multi_latent_attention:
         changes |= {"n_kv_heads": max(1, settings.kv_heads // tensor), "head_dim": settings.head_size}

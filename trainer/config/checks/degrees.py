@@ -24,9 +24,8 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
     if not (settings.multi_latent_attention or repeats_heads and degree % kv_heads == 0):
         parts["heads of keys and values"] = kv_heads
     parts["columns of the feed-forward layer"] = settings.ffn_size
-    if repeats_heads:
-        if settings.experts is not None and settings.shared_expert_size:
-            parts["columns of the shared experts"] = settings.shared_expert_size
+    if repeats_heads and settings.experts is not None and settings.shared_expert_size:
+        parts["columns of the shared experts"] = settings.shared_expert_size
     uneven = [f"{count:,} {what}" for what, count in parts.items() if count % degree]
     if uneven:
         rule = f"must divide what it cuts: {', '.join(uneven)}"
