@@ -224,17 +224,18 @@ class Decoder(DecoderWiring):
         self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
         self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
-        self.head_loss = self._head_loss(compiled) if self.final_norm is not None else None
+        self.head_loss = self._head_loss(compiled, part) if self.final_norm is not None else None
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
 
-    def _head_loss(self, compiled: bool) -> Callable:
+    def _head_loss(self, compiled: bool, part: VocabularyPart | None) -> Callable:
         """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
         # Number of an argument after x_ND -> weight.
         of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
         frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
-        if self.kernels.piecewise_loss is None or self.tensor is not None:
+        if self.kernels.piecewise_loss is None:
             return Differentiable(self.head, compiled).stopped_at(tuple(sorted(frozen)))
-        loss = self.kernels.piecewise_loss(partial(compile_cell, compiled=compiled), trained=1 not in frozen)
+        compiles = partial(compile_cell, compiled=compiled)
+        loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, part=part)
         # The same without the head's weight, the labels and what they count.
         argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stopped_at(argnums)

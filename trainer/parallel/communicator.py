@@ -134,7 +134,8 @@ class ProcessGroup:
         self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward | SumDuringBackward:
         if not self.group.on_host:
-            return SumDuringBackward(list(parameters.values()), is_sharded, self.group, in_float32)
+            groups = [(self.group,)] * len(parameters)
+            return SumDuringBackward(list(parameters.values()), is_sharded, groups, in_float32)
         from trainer.parallel.collectives import all_reduce_in_buckets
 
         return SumAfterBackward(partial(all_reduce_in_buckets, group=self.group))
@@ -166,8 +167,16 @@ class ModelParallel(ProcessGroup):
 
     def gradient_reducer(
         self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
-    ) -> SumAfterBackward:
-        return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
+    ) -> SumAfterBackward | SumDuringBackward:
+        if self.group.on_host:
+            return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
+        groups = [self.groups_of(name) for name in parameters]
+        return SumDuringBackward(list(parameters.values()), is_sharded, groups, in_float32)
+
+    def groups_of(self, name: str) -> list[Group]:
+        """The groups over which the gradient of a parameter is summed, one after the other."""
+        found = (getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums)
+        return [group for group in found if group is not None]
 
     def counted(self, names: Sequence[str]) -> np.ndarray:
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""

@@ -59,9 +59,9 @@ class ExplicitBackend:
         self.execution = compiled if config.context.mode == 0 else "operator by operator"
 
     def check_device(self, device: str) -> None:
-        """It runs on all of them; what divides a model on CPUs alone."""
+        """Data and tensor parallelism run on all of them, other degrees on CPUs alone."""
         for name in Degrees._fields if device != "CPU" else ():
-            if name != "data_parallel" and getattr(degrees_of(self.config, self.world), name) > 1:
+            if name not in ("data_parallel", "model_parallel") and getattr(degrees_of(self.config, self.world), name) > 1:
                 rule = "outside semi-automatic mode it runs on CPUs alone so far"
                 fix = f"set parallel.parallel_mode to 1, or {name} to 1"
                 raise problem(self.config, f"parallel_config.{name}", rule, fix).error
