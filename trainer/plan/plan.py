@@ -30,6 +30,7 @@ from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_nam
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
+from trainer.plan.division import Division, division
 from trainer.plan.experts import active_weights, experts_plan
 from trainer.plan.memory import memory_notices
 from trainer.plan.pipeline import PipelinePlan, pipeline_plan
@@ -104,6 +105,7 @@ class Plan:
     labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
     attention: str = ""  # multi-head latent attention in words; empty for another
+    division: Division | None = None  # of the model among the ranks
     pipeline: PipelinePlan | None = None
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
@@ -128,6 +130,7 @@ def plan_run(
         RunError: The token file cannot be written.
     """
     settings, runner, trains = config.network, config.runner_config, config.trains
+    degrees = degrees_of(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
@@ -154,7 +157,7 @@ def plan_run(
         device=device,
         ranks=world.size,
         host_ranks=world.local_size,
-        layout=", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1),
+        layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
         optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
         execution=backend.execution,
         output_dir=str(Path(config.output_dir).expanduser()),
@@ -193,7 +196,8 @@ def plan_run(
         notices=tuple(notices),
         labels=settings.labels_text,
         attention=_attention(config.decoder),
-        pipeline=pipeline_plan(config, degrees_of(config, world).pipeline_stage) if trains else None,
+        division=division(config, world),
+        pipeline=pipeline_plan(config, degrees.pipeline_stage) if trains else None,
         backend=backend,
         data=data,
     )
