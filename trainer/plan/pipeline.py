@@ -1,4 +1,4 @@
-"""What `plan` says about a pipeline in time: what each stage computes, the bubble, and the schedule as text and as a picture."""
+"""What `plan` says about a pipeline: work of each stage, the bubble, and the schedule as text and as a picture."""
 
 from __future__ import annotations
 
