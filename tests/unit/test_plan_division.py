@@ -100,8 +100,9 @@ def test_heads_that_several_ranks_have_are_said() -> None:
 
 def test_ring_and_ulysses_ranks_have_other_tokens() -> None:
     degrees = Degrees(context_parallel=2)
-    ring = config_of(degrees, model__model_config__seq_length=64)
-    ulysses = config_of(degrees, model__model_config__seq_length=64, parallel_config__context_parallel_algo="ulysses_cp")
+    sizes = {"model__model_config__seq_length": 64}
+    ring = config_of(degrees, **sizes)
+    ulysses = config_of(degrees, **sizes, parallel_config__context_parallel_algo="ulysses_cp")
     tokens = [[share.parts["tokens"] for share in division(one, world_of(2)).context] for one in (ring, ulysses)]
     assert tokens == [["0-15, 48-63", "16-31, 32-47"], ["0-31", "32-63"]]
 

@@ -1,4 +1,4 @@
-"""Who holds what: the groups of ranks, and what the ranks of a stage, of a tensor group and of others have of the model.
+"""Who holds what: the groups of ranks, and what the ranks of a stage, a tensor group and others have of the model.
 
 Nothing here counts ranks one by one, so that a job of many thousands of them is planned as fast as a small one.
 """
