@@ -136,10 +136,7 @@ def plan_run(
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
-    notices += freeze_notices(config)
-    notices += memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ()
-    data = None
+    notices, data = _notices(config, world, backend, device, memory_bytes), None
     if config.run_mode not in ("predict", "chat") and opens_data:
         opened = training_batches if trains else eval_batches
         data = opened(backend.data_config, backend.data_ranks, progress, notices.append)
@@ -201,6 +198,14 @@ def plan_run(
         backend=backend,
         data=data,
     )
+
+
+def _notices(
+    config: Config, world: World, backend: TrainingBackend, device: str, memory_bytes: Mapping[str, int]
+) -> list[str]:
+    notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
+    notices += freeze_notices(config)
+    return notices + list(memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
 
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
