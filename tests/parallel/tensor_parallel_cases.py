@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_config": {"recompute": True},
     },
     "attention recomputed": {
-        "model": {"mtp_depth": 1, "sliding_window": 5, "n_kv_heads": 4} | DROPOUT,
+        "model": {"num_layers": 1, "sliding_window": 5, "n_kv_heads": 4} | DROPOUT,
         "recompute_config": {"select_recompute": {"attention": True}},
     },
     "multi-token prediction, frozen": {
