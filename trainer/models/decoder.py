@@ -157,10 +157,8 @@ class Decoder(DecoderWiring):
             router stays as it is, too.
         recomputed: For each layer what the backward pass recomputes: "block", "attention", "mlp" or "" for nothing. An
             empty sequence means nothing in all layers.
-        held: Names of the parameters that this rank has: those of a stage of a pipeline, which calls the parts of the
-            decoder itself; None: all.
-        shard: Which part of each of these it has, and the ranks that it computes whole matrices with; None: they are
-            whole.
+        shard: What this rank has of the model, and the ranks that it computes the rest with; None: the whole model. A
+            stage of a pipeline calls the parts of the decoder itself.
 
     Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end. `settings` are
     those that this rank computes with, see `local_settings`.
@@ -175,7 +173,6 @@ class Decoder(DecoderWiring):
         compiled: bool = True,
         frozen: Collection[str] = (),
         recomputed: Sequence[str] = (),
-        held: Collection[str] | None = None,
         shard: ModelShard | None = None,
     ) -> None:
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
@@ -192,7 +189,7 @@ class Decoder(DecoderWiring):
                 requires_grad=name not in frozen and not is_buffer(name),
             )
             for name, shape in all_shapes(settings).items()
-            if held is None or name in held
+            if shard is None or shard.holds(name)
         }
         self.masks = DropoutParts(settings, shard)
         part = _vocabulary_part(settings, self.tensor)
@@ -225,17 +222,18 @@ class Decoder(DecoderWiring):
         self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
         self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
-        self.head_loss = self._head_loss(compiled) if self.final_norm is not None else None
+        self.head_loss = self._head_loss(compiled, part) if self.final_norm is not None else None
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
 
-    def _head_loss(self, compiled: bool) -> Callable:
+    def _head_loss(self, compiled: bool, part: VocabularyPart | None) -> Callable:
         """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
         # Number of an argument after x_ND -> weight.
         of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
         frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
-        if self.kernels.piecewise_loss is None or self.tensor is not None:
+        if self.kernels.piecewise_loss is None:
             return Differentiable(self.head, compiled).stopped_at(tuple(sorted(frozen)))
-        loss = self.kernels.piecewise_loss(partial(compile_cell, compiled=compiled), trained=1 not in frozen)
+        compiles = partial(compile_cell, compiled=compiled)
+        loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, part=part)
         # The same without the head's weight, the labels and what they count.
         argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stopped_at(argnums)

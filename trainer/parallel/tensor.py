@@ -78,11 +78,11 @@ class LeaveAfter(nn.Cell):
     def bprop(self, x, made_from, out, grad):
         if self.shares_rows:
             grad = self.gather(self.depend(grad, made_from))
-        return grad, ops.zeros_like(made_from)
+        return grad, ops.zeros(made_from.shape, made_from.dtype)
 
 
 class ModelShard(NamedTuple):
-    """What one rank has of a model, and the ranks that it computes it with.
+    """What one rank has of a model: parts of some of its parameters; and the ranks that it computes it with.
 
     Attributes:
         tensor: None where the rank computes whole matrices.
@@ -95,6 +95,10 @@ class ModelShard(NamedTuple):
     tensor: TensorParallel | None = None
     experts: Group | None = None
     tokens: SequencePart = SequencePart(0, 1)
+
+    def holds(self, name: str) -> bool:
+        """Whether the rank has this parameter, whole or a part of it."""
+        return self.layout.holds(name, self.where)
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """What the rank holds of a parameter, of its value or of an array like it."""
