@@ -40,7 +40,7 @@ ROOMS = (
     ("trainer.plan.graph_memory",),
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
-    ("trainer.plan.pipeline",),
+    ("trainer.plan.pipeline", "trainer.plan.division"),
     ("trainer.plan",),
     ("trainer.launch.restart",),
     ("trainer.launch.checks",),

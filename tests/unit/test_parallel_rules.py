@@ -82,8 +82,9 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
         (
-            "parallel_config: {context_parallel: 2, model_parallel: 2}\n",
-            ["model_parallel = 2: not yet supported together with context_parallel", "set one of the two to 1"],
+            "parallel_config: {context_parallel: 2, model_parallel: 4, use_seq_parallel: True}\n"
+            "model.model_config.seq_length=12",
+            ["use_seq_parallel = True: the 6 tokens of a micro-batch that a rank has are not divisible by model_paral"],
         ),
         ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
         (

@@ -109,6 +109,8 @@ def evaluation(run: Run) -> dict[str, Any]:
     """Evaluates batches; each is a step."""
     graph = runs_semi_auto(run.config, run.world)
     session = open_step(run) if graph else open_session(run.config, None, run.world, "Ascend")
+    if not graph:  # another rank has the losses, and it is not there
+        session.communicator.counts_losses = session.communicator.counts_tokens = True
     rows = run.config.runner_config.batch_size * (degrees_of(run.config, run.world).data_parallel if graph else 1)
     found = None
 

@@ -100,8 +100,9 @@ def start(world: World) -> Group:
     """
     os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
-        with _serialized_init():
-            communication.init()
+        if not communication.GlobalComm.INITED:  # a second time MindSpore forgets which groups this rank is in
+            with _serialized_init():
+                communication.init()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(f"rank {world.rank} cannot join the {world.size} ranks of the job: {reason}") from error

@@ -15,7 +15,7 @@ from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
-from trainer.parallel.mesh import Degrees, Mesh
+from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
@@ -59,9 +59,10 @@ class ExplicitBackend:
         self.execution = compiled if config.context.mode == 0 else "operator by operator"
 
     def check_device(self, device: str) -> None:
-        """It runs on all of them; what divides a model on CPUs alone."""
-        for name in Degrees._fields if device != "CPU" else ():
-            if name != "data_parallel" and getattr(degrees_of(self.config, self.world), name) > 1:
+        """Data and tensor parallelism run on all of them, other degrees on CPUs alone."""
+        degrees = degrees_of(self.config, self.world)._replace(data_parallel=1, model_parallel=1)
+        for name, degree in degrees._asdict().items() if device != "CPU" else ():
+            if degree > 1:
                 rule = "outside semi-automatic mode it runs on CPUs alone so far"
                 fix = f"set parallel.parallel_mode to 1, or {name} to 1"
                 raise problem(self.config, f"parallel_config.{name}", rule, fix).error
