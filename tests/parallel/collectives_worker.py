@@ -95,7 +95,9 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
         return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
-    reducer = SumDuringBackward(parameters, is_sharded, group, in_float32, bucket_bytes=4000)
+    reducer = SumDuringBackward(
+        parameters, is_sharded, [(group,)] * len(parameters), in_float32, bucket_bytes=4000
+    )
     total = [each.astype(mindspore.float32) if in_float32 else each * 1 for each in gradients]
     _, reduced = reducer.last(total, backward)
     way = "in float32" if in_float32 else "in their dtype"
