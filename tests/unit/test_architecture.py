@@ -24,8 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
     ("trainer.errors",),
     ("trainer.input_files",),
-    ("trainer.storage",),
     ("trainer.parallel.world", "trainer.parallel.sharding"),
+    ("trainer.storage",),
     ("trainer.parallel.mesh",),
     ("trainer.parallel.schedule",),
     ("trainer.config",),
