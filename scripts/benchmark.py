@@ -4,6 +4,7 @@
     python scripts/benchmark.py dense --torch_python /path/to/torch-env/bin/python > result.json
     python scripts/benchmark.py step > result.json
     python scripts/benchmark.py moe --torch_python /path/to/torch-env/bin/python > result.json
+    python scripts/benchmark.py parallel > result.json
     python scripts/benchmark.py soak > result.json
 
 `dense` trains the model of configs/bench_dense.yaml in both (the sizes are read from that file), each run in a
@@ -15,6 +16,8 @@ nothing else meanwhile.
 
 `moe` trains the model of configs/bench_moe.yaml: against a dense model of equal active weights and against PyTorch, by
 the number of experts, and with a capacity.
+
+`parallel` divides these two models between two ranks, by each kind of parallelism.
 
 `soak` trains tiny models for thousands of steps and measures whether their processes grow.
 
@@ -37,6 +40,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import benchmark_launch  # noqa: E402
 import benchmark_moe  # noqa: E402
+import benchmark_parallel  # noqa: E402
 import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
 from benchmark_tools import (  # noqa: E402
@@ -176,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     benchmark_step.add_command(commands)
     benchmark_moe.add_command(commands)
     benchmark_launch.add_command(commands)
+    benchmark_parallel.add_command(commands)
     benchmark_soak.add_command(commands)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
@@ -184,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         measured = {
             "dense": dense, "step": benchmark_step.step, "moe": benchmark_moe.moe, "launch": benchmark_launch.launch,
-            "soak": benchmark_soak.soak,
+            "parallel": benchmark_parallel.parallel, "soak": benchmark_soak.soak,
         }[options.command]
         return measured(options, console)
     except (RunFailed, TrainerError) as failure:
