@@ -106,7 +106,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
 def shared(group: Group) -> dict[str, np.ndarray]:
     """Tensors that are whole again, after each way of gathering them."""
     found = {}
-    for way in ("in chunks", "together", "from parts", "on a device", "from parts on a device"):
+    for way in ("together", "from parts", "on a device", "from parts on a device"):
         parameters, parts = [], []
         for number, whole in enumerate(shared_tensors()):
             own, known = range_of_rank(whole.size, group.rank, group.size), np.full(whole.size, np.nan, np.float32)
@@ -117,8 +117,7 @@ def shared(group: Group) -> dict[str, np.ndarray]:
         if "device" in way:
             collectives.gather_ranges_on_device(group, parameters, parts if "parts" in way else None)
         else:
-            chunk_bytes = 1000 if way == "in chunks" else 1 << 20
-            collectives.all_gather_ranges(group, parameters, parts if "parts" in way else None, chunk_bytes)
+            collectives.all_gather_ranges(group, parameters, parts if "parts" in way else None)
         found |= {f"shared {parameter.name}": parameter.asnumpy() for parameter in parameters}
     return found
 

@@ -29,7 +29,7 @@ from mindspore.ops import operations as P
 from trainer.errors import RunError
 from trainer.parallel.connections import connect
 from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import FLOAT32_BYTES, buckets, chunks, range_of_rank
+from trainer.parallel.sharding import FLOAT32_BYTES, buckets, range_of_rank
 from trainer.parallel.world import World
 
 BUCKET_BYTES = 25 << 20
@@ -167,6 +167,12 @@ def all_reduce_in_buckets(
     return sums
 
 
+def reduce_scatter_range(tensor: Tensor, group: HostGroup) -> Tensor:
+    """This rank's range (`range_of_rank`) of the sum over all ranks of a CPU's group, flat and in float32."""
+    array = tensor.asnumpy().astype(np.float32, copy=False)
+    return Tensor.from_numpy(group.reduce_scatter_range(array))
+
+
 def all_reduce(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
     """Sums each tensor over all ranks of a group, with the same bits on every rank."""
     if group.on_host:
@@ -220,36 +226,22 @@ def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -
 
 
 def all_gather_ranges(
-    group: Group,
-    tensors: Sequence[Parameter],
-    own: Sequence[Tensor] | None = None,
-    chunk_bytes: int = BUCKET_BYTES,
+    group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None
 ) -> None:
     """Completes tensors in place, each rank contributing its own range (`range_of_rank`): the same bits on all ranks.
 
     Args:
         tensors: The same shapes in the same order on every rank, each with at least as many numbers as there are ranks.
         own: This rank's range of each tensor, flat; None where the tensor contains it already.
-        chunk_bytes: Limit of what arrives at once in host memory.
     """
     if not group.on_host:
         gather_ranges_on_device(group, tensors, own)
         return
     # These are views of MindSpore's memory, and writing to them writes to the tensor.
     flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
-    ranges = [[range_of_rank(flat.size, each, group.size) for flat in flats] for each in range(group.size)]
-    if own is not None:
-        for flat, place, tensor in zip(flats, ranges[group.rank], own, strict=True):
-            flat[place] = tensor.asnumpy()
-    most = max(sum(each.stop - each.start for each in of_rank) for of_rank in ranges)
-    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // group.size))
-    given = np.zeros(length, np.float32)
-    for of_ranks in zip(*(chunks(of_rank, length, -(-most // length)) for of_rank in ranges), strict=True):
-        for piece in of_ranks[group.rank]:
-            given[piece.target] = flats[piece.array][piece.source]
-        for row, pieces in zip(group.all_gather(given), of_ranks, strict=True):
-            for piece in pieces:
-                flats[piece.array][piece.source] = row[piece.target]
+    for flat, part in zip(flats, own or (), strict=own is not None):
+        flat[range_of_rank(flat.size, group.rank, group.size)] = part.asnumpy()
+    group.complete_ranges(flats)
 
 
 def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:

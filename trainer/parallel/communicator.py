@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trainer.errors import RunError
-from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
+from trainer.parallel.gradients import GradientReducer, ScatterDuringBackward, SumAfterBackward, SumDuringBackward
 from trainer.parallel.layout import SUM_GROUPS, model_layout
 from trainer.parallel.mesh import Mesh, build_mesh
 from trainer.parallel.process_groups import process_groups
@@ -53,10 +53,15 @@ class Communicator(Protocol):
         a CPU has arrays, as `all_sum` rounds them. A single process gets its own values."""
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
-    ) -> SumAfterBackward | SumDuringBackward:
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
+    ) -> GradientReducer:
         """Sums the gradients of these parameters over the ranks, step by step; the optimizer state of those that
-        `is_sharded` names is divided among the ranks. `in_float32` False leaves each gradient in its dtype."""
+        `is_sharded` names is divided among the ranks, and with `scatters` their summed gradients are, too.
+        `in_float32` False leaves each gradient in its dtype."""
 
     def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
         """Completes parameters in place from the ranges of all ranks; see `OptimizerShard`."""
@@ -87,7 +92,11 @@ class SingleProcess:
         return list(values)
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
     ) -> SumAfterBackward:
         return SumAfterBackward()
 
@@ -131,13 +140,26 @@ class ProcessGroup:
         return [part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, arrays, strict=True)]
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
-    ) -> SumAfterBackward | SumDuringBackward:
-        if not self.group.on_host:
-            return SumDuringBackward(list(parameters.values()), is_sharded, self.group, in_float32)
-        from trainer.parallel.collectives import all_reduce_in_buckets
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
+    ) -> GradientReducer:
+        group, leaves = self.group, list(parameters.values())
+        if not group.on_host:
+            return SumDuringBackward(leaves, is_sharded, group, in_float32, scatters_each=scatters)
+        from trainer.parallel.collectives import all_reduce_in_buckets, reduce_scatter_range
 
-        return SumAfterBackward(partial(all_reduce_in_buckets, group=self.group))
+        sum_whole = partial(all_reduce_in_buckets, group=group)
+        if not scatters:
+            return SumAfterBackward(sum_whole)
+        counted = np.array([float(sharded or group.rank == 0) for sharded in is_sharded], np.float32)
+
+        def scatter(place: int, gradient: Tensor) -> Tensor:
+            return reduce_scatter_range(gradient, group)
+
+        return ScatterDuringBackward(leaves, is_sharded, scatter, sum_whole, counted, in_float32)
 
     def any(self, flag: bool) -> bool:
         return self.all_sum([float(flag)])[0] > 0
@@ -165,7 +187,11 @@ class ModelParallel(ProcessGroup):
         self.counts_tokens = self.counts_losses and where.context == 0
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
     ) -> SumAfterBackward:
         return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
 

@@ -1,4 +1,4 @@
-"""How arrays are divided among ranks, and packed into buckets and chunks to travel. Pure Python."""
+"""How arrays are divided among ranks, and packed into buckets to travel. Pure Python."""
 
 from __future__ import annotations
 
@@ -56,14 +56,6 @@ def range_of_rank(numbers: int, rank: int, ranks: int) -> slice:
     return slice(rank * numbers // ranks, (rank + 1) * numbers // ranks)
 
 
-class Piece(NamedTuple):
-    """A range of an array, and the range of a chunk in which it travels."""
-
-    array: int
-    source: slice  # in the flattened array
-    target: slice  # in the chunk
-
-
 def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]:
     """Groups consecutive arrays into buckets of up to so many bytes in float32; a larger array has its own bucket."""
     bucket, used = [], 0
@@ -76,17 +68,3 @@ def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]
         used += size
     if bucket:
         yield bucket
-
-
-def chunks(ranges: Sequence[slice], length: int, count: int) -> list[list[Piece]]:
-    """Divides ranges, one of each array, into `count` chunks of `length` numbers; the last ones may stay empty."""
-    found: list[list[Piece]] = [[] for _ in range(count)]
-    at = 0  # position among all numbers
-    for array, each in enumerate(ranges):
-        start = each.start
-        while start < each.stop:
-            chunk, offset = divmod(at, length)
-            taken = min(each.stop - start, length - offset)
-            found[chunk].append(Piece(array, slice(start, start + taken), slice(offset, offset + taken)))
-            start, at = start + taken, at + taken
-    return found
