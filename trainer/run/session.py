@@ -12,7 +12,7 @@ import mindspore
 import numpy as np
 
 from trainer.checkpoint.state import load_weights
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.data.batches.context import SequencePart
@@ -191,14 +191,15 @@ def open_training(
     session, groups = open_session(config, weights, world, device), parameter_groups_of(config)
     parameters, pipeline = session.model.parameters_by_name, session.pipeline
     trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
-    shard = None
+    shards = {}
     if shards_optimizer(config, world):
         same = session.communicator if pipeline is None else pipeline.stage_communicator
         same = same.same_part if isinstance(same, ModelParallel) else same
         shard = OptimizerShard(same.rank, same.size, shard_threshold_bytes(config), same.all_gather_ranges)
+        shards = {name: shard for name, parameter in trained.items() if shard.divides(parameter.size)}
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shard),
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards),
         schedule,
         session.build_inputs,
         config.runner_wrapper,
@@ -206,6 +207,7 @@ def open_training(
         communicator=session.communicator,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         pipeline=pipeline,
+        scatters=bool(shards) and sharing_level(config) != "level1",
     )
 
 

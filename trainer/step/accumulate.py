@@ -216,7 +216,8 @@ def _window(
     if squares is not None and share is not None:
         sums[_SQUARES] = measures.spread(squares, share.factors, share.places)
     elif squares is not None and reduced.counted is not None:
-        sums[_SQUARES] = squares * Tensor(reduced.counted)
+        on_host = isinstance(squares, np.ndarray)
+        sums[_SQUARES] = squares * (reduced.counted if on_host else Tensor(reduced.counted))
     sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
     squares, to_read = sums.pop(_SQUARES, squares), {_TOTALS: totals}
     if routing is not None:

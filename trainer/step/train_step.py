@@ -105,6 +105,7 @@ class TrainStep:
         communicator: Reaches the other data-parallel ranks, which draw other dropout masks; None for a single process.
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
         pipeline: Where the model is a stage of a pipeline; the communicator then reaches all ranks of the job.
+        scatters: The ranks that share the optimizer's state share the summed gradients, too.
     """
 
     computes_together = False  # each rank evaluates batches of its own
@@ -121,6 +122,7 @@ class TrainStep:
         communicator: Communicator | None = None,
         stop_at_bad_loss: bool = False,
         pipeline: Pipeline | None = None,
+        scatters: bool = False,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
@@ -139,7 +141,9 @@ class TrainStep:
         leaves = model.compute_weights.leaves(names)
         in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
         by_name = dict(zip(names, leaves, strict=True))
-        self.reducer = with_same_part.gradient_reducer(by_name, sharded, in_fp32)
+        self.reducer = with_same_part.gradient_reducer(by_name, sharded, in_fp32, scatters)
+        # Otherwise a rank leaves micro-batches without a valid token out.
+        self.together = self.communicator.divides_model or scatters
         experts = model.settings.experts
         self.load = WindowLoad(with_same_part.sums) if experts and experts.balances_step else None
 
@@ -168,7 +172,7 @@ class TrainStep:
         pipelined = None if self.pipeline is None else partial(self.pipelined, micro_batches)
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator,
-            skips_empty=self.load is None and not self.communicator.divides_model,
+            skips_empty=self.load is None and not self.together,
             reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
         )  # fmt: skip
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
