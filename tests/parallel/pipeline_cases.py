@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,21 @@ from step_cases import ADAMW, CLIP, EXPERTS, part_of, rows_of  # noqa: E402
 from tiny_trainer import config_of  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
-from trainer.config.recompute import recomputed_parts  # noqa: E402
-from trainer.models.decoder import Decoder  # noqa: E402
+from trainer.config.stages import stage_layers  # noqa: E402
 from trainer.models.generate import Generator, Sampling  # noqa: E402
-from trainer.models.inputs import InputBuilder  # noqa: E402
 from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import resolve_precision  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402
-from trainer.optim.freeze import frozen_names, trained_shapes  # noqa: E402
+from trainer.optim.freeze import trained_shapes  # noqa: E402
 from trainer.optim.groups import parameter_groups  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
-from trainer.parallel.communicator import ProcessGroup  # noqa: E402
+from trainer.parallel.communicator import SingleProcess, model_parallel  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
-from trainer.parallel.mesh import Degrees, build_mesh  # noqa: E402
-from trainer.parallel.process_groups import process_groups  # noqa: E402
+from trainer.parallel.mesh import Degrees  # noqa: E402
+from trainer.parallel.tensor import ModelShard  # noqa: E402
+from trainer.run.session import build_model  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
-from trainer.step.pipeline import build_pipeline, stage_parameters  # noqa: E402
+from trainer.step.pipeline import build_pipeline  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
 LORA = {"pet_type": "lora", "lora_rank": 2, "target_modules": ".*q_proj|.*down_proj"}
@@ -60,32 +58,29 @@ def config_of_case(case: dict[str, Any]) -> Config:
     model = {"num_layers": 5, "pp_interleave_num": case.get("chunks", 1), **case.get("model", {})}
     sections = {"optimizer": ADAMW, "runner_wrapper": CLIP} | case.get("sections", {})
     parallel = {"pipeline_stage": case["stages"], "micro_batch_num": case.get("micro_batches", 4)}
-    return config_of(model=model, use_parallel=True, parallel_config=parallel, **sections)
+    sections["context"] = {"mode": 0 if case.get("compiled") else 1}
+    return config_of(model=model, use_parallel=True, parallel_config=parallel, seed=5, **sections)
 
 
-def step_of(config: Config, world: HostGroup | None, compiled: bool) -> TrainStep:
+def step_of(config: Config, world: HostGroup | None) -> TrainStep:
     """A training step of a rank; world None: of one process alone."""
     settings, shapes = config.decoder, trained_shapes(config)
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
-    stages, groups, held = config.parallel_config.pipeline_stage, None, None
+    communicator, pipeline, shard = SingleProcess(), None, None
     if world is not None:
-        mesh = build_mesh(Degrees(pipeline_stage=stages, data_parallel=world.size // stages), world.size)
-        groups = process_groups(world, mesh)
-        held = stage_parameters(config, groups.pp.rank)
-    model = Decoder(
-        settings, kernels, seed=5, compiled=compiled, frozen=frozen_names(config), recomputed=recomputed_parts(config),
-        held=held,
-    )  # fmt: skip
+        stages = config.parallel_config.pipeline_stage
+        degrees = Degrees(pipeline_stage=stages, data_parallel=world.size // stages)
+        communicator = model_parallel(world, settings, degrees, stage_layers=stage_layers(config))
+        shard = ModelShard(communicator.layout, communicator.where)
+    model, build_inputs = build_model(config, kernels, shard=shard)
     of_rule = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    group_of = {name: group.name for group in of_rule for name in group.parameters}
     trained = {name: model.parameters_by_name[name] for name in shapes if name in model.parameters_by_name}
     optimizer = build_optimizer(trained, of_rule, config.optimizer, compiled=False)
-    pipeline = None
-    if groups is not None:
-        pipeline = build_pipeline(config, model, groups, {name: group_of[name] for name in shapes})
+    if world is not None:
+        pipeline = build_pipeline(config, model, communicator.groups.pp)
     return TrainStep(
-        model, optimizer, lambda update: 0.01, InputBuilder(settings, kernels), config.runner_wrapper,
-        communicator=None if world is None else ProcessGroup(world), pipeline=pipeline,
+        model, optimizer, lambda update: 0.01, build_inputs, config.runner_wrapper, communicator=communicator,
+        pipeline=pipeline,
     )  # fmt: skip
 
 
@@ -94,14 +89,14 @@ def trained(
 ) -> dict[str, Any]:
     """Numbers of some steps, and the weights of this rank after them."""
     case = CASES[name]
-    step, size = step_of(config_of_case(case), world, case.get("compiled", False)), 1
+    step, size = step_of(config_of_case(case), world), 1
     mutate(step)
     if world is not None:
         size = world.size // case["stages"]
     found: dict[str, Any] = {"bubble": []}
     for number in range(steps):
         rows = [rows_of(number, micro_batch) for micro_batch in range(case.get("micro_batches", 4))]
-        result = step([part_of(one, step.data_rank, size) for one in rows])
+        result = step([part_of(one, step.communicator.data_rank, size) for one in rows])
         numbers = {"loss": result.loss, "norm": result.global_norm, "tokens": result.tokens, **result.losses}
         numbers |= {f"norm of {each}": norm for each, norm in (result.local_norms or {}).items()}
         if result.routing is not None:
@@ -110,10 +105,10 @@ def trained(
             found.setdefault(key, []).append(value)
         found["bubble"].append(result.bubble_share)
     found["weights"] = {key: each.asnumpy().copy() for key, each in step.model.parameters_by_name.items()}
-    batches, pipeline = [part_of(rows_of(steps, 0), step.data_rank, size)] * 2, step.pipeline
+    batches, pipeline = [part_of(rows_of(steps, 0), step.communicator.data_rank, size)] * 2, step.pipeline
     evaluated = evaluate(
         step.model if pipeline is None else pipeline.evaluate, step.build_inputs, batches, lambda: False,
-        step.communicator, gives_losses=pipeline is None or pipeline.gives_losses,
+        step.communicator,
     )  # fmt: skip
     stages = () if pipeline is None else (pipeline.generation_chunks(), pipeline.share_logits)
     generator = Generator(step.model, step.build_inputs, [], *stages)
@@ -129,14 +124,12 @@ def all_trained(world: HostGroup, names: list[str], steps: int) -> dict[str, dic
 
 
 def _forgets_tied_sum(step: TrainStep) -> None:
-    step.pipeline = replace(step.pipeline, embedding=None)
+    step.communicator.groups = step.communicator.groups._replace(embedding=None)
 
 
 def _counts_norm_twice(step: TrainStep) -> None:
     """Of the matrix that two stages have."""
-    names = list(step.optimizer.parameters)
-    places = [names.index(name) if name in names else len(names) for name in step.pipeline.group_of]
-    step.share = step.share._replace(factors=np.ones(len(names)), places=places)
+    step.share = step.share._replace(factors=np.ones_like(step.share.factors))
 
 
 def _forgets_routers(step: TrainStep) -> None:

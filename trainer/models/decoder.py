@@ -156,10 +156,8 @@ class Decoder(DecoderWiring):
             router stays as it is, too.
         recomputed: For each layer what the backward pass recomputes: "block", "attention", "mlp" or "" for nothing. An
             empty sequence means nothing in all layers.
-        held: Names of the parameters that this rank has: those of a stage of a pipeline, which calls the parts of the
-            decoder itself; None: all.
-        shard: Which part of each of these it has, and the ranks that it computes whole matrices with; None: they are
-            whole.
+        shard: What this rank has of the model, and the ranks that it computes the rest with; None: the whole model. A
+            stage of a pipeline calls the parts of the decoder itself.
 
     Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end. `settings` are
     those that this rank computes with, see `local_settings`.
@@ -174,7 +172,6 @@ class Decoder(DecoderWiring):
         compiled: bool = True,
         frozen: Collection[str] = (),
         recomputed: Sequence[str] = (),
-        held: Collection[str] | None = None,
         shard: ModelShard | None = None,
     ) -> None:
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
@@ -191,7 +188,7 @@ class Decoder(DecoderWiring):
                 requires_grad=name not in frozen and not is_buffer(name),
             )
             for name, shape in all_shapes(settings).items()
-            if held is None or name in held
+            if shard is None or shard.holds(name)
         }
         self.masks = DropoutParts(settings, self.tensor)
         part = _vocabulary_part(settings, self.tensor)

@@ -7,6 +7,7 @@ single process gets the same results without communication.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,17 @@ class Communicator(Protocol):
     counts_tokens: bool
     """Whether the tokens of its batches count: of the ranks that have the same batches, the first one's do."""
     divides_model: bool
-    """Whether the ranks communicate during each pass of a model that they divide: none may leave a batch out."""
+    """Whether the ranks communicate during each pass of a model that they divide: none may stop alone."""
+    skips_empty: bool
+    """Whether it may leave out a batch without a valid token: not where ranks with other batches have its experts."""
+
+    @property
+    def same_part(self) -> Communicator:
+        """The ranks that have the same part of the model, without its experts."""
+
+    @property
+    def stage(self) -> Communicator:
+        """The ranks that compute the same layers."""
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
@@ -79,11 +90,21 @@ class Communicator(Protocol):
 class SingleProcess:
     """A run of one process."""
 
-    rank, size, counts_losses, counts_tokens, divides_model = 0, 1, True, True, False
+    rank, size = 0, 1
+    counts_losses = counts_tokens = skips_empty = True
+    divides_model = False
 
     @property
     def data_rank(self) -> int:
         return self.rank
+
+    @property
+    def same_part(self) -> Communicator:
+        return self
+
+    @property
+    def stage(self) -> Communicator:
+        return self
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
@@ -116,7 +137,7 @@ class SingleProcess:
 class ProcessGroup:
     """The ranks of a job, each with the whole model: a group of `trainer.parallel.collectives`."""
 
-    counts_losses = counts_tokens = True
+    counts_losses = counts_tokens = skips_empty = True
     divides_model = False
 
     def __init__(self, group: Group) -> None:
@@ -124,6 +145,8 @@ class ProcessGroup:
 
         self.group, self.rank, self.size, self.data_rank = group, group.rank, group.size, group.rank
         self.gather_bytes, self.all_gather_ranges = group.gather_bytes, partial(all_gather_ranges, group)
+        self.same_part: Communicator = self
+        self.stage: Communicator = self
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         every = self.group.all_gather(np.array(values, np.float64)).T.tolist()
@@ -169,7 +192,7 @@ class ProcessGroup:
 
 
 class ModelParallel(ProcessGroup):
-    """The ranks of a job that divide a model among them.
+    """The ranks of a job that divide a model among them, by its matrices, experts, tokens or stages.
 
     Args:
         groups: Those of this rank.
@@ -181,8 +204,9 @@ class ModelParallel(ProcessGroup):
     def __init__(self, groups: ProcessGroups, layout: ModelLayout, where: MeshCoordinate) -> None:
         super().__init__(groups.world)
         self.groups, self.layout, self.where, self.data_rank = groups, layout, where, where.data
-        # The ranks with the same part of the model, which may share the state of the optimizer.
         self.same_part = SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp)
+        self.stage = SingleProcess() if groups.stage is None else ProcessGroup(groups.stage)
+        self.skips_empty = groups.ep is None
         self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
         self.counts_tokens = self.counts_losses and where.context == 0
 
@@ -203,7 +227,7 @@ class ModelParallel(ProcessGroup):
         """Whole float32 arrays on rank 0, by the keys of their parts; nothing elsewhere. All ranks call it.
 
         Args:
-            parts: A parameter's name, or after "kind." what belongs to it -> this rank's part; the same keys on all.
+            parts: A parameter's name, or after "kind." what belongs to it -> this rank's part.
         """
         from mindspore import Tensor
         from mindspore import dtype as mstype
@@ -211,17 +235,20 @@ class ModelParallel(ProcessGroup):
         from trainer.parallel.collectives import receive, send
 
         mesh, world, whole = Mesh(self.layout.degrees), self.groups.world, dict[str, np.ndarray]()
-        for key, own in parts.items():
-            name = key if key in self.layout.parameters else key.split(".", 1)[1]
+        every = world.gather_bytes(json.dumps(list(parts)).encode())
+        names = {key: key if key in self.layout.parameters else key.split(".", 1)[1] for key in
+                 itertools.chain.from_iterable(map(json.loads, every))}  # fmt: skip
+        order = {name: place for place, name in enumerate(self.layout.parameters)}
+        for key, name in sorted(names.items(), key=lambda item: (order[item[1]], item[0])):
             if world.rank == 0:
                 whole[key] = np.empty(self.layout.parameters[name].shape, np.float32)
             for where in self.layout.first_holders(name):
                 shard, source = self.layout.shard(name, where), mesh.rank_at(where)
                 if world.rank == source and source:
-                    send(Tensor(np.ascontiguousarray(own, np.float32)), world, 0)
+                    send(Tensor(np.ascontiguousarray(parts[key], np.float32)), world, 0)
                 elif world.rank == 0:
-                    part = own if source == 0 else receive(shard.shape, mstype.float32, world, source).asnumpy()
-                    whole[key][shard.slices] = part
+                    own = parts[key] if source == 0 else receive(shard.shape, mstype.float32, world, source).asnumpy()
+                    whole[key][shard.slices] = own
         return whole
 
     def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -240,11 +267,15 @@ class ModelParallel(ProcessGroup):
 
 
 def model_parallel(
-    group: Group, settings: ModelConfig, degrees: Degrees, sequence_parallel: bool
+    group: Group,
+    settings: ModelConfig,
+    degrees: Degrees,
+    sequence_parallel: bool = False,
+    stage_layers: Sequence[Sequence[int]] | None = None,
 ) -> ModelParallel:
-    """The ranks of a job, `group`, that divide a model by these degrees."""
+    """The ranks of a job, `group`, that divide a model by these degrees; the other arguments as of `model_layout`."""
     mesh = build_mesh(degrees, group.size)
-    layout = model_layout(settings, degrees, sequence_parallel=sequence_parallel)
+    layout = model_layout(settings, degrees, sequence_parallel=sequence_parallel, stage_layers=stage_layers)
     kv_heads = None if settings.multi_latent_attention else settings.kv_heads
     return ModelParallel(process_groups(group, mesh, kv_heads), layout, mesh.coordinate_of(group.rank))
 

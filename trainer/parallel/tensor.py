@@ -80,7 +80,7 @@ class LeaveAfter(nn.Cell):
 
 
 class ModelShard(NamedTuple):
-    """What one rank has of a model, and the ranks that it computes it with.
+    """What one rank has of a model: parts of some of its parameters; and the ranks that it computes it with.
 
     Attributes:
         tensor: None where the rank computes whole matrices.
@@ -91,6 +91,10 @@ class ModelShard(NamedTuple):
     where: MeshCoordinate
     tensor: TensorParallel | None = None
     experts: Group | None = None
+
+    def holds(self, name: str) -> bool:
+        """Whether the rank has this parameter, whole or a part of it."""
+        return self.layout.holds(name, self.where)
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """What the rank holds of a parameter, of its value or of an array like it."""

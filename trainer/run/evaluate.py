@@ -45,7 +45,7 @@ def evaluate_now(
         # every batch.
         if pipeline is not None and next(asked) % _BATCHES_ON_THE_WAY:
             return False
-        together = session.computes_together or pipeline is not None or session.communicator.divides_model
+        together = session.computes_together or session.communicator.divides_model
         return session.communicator.any(bool(stop)) if together else bool(stop)
 
     batches = data.loader.epoch(0)
@@ -58,7 +58,6 @@ def evaluate_now(
             asked_to_stop,
             session.communicator,
             session.computes_together,
-            gives_losses=pipeline is None or pipeline.gives_losses,
         )
     if found is None:
         return None

@@ -191,14 +191,14 @@ def _predict_together(
 ) -> None:
     """Each rank with the whole model, or each pipeline, continues every n-th batch; rank 0 shows and writes them in the
     order of the prompts."""
-    communicator, pipeline = session.communicator, session.pipeline
-    continues = communicator if pipeline is None else pipeline.stage_communicator
+    communicator = session.communicator
+    continues = communicator.same_part
     done: list[tuple[int, str, list[dict[str, str]]]] | None = []
     try:
         for first in batches[continues.rank :: continues.size]:
             shown: list[str] = []
             found = list(continued(first, shown.append))
-            if pipeline is None or pipeline.gives_losses:  # one of the stages, which all have the same tokens
+            if communicator.counts_losses:  # one of the stages, which all have the same tokens
                 done.append((first, "".join(shown), found))
     except _Stopped:
         done = None  # the other ranks wait in the gather

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,6 +15,7 @@ from trainer.checkpoint.state import load_weights
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
+from trainer.config.stages import stage_layers
 from trainer.data.batches.context import SequencePart
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
@@ -22,7 +23,6 @@ from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
-from trainer.models.shapes import all_shapes
 from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -39,12 +39,10 @@ from trainer.parallel.communicator import (
     check_same_values,
     model_parallel,
 )
-from trainer.parallel.mesh import build_mesh
-from trainer.parallel.process_groups import process_groups
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.tensor import ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.step.pipeline import Pipeline, build_pipeline, stage_parameters
+from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -88,25 +86,17 @@ def open_session(
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
-    degrees = degrees_of(config, world)
-    groups = held = pipeline = None
-    part = "all"
-    if degrees.pipeline_stage > 1:
-        groups = process_groups(communicator.group, build_mesh(degrees, world.size), config.decoder.kv_heads)
-        held, part = stage_parameters(config, groups.pp.rank), f"stage {groups.pp.rank}"
-    tokens = None
+    tokens = pipeline = None
     if isinstance(communicator, ModelParallel) and communicator.groups.cp is not None:
         group, in_ring = communicator.groups.cp, config.parallel_config.context_parallel_algo != "ulysses_cp"
         kernels = over_context(kernels, group, in_ring, compiled=config.context.mode == 0)
         tokens = SequencePart(group.rank, group.size, in_ring)
-    model, build_inputs = build_model(config, kernels, device, held, _shard(config, communicator), tokens)
+    model, build_inputs = build_model(config, kernels, device, _shard(config, communicator), tokens)
     if weights is not None:
         load_weights(model, weights)
-    check_same_weights(model, communicator, part)
-    if groups is not None:
-        found = {name: group.name for group in parameter_groups_of(config) for name in group.parameters}
-        group_of = {name: found[name] for name in all_shapes(config.decoder) if config.trains and name in found}
-        pipeline = build_pipeline(config, model, groups, group_of, on_one_host=world.local_size == world.size)
+    check_same_weights(model, communicator)
+    if isinstance(communicator, ModelParallel) and communicator.groups.pp is not None:
+        pipeline = build_pipeline(config, model, communicator.groups.pp, on_one_host=world.local_size == world.size)
     return Session(model, build_inputs, communicator, pipeline=pipeline)
 
 
@@ -120,9 +110,10 @@ def _communicator(config: Config, world: World) -> Communicator:
     if world.size == 1:
         return SingleProcess()
     degrees, group = degrees_of(config, world), start(world)
-    if degrees.pipeline_stage > 1 or degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1:
+    if degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1:
         return ProcessGroup(group)
-    return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel)
+    layers = stage_layers(config) if degrees.pipeline_stage > 1 else None
+    return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel, layers)
 
 
 def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
@@ -139,12 +130,11 @@ def build_model(
     config: Config,
     kernels: KernelSet,
     device: str = "CPU",
-    held: Collection[str] | None = None,
     shard: ModelShard | None = None,
     tokens: SequencePart | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs, of the tokens that the rank has; `held` and
-    `shard` as in `Decoder`."""
+    """The model with the weights of `seed`, and what makes its inputs, of the tokens that the rank has; `shard` as in
+    `Decoder`."""
     trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
@@ -152,18 +142,18 @@ def build_model(
         return model, ImageInputBuilder(config.classifier)
     recomputed = recomputed_parts(config) if trains else ()
     model = Decoder(
-        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, held=held,
-        shard=shard,
-    )  # fmt: skip
+        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
+    )
     return model, InputBuilder(model.settings, kernels, tokens)
 
 
-def check_same_weights(model: Decoder, communicator: Communicator, part: str = "all") -> None:
+def check_same_weights(model: Decoder, communicator: Communicator) -> None:
     """Raises a RunError that names the ranks whose weights are not those of the first rank with this part of the model.
     """
     if communicator.size == 1:
         return
     sums: dict[str, int] = {}
+    part = "all"
     for name, parameter in model.parameters_by_name.items():
         if model.shard is not None:
             part = f"{name} from {model.shard.layout.shard(name, model.shard.where).start}"
@@ -189,12 +179,11 @@ def open_training(
         RunError: As in `open_session`.
     """
     session, groups = open_session(config, weights, world, device), parameter_groups_of(config)
-    parameters, pipeline = session.model.parameters_by_name, session.pipeline
+    parameters = session.model.parameters_by_name
     trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
     shards = {}
     if shards_optimizer(config, world):
-        same = session.communicator if pipeline is None else pipeline.stage_communicator
-        same = same.same_part if isinstance(same, ModelParallel) else same
+        same = session.communicator.same_part
         shard = OptimizerShard(same.rank, same.size, shard_threshold_bytes(config), same.all_gather_ranges)
         shards = {name: shard for name, parameter in trained.items() if shard.divides(parameter.size)}
     return TrainStep(
@@ -206,7 +195,7 @@ def open_training(
         seed=config.seed,
         communicator=session.communicator,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
-        pipeline=pipeline,
+        pipeline=session.pipeline,
         scatters=bool(shards) and sharing_level(config) != "level1",
     )
 

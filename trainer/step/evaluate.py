@@ -33,19 +33,16 @@ def evaluate(
     stop: Callable[[], bool],
     communicator: Communicator | None = None,
     computes_together: bool = False,
-    gives_losses: bool = True,
 ) -> Evaluation | None:
     """Mean loss over all valid labels of all ranks; None when `stop` ended it early on any rank.
 
     `batches` are this rank's; `stop` is called before each and is True after a signal. With `computes_together` all
-    ranks have the same ones, and the mean of what they find is the result. `gives_losses` False: another rank, which
-    has the same batches, tells their losses.
+    ranks have the same ones, and the mean of what they find is the result.
 
     Raises:
         RunError: The data has no valid token.
     """
     communicator = SingleProcess() if communicator is None else communicator
-    gives_losses = gives_losses and communicator.counts_losses
     began = time.perf_counter()
     measures, losses, hits, tokens, stopped = device_measures(), [], [], 0, False
     for batch in batches:
@@ -53,9 +50,9 @@ def evaluate(
             stopped = True
             break
         count = valid_tokens(batch)
-        if count or communicator.divides_model:
+        if count or not communicator.skips_empty:
             sums = model(build_inputs(batch))
-            if not gives_losses:
+            if not communicator.counts_losses:
                 continue
             losses.append(measures.keep(sums.tokens))
             if sums.correct is not None:

@@ -13,9 +13,8 @@ Legend: N tokens, D hidden.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
@@ -23,23 +22,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
-from trainer.config.stages import chunk_layers, stage_layers
+from trainer.config.stages import chunk_layers
 from trainer.models.decoder import DecoderCall
 from trainer.models.generate import StageChunk
 from trainer.models.inputs import LossSums, ModelInputs
-from trainer.parallel.collectives import all_reduce_in_buckets
-from trainer.parallel.communicator import Communicator, ProcessGroup, SingleProcess
+from trainer.optim.freeze import trained_shapes
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.schedule import Action, Schedule, forward_only, one_forward_one_backward
 from trainer.parallel.stage_link import StageLink
-from trainer.step.accumulate import RankShare
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.models.decoder import Decoder
     from trainer.parallel.host_group import HostGroup
-    from trainer.parallel.process_groups import ProcessGroups
 
 T = TypeVar("T")
 Passes: TypeAlias = Generator[int, Tensor, T]
@@ -214,33 +210,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the training step of a stage needs beside its part of the model.
+    """A stage at work: what it computes in which order, and the other stages.
 
     Attributes:
-        stage_communicator: The ranks with the same part of the model and other batches.
-        group_of: Parameter group of each trained parameter of the whole model, in forward order.
-        shared: Names of trained parameters that the first and the last stage have, each a copy.
-        embedding: These two stages, where this rank is one of them.
         group: One rank of each stage.
-        gives_losses: See `RankShare`.
     """
 
     stage: Stage
     link: StageLink
-    stage_communicator: Communicator
-    group_of: Mapping[str, str]
-    shared: Collection[str]
-    embedding: HostGroup | None
     group: HostGroup
-    gives_losses: bool
-
-    def share(self, names: Sequence[str]) -> RankShare:
-        """What this rank contributes to the sums of a step; `names` are its trained parameters."""
-        is_first = self.stage.parts[0].is_first
-        counts = [float(self.stage_communicator.rank == 0 and (is_first or name not in self.shared)) for name in names]
-        places = {name: place for place, name in enumerate(names) if counts[place]}
-        every = [places.get(name, len(names)) for name in self.group_of]
-        return RankShare(self.gives_losses, np.array(counts), every)
 
     def train(
         self,
@@ -259,26 +237,7 @@ class Pipeline:
         for gradient in gradients:
             gradient.asnumpy()  # waits until it is computed
         share = waited / (time.perf_counter() - began)
-        places = [place for place, name in enumerate(names) if name in self.shared]
-        if places and self.embedding is not None:
-            for place in places:
-                [gradients[place]] = all_reduce_in_buckets([gradients[place]], self.embedding)
         return gradients, share
-
-    def gathered(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """On the first stage the arrays of all stages, each from the first stage that has it; {} on the others, whose
-        arrays must not change before the next collective. All ranks call it."""
-        shapes = {name: array.shape for name, array in arrays.items()}
-        stages = [json.loads(each) for each in self.group.gather_bytes(json.dumps(shapes).encode())]
-        own, found = self.group.rank, dict(arrays)
-        for stage, held in enumerate(stages):
-            names = [name for name in held if not any(name in before for before in stages[:stage])]
-            for name in names if stage else ():
-                if stage == own:
-                    self.link.send_array(0, arrays[name].reshape(1, -1))
-                elif own == 0:
-                    found[name] = self.link.receive_array(stage).reshape(held[name])
-        return found if own == 0 else {}
 
     def generation_chunks(self) -> list[StageChunk]:
         """The chunks of this stage, for a `trainer.models.generate.Generator`."""
@@ -325,31 +284,14 @@ def run_with(link: StageLink, passes: Passes[T]) -> tuple[T, float]:
         return end.value, waited
 
 
-def stage_parameters(config: Config, stage: int) -> list[str]:
-    """Names of the parameters that a stage has: those of its layers, and the embedding where it is used."""
-    layout = model_layout(config.decoder, Degrees(), stage_layers=stage_layers(config))
-    return [name for name, one in layout.parameters.items() if stage in one.stages]
-
-
-def build_pipeline(
-    config: Config, model: Decoder, groups: ProcessGroups, group_of: Mapping[str, str], on_one_host: bool = True
-) -> Pipeline:
+def build_pipeline(config: Config, model: Decoder, group: HostGroup, on_one_host: bool = True) -> Pipeline:
     """Connects the stages; all ranks of the job call it.
 
     Args:
-        model: Has the parameters of `stage_parameters`.
-        group_of: See `Pipeline`.
+        model: Has the parameters of its stage.
+        group: One rank of each stage.
     """
-    stages, stage, chunks = groups.pp.size, groups.pp.rank, config.decoder.pp_interleave_num
-    parts = model_parts(config.decoder, chunk_layers(config), group_of)
-    layout = model_layout(config.decoder, Degrees(), stage_layers=stage_layers(config))
-    return Pipeline(
-        Stage(model, parts[stage], partial(one_forward_one_backward, stages, chunks=chunks), stage),
-        StageLink(groups.pp, on_one_host),
-        SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp),
-        group_of,
-        {name for name in group_of if len(layout.parameters[name].stages) > 1},
-        groups.embedding,
-        groups.pp,
-        gives_losses=stage == stages - 1,
-    )
+    trained = trained_shapes(config) if config.trains else {}
+    parts = model_parts(config.decoder, chunk_layers(config), trained)[group.rank]
+    schedule = partial(one_forward_one_backward, group.size, chunks=config.decoder.pp_interleave_num)
+    return Pipeline(Stage(model, parts, schedule, group.rank), StageLink(group, on_one_host), group)

@@ -25,7 +25,6 @@ from trainer.models.compute_weights import in_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, mtp_labels
 from trainer.models.moe import RouterStatistics
-from trainer.models.shapes import all_shapes
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
@@ -102,9 +101,9 @@ class TrainStep:
             the schedule and the dropout masks.
         schedule: Learning rate of update number `n`, from 0.
         seed: Seed of dropout.
-        communicator: Reaches the other data-parallel ranks, which draw other dropout masks; None for a single process.
+        communicator: Reaches the other ranks; data-parallel ones draw other dropout masks. None: a single process.
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
-        pipeline: Where the model is a stage of a pipeline; the communicator then reaches all ranks of the job.
+        pipeline: Where the model is a stage of one.
         scatters: The ranks that share the optimizer's state share the summed gradients, too.
     """
 
@@ -127,25 +126,23 @@ class TrainStep:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
         self.communicator = SingleProcess() if communicator is None else communicator
-        names = list(optimizer.parameters)
-        self.pipeline, self.share, every, with_same_part = pipeline, None, optimizer.group_of, self.communicator
-        if pipeline is not None:
-            self.share, every, with_same_part = pipeline.share(names), pipeline.group_of, pipeline.stage_communicator
-        elif isinstance(self.communicator, ModelParallel):
-            own = self.communicator
-            self.share = RankShare(own.counts_losses, own.counted(names), range(len(names)), own.counts_tokens)
-        self.norm_groups = norm_groups(names if pipeline is None else list(every), wrapper, every)
-        self.data_rank = with_same_part.data_rank
+        self.pipeline, self.share, own = pipeline, None, self.communicator
+        names = every = list(optimizer.parameters)
+        if isinstance(own, ModelParallel):
+            every = [name for name in own.layout.parameters if name in optimizer.group_of]
+            places = [names.index(name) if name in optimizer.parameters else len(names) for name in every]
+            self.share = RankShare(own.counts_losses, own.counted(names), places, own.counts_tokens)
+        self.norm_groups = norm_groups(every, wrapper, optimizer.group_of)
         sharded = [name in optimizer.own_ranges for name in names]
         model.compute_weights.refresh()
         leaves = model.compute_weights.leaves(names)
         in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
         by_name = dict(zip(names, leaves, strict=True))
-        self.reducer = with_same_part.gradient_reducer(by_name, sharded, in_fp32, scatters)
-        # Otherwise a rank leaves micro-batches without a valid token out.
-        self.together = self.communicator.divides_model or scatters
+        self.reducer = own.gradient_reducer(by_name, sharded, in_fp32, scatters)
         experts = model.settings.experts
-        self.load = WindowLoad(with_same_part.sums) if experts and experts.balances_step else None
+        self.load = WindowLoad(own.stage.sums) if experts and experts.balances_step else None
+        # Otherwise the ranks communicate in each micro-batch: none may leave one out.
+        self.skips_empty = self.load is None and own.skips_empty and not scatters
 
         self.sums: LossSums | None = None  # of the micro-batch at hand
 
@@ -172,7 +169,7 @@ class TrainStep:
         pipelined = None if self.pipeline is None else partial(self.pipelined, micro_batches)
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator,
-            skips_empty=self.load is None and not self.together,
+            skips_empty=self.skips_empty,
             reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
         )  # fmt: skip
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
@@ -195,7 +192,7 @@ class TrainStep:
 
     def call_of(self, batch: Batch, number: int) -> DecoderCall:
         """What the model takes for micro-batch `number` of a window."""
-        dropout = DropoutKey(self.seed, self.data_rank, self.optimizer.updates, number)
+        dropout = DropoutKey(self.seed, self.communicator.data_rank, self.optimizer.updates, number)
         return DecoderCall(self.build_inputs(batch), dropout, RouterStatistics(load=self.load))
 
     def pipelined(
@@ -238,15 +235,13 @@ class TrainStep:
         """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
         shard = self.model.shard
         if shard is not None:
-            names = {key: key.split(".", 1)[1] for key in arrays}
+            names = {key: name for key in arrays if shard.holds(name := key.split(".", 1)[1])}
             shapes = {key: shard.layout.parameters[name].shape for key, name in names.items()}
-            arrays = {key: shard.part(names[key], whole.reshape(shapes[key])) for key, whole in arrays.items()}
+            arrays = {key: shard.part(name, arrays[key].reshape(shapes[key])) for key, name in names.items()}
         self.optimizer.load_state(arrays, updates)
 
     def to_save(self) -> Saved:
         """What this rank contributes to a checkpoint; all ranks call it."""
-        if self.pipeline is not None:
-            return self._to_save_of_all_stages()
         if isinstance(self.communicator, ModelParallel):
             own = {name: parameter.asnumpy() for name, parameter in self.model.parameters_by_name.items()}
             weights, state = map(self.communicator.gathered, (own, self.optimizer.state_arrays()))
@@ -257,15 +252,6 @@ class TrainStep:
         is_sharded = bool(optimizer.own_ranges)
         state = optimizer.state_arrays() if first or is_sharded else {}
         return Saved(weights, state, optimizer.updates, is_sharded, shares_weights=True)
-
-    def _to_save_of_all_stages(self) -> Saved:
-        """The whole on rank 0, as copies."""
-        parameters = self.model.parameters_by_name.items()
-        found = self.pipeline.gathered({name: parameter.asnumpy().copy() for name, parameter in parameters})
-        state = self.pipeline.gathered(self.optimizer.state_arrays())
-        first = self.communicator.rank == 0
-        weights = {name: found[name] for name in all_shapes(self.model.settings)} if first else {}
-        return Saved(weights, state if first else {}, self.optimizer.updates)
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""
