@@ -237,11 +237,16 @@ def all_gather_ranges(
     if not group.on_host:
         gather_ranges_on_device(group, tensors, own)
         return
-    # These are views of MindSpore's memory, and writing to them writes to the tensor.
-    flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
-    for flat, part in zip(flats, own or (), strict=own is not None):
+    write_own_ranges(group, tensors, own)
+    group.complete_ranges([tensor.asnumpy().reshape(-1) for tensor in tensors])
+
+
+def write_own_ranges(group: HostGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+    """The part of `all_gather_ranges` that concerns this rank's ranges: where no rank needs the others now."""
+    for tensor, part in zip(tensors, own, strict=True) if own is not None else ():
+        # This is a view of MindSpore's memory, and writing to it writes to the tensor.
+        flat = tensor.asnumpy().reshape(-1)
         flat[range_of_rank(flat.size, group.rank, group.size)] = part.asnumpy()
-    group.complete_ranges(flats)
 
 
 def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
 from trainer.config.checks.notices import pipeline_notices
-from trainer.config.checks.parallel import degrees_of, in_job, micro_batches, runs_semi_auto
+from trainer.config.checks.parallel import (
+    degrees_of,
+    in_job,
+    micro_batches,
+    runs_semi_auto,
+    shards_optimizer,
+    sharing_level,
+)
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
@@ -65,6 +72,11 @@ class ExplicitBackend:
                 rule = "outside semi-automatic mode it runs on CPUs alone so far"
                 fix = f"set parallel.parallel_mode to 1, or {name} to 1"
                 raise problem(self.config, f"parallel_config.{name}", rule, fix).error
+        shares_weights = shards_optimizer(self.config, self.world) and sharing_level(self.config) == "level3"
+        if device != "CPU" and shares_weights and self.config.trains:
+            key = "parallel.parallel_optimizer_config.optimizer_level"
+            rule = "level3 (parallel_optimizer_comm_recompute means it, too) runs on CPUs or in semi-automatic mode"
+            raise problem(self.config, key, rule, "write level2, or set parallel.parallel_mode to 1").error
 
     def problems(self) -> list[Problem]:
         return []  # `preflight` knows them all

@@ -6,6 +6,7 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import mindspore
@@ -23,6 +24,7 @@ from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
+from trainer.models.shapes import is_buffer
 from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -30,7 +32,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import start
+from trainer.parallel.collectives import start, write_own_ranges
 from trainer.parallel.communicator import (
     Communicator,
     ModelParallel,
@@ -185,7 +187,12 @@ def open_training(
     if shards_optimizer(config, world):
         same = session.communicator.same_part
         shard = OptimizerShard(same.rank, same.size, shard_threshold_bytes(config), same.all_gather_ranges)
-        shards = {name: shard for name, parameter in trained.items() if shard.divides(parameter.size)}
+        sizes = {name: parameter.size for name, parameter in parameters.items() if not is_buffer(name)}
+        shards = {name: shard for name, size in sizes.items() if shard.divides(size)}
+        if sharing_level(config) == "level3":
+            session.model.compute_weights.shard(shards)
+            shard = shard._replace(all_gather=partial(write_own_ranges, same.group))
+        shards = {name: shard for name in shards if name in trained}
     return TrainStep(
         session.model,
         build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards),

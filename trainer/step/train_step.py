@@ -172,6 +172,7 @@ class TrainStep:
             skips_empty=self.skips_empty,
             reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
         )  # fmt: skip
+        self.model.compute_weights.release()  # those of layers whose input has no gradient
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
             self.model.compute_weights.refresh(self.optimizer.parameters)
@@ -247,11 +248,15 @@ class TrainStep:
             weights, state = map(self.communicator.gathered, (own, self.optimizer.state_arrays()))
             return Saved(weights, state, self.optimizer.updates)
         optimizer, first = self.optimizer, self.communicator.rank == 0
-        parameters = self.model.parameters_by_name.items() if first else ()
-        weights = {name: parameter.asnumpy() for name, parameter in parameters}
+        compute_weights = self.model.compute_weights
+        with compute_weights.whole():
+            parameters = self.model.parameters_by_name.items() if first else ()
+            weights = {name: parameter.asnumpy() for name, parameter in parameters}
+            if compute_weights.sharded is not None:
+                weights = {name: array.copy() for name, array in weights.items()}
         is_sharded = bool(optimizer.own_ranges)
         state = optimizer.state_arrays() if first or is_sharded else {}
-        return Saved(weights, state, optimizer.updates, is_sharded, shares_weights=True)
+        return Saved(weights, state, optimizer.updates, is_sharded, shares_weights=compute_weights.sharded is None)
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""
