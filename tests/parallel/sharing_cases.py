@@ -53,7 +53,7 @@ class Trained(NamedTuple):
     overflows: list[bool]
     local_norms: Mapping[str, float]
     evaluated: float
-    weights: Mapping[str, np.ndarray]  # on rank 0
+    weights: Mapping[str, np.ndarray]
     state_sizes: Mapping[str, int]
     gradients: int  # numbers of a step's summed gradients
 
@@ -101,17 +101,29 @@ def _trained(group: Group, case: str, levels: list[str], ranks: int) -> Trained:
         found = evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator)
     fields = ([getattr(result, field) for result in results] for field in ("loss", "global_norm", "overflow"))
     sizes = {name: array.size for by_name in step.optimizer.state.values() for name, array in by_name.items()}
-    weights = {name: array.copy() for name, array in step.to_save().weights.items()}
+    weights, _ = saved(step, group)
     return Trained(*fields, results[-1].local_norms or {}, found.loss, weights, sizes, gradients)
+
+
+def saved(step: TrainStep, group: Group) -> list[dict[str, np.ndarray]]:
+    """Weights and optimizer state as all ranks together write them; each number comes from one of them."""
+    own = step.to_save()
+    found: list[dict[str, np.ndarray]] = [{}, {}]
+    for rank_parts in group.gather_bytes(pickle.dumps((dict(own.weights), dict(own.optimizer)))):
+        for whole, parts in zip(found, pickle.loads(rank_parts), strict=True):
+            for key, (part, array) in parts.items():
+                target = whole.setdefault(key, np.full(part.whole, np.nan, np.float32)).reshape(-1)
+                for there, here, count in part.runs():
+                    assert np.isnan(target[there : there + count]).all(), key
+                    target[there : there + count] = array.reshape(-1)[here : here + count]
+    return found
 
 
 def resumed(step: TrainStep, config: Config, group: Group) -> TrainStep:
     """A step of this configuration that goes on where the other one is, as from a checkpoint."""
-    saved = step.to_save()
-    every = [pickle.loads(each) for each in group.gather_bytes(pickle.dumps((dict(saved.weights), saved.optimizer)))]
-    arrays = {key: [state[key].reshape(-1) for _, state in every if key in state] for key in every[0][1]}
-    following = open_step(config, group, every[0][0])
-    following.load_optimizer({key: np.concatenate(parts) for key, parts in arrays.items()}, saved.updates)
+    weights, arrays = saved(step, group)
+    following = open_step(config, group, weights)
+    following.load_optimizer(arrays, step.optimizer.updates)
     following.load_state(step.state())
     return following
 
@@ -131,7 +143,7 @@ def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
             gather(weights, parameters)
 
     def counted_by_all(step: TrainStep, *arguments: Any) -> Any:
-        step.reducer.counted = np.ones_like(step.reducer.counted)
+        step.reducer.counted = np.full_like(step.reducer.counted, 2)
         return call(step, *arguments)
 
     call = TrainStep.__call__

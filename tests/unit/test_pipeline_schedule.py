@@ -92,8 +92,9 @@ def test_plan_tells_and_draws_the_schedule(tmp_path: Path, capsys: pytest.Captur
     flags += "--parallel_config.data_parallel 1 --runner_config.gradient_accumulation_steps 1".split()
     flags += "--model.model_config.num_layers 5 --model.model_config.offset 0".split()
     assert dispatch([*flags, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["pipeline"]
-    assert [stage["layers"] for stage in found["stages"]] == [["layers 0-1"], ["layers 2-4"]]
+    plan = json.loads(capsys.readouterr().out)
+    found, held = plan["pipeline"], plan["division"]["stages"]
+    assert [stage["layers"] for stage in held] == [["0-1"], ["2-4"]]
     assert [stage["in_flight"] for stage in found["stages"]] == [2, 1]
     assert found["even_bubble_share"] == pytest.approx(1 / 5) and found["bubble_share"] > 1 / 5
     picture = tmp_path / "schedule.png"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.parallel.mesh import Degrees, build_mesh
-from trainer.parallel.process_groups import group_ranks, process_groups
+from trainer.parallel.mesh import Degrees, build_mesh, group_ranks
+from trainer.parallel.process_groups import process_groups
 
 MESHES = [
     Degrees(pipeline_stage=pipeline, data_parallel=data, context_parallel=context, model_parallel=tensor,

@@ -90,6 +90,14 @@ class ComputeWeights:
         """The results of a part of the model that uses these weights, which are there for it."""
         return run(x) if self.sharded is None else self.sharded.around(weights, x, run)
 
+    @property
+    def own_ranges(self) -> dict[str, slice]:
+        """Of the weights of which this rank keeps a range, flattened."""
+        if self.sharded is None:
+            return {}
+        shards = ((name, self.sharded.shards.get(name)) for name in self.masters)
+        return {name: shard.own_range(self.masters[name].size) for name, shard in shards if shard is not None}
+
     def release(self) -> None:
         """Lets go of what other ranks have of the weights."""
         if self.sharded is not None:

@@ -29,11 +29,8 @@ from mindspore.ops import operations as P
 from trainer.errors import RunError
 from trainer.parallel.connections import connect
 from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import FLOAT32_BYTES, buckets, range_of_rank
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, range_of_rank
 from trainer.parallel.world import World
-
-BUCKET_BYTES = 25 << 20
-"""Small tensors are summed together up to this size."""
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
 _CONNECT_SECONDS = 60
@@ -100,8 +97,9 @@ def start(world: World) -> Group:
     """
     os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
-        with _serialized_init():
-            communication.init()
+        if not communication.GlobalComm.INITED:  # a second time MindSpore forgets which groups this rank is in
+            with _serialized_init():
+                communication.init()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(f"rank {world.rank} cannot join the {world.size} ranks of the job: {reason}") from error

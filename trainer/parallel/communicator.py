@@ -7,10 +7,9 @@ single process gets the same results without communication.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +17,8 @@ import numpy as np
 
 from trainer.errors import RunError
 from trainer.parallel.gradients import GradientReducer, ScatterDuringBackward, SumAfterBackward, SumDuringBackward
-from trainer.parallel.layout import SUM_GROUPS, model_layout
-from trainer.parallel.mesh import Mesh, build_mesh
+from trainer.parallel.layout import SUM_GROUPS, SumGroup, model_layout
+from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process_groups import process_groups
 
 if TYPE_CHECKING:
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
     from trainer.parallel.layout import ModelLayout
     from trainer.parallel.mesh import Degrees, MeshCoordinate
     from trainer.parallel.process_groups import ProcessGroups
+
+
+_BEFORE_SCATTER: tuple[SumGroup, ...] = ("tp", "kv")
+_AFTER_SCATTER: tuple[SumGroup, ...] = ("embedding",)
 
 
 class Communicator(Protocol):
@@ -74,8 +77,8 @@ class Communicator(Protocol):
         `is_sharded` names is divided among the ranks, and with `scatters` their summed gradients are, too.
         `in_float32` False leaves each gradient in its dtype."""
 
-    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-        """Completes parameters in place from the ranges of all ranks; see `OptimizerShard`."""
+    def state_group(self, name: str) -> Group | None:
+        """The ranks that have the same part of a parameter, and may share its optimizer state; None: no other has."""
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The data of every rank, in the order of ranks."""
@@ -85,6 +88,10 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Waits until every rank has called it."""
+
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        """Whether this rank writes what it has of a parameter to a checkpoint: of the ranks that have the same, the
+        first one does. Ranks that share the state of the optimizer each have some of it, which `is_sharded` says."""
 
 
 class SingleProcess:
@@ -121,8 +128,8 @@ class SingleProcess:
     ) -> SumAfterBackward:
         return SumAfterBackward()
 
-    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-        assert own is None, "one rank has all of every parameter"
+    def state_group(self, name: str) -> None:
+        return None
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -133,6 +140,9 @@ class SingleProcess:
     def barrier(self) -> None:
         return None
 
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return True
+
 
 class ProcessGroup:
     """The ranks of a job, each with the whole model: a group of `trainer.parallel.collectives`."""
@@ -141,10 +151,8 @@ class ProcessGroup:
     divides_model = False
 
     def __init__(self, group: Group) -> None:
-        from trainer.parallel.collectives import all_gather_ranges
-
         self.group, self.rank, self.size, self.data_rank = group, group.rank, group.size, group.rank
-        self.gather_bytes, self.all_gather_ranges = group.gather_bytes, partial(all_gather_ranges, group)
+        self.gather_bytes = group.gather_bytes
         self.same_part: Communicator = self
         self.stage: Communicator = self
 
@@ -171,7 +179,8 @@ class ProcessGroup:
     ) -> GradientReducer:
         group, leaves = self.group, list(parameters.values())
         if not group.on_host:
-            return SumDuringBackward(leaves, is_sharded, group, in_float32, scatters_each=scatters)
+            groups = [(group,)] * len(leaves)
+            return SumDuringBackward(leaves, is_sharded, groups, in_float32, scatters_each=scatters)
         from trainer.parallel.collectives import all_reduce_in_buckets, reduce_scatter_range
 
         sum_whole = partial(all_reduce_in_buckets, group=group)
@@ -182,13 +191,25 @@ class ProcessGroup:
         def scatter(place: int, gradient: Tensor) -> Tensor:
             return reduce_scatter_range(gradient, group)
 
-        return ScatterDuringBackward(leaves, is_sharded, scatter, sum_whole, counted, in_float32)
+        def sum_rest(gradients: list[Tensor]) -> list[Tensor]:
+            whole = [place for place, sharded in enumerate(is_sharded) if not sharded]
+            for place, total in zip(whole, sum_whole([gradients[place] for place in whole]), strict=True):
+                gradients[place] = total
+            return gradients
+
+        return ScatterDuringBackward(leaves, is_sharded, scatter, sum_rest, counted, in_float32)
+
+    def state_group(self, name: str) -> Group:
+        return self.group
 
     def any(self, flag: bool) -> bool:
         return self.all_sum([float(flag)])[0] > 0
 
     def barrier(self) -> None:
         self.group.all_gather(np.zeros(1, np.float32))
+
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return is_sharded or self.rank == 0
 
 
 class ModelParallel(ProcessGroup):
@@ -216,49 +237,60 @@ class ModelParallel(ProcessGroup):
         is_sharded: Sequence[bool],
         in_float32: bool = True,
         scatters: bool = False,
-    ) -> SumAfterBackward:
-        return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
+    ) -> GradientReducer:
+        names, leaves = list(parameters), list(parameters.values())
+        if not self.group.on_host:
+            groups = [self.groups_of(name) for name in names]
+            return SumDuringBackward(leaves, is_sharded, groups, in_float32, scatters_each=scatters)
+        if not scatters:
+            return SumAfterBackward(partial(self.sum_gradients, names))
+        scattered = [name for name, sharded in zip(names, is_sharded, strict=True) if sharded]
 
-    def counted(self, names: Sequence[str]) -> np.ndarray:
-        """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
-        return np.array([float(self.layout.counts(name, self.where)) for name in names])
+        def scatter(place: int, gradient: Tensor) -> Tensor:
+            from trainer.parallel.collectives import reduce_scatter_range
 
-    def gathered(self, parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Whole float32 arrays on rank 0, by the keys of their parts; nothing elsewhere. All ranks call it.
+            name = names[place]
+            [gradient] = self.sum_gradients([name], [gradient], _BEFORE_SCATTER)
+            return reduce_scatter_range(gradient, self.state_group(name))
 
-        Args:
-            parts: A parameter's name, or after "kind." what belongs to it -> this rank's part.
-        """
-        from mindspore import Tensor
-        from mindspore import dtype as mstype
+        def sum_rest(gradients: list[Tensor]) -> list[Tensor]:
+            return self.sum_gradients(names, gradients, scattered=scattered)
 
-        from trainer.parallel.collectives import receive, send
+        return ScatterDuringBackward(leaves, is_sharded, scatter, sum_rest, in_float32=in_float32)
 
-        mesh, world, whole = Mesh(self.layout.degrees), self.groups.world, dict[str, np.ndarray]()
-        every = world.gather_bytes(json.dumps(list(parts)).encode())
-        names = {key: key if key in self.layout.parameters else key.split(".", 1)[1] for key in
-                 itertools.chain.from_iterable(map(json.loads, every))}  # fmt: skip
-        order = {name: place for place, name in enumerate(self.layout.parameters)}
-        for key, name in sorted(names.items(), key=lambda item: (order[item[1]], item[0])):
-            if world.rank == 0:
-                whole[key] = np.empty(self.layout.parameters[name].shape, np.float32)
-            for where in self.layout.first_holders(name):
-                shard, source = self.layout.shard(name, where), mesh.rank_at(where)
-                if world.rank == source and source:
-                    send(Tensor(np.ascontiguousarray(parts[key], np.float32)), world, 0)
-                elif world.rank == 0:
-                    own = parts[key] if source == 0 else receive(shard.shape, mstype.float32, world, source).asnumpy()
-                    whole[key][shard.slices] = own
-        return whole
+    def state_group(self, name: str) -> Group | None:
+        is_expert = "expert_dp" in self.layout.parameters[name].sums
+        return self.groups.expert_dp if is_expert else self.groups.dp_cp
 
-    def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Each gradient summed over the groups that the layout names, one after the other."""
+    def groups_of(self, name: str) -> list[Group]:
+        """The groups over which the gradient of a parameter is summed, one after the other."""
+        found = (getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums)
+        return [group for group in found if group is not None]
+
+    def counted(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
+        """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do. Of
+        the `scattered` ones it has ranges."""
+        return np.array([float(self.layout.counts(name, self.where, name in scattered)) for name in names])
+
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return self.layout.counts(name, self.where, is_sharded)
+
+    def sum_gradients(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor],
+        kinds: Sequence[SumGroup] = SUM_GROUPS,
+        scattered: Collection[str] = (),
+    ) -> list[Tensor]:
+        """Each gradient summed over those groups that the layout names, one after the other. The `scattered` ones are
+        ranges, which are summed over what follows the scattering."""
         from trainer.parallel.collectives import all_reduce
 
-        found = list(gradients)
-        for kind in SUM_GROUPS:
+        found, sums = list(gradients), {name: self.layout.parameters[name].sums for name in names}
+        sums |= {name: tuple(kind for kind in sums[name] if kind in _AFTER_SCATTER) for name in scattered}
+        for kind in kinds:
             group = getattr(self.groups, kind)
-            places = [place for place, name in enumerate(names) if kind in self.layout.parameters[name].sums]
+            places = [place for place, name in enumerate(names) if kind in sums[name]]
             if group is None or not places:
                 continue
             for place, total in zip(places, all_reduce([found[place] for place in places], group), strict=True):

@@ -14,7 +14,7 @@ it, and the micro-batches add up ranges.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -152,7 +152,7 @@ class ScatterDuringBackward:
         parameters: Those whose gradients the backward pass computes, in its order of results.
         is_sharded: Of which of them a rank keeps a range. The others are small: they are summed at the end.
         scatter: Number of a parameter, its gradient -> this rank's range of the sum, flat and in float32.
-        sum_gradients: Sums those that are not sharded.
+        sum_rest: Sums at the end what is not summed yet of these ranges and of the others; may change the list.
         counted: See `Reduced`.
         in_float32: See `SumDuringBackward`.
     """
@@ -162,12 +162,12 @@ class ScatterDuringBackward:
         parameters: Sequence[Parameter],
         is_sharded: Sequence[bool],
         scatter: Callable[[int, Tensor], Tensor],
-        sum_gradients: Callable[[Sequence[Tensor]], list[Tensor]],
+        sum_rest: Callable[[list[Tensor]], list[Tensor]],
         counted: np.ndarray | None = None,
         in_float32: bool = True,
     ) -> None:
         self.parameters, self.is_sharded, self.scatter = parameters, is_sharded, scatter
-        self.sum_gradients, self.counted, self.in_float32 = sum_gradients, counted, in_float32
+        self.sum_rest, self.counted, self.in_float32 = sum_rest, counted, in_float32
         self.seconds = 0.0  # of this step, in collectives
 
     def add(
@@ -194,10 +194,8 @@ class ScatterDuringBackward:
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, Reduced]:
         part, gradients = self.add(total, backward)
-        whole = [place for place, sharded in enumerate(self.is_sharded) if not sharded]
         began = time.perf_counter()
-        for place, gradient in zip(whole, self.sum_gradients([gradients[place] for place in whole]), strict=True):
-            gradients[place] = gradient
+        gradients = self.sum_rest(gradients)
         seconds, self.seconds = self.seconds + time.perf_counter() - began, 0.0
         return part, Reduced(gradients, self.counted, seconds)
 
@@ -214,7 +212,8 @@ class SumDuringBackward:
 
     Args:
         parameters: Those whose gradients the backward pass computes, in its order of results.
-        is_sharded: Whether the optimizer state of each is divided among the ranks.
+        is_sharded: Whether the optimizer state of each is divided among the ranks of its last group.
+        groups: Those over which the gradient of each is summed, one after the other.
         in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
         scatters_each: Reduce those of each micro-batch, of which a rank then keeps its ranges.
         bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
@@ -224,18 +223,20 @@ class SumDuringBackward:
         self,
         parameters: Sequence[Parameter],
         is_sharded: Sequence[bool],
-        group: Group,
+        groups: Sequence[Sequence[Group]],
         in_float32: bool = True,
         bucket_bytes: int | None = None,
         scatters_each: bool = False,
     ) -> None:
         from trainer.parallel import collectives
 
-        self.collectives, self.parameters, self.is_sharded, self.group = collectives, parameters, is_sharded, group
+        self.collectives, self.parameters, self.is_sharded, self.groups = collectives, parameters, is_sharded, groups
         self.in_float32, self.scatters_each = in_float32, scatters_each
-        self.counted = np.array([float(sharded or group.rank == 0) for sharded in is_sharded], np.float32)
+        kinds = list(zip(is_sharded, map(tuple, groups), strict=True))
+        counts = [sharded or not own or own[-1].rank == 0 for sharded, own in kinds]
+        self.counted = np.array(counts, np.float32)
         limit = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self.buckets = plan_buckets([parameter.size for parameter in parameters], is_sharded, limit)
+        self.buckets = plan_buckets([parameter.size for parameter in parameters], kinds, limit)
 
     def add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
@@ -282,16 +283,22 @@ class SumDuringBackward:
         return part, Reduced(gradients, self.counted if any(self.is_sharded) else None)
 
     def start(self, bucket: list[int], gradients: Sequence[Tensor]) -> Started:
-        """Begins to reduce the gradients of a bucket, in float32."""
+        """Begins to reduce the gradients of a bucket, in float32: over the last of its groups, after all others."""
         from mindspore import dtype as mstype
         from mindspore import ops
 
         gradients = [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
+        groups = self.groups[bucket[0]]
         if self.is_sharded[bucket[0]]:
-            rows = [self.collectives.rows_of_whole(gradient, self.group.size) for gradient in gradients]
-            return self.collectives.start_reduce_scatter(rows[0] if len(rows) == 1 else ops.concat(rows, 1), self.group)
-        flats = [gradient.reshape(-1) for gradient in gradients]
-        return self.collectives.start_all_reduce(flats[0] if len(flats) == 1 else ops.concat(flats), self.group)
+            own = [self.collectives.rows_of_whole(gradient, groups[-1].size) for gradient in gradients]
+        else:
+            own = [gradient.reshape(-1) for gradient in gradients]
+        started = self.collectives.Started(own[0] if len(own) == 1 else ops.concat(own, -1))
+        for group in groups:
+            scatters = self.is_sharded[bucket[0]] and group is groups[-1]
+            start = self.collectives.start_reduce_scatter if scatters else self.collectives.start_all_reduce
+            started = start(started.wait(), group)
+        return started
 
     def parts(self, bucket: list[int], flat: Tensor) -> list[Tensor]:
         """The gradients of a bucket, or this rank's ranges of them."""
@@ -301,19 +308,20 @@ class SumDuringBackward:
         if not self.is_sharded[bucket[0]]:
             parts = ops.split(flat, [parameter.size for parameter in parameters])
             return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-        parts = ops.split(flat, [-(-parameter.size // self.group.size) for parameter in parameters])
+        group = self.groups[bucket[0]][-1]
+        parts = ops.split(flat, [-(-parameter.size // group.size) for parameter in parameters])
         return [
-            self.collectives.own_range(part, parameter.size, self.group)
+            self.collectives.own_range(part, parameter.size, group)
             for part, parameter in zip(parts, parameters, strict=True)
         ]
 
 
-def plan_buckets(sizes: Sequence[int], is_sharded: Sequence[bool], bucket_bytes: int) -> list[list[int]]:
-    """Buckets of the places of gradients, from the last to the first; each has only sharded ones or only whole ones."""
+def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
+    """Buckets of the places of gradients, from the last to the first; each has gradients of one kind alone."""
     buckets: list[list[int]] = []
-    filling: dict[bool, tuple[list[int], int]] = {}
+    filling: dict[Hashable, tuple[list[int], int]] = {}
     for place in reversed(range(len(sizes))):
-        kind, size = is_sharded[place], FLOAT32_BYTES * sizes[place]
+        kind, size = kinds[place], FLOAT32_BYTES * sizes[place]
         bucket, used = filling.pop(kind, ([], 0))
         if bucket and used + size > bucket_bytes:
             buckets.append(bucket)

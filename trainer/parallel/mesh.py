@@ -19,7 +19,7 @@ With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -109,6 +109,34 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
         fix = mismatch.fix("start {ranks}")
         raise UserError(mismatch.rule, key=mismatch.key, value=getattr(degrees, mismatch.key), fix=fix)
     return Mesh(degrees)
+
+
+def group_ranks(mesh: Mesh, rank: int, kv_heads: int | None = None) -> dict[str, Sequence[int]]:
+    """The ranks of each group of `trainer.parallel.process_groups.ProcessGroups` but the world that a rank is in,
+    ascending.
+
+    Args:
+        kv_heads: Heads of keys and values of the model; None: at least as many as tensor-parallel ranks.
+    """
+    degrees = mesh.degrees
+    tensor, per_stage = degrees.model_parallel, mesh.size // degrees.pipeline_stage
+    first = rank - rank % per_stage
+    stage = range(first, first + per_stage)
+    stages, tp = mesh.group_of("pp", rank), mesh.group_of("tp", rank)
+    copies = tensor // min(tensor, kv_heads or tensor)
+    at = rank % tensor // copies * copies
+    return {
+        "tp": tp,
+        "kv": tp[at : at + copies],
+        "cp": mesh.group_of("cp", rank),
+        "dp": mesh.group_of("dp", rank),
+        "dp_cp": stage[rank % tensor :: tensor],
+        "stage": stage,
+        "ep": mesh.group_of("ep", rank),
+        "expert_dp": stage[(rank - first) % degrees.expert_parallel :: degrees.expert_parallel],
+        "pp": stages,
+        "embedding": [*stages[:1], *stages[1:][-1:]] if rank in (stages[0], stages[-1]) else [rank],
+    }
 
 
 class DegreeMismatch(NamedTuple):

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.mesh import Mesh, group_ranks
 
 if TYPE_CHECKING:
     from trainer.parallel.collectives import Group
@@ -40,33 +39,6 @@ class ProcessGroups(NamedTuple):
     expert_dp: Group | None = None
     pp: Group | None = None
     embedding: Group | None = None
-
-
-def group_ranks(mesh: Mesh, rank: int, kv_heads: int | None = None) -> dict[str, Sequence[int]]:
-    """The ranks of each group of `ProcessGroups` but the world that a rank is in, ascending.
-
-    Args:
-        kv_heads: Heads of keys and values of the model; None: at least as many as tensor-parallel ranks.
-    """
-    degrees = mesh.degrees
-    tensor, per_stage = degrees.model_parallel, mesh.size // degrees.pipeline_stage
-    first = rank - rank % per_stage
-    stage = range(first, first + per_stage)
-    stages, tp = mesh.group_of("pp", rank), mesh.group_of("tp", rank)
-    copies = tensor // min(tensor, kv_heads or tensor)
-    at = rank % tensor // copies * copies
-    return {
-        "tp": tp,
-        "kv": tp[at : at + copies],
-        "cp": mesh.group_of("cp", rank),
-        "dp": mesh.group_of("dp", rank),
-        "dp_cp": stage[rank % tensor :: tensor],
-        "stage": stage,
-        "ep": mesh.group_of("ep", rank),
-        "expert_dp": stage[(rank - first) % degrees.expert_parallel :: degrees.expert_parallel],
-        "pp": stages,
-        "embedding": [*stages[:1], *stages[1:][-1:]] if rank in (stages[0], stages[-1]) else [rank],
-    }
 
 
 def process_groups(world: Group, mesh: Mesh, kv_heads: int | None = None) -> ProcessGroups:

@@ -1,4 +1,4 @@
-"""What `plan` says about a pipeline: layers of each stage, the bubble, and the schedule as text and as a picture."""
+"""What `plan` says about a pipeline: work of each stage, the bubble, and the schedule as text and as a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
 from trainer.errors import UserError
@@ -36,12 +35,10 @@ class StagePlan:
     """A stage of a pipeline.
 
     Attributes:
-        layers: Of each chunk, in words.
         in_flight: Most forward passes, over all of its chunks, whose activations wait for their backward pass.
         share: Of the whole computation, estimated.
     """
 
-    layers: tuple[str, ...]
     in_flight: int
     share: float
 
@@ -69,11 +66,11 @@ def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
     if stages == 1 or config.classifier is not None:
         return None
     chunks, micro_batches = config.decoder.pp_interleave_num, config.parallel_config.micro_batch_num
-    costs, layers = chunk_costs(config), chunk_layers(config)
+    costs = chunk_costs(config)
     busy = [sum(cost.forward + cost.backward for cost in row) for row in costs]
     schedule = one_forward_one_backward(stages, min(micro_batches, _MOST_SIMULATED * stages), chunks)
     found = (
-        StagePlan(tuple(layer_text(part) if part else "none" for part in layers[s]), most_in_flight(schedule, s), share)
+        StagePlan(most_in_flight(schedule, s), share)
         for s, share in enumerate(one / sum(busy) for one in busy)
     )
     end = _end(stages, micro_batches, chunks, costs)

@@ -30,9 +30,11 @@ from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_nam
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
+from trainer.plan.division import Division, division
 from trainer.plan.experts import active_weights, experts_plan
 from trainer.plan.memory import memory_notices
 from trainer.plan.pipeline import PipelinePlan, pipeline_plan
+from trainer.plan.traffic import TrafficPlan, traffic_plan
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -104,6 +106,8 @@ class Plan:
     labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
     attention: str = ""  # multi-head latent attention in words; empty for another
+    division: Division | None = None  # of the model among the ranks
+    traffic: TrafficPlan | None = None  # of a step
     pipeline: PipelinePlan | None = None
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
@@ -128,15 +132,13 @@ def plan_run(
         RunError: The token file cannot be written.
     """
     settings, runner, trains = config.network, config.runner_config, config.trains
+    degrees = degrees_of(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
-    notices += freeze_notices(config)
-    notices += memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ()
-    data = None
+    notices, data = _notices(config, world, backend, device, memory_bytes), None
     if config.run_mode not in ("predict", "chat") and opens_data:
         opened = training_batches if trains else eval_batches
         data = opened(backend.data_config, backend.data_ranks, progress, notices.append)
@@ -154,7 +156,7 @@ def plan_run(
         device=device,
         ranks=world.size,
         host_ranks=world.local_size,
-        layout=", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1),
+        layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
         optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
         execution=backend.execution,
         output_dir=str(Path(config.output_dir).expanduser()),
@@ -193,10 +195,20 @@ def plan_run(
         notices=tuple(notices),
         labels=settings.labels_text,
         attention=_attention(config.decoder),
-        pipeline=pipeline_plan(config, degrees_of(config, world).pipeline_stage) if trains else None,
+        division=division(config, world),
+        traffic=traffic_plan(config, world, device) if trains else None,
+        pipeline=pipeline_plan(config, degrees.pipeline_stage) if trains else None,
         backend=backend,
         data=data,
     )
+
+
+def _notices(
+    config: Config, world: World, backend: TrainingBackend, device: str, memory_bytes: Mapping[str, int]
+) -> list[str]:
+    notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
+    notices += freeze_notices(config)
+    return notices + list(memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
 
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:

@@ -12,8 +12,10 @@ from trainer.config.checks.notices import NoticeKind
 
 if TYPE_CHECKING:
     from trainer.data.batches.blend import SourceShare
+    from trainer.plan.division import Division
     from trainer.plan.pipeline import PipelinePlan
     from trainer.plan.plan import Plan
+    from trainer.plan.traffic import TrafficPlan
 
 Rows: TypeAlias = list[tuple[str, ...]]
 Section: TypeAlias = tuple[str, Rows]
@@ -21,6 +23,7 @@ Section: TypeAlias = tuple[str, Rows]
 
 _LOCATION = re.compile(r"\(([^()\s]+\.ya?ml):(\d+)\)")
 _IGNORED = re.compile(r"ignored: (.*\)): ")
+_MOST_ROWS = 16
 _KINDS = get_args(NoticeKind)  # the most important first
 
 
@@ -45,6 +48,10 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
     found = [_notes(plan.notices, verbose)] if plan.notices else []
     found.append(("run", _run_rows(plan)))
     found.append(("model", _model_rows(plan, verbose)))
+    if plan.division is not None:
+        found += division_sections(plan.division, plan.pipeline)
+    if plan.traffic is not None and plan.traffic.sent:
+        found.append(_traffic(plan.traffic))
     if plan.pipeline is not None:
         found.append(("pipeline", _pipeline_rows(plan.pipeline)))
     if plan.experts:
@@ -105,18 +112,65 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
     return [*rows, ("dtypes", listed if len(parts_of) > 1 else f"{next(iter(parts_of))} for all")]
 
 
+def division_sections(division: Division, pipeline: PipelinePlan | None) -> list[Section]:
+    """Groups, and who holds what."""
+    header = ("group", "ranks", "groups", "first", "last")
+    groups = [(one.name, str(one.size), f"{one.number:,}", one.first, one.last) for one in division.groups]
+    found = [(f"groups of ranks ({division.order})", [header, *groups])]
+    if pipeline is not None:
+        header = ("stage", "ranks", "layers", "and", "weights", "work", "in flight")
+        rows = [
+            (str(one.stage), one.ranks, "; ".join(one.layers), ", ".join(one.ends), f"{one.weights / 1e6:,.1f} M",
+             f"{time.share:.0%}", str(time.in_flight))
+            for one, time in zip(division.stages, pipeline.stages, strict=True)
+        ]  # fmt: skip
+        found.append(("stages of the pipeline (weights of a rank)", [header, *_shortened(rows)]))
+    for axis, name, title in (
+        ("tensor", "tp", "tensor group"), ("context", "cp", "context group"), ("experts", "ep", "expert group"),
+    ):  # fmt: skip
+        shares = getattr(division, axis)
+        if shares:
+            rows = [(str(one.rank), one.ranks, *one.parts.values()) for one in shares]
+            found.append((title, [(name, "ranks", *shares[0].parts), *_shortened(rows)]))
+    return found
+
+
+def _traffic(traffic: TrafficPlan) -> Section:
+    """A row for each group and purpose."""
+    calls: dict[tuple[str, str], list[str]] = {}
+    sent: dict[tuple[str, str], int] = {}
+    for one in traffic.sent:
+        key = one.group, one.what
+        calls.setdefault(key, []).append(f"{one.calls:,} {one.collective}")
+        sent[key] = sent.get(key, 0) + one.bytes
+    rows = [(*key, ", ".join(calls[key]), _mib(size)) for key, size in sent.items()]
+    of = f" of stage {traffic.stage}" if len(traffic.stage_bytes) > 1 else ""
+    total = ("all", "", "", _mib(sum(sent.values())))
+    return f"a rank{of} sends in a step", [("group", "what", "collectives", "MiB"), *rows, total]
+
+
+def _mib(size: int) -> str:
+    value = size / (1 << 20)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _shortened(rows: Rows) -> Rows:
+    """With the middle left out where there are many."""
+    if len(rows) <= _MOST_ROWS:
+        return rows
+    return [*rows[: _MOST_ROWS - 2], ("...",) + ("",) * (len(rows[0]) - 1), rows[-1]]
+
+
 def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
     kind, parts = "1F1B", ""
     if pipeline.chunks > 1:
         kind, parts = "interleaved 1F1B", f", {pipeline.chunks} chunks of layers each"
-    rows: Rows = [("", ""), ("schedule", f"{kind}, {len(pipeline.stages)} stages{parts}")]
-    for number, stage in enumerate(pipeline.stages):
-        held = "; ".join(stage.layers)
-        flight = f"activations of at most {counted(stage.in_flight, 'forward passes')}"
-        rows.append((f"stage {number}", f"{held}: {stage.share:.0%} of the computation, {flight}"))
     even = f"{pipeline.even_bubble_share:.1%} if all stages took the same time"
-    rows.append(("bubble", f"stages wait {pipeline.bubble_share:.1%} of a step, estimated; {even}"))
-    return rows
+    return [
+        ("", ""),
+        ("schedule", f"{kind}, {len(pipeline.stages)} stages{parts}, {pipeline.micro_batches} micro-batches"),
+        ("bubble", f"stages wait {pipeline.bubble_share:.1%} of a step, estimated; {even}"),
+    ]
 
 
 def _steps(plan: Plan) -> str:

@@ -32,7 +32,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import start, write_own_ranges
+from trainer.parallel.collectives import all_gather_ranges, start, write_own_ranges
 from trainer.parallel.communicator import (
     Communicator,
     ModelParallel,
@@ -48,6 +48,8 @@ from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
+    from mindspore import Parameter
+
     from trainer.config import Config
 
 Model: TypeAlias = Decoder | Classifier
@@ -88,12 +90,10 @@ def open_session(
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
-    tokens = pipeline = None
-    if isinstance(communicator, ModelParallel) and communicator.groups.cp is not None:
-        group, in_ring = communicator.groups.cp, config.parallel_config.context_parallel_algo != "ulysses_cp"
-        kernels = over_context(kernels, group, in_ring, compiled=config.context.mode == 0)
-        tokens = SequencePart(group.rank, group.size, in_ring)
-    model, build_inputs = build_model(config, kernels, device, _shard(config, communicator), tokens)
+    shard, pipeline = _shard(config, communicator), None
+    if shard is not None and shard.tokens.ranks > 1:
+        kernels = over_context(kernels, communicator.groups.cp, shard.tokens, compiled=config.context.mode == 0)
+    model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator)
@@ -122,10 +122,11 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     """What this rank has of the model; None: all of it."""
     if not isinstance(communicator, ModelParallel):
         return None
-    groups, tensor = communicator.groups, None
-    if groups.tp is not None:
-        tensor = TensorParallel(groups.tp, config.parallel_config.use_seq_parallel)
-    return ModelShard(communicator.layout, communicator.where, tensor, groups.ep)
+    groups, section, where = communicator.groups, config.parallel_config, communicator.where
+    tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
+    ranks, in_ring = communicator.layout.degrees.context_parallel, section.context_parallel_algo != "ulysses_cp"
+    tokens = SequencePart(where.context, ranks, in_ring)
+    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens)
 
 
 def build_model(
@@ -133,10 +134,8 @@ def build_model(
     kernels: KernelSet,
     device: str = "CPU",
     shard: ModelShard | None = None,
-    tokens: SequencePart | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs, of the tokens that the rank has; `shard` as in
-    `Decoder`."""
+    """The model with the weights of `seed`, and what makes its inputs; `shard` as in `Decoder`."""
     trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
@@ -146,7 +145,7 @@ def build_model(
     model = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return model, InputBuilder(model.settings, kernels, tokens)
+    return model, InputBuilder(model.settings, kernels, None if shard is None else shard.tokens)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:
@@ -185,14 +184,12 @@ def open_training(
     trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
     shards = {}
     if shards_optimizer(config, world):
-        same = session.communicator.same_part
-        shard = OptimizerShard(same.rank, same.size, shard_threshold_bytes(config), same.all_gather_ranges)
-        sizes = {name: parameter.size for name, parameter in parameters.items() if not is_buffer(name)}
-        shards = {name: shard for name, size in sizes.items() if shard.divides(size)}
+        make_shards = partial(optimizer_shards, session.communicator, shard_threshold_bytes(config))
         if sharing_level(config) == "level3":
-            session.model.compute_weights.shard(shards)
-            shard = shard._replace(all_gather=partial(write_own_ranges, same.group))
-        shards = {name: shard for name in shards if name in trained}
+            session.model.compute_weights.shard(make_shards(parameters))
+            shards = make_shards(trained, write_own_ranges)
+        else:
+            shards = make_shards(trained)
     return TrainStep(
         session.model,
         build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards),
@@ -205,6 +202,30 @@ def open_training(
         pipeline=session.pipeline,
         scatters=bool(shards) and sharing_level(config) != "level1",
     )
+
+
+def optimizer_shards(
+    communicator: Communicator,
+    threshold_bytes: int,
+    parameters: Mapping[str, Parameter],
+    all_gather: Callable = all_gather_ranges,
+) -> dict[str, OptimizerShard]:
+    """This rank's shards of those parameters that the ranks with the same part of them divide.
+
+    Args:
+        all_gather: (group, parameters, own ranges) -> nothing: what `OptimizerShard.all_gather` does.
+    """
+    made: dict[int, OptimizerShard] = {}  # one for each group: what it shares travels together
+    found = {}
+    for name, parameter in parameters.items():
+        group = None if is_buffer(name) else communicator.state_group(name)
+        if group is None:
+            continue
+        if id(group) not in made:
+            made[id(group)] = OptimizerShard(group.rank, group.size, threshold_bytes, partial(all_gather, group))
+        if made[id(group)].divides(parameter.size):
+            found[name] = made[id(group)]
+    return found
 
 
 def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) -> None:

@@ -1,0 +1,233 @@
+"""Who holds what: the groups of ranks, and what the ranks of a stage, a tensor group and others have of the model.
+
+Nothing here counts ranks one by one, so that a job of many thousands of them is planned as fast as a small one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trainer.config.checks.parallel import degrees_of, runs_semi_auto
+from trainer.config.layer_ranges import layer_text
+from trainer.config.stages import chunk_layers, stage_layers
+from trainer.models.shapes import EMBEDDING, is_buffer
+from trainer.parallel.layout import ModelLayout, model_layout
+from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
+from trainer.parallel.sharding import range_of_rank
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.parallel.world import World
+
+_GROUPS = ("tp", "cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
+"""Named as in Megatron-Core's ProcessGroupCollection; see `trainer.parallel.process_groups.ProcessGroups`."""
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The groups of one kind, each of `size` ranks."""
+
+    name: str
+    size: int
+    number: int
+    first: str
+    last: str
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """What a stage of the pipeline holds.
+
+    Attributes:
+        layers: Of each of its chunks, as ranges.
+        ends: Embedding, final norm, head and number of multi-token prediction modules, as far as it has them.
+        weights: Of the rank of the stage that has most.
+    """
+
+    stage: int
+    ranks: str
+    layers: tuple[str, ...]
+    ends: tuple[str, ...]
+    weights: int
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What the ranks with one coordinate of a group hold: by the name of what is divided, which part of it."""
+
+    rank: int  # in the group
+    ranks: str  # of the job, with this coordinate
+    parts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who holds what. Empty tuples: that axis divides nothing.
+
+    Attributes:
+        tensor, context, experts: By the rank in a tp, cp and ep group.
+    """
+
+    order: str
+    groups: tuple[GroupPlan, ...]
+    stages: tuple[StageShare, ...]
+    tensor: tuple[RankShare, ...] = ()
+    context: tuple[RankShare, ...] = ()
+    experts: tuple[RankShare, ...] = ()
+
+
+def division(config: Config, world: World) -> Division | None:
+    """None where each rank has the whole model and batches of its own."""
+    degrees = degrees_of(config, world)
+    if degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1 or config.classifier is not None:
+        return None
+    mesh, layout = Mesh(degrees), layout_of(config, world)
+    return Division(
+        "rank = ((pp x DP + dp) x CP + cp) x TP + tp",
+        tuple(_groups(config, mesh, layout)),
+        tuple(_stages(config, mesh, layout)),
+        tuple(_of_group("tp", mesh, lambda rank: _tensor_parts(config, degrees, rank))),
+        tuple(_of_group("cp", mesh, lambda rank: _context_parts(config, degrees, rank))),
+        tuple(_of_group("ep", mesh, lambda rank: _expert_parts(config, degrees, rank))),
+    )
+
+
+def layout_of(config: Config, world: World) -> ModelLayout:
+    """How the degrees of a job divide the parameters of the decoder."""
+    degrees = degrees_of(config, world)
+    stages = stage_layers(config) if degrees.pipeline_stage > 1 else None
+    rows = config.parallel_config.use_seq_parallel
+    layout = model_layout(config.decoder, degrees, sequence_parallel=rows, stage_layers=stages)
+    if not runs_semi_auto(config, world):
+        return layout
+    # There the first stage alone holds the embedding, and hands on what the last one needs of it.
+    one = layout.parameters[EMBEDDING]
+    return replace(layout, parameters={**layout.parameters, EMBEDDING: one._replace(stages=(0,))})
+
+
+def fullest_rank(degrees: Degrees, stage: int) -> MeshCoordinate:
+    """Of a stage the rank that holds most: where a vocabulary does not divide evenly, the last of a tensor group."""
+    return MeshCoordinate(stage, 0, 0, degrees.model_parallel - 1)
+
+
+def _groups(config: Config, mesh: Mesh, layout: ModelLayout) -> list[GroupPlan]:
+    """Of more than one rank; kinds with the same ranks have one entry."""
+    unused = () if config.decoder.experts else ("ep", "expert_dp")
+    unused += ("embedding",) if len(layout.parameters[EMBEDDING].stages) == 1 else ()
+    found: dict[tuple[Sequence[int], Sequence[int]], GroupPlan] = {}
+    for_first, for_last = (group_ranks(mesh, rank) for rank in (0, mesh.size - 1))
+    for name in (name for name in _GROUPS if name not in unused):
+        first, last = for_first[name], for_last[name]
+        if len(first) == 1:
+            continue
+        key = tuple(first), tuple(last)
+        names = f"{found[key].name}, {name}" if key in found else name
+        # The stages between the first and the last one have no embedding.
+        number = mesh.size // (mesh.degrees.pipeline_stage if name == "embedding" else len(first))
+        found[key] = GroupPlan(names, len(first), number, ranks_text(first), ranks_text(last))
+    return list(found.values())
+
+
+def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]:
+    settings, stages = config.decoder, mesh.degrees.pipeline_stage
+    chunks = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
+    per_stage, weights = mesh.size // stages, [0] * stages
+    for name, one in layout.parameters.items():
+        size = 0 if is_buffer(name) else math.prod(layout.shard(name, fullest_rank(mesh.degrees, one.stages[0])).shape)
+        for stage in one.stages:
+            weights[stage] += size
+    modules = settings.mtp_depth
+    last = ["norm", "head", *([f"{modules} MTP"] if modules else [])]
+    found = []
+    for stage, layers in enumerate(chunks):
+        ends = ["embedding"] if stage in layout.parameters[EMBEDDING].stages else []
+        found.append(
+            StageShare(
+                stage,
+                ranks_text(range(stage * per_stage, (stage + 1) * per_stage)),
+                tuple(layer_text(chunk).split(" ", 1)[1] if chunk else "none" for chunk in layers),
+                tuple([*ends, *(last if stage == stages - 1 else ())]),
+                weights[stage],
+            )
+        )
+    return found
+
+
+def _of_group(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) -> list[RankShare]:
+    degrees, size = mesh.degrees, mesh.size
+    tensor = degrees.model_parallel
+    number, width = {
+        "tp": (tensor, 1), "cp": (degrees.context_parallel, tensor), "ep": (degrees.expert_parallel, 1),
+    }[kind]  # fmt: skip
+    if number == 1:
+        return []
+    blocks = [range(rank * width, size, number * width) for rank in range(number)]
+    return [RankShare(rank, _blocks_text(block, width), parts_of(rank)) for rank, block in enumerate(blocks)]
+
+
+def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
+    settings, tensor, parts = config.decoder, degrees.model_parallel, {}
+
+    def own(number: int) -> str:
+        return _range_text(range_of_rank(number, rank, tensor))
+
+    parts["heads"] = own(settings.num_heads)
+    if not settings.multi_latent_attention:
+        copies = tensor // min(tensor, settings.kv_heads)
+        parts["kv heads"] = own(settings.kv_heads) if copies == 1 else f"{rank // copies} (on {copies} ranks)"
+    if len(settings.moe_layers) < settings.num_layers + settings.mtp_depth:
+        parts["columns"] = own(settings.ffn_size)
+    if settings.experts is not None and settings.shared_expert_size:
+        parts["shared"] = own(settings.shared_expert_size)
+    parts["vocabulary"] = own(settings.vocab_size)
+    if config.parallel_config.use_seq_parallel:
+        parts["token rows"] = own(micro_batch_tokens(config, degrees))
+    return parts
+
+
+def _context_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
+    """Which tokens of a sequence: see trainer/data/batches/context.py."""
+    ranks, length = degrees.context_parallel, config.decoder.seq_length
+    if config.parallel_config.context_parallel_algo == "ulysses_cp":
+        return {"tokens": _range_text(range_of_rank(length, rank, ranks))}
+    chunks = rank, 2 * ranks - 1 - rank
+    return {"tokens": ", ".join(_range_text(range_of_rank(length, chunk, 2 * ranks)) for chunk in chunks)}
+
+
+def _expert_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
+    number = config.decoder.experts.expert_num if config.decoder.experts else 0
+    return {"experts of a layer": _range_text(range_of_rank(number, rank, degrees.expert_parallel))}
+
+
+def micro_batch_tokens(config: Config, degrees: Degrees) -> int:
+    """Tokens of a micro-batch on one of the ranks that share its sequences."""
+    return config.runner_config.batch_size * config.decoder.seq_length // degrees.context_parallel
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks at equal distances: ``3``, ``0-7``, ``0, 8``, ``0, 8 ... 56``."""
+    if len(ranks) > 1 and ranks[1] == ranks[0] + 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= 2:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+
+
+def _blocks_text(starts: range, width: int) -> str:
+    """Blocks of so many neighbouring ranks, at equal distances."""
+    if width == 1:
+        return ranks_text(starts)
+    if len(starts) > 1 and starts.step == width:
+        return ranks_text(range(starts[0], starts[-1] + width))
+    texts = [ranks_text(range(start, start + width)) for start in (*starts[:2], *starts[2:][-1:])]
+    return ", ".join(texts) if len(starts) <= 2 else f"{texts[0]}, {texts[1]} ... {texts[2]}"
+
+
+def _range_text(part: slice) -> str:
+    """``0-1023``: both ends count."""
+    if part.stop <= part.start:
+        return "none"
+    return str(part.start) if part.stop == part.start + 1 else f"{part.start}-{part.stop - 1}"
