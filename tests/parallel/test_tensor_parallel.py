@@ -65,6 +65,8 @@ def compare(name: str, one: Trained, parts: list[Trained], how: Layout) -> None:
         close(part.losses, one.losses, 1e-5, name)
         close(part.norms, one.norms, 1e-4, name)
         close(part.evaluated, one.evaluated, 1e-5, name)
+        close(part.others, one.others, 1e-5, name)
+        close(part.routers, one.routers, 1e-5, name)
         assert part.local_norms.keys() == one.local_norms.keys()
         close(list(part.local_norms.values()), list(one.local_norms.values()), 1e-3, name)
     found, saved = assembled(layout, parts), parts[0].saved
