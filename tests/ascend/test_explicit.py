@@ -69,6 +69,11 @@ ROWS = {
     "parallel_config": {"model_parallel": 4, "use_seq_parallel": True},
     "model": {"model_config": LORA | {"hidden_dropout": 0.1, "attention_dropout": 0.1, "mtp_depth": 1}},
 }
+SEQUENCES = {
+    "use_parallel": True,
+    "parallel_config": {"context_parallel": 4},
+    "model": {"model_config": {"hidden_dropout": 0.1, "mtp_depth": 1, "sliding_window": 8}},
+}
 EIGHT_RANKS = {
     f"{name}, rank {rank} of 8": on_ascend(base, PLAIN | more, ranks=8, rank=rank, task=task)
     for rank in (0, 3, 7)
@@ -79,11 +84,17 @@ EIGHT_RANKS = {
         ("tensor parallel", DENSE, TENSOR, f"{TASKS}:train"),
         ("tensor parallel, with all it may have", DENSE, TENSOR | ROWS, f"{TASKS}:train"),
         ("tensor parallel, evaluation", DENSE, TENSOR, f"{TASKS}:evaluation"),
+        ("context parallel", DENSE, SEQUENCES, f"{TASKS}:train"),
+        ("context parallel, evaluation", DENSE, SEQUENCES, f"{TASKS}:evaluation"),
         ("collectives", DENSE, {"use_parallel": True}, f"{TASKS}:every_collective"),
     )
 }
 ACCUMULATION = {"runner_config": {"batch_size": 1, "global_batch_size": 16}}
 DIVIDED = {
+    "context parallel, compiled": on_ascend(
+        DENSE, {"use_parallel": True, "parallel_config": {"context_parallel": 4}} | ONE_BATCH
+        | {"recompute_config": {"recompute": [1, 0]}}, ranks=8, rank=3, documents=3,
+    ),
     "tensor parallel, compiled": on_ascend(
         DENSE, TENSOR | ROWS | ONE_BATCH | {"recompute_config": {"recompute": [1, 0]}}, ranks=8, rank=3
     ),
