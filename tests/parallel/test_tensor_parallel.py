@@ -23,10 +23,19 @@ _SUITES: dict[str, tuple[int, dict[str, Any], list[str], int]] = {
     "beside data parallelism": (4, {"tensor": 2, "rows": True}, ["multi-token prediction, frozen"], STEPS),
     "experts of four ranks, each twice": (4, {"experts": 2}, ["experts"], STEPS),
     "in a ring with rows": (4, {"tensor": 2, "rows": True, "context": 2}, ["attention recomputed"], STEPS),
-    "in a ring": (4, {"tensor": 2, "context": 2}, ["latent attention, adapters"], STEPS),
-    "with Ulysses attention": (
-        4, {"tensor": 2, "context": 2, "in_ring": False}, ["one key head, adapters"], STEPS,
+    "all three in a ring": (
+        4, {"tensor": 2, "context": 2, "experts": 2}, ["latent attention, sigmoid, bias", "capacity, shared gate"],
+        STEPS,
     ),
+    "all three with Ulysses attention": (
+        4, {"tensor": 2, "rows": True, "context": 2, "in_ring": False, "experts": 4},
+        ["one key head, adapters", "load of the step"], STEPS,
+    ),
+    "all three compiled": (
+        4, {"tensor": 2, "rows": True, "context": 2, "experts": 2}, ["compiled experts"], STEPS,
+    ),
+    "experts beside data parallelism": (4, {"tensor": 2, "rows": True, "experts": 4}, ["experts"], STEPS),
+    "experts of context-parallel ranks": (2, {"context": 2}, ["capacity, shared gate"], 20),
 }  # fmt: skip
 
 
