@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
             "moe_token_dispatcher_type": "allgather"}},
         "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED, **SMOOTH,
     },
-    "compiled, recomputed, load of the step": {
+    "compiled experts, load of the step": {
         "model": {"num_layers": 1, "moe_config": {
             "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "capacity_factor": 1.2,
             "enable_sdrop": True, "aux_loss_factor": 0.3, "moe_router_load_balancing_type": "gbs_aux_loss"}},
