@@ -108,7 +108,7 @@ def _communicator(config: Config, world: World) -> Communicator:
     if world.size == 1:
         return SingleProcess()
     degrees, group = degrees_of(config, world), start(world)
-    if degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1:
+    if not degrees.divide_model:
         return ProcessGroup(group)
     layers = stage_layers(config) if degrees.pipeline_stage > 1 else None
     return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel, layers)
