@@ -41,6 +41,7 @@ ROOMS = (
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan.pipeline", "trainer.plan.division"),
+    ("trainer.plan.traffic",),
     ("trainer.plan",),
     ("trainer.launch.restart",),
     ("trainer.launch.checks",),
