@@ -158,6 +158,11 @@ def model_layout(
     return ModelLayout(degrees, found)
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to the experts of a layer, which are divided over ranks of their own."""
+    return f".{_EXPERTS}" in name
+
+
 def _parameter(
     name: str,
     shape: tuple[int, ...],

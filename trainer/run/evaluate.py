@@ -50,7 +50,8 @@ def evaluate_now(
         return session.communicator.any(bool(stop)) if together else bool(stop)
 
     batches = data.loader.epoch(0)
-    with contextlib.closing(batches):
+    # Ranks may evaluate unequal numbers of batches, so they cannot gather the weights of each.
+    with contextlib.closing(batches), session.model.compute_weights.whole():
         some = _each_told(itertools.islice(batches, data.max_batches), on_batch)
         found = evaluate(
             session.model if pipeline is None else pipeline.evaluate,
