@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from trainer.config.recompute import SUBLAYERS
@@ -178,13 +177,9 @@ class Decoder(DecoderWiring):
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
         self.shard, self.tensor = shard, None if shard is None else shard.tensor
 
-        def initial(name: str, shape: tuple[int, ...]) -> np.ndarray:
-            whole = initial_value(name, shape, settings, seed)
-            return whole if shard is None else shard.part(name, whole)
-
         self.parameters_by_name = {
             name: Parameter(
-                Tensor(initial(name, shape)),
+                Tensor(initial_value(name, shape, settings, seed, None if shard is None else shard.part(name))),
                 name,
                 requires_grad=name not in frozen and not is_buffer(name),
             )
@@ -211,8 +206,7 @@ class Decoder(DecoderWiring):
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
-        expert_group = None if shard is None else shard.experts
-        self.moe = MoeLayer(settings, kernels, compiled, expert_group) if settings.moe_layers else None
+        self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
         self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled, trained)

@@ -30,7 +30,7 @@ from trainer.models.shapes import (
     layer_prefix,
 )
 from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.sharding import Shard, range_of_rank
+from trainer.parallel.sharding import ArrayPart, Shard, range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -92,6 +92,10 @@ class ModelLayout:
             own = range_of_rank(one.shape[one.dimension], self._part(one, where), one.parts)
             start[one.dimension], shape[one.dimension] = own.start, own.stop - own.start
         return Shard(tuple(start), tuple(shape))
+
+    def part(self, name: str, where: MeshCoordinate) -> ArrayPart:
+        """`shard`, as a part of the whole."""
+        return ArrayPart(self.parameters[name].shape, self.shard(name, where))
 
     def local_shapes(self, where: MeshCoordinate) -> dict[str, tuple[int, ...]]:
         """Shapes of what a rank holds, in forward order."""

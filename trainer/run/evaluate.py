@@ -18,6 +18,7 @@ from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.metrics import EvalMetrics
+from trainer.run.prepare import held_parts
 from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
     console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
     for notice in plan.notices:
         console.on_notice(notice)
-    weights, folder = starting_weights(config, console.on_notice), Path(config.output_dir).expanduser()
+    weights = starting_weights(config, console.on_notice, parts=held_parts(config, world))
+    folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.

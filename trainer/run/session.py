@@ -112,7 +112,7 @@ def _communicator(config: Config, world: World) -> Communicator:
     if world.size == 1:
         return SingleProcess()
     degrees, group = degrees_of(config, world), start(world)
-    if degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1:
+    if not degrees.divide_model:
         return ProcessGroup(group)
     layers = stage_layers(config) if degrees.pipeline_stage > 1 else None
     return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel, layers)
@@ -126,7 +126,7 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
     ranks, in_ring = communicator.layout.degrees.context_parallel, section.context_parallel_algo != "ulysses_cp"
     tokens = SequencePart(where.context, ranks, in_ring)
-    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens)
+    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp)
 
 
 def build_model(
@@ -145,7 +145,7 @@ def build_model(
     model = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return model, InputBuilder(model.settings, kernels, None if shard is None else shard.tokens)
+    return model, InputBuilder(model.settings, kernels, shard)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:

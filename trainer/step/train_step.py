@@ -271,7 +271,7 @@ class TrainStep:
     def part_of(self, name: str) -> ArrayPart:
         """The part of a parameter that this rank has."""
         shard = self.model.shard
-        return whole_array(self.model.parameters_by_name[name].shape) if shard is None else shard.array_part(name)
+        return whole_array(self.model.parameters_by_name[name].shape) if shard is None else shard.part(name)
 
     def state_part(self, name: str) -> ArrayPart:
         """The part of a parameter of which this rank has the optimizer's state."""

@@ -132,15 +132,12 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if degrees.pipeline_stage > 1:
         yield problem(config, key, rule.format("together with pipeline_stage"), "set one of the two to 1")
     if degrees.model_parallel > 1:
-        if config.decoder.experts is not None:
-            yield problem(config, key, rule.format("with experts"), "set it to 1")
         if config.optimizer.type == "Muon":
             more = "with model_parallel, because it needs whole matrices,"
             yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
-    if degrees.expert_parallel > 1:
-        yield from expert_problems(config)
+    yield from expert_problems(config)
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
