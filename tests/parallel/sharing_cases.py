@@ -47,8 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
         "degrees": {"model_parallel": 2, "use_seq_parallel": True, "data_parallel": 2},
         "model": {"n_kv_heads": 1, "use_qk_norm": True}, **CLIPPED,
     },
-    "experts over ranks": {"degrees": {"expert_parallel": 2, "data_parallel": 4}, "model": {"moe_config": EXPERTS},
-                           **CLIPPED},
+    "experts over ranks": {"degrees": {"expert_parallel": 2, "model_parallel": 2, "data_parallel": 2},
+                           "model": {"moe_config": EXPERTS}, **CLIPPED},
     "stages": {
         "degrees": {"pipeline_stage": 2, "data_parallel": 2, "micro_batch_num": 2},
         "model": {"mtp_depth": 1, "tie_word_embeddings": True}, **CLIPPED,
