@@ -47,8 +47,8 @@ class StageLink:
         """As `send`; the array must not change until it is sent. `owner` is the tensor whose memory it is."""
         self.senders[stage].put(array, owner)
 
-    def receive(self, stage: int) -> Tensor:
-        """Waits until the other stage has sent.
+    def receive(self, stage: int, tokens: int) -> Tensor:
+        """Waits until the other stage has sent the rows of so many tokens; they say their number themselves.
 
         Raises:
             RunError: It has ended.
