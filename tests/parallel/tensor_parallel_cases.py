@@ -77,7 +77,7 @@ class Trained(NamedTuple):
     local_norms: dict[str, float]
     evaluated: float
     weights: dict[str, np.ndarray]
-    saved: dict[str, np.ndarray]  # whole weights and optimizer state, on rank 0
+    saved: dict[str, np.ndarray]  # whole weights and optimizer state
 
 
 def config(name: str) -> Config:
@@ -167,16 +167,20 @@ def trained(
     losses, norms = ([getattr(result, field) for result in results] for field in ("loss", "global_norm"))
     kept = saved(step)
     if world is not None:  # what is saved can be loaded again, by all ranks
-        whole_state = pickle.loads(world.gather_bytes(pickle.dumps(step.to_save().optimizer))[0])
-        step.load_optimizer({key: array.reshape(-1) for key, array in whole_state.items()}, steps)
-        assert all(np.array_equal(array, kept[key]) for key, array in saved(step).items())
+        step.load_optimizer({key: array.reshape(-1) for key, array in kept.items() if key not in last}, steps)
+        again = saved(step)
+        assert all(np.array_equal(array, again[key]) for key, array in kept.items())
     return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last, kept)
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
-    """What rank 0 writes to a checkpoint."""
-    found = step.to_save()
-    return {key: array.copy() for key, array in (found.weights | found.optimizer).items()}
+    """What all ranks write to a checkpoint, put together."""
+    own, whole_arrays = step.to_save(), {}
+    pieces = {key: (each.part, each.array.copy()) for key, each in (own.weights | own.optimizer).items()}
+    for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(pieces))):
+        for key, (part, array) in of_rank.items():
+            whole_arrays.setdefault(key, np.full(part.whole, np.nan, np.float32))[part.shard.slices] = array
+    return whole_arrays
 
 
 def spread(model: Any, settings: Any, shard: ModelShard | None) -> None:

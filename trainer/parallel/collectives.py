@@ -29,11 +29,8 @@ from mindspore.ops import operations as P
 from trainer.errors import RunError
 from trainer.parallel.connections import connect
 from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import FLOAT32_BYTES, buckets, chunks, range_of_rank
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, chunks, gather_chunks, range_of_rank
 from trainer.parallel.world import World
-
-BUCKET_BYTES = 25 << 20
-"""Small tensors are summed together up to this size."""
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
 _CONNECT_SECONDS = 60
@@ -242,10 +239,9 @@ def all_gather_ranges(
     if own is not None:
         for flat, place, tensor in zip(flats, ranges[group.rank], own, strict=True):
             flat[place] = tensor.asnumpy()
-    most = max(sum(each.stop - each.start for each in of_rank) for of_rank in ranges)
-    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // group.size))
+    length, count = gather_chunks([flat.size for flat in flats], group.size, chunk_bytes)
     given = np.zeros(length, np.float32)
-    for of_ranks in zip(*(chunks(of_rank, length, -(-most // length)) for of_rank in ranges), strict=True):
+    for of_ranks in zip(*(chunks(of_rank, length, count) for of_rank in ranges), strict=True):
         for piece in of_ranks[group.rank]:
             given[piece.target] = flats[piece.array][piece.source]
         for row, pieces in zip(group.all_gather(given), of_ranks, strict=True):
@@ -397,17 +393,37 @@ def receive(shape: tuple[int, ...], dtype: mstype.Type, group: Group, source: in
     return ops.Receive(0, source, list(shape), dtype, group=group.name)(Tensor(0.0))
 
 
+def exchange_counts(counts: Tensor, group: Group) -> np.ndarray:
+    """Sends the r-th part of a vector of integers to the group's rank r: what went to each rank, and what came from
+    each, [2, ranks, n]. The host waits for the device once."""
+    if group.on_host:
+        given = counts.asnumpy().reshape(group.size, -1)
+        return np.stack([given, np.stack(group.all_to_all(list(given), [given[0].shape] * group.size))])
+    given = counts.astype(mstype.int32)
+    came = mint.empty(given.size, dtype=given.dtype)
+    ops.communication.all_to_all_single(came, given, group=group.name)
+    return ops.concat((given, came)).asnumpy().reshape(2, group.size, -1)
+
+
 def exchange_rows(
-    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: HostGroup, least: int | None = None
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: Group, least: int | None = None
 ) -> Tensor:
-    """Sends rows of [n, width] to the ranks of a CPU's group, those for the first rank first, and returns what comes.
+    """Sends rows of [n, width] to the ranks of a group, those for the first rank first, and returns what comes.
 
     Args:
         send: How many rows go to each rank; rows after all of them stay here.
         receive: How many come from each.
         least: Rows of the result, zeros after what comes; None: just what comes.
     """
-    array, total = rows.asnumpy(), int(receive.sum())
+    total = int(receive.sum())
+    if not group.on_host:
+        came = mint.empty((total, *rows.shape[1:]), dtype=rows.dtype)
+        sent, sizes = int(send.sum()), (receive.tolist(), send.tolist())
+        given = mint.narrow(rows, 0, 0, sent) if 0 < sent < rows.shape[0] else rows
+        ops.communication.all_to_all_single(came, given, *sizes, group=group.name)
+        missing = (least or 0) - total
+        return ops.concat((came, ops.zeros((missing, *rows.shape[1:]), rows.dtype))) if missing > 0 else came
+    array = rows.asnumpy()
     result = np.empty((total if least is None else least, *array.shape[1:]), array.dtype)
     result[total:] = 0
     group.all_to_all_into(

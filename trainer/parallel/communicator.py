@@ -7,7 +7,6 @@ single process gets the same results without communication.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from trainer.errors import RunError
 from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
 from trainer.parallel.layout import SUM_GROUPS, model_layout
-from trainer.parallel.mesh import Mesh, build_mesh
+from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process_groups import process_groups
 
 if TYPE_CHECKING:
@@ -81,6 +80,10 @@ class Communicator(Protocol):
     def barrier(self) -> None:
         """Waits until every rank has called it."""
 
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        """Whether this rank writes what it has of a parameter to a checkpoint: of the ranks that have the same, the
+        first one does. Ranks that share the state of the optimizer each have some of it, which `is_sharded` says."""
+
 
 class SingleProcess:
     """A run of one process."""
@@ -123,6 +126,9 @@ class SingleProcess:
 
     def barrier(self) -> None:
         return None
+
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return True
 
 
 class ProcessGroup:
@@ -169,6 +175,9 @@ class ProcessGroup:
     def barrier(self) -> None:
         self.group.all_gather(np.zeros(1, np.float32))
 
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return is_sharded or self.rank == 0
+
 
 class ModelParallel(ProcessGroup):
     """The ranks of a job that divide a model among them, by its matrices, experts, tokens or stages.
@@ -206,33 +215,8 @@ class ModelParallel(ProcessGroup):
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
         return np.array([float(self.layout.counts(name, self.where)) for name in names])
 
-    def gathered(self, parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Whole float32 arrays on rank 0, by the keys of their parts; nothing elsewhere. All ranks call it.
-
-        Args:
-            parts: A parameter's name, or after "kind." what belongs to it -> this rank's part.
-        """
-        from mindspore import Tensor
-        from mindspore import dtype as mstype
-
-        from trainer.parallel.collectives import receive, send
-
-        mesh, world, whole = Mesh(self.layout.degrees), self.groups.world, dict[str, np.ndarray]()
-        every = world.gather_bytes(json.dumps(list(parts)).encode())
-        names = {key: key if key in self.layout.parameters else key.split(".", 1)[1] for key in
-                 itertools.chain.from_iterable(map(json.loads, every))}  # fmt: skip
-        order = {name: place for place, name in enumerate(self.layout.parameters)}
-        for key, name in sorted(names.items(), key=lambda item: (order[item[1]], item[0])):
-            if world.rank == 0:
-                whole[key] = np.empty(self.layout.parameters[name].shape, np.float32)
-            for where in self.layout.first_holders(name):
-                shard, source = self.layout.shard(name, where), mesh.rank_at(where)
-                if world.rank == source and source:
-                    send(Tensor(np.ascontiguousarray(parts[key], np.float32)), world, 0)
-                elif world.rank == 0:
-                    own = parts[key] if source == 0 else receive(shard.shape, mstype.float32, world, source).asnumpy()
-                    whole[key][shard.slices] = own
-        return whole
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return self.layout.counts(name, self.where, is_sharded)
 
     def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each gradient summed over the groups that the layout names, one after the other."""

@@ -25,7 +25,7 @@ from trainer.parallel.collectives import (
     LeaveTensorParallel,
     ReduceScatter,
 )
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import ArrayPart, range_of_rank
 
 if TYPE_CHECKING:
     from trainer.parallel.layout import ModelLayout
@@ -99,6 +99,10 @@ class ModelShard(NamedTuple):
     def holds(self, name: str) -> bool:
         """Whether the rank has this parameter, whole or a part of it."""
         return self.layout.holds(name, self.where)
+
+    def array_part(self, name: str) -> ArrayPart:
+        """What the rank has of a parameter, as a part of the whole."""
+        return ArrayPart(self.layout.parameters[name].shape, self.layout.shard(name, self.where))
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """What the rank holds of a parameter, of its value or of an array like it."""
