@@ -469,7 +469,9 @@ class MoePart:
         else:
             argnums = [argnum for argnum, weight in enumerate(self.weights) if weight.requires_grad]
             call = _RecomputedExperts(train, views, argnums)
-            x_ND, aux_loss, z_loss = call(x_ND, *(views[argnum] for argnum in argnums))
+            # Views of all: hooks of a parameter would be called in the gradient within the cell's bprop, too.
+            trained = [views[argnum].view(views[argnum].shape) for argnum in argnums]
+            x_ND, aux_loss, z_loss = call(x_ND, *trained)
             routing, scores_NE = call.routing, call.scores_NE
         statistics.routings.append((self.layer, routing, scores_NE))
         return x_ND, aux_loss, z_loss

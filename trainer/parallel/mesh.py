@@ -44,6 +44,11 @@ class Degrees(NamedTuple):
     def ranks(self) -> int:
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
+    @property
+    def divide_model(self) -> bool:
+        """Whether ranks compute a model together; otherwise each has the whole model and batches of its own."""
+        return self.ranks > self.data_parallel or self.expert_parallel > 1
+
 
 class MeshCoordinate(NamedTuple):
     pipeline: int

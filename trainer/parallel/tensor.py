@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from mindspore import nn, ops
 from mindspore.ops import operations as P
 
@@ -100,10 +99,6 @@ class ModelShard(NamedTuple):
         """Whether the rank has this parameter, whole or a part of it."""
         return self.layout.holds(name, self.where)
 
-    def array_part(self, name: str) -> ArrayPart:
-        """What the rank has of a parameter, as a part of the whole."""
-        return ArrayPart(self.layout.parameters[name].shape, self.layout.shard(name, self.where))
-
-    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """What the rank holds of a parameter, of its value or of an array like it."""
-        return np.ascontiguousarray(self.layout.shard(name, self.where).of(whole))
+    def part(self, name: str) -> ArrayPart:
+        """What the rank has of a parameter."""
+        return self.layout.part(name, self.where)
