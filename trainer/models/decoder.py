@@ -206,8 +206,7 @@ class Decoder(DecoderWiring):
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
-        expert_group = None if shard is None else shard.experts
-        self.moe = MoeLayer(settings, kernels, compiled, expert_group) if settings.moe_layers else None
+        self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
         self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled, trained)

@@ -359,6 +359,20 @@ class ReduceScatter(_Pair):
         super().__init__(_reduce_scatter(group, compiled), _all_gather(group, compiled))
 
 
+class DivideRows(_Pair):
+    """[ranks n, ...], the same on all ranks: each takes its own n rows; backward, the gradients of all rows."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_own_rows(group), _all_gather(group, compiled))
+
+
+class JoinRows(_Pair):
+    """[n, ...] of each rank, concatenated for what is the same on all ranks; backward, the gradient of its own rows."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_all_gather(group, compiled), _own_rows(group))
+
+
 class AllToAll(_Pair):
     """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
@@ -454,6 +468,16 @@ def has_all_operators() -> bool:
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _own_rows(group: Group) -> Callable[[Tensor], Tensor]:
+    rank, ranks = group.rank, group.size
+
+    def own_rows(x: Tensor) -> Tensor:
+        number = x.shape[0] // ranks
+        return x[rank * number : (rank + 1) * number]
+
+    return own_rows
 
 
 def _eager(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:

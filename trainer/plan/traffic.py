@@ -271,7 +271,7 @@ def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Pas
 
 
 def _expert_calls(settings: ModelConfig, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
-    """Counts, rows and results: see `trainer.models.moe.ExpertExchange`."""
+    """Counts, rows and results: see `trainer.ops.dispatch`."""
     moe, again = settings.experts, passes.again("mlp")
     tokens = sizes.tokens
     capacity = moe.capacity(tokens)

@@ -126,7 +126,7 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
     ranks, in_ring = communicator.layout.degrees.context_parallel, section.context_parallel_algo != "ulysses_cp"
     tokens = SequencePart(where.context, ranks, in_ring)
-    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens)
+    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp)
 
 
 def build_model(
@@ -145,7 +145,7 @@ def build_model(
     model = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return model, InputBuilder(model.settings, kernels, None if shard is None else shard.tokens)
+    return model, InputBuilder(model.settings, kernels, shard)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:

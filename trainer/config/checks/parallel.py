@@ -135,15 +135,12 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
         where = "parallel.enable_parallel_optimizer"
         yield problem(config, where, rule.format(f"with {divided[0]}"), "set it to False")
     if degrees.model_parallel > 1:
-        if config.decoder.experts is not None:
-            yield problem(config, key, rule.format("with experts"), "set it to 1")
         if config.optimizer.type == "Muon":
             more = "with model_parallel, because it needs whole matrices,"
             yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
-    if degrees.expert_parallel > 1:
-        yield from expert_problems(config)
+    yield from expert_problems(config)
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
