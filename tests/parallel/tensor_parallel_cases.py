@@ -139,7 +139,7 @@ def parted(
 def make_mistake(communicator: ModelParallel, mistake: str) -> None:
     """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them."""
     if mistake == COUNTED_TWICE:
-        communicator.counted = lambda names: np.ones(len(names))
+        communicator.counted = lambda names, scattered: np.ones(len(names))
     elif mistake:
         parameters = dict(communicator.layout.parameters)
         one = parameters[mistake]
