@@ -2,7 +2,7 @@
 
 Weights and optimizer state are exact. In semi-automatic mode MindSpore shards them: matrices by model_parallel, experts
 by expert_parallel too, layers by stage, and with enable_parallel_optimizer weights and optimizer state by data_parallel
-and context_parallel. In explicit mode every rank has all weights.
+and context_parallel. In explicit mode a rank has what the layout says (`trainer.parallel.layout`).
 
 The peak is at the end of the forward pass, when all activations are kept, or at the end of the backward pass, when all
 gradients are there; with several micro-batches gradients are there all the time. Activations are counted array by
@@ -28,13 +28,15 @@ from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_target
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.layout import local_settings
+from trainer.plan.division import Held, held_parts
 from trainer.plan.graph_memory import graph_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainer.config import Config, ModelConfig
+    from trainer.parallel.mesh import Degrees
     from trainer.parallel.world import World
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -52,8 +54,6 @@ def device_memory(
     Args:
         states: Arrays of a weight's size that each update rule keeps.
     """
-    if not runs_semi_auto(config, world):
-        return _stage(config, world, Degrees(), trains, states, 0)
     degrees = degrees_of(config, world)
     stages = range(degrees.pipeline_stage) if stage is None else [stage]
     return max(
@@ -71,23 +71,19 @@ def _stage(
 ) -> dict[str, int]:
     settings, stages = config.decoder, degrees.pipeline_stage
     is_graph = runs_semi_auto(config, world)
-    layers = stage_layers(config)[stage] if stages > 1 else list(range(settings.num_layers))
-    if stage == stages - 1:
-        layers = [*layers, *range(settings.num_layers, settings.num_layers + settings.mtp_depth)]
-    held, own = all_shapes(settings), set(layers)
-    names = [name for name in held if _is_of_stage(name, own, stage == 0, stage == stages - 1)]
-    if stage == stages - 1 and stage > 0 and settings.tie_word_embeddings:
-        names = [name for name in names if name != EMBEDDING]
+    own = None if is_graph else held_parts(config, world)[stage]
+    held = all_shapes(settings) if own is None else own.shapes
+    names = _names_of_stage(config, stage, stages) if own is None else list(held)
     least = shard_threshold_bytes(config)
     shares_weights = is_graph and trains and config.parallel.enable_parallel_optimizer
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
 
     def size(name: str, shared: bool) -> int:
         parts = _parts(held[name], degrees)
-        whole = math.prod(held[name]) * _FLOAT32_BYTES // parts
+        whole = math.prod(held[name]) * _FLOAT32_BYTES // (parts if is_graph else 1)
         # Ranks that share a sequence have the same weights, as ranks with other data have.
         same = min(degrees.data_parallel * degrees.context_parallel, degrees.ranks // degrees.pipeline_stage // parts)
-        return -(-whole // (same if is_graph else world.size)) if shared and whole >= least else whole
+        return -(-whole // same) if shared and whole >= least else whole
 
     parts = {"weights": sum(size(name, shares_weights) for name in names)}
     half = resolve_precision(settings, config.amp_level, "Ascend").compute.dtype != "float32"
@@ -114,7 +110,7 @@ def _stage(
         graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
         copies, kept, parts["masks and tables"] = graph.copies, graph.activations, graph.constants
     else:
-        kept = _activations(config, layers, half, _gradients_of_layer(of_trained, matrices, half))
+        kept = _activations(config, degrees, own, half, _gradients_of_layer(of_trained, matrices, half))
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
     parts["activations"] = kept if adds_up else max(kept - parts["gradients"], 0)
@@ -130,11 +126,17 @@ def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], hal
     return max(sizes.values(), default=0) * (3 if half else 2) // 2
 
 
-def _is_of_stage(name: str, layers: set[int], first: bool, last: bool) -> bool:
-    layer = _layer_of(name)
-    if layer is not None:
-        return layer in layers
-    return first if name == EMBEDDING else last
+def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
+    """The parameters of a stage in semi-automatic mode, in which the first one alone has a tied embedding."""
+    settings, last = config.decoder, stage == stages - 1
+    layers = set(stage_layers(config)[stage] if stages > 1 else range(settings.num_layers))
+    layers |= set(range(settings.num_layers, settings.num_layers + settings.mtp_depth) if last else ())
+    found = []
+    for name in all_shapes(settings):
+        layer = _layer_of(name)
+        if layer in layers if layer is not None else stage == 0 if name == EMBEDDING else last:
+            found.append(name)
+    return found
 
 
 def _layer_of(name: str) -> int | None:
@@ -149,24 +151,24 @@ def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
     return degrees.expert_parallel if len(shape) == 3 else degrees.model_parallel
 
 
-def _activations(config: Config, layers: Sequence[int], half: bool, gradients_of_layer: int) -> int:
+def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradients_of_layer: int) -> int:
     """Bytes in explicit mode: at the end of the forward pass, or while the backward pass computes a layer again, whose
     gradients come then."""
-    settings = config.decoder
-    tokens = config.runner_config.batch_size * settings.seq_length
+    settings = local_settings(config.decoder, own.tensor, own.tensor - 1)
+    tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
     again = recomputed_parts(config) + ("",) * settings.mtp_depth
     first = first_trained_layer(config, frozen_names(config))
     kept = largest = again_largest = 0
-    for layer in layers:
+    for layer, passes in own.passes.items():
         if layer < first:
             continue
         sizes = _kept_of_layer(settings, layer, half)
         sizes["block"] = sum(sizes.values())
         part = again[layer]
-        kept += sizes["block"] - (sizes[part] - settings.hidden_size * _FLOAT32_BYTES if part else 0)
+        kept += passes * (sizes["block"] - (sizes[part] - settings.hidden_size * _FLOAT32_BYTES if part else 0))
         largest = max(largest, 0 if part else sizes["block"])
         again_largest = max(again_largest, sizes[part] if part else 0)
-    head = _head(settings, tokens, half)
+    head = _head(settings, tokens, half) if own.has_head else 0
     held = _constants(settings, tokens, half)
     # The compiled forward and backward pass each hold the constants that they were given last.
     head += 2 * held

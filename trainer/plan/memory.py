@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from trainer.config.checks.parallel import degrees_of, micro_batches, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import (
+    degrees_of,
+    micro_batches,
+    shard_threshold_bytes,
+    shards_optimizer,
+)
 from trainer.config.recompute import recomputed_parts
-from trainer.config.stages import chunk_layers, stage_layers
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
-from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, mlp_shapes, sublayer_of
+from trainer.models.shapes import attention_shapes, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
-from trainer.parallel.layout import local_settings, model_layout
-from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
+from trainer.parallel.layout import local_settings
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
+from trainer.plan.division import Held, held_parts
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -49,7 +52,7 @@ def memory_estimate(
     """
     if device == "Ascend" and config.classifier is None:
         return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
-    held = _held_parts(config, degrees_of(config, world))
+    held = held_parts(config, world)
     every = (_host_memory(config, trains, device, world, one) for one in (held if stage is None else [held[stage]]))
     found = max(every, key=lambda parts: parts["total"])
     if device == "Ascend":  # of a classifier: MindSpore and its code are in the host's memory
@@ -58,44 +61,7 @@ def memory_estimate(
     return found
 
 
-class _Held(NamedTuple):
-    """What a rank has of the model.
-
-    Attributes:
-        shapes: Its parameters.
-        passes: For each layer of it how many forward passes wait for their backward pass at the most.
-        has_head: Whether it computes the logits.
-        tensor: How many ranks share its matrices.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    passes: dict[int, int]
-    has_head: bool = True
-    tensor: int = 1
-
-
-def _held_parts(config: Config, degrees: Degrees) -> list[_Held]:
-    """Of the ranks of each stage of a pipeline; without one that of every rank."""
-    shapes, settings = all_shapes(config.network), config.decoder
-    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
-    stages, tensor = degrees.pipeline_stage, degrees.model_parallel
-    if stages == 1 or config.classifier is not None:
-        if tensor > 1 or degrees.expert_parallel > 1:
-            shapes = model_layout(settings, degrees).local_shapes(MeshCoordinate(0, 0, 0, 0))
-        return [_Held(shapes, dict.fromkeys((*range(settings.num_layers), *modules), 1), tensor=tensor)]
-    rows, found = chunk_layers(config), []
-    layout = model_layout(settings, Degrees(), stage_layers=stage_layers(config))
-    schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
-    for stage, chunks in enumerate(rows):
-        own = {name: shapes[name] for name, one in layout.parameters.items() if stage in one.stages}
-        counts = [most_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
-        passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
-        is_last = stage == stages - 1
-        found.append(_Held(own, passes | (dict.fromkeys(modules, counts[-1]) if is_last else {}), is_last))
-    return found
-
-
-def _host_memory(config: Config, trains: bool, device: str, world: World, held: _Held) -> dict[str, int]:
+def _host_memory(config: Config, trains: bool, device: str, world: World, held: Held) -> dict[str, int]:
     settings, network = config.decoder, config.network
     weights = _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
@@ -129,7 +95,7 @@ def _optimizer_state_bytes(config: Config, world: World, shapes: dict[str, tuple
     return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
 
 
-def _activations_of_label(config: Config, device: str, held: _Held) -> int:
+def _activations_of_label(config: Config, device: str, held: Held) -> int:
     """Float32 values kept for each label between forward and backward pass, at the peak."""
     if config.classifier is not None:
         return 3 * sum(config.classifier.sizes)  # each layer: input, product and its gradient

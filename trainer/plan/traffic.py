@@ -153,7 +153,7 @@ def _calls_of_micro_batch(
         part = facts.again[min(layer, settings.num_layers - 1)]
         passes = _Passes(layer >= facts.first, part, config.context.mode == 0)
         yield from _tensor_calls(settings, sizes, layer, passes)
-        yield from _context_calls(config, degrees, sizes, passes)
+        yield from _context_calls(config, degrees, device, sizes, passes)
         if settings.is_moe_layer(layer):
             yield from _expert_calls(settings, sizes, passes)
     lookups = (where.pipeline == 0) + len(modules)
@@ -245,12 +245,21 @@ def _tensor_calls(settings: ModelConfig, sizes: _Sizes, layer: int, passes: _Pas
         yield from _leave(sizes, "layers", settings.hidden_size, 1 + leaves_again, passes.backward)
 
 
-def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
-    """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py."""
+def _context_calls(
+    config: Config, degrees: Degrees, device: str, sizes: _Sizes, passes: _Passes
+) -> Iterator[_Call]:
+    """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py. On an Ascend
+    they are gathered."""
     ranks, own, tokens, what = degrees.context_parallel, sizes.own, sizes.tokens, "keys and values"
     heads = own.num_heads
     kv_heads = heads if own.multi_latent_attention else own.kv_heads
     times = 1 + passes.backward + passes.again("attention")
+    if device != "CPU":
+        size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
+        again = passes.again("attention")
+        yield _Call("cp", what, "all_gather", size, 1 + again, sizes.width)
+        yield _Call("cp", what, "reduce_scatter", ranks * size, passes.backward, sizes.width)
+        return
     if config.parallel_config.context_parallel_algo != "ulysses_cp":
         size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
         yield _Call("cp", what, "send", size, times * (ranks - 1), sizes.width)
