@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.parallel.world import World
 
-_GROUPS = ("tp", "cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
+_GROUPS = ("tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
 """Named as in Megatron-Core's ProcessGroupCollection; see `trainer.parallel.process_groups.ProcessGroups`."""
 
 
@@ -151,7 +151,7 @@ def held_parts(config: Config, world: World) -> list[Held]:
 
 def _groups(config: Config, mesh: Mesh, layout: ModelLayout) -> list[GroupPlan]:
     """Of more than one rank; kinds with the same ranks have one entry."""
-    unused = () if config.decoder.experts else ("ep", "expert_dp")
+    unused = () if config.decoder.experts else ("tp_cp", "ep", "expert_dp")
     unused += ("embedding",) if len(layout.parameters[EMBEDDING].stages) == 1 else ()
     found: dict[tuple[Sequence[int], Sequence[int]], GroupPlan] = {}
     for_first, for_last = (group_ranks(mesh, rank) for rank in (0, mesh.size - 1))

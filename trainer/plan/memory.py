@@ -39,7 +39,8 @@ _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
 _SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
 _HALF_KEEPS = 5  # eighths of a block's activations with half precision: residuals and norms stay float32
-_FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full
+_FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full; where ranks
+# divide matrices or layers, none was seen
 _OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  # arrays of a weight's size
 
 
@@ -77,7 +78,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         parts["gradients"] = own_bytes.gradients(trained, copies)
         parts["optimizer state"] = own_bytes.optimizer_state(trained)
         parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
-        parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
+        if held.tensor == 1 and len(held.passes) == settings.num_layers + settings.mtp_depth:
+            parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
             parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
     return parts | {"total": sum(parts.values())}
