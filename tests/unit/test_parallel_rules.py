@@ -70,9 +70,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "set it to 1, 2 or 4"],
         ),
         (
-            "parallel_config: {model_parallel: 2}\nparallel: {enable_parallel_optimizer: True}\n"
-            "optimizer: {type: Muon}\n",
-            ["enable_parallel_optimizer = True: not yet supported with model_parallel", "type = 'Muon': not yet"],
+            "parallel_config: {model_parallel: 2}\noptimizer: {type: Muon}\n",
+            ["type = 'Muon': not yet"],
         ),
         (
             "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\n",
@@ -89,10 +88,6 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["use_seq_parallel = True: the 6 tokens of a micro-batch that a rank has are not divisible by model_paral"],
         ),
         ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
-        (
-            "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}\n",
-            ["enable_parallel_optimizer = True: not yet supported with a pipeline outside semi-automatic mode"],
-        ),
         (
             "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
             "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: seqpipe}}\n",
