@@ -281,7 +281,7 @@ def _context_calls(
 
 
 def _expert_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
-    """The ranks of a tensor group share the tokens for the experts: see `trainer.models.moe`, `trainer.ops.dispatch`."""
+    """The ranks of a tensor group share the tokens for the experts; see `trainer.ops.dispatch` too."""
     settings, moe, hidden = config.decoder, config.decoder.experts, config.decoder.hidden_size
     own, forward = sizes.tokens // sizes.tensor, 1 + passes.again("mlp")
     yield from _router_calls(config, degrees, own, forward)
