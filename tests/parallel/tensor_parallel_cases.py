@@ -104,10 +104,10 @@ class Trained(NamedTuple):
     routers: np.ndarray  # drop rates, imbalance of the load and entropy of each step
 
 
-def config(name: str) -> Config:
-    sections = {key: dict(section) for key, section in CASES[name].items()}
-    model = {"vocab_size": VOCABULARY} | sections.pop("model")
-    return config_of(model=model, **({"context": {"mode": 0}} | sections))
+def config(name: str, in_turn: bool = False) -> Config:
+    sections = CASES[name] | (IN_TURN if in_turn else {})
+    model = {"vocab_size": VOCABULARY} | sections["model"]
+    return config_of(**({"context": {"mode": 0}} | sections | {"model": model}))
 
 
 class Layout(NamedTuple):
@@ -139,7 +139,7 @@ def parted(
 def make_mistake(communicator: ModelParallel, mistake: str) -> None:
     """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them."""
     if mistake == COUNTED_TWICE:
-        communicator.counted = lambda names: np.ones(len(names))
+        communicator.counted = lambda names, scattered: np.ones(len(names))
     elif mistake:
         parameters = dict(communicator.layout.parameters)
         one = parameters[mistake]
@@ -156,7 +156,7 @@ def trained(
     name: str, steps: int, world: Group | None, layout: Layout, data: int = 1, mistake: str = ""
 ) -> Trained:
     """A training by the ranks of `world`; None: by one rank with the sequences of `data` data-parallel ranks."""
-    one = config(name)
+    one = config(name, in_turn=world is None)  # to compile what one rank trains costs most of its time
     settings, communicator, shard = one.decoder, SingleProcess(), None
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
     if world is not None:

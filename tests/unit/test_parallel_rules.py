@@ -244,6 +244,14 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
         ("{context_parallel: 2}", "attention_dropout: 0.1", "attention_dropout = 0.1: not yet supported with context"),
         ("{context_parallel: 2}", "use_flash_attention: False", "needs flash_attention_score, and use_flash_attention"),
         ("{context_parallel: 2}", "head_dim: 24", "takes heads of a multiple of 16"),
+        (
+            "{expert_parallel: 2}", "moe_config: {expert_num: 4, moe_token_dispatcher_type: allgather}",
+            "moe_token_dispatcher_type = 'allgather': not yet supported on an Ascend",
+        ),
+        (
+            "{model_parallel: 2}", "moe_config: {expert_num: 4, capacity_factor: 1.5}",
+            "capacity_factor = 1.5: not yet supported where ranks of an Ascend share",
+        ),
         ("{pipeline_stage: 2, micro_batch_num: 2}", "", "pipeline_stage = 2: outside semi-automatic mode it runs on"),
     ],
 )
