@@ -34,7 +34,7 @@ class Muon(Optimizer):
     r = sqrt(max(1, rows / columns)), Jordan's. AdamW updates the groups of another rule with the same learning rate.
     `compiled` compiles the orthogonalisation, once for each shape.
 
-    Where ranks have parts of a matrix or ranges of its momentum, they gather the whole direction of one matrix after the
+    Where ranks have parts of a matrix or ranges of its momentum, they gather the direction of one matrix after the
     other, each computes the same update, and each applies its part of it (Liu et al. 2025, section 2.3).
 
     Args:
