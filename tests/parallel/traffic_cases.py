@@ -40,6 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rows": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
              "model": {"n_kv_heads": 1, "use_qk_norm": True, "post_mlp_layernorm": True},
              "sections": {"recompute_config": {"recompute": [1], "select_recompute": {"attention": [0]}}}},
+    "Muon": {"degrees": {"model_parallel": 2, "data_parallel": 2}, "model": {"n_kv_heads": 1},
+             "sections": _EAGER | {"optimizer": {"type": "Muon"}, "parallel": _SHARED}},
     "latent": {"degrees": {"model_parallel": 2}, "model": _LATENT | {"mtp_depth": 1},
                "sections": _AGAIN | {"runner_config": {"gradient_accumulation_steps": 2}}},
     "ring": {"degrees": {"context_parallel": 2}, "sections": _AGAIN},

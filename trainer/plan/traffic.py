@@ -29,6 +29,7 @@ from trainer.config.stages import chunk_layers
 from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
+from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SUM_GROUPS, ModelLayout, is_expert, local_settings
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, range_of_rank
@@ -145,10 +146,7 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
     yield from _sums_of_gradients(layout, trained, shared, scattered, number if degrees.pipeline_stage == 1 else 1)
     if shared.level == "level3":
         yield from _gathered_weights(config, facts, shared, where, number)
-    elif shared.level:
-        for kind in ("dp_cp", "expert_dp"):
-            own = sum(size for name, size in shared.ranges.items() if name in trained and shared.kind(name) == kind)
-            yield _Call(kind, "updated weights", "all_gather", own * FLOAT32_BYTES, bool(own))
+    yield from _calls_of_update(config, layout, shared, trained)
 
 
 def _calls_of_micro_batch(
@@ -393,6 +391,24 @@ def _sums_of_gradients(
                 own.append(_Numbers(shared.ranges[name] if name in scattered else size))
         for bucket in buckets(own, BUCKET_BYTES):
             yield _Call(kind, what, "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
+
+
+def _calls_of_update(
+    config: Config, layout: ModelLayout, shared: _Shared, sizes: Mapping[str, int]
+) -> Iterator[_Call]:
+    """Updated weights for the other ranks; whole directions of the matrices that Muon updates."""
+    shapes = {name: layout.parameters[name].shape for name in sizes}
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    by_muon = {name for group in groups if group.rule == "Muon" for name in group.parameters}
+    for name in sizes:
+        one = layout.parameters[name]
+        if name in by_muon and name in shared.ranges:
+            yield _Call(shared.kind(name), "Muon", "all_gather", shared.ranges[name] * FLOAT32_BYTES, 1)
+        if name in by_muon and one.by == "tp" and one.parts > 1:
+            yield _Call("tp", "Muon", "all_gather", sizes[name] * FLOAT32_BYTES, 1)
+    for kind in ("dp_cp", "expert_dp") if shared.level in ("level1", "level2") else ():
+        own = sum(shared.ranges.get(name, 0) for name in sizes if shared.kind(name) == kind and name not in by_muon)
+        yield _Call(kind, "updated weights", "all_gather", own * FLOAT32_BYTES, bool(own))
 
 
 def _gathered_weights(
