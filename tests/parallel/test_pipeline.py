@@ -1,4 +1,5 @@
-"""Pipelines of 2 and 4 stages train what one process trains: four ranks as forked processes."""
+"""Pipelines, alone and together with each other way to divide a model, train what one process trains: forked processes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pipeline_cases import CASES, MUTATIONS, trained
+from pipeline_cases import CASES, MUTATIONS, config_of_case, trained
 from rank_job import on_rank_processes
 
+from trainer.config import preflight
 from trainer.device.threads import set_up_cpu_threads
+from trainer.parallel.world import world_of
 
 set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
 
@@ -17,26 +20,34 @@ RANKS, STEPS = 4, 2
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, dict[str, Any]]]:
-    return on_rank_processes(RANKS, "pipeline_cases:all_trained", list(CASES), STEPS)
+def four_ranks() -> list[dict[str, dict[str, Any]]]:
+    names = [name for name, case in CASES.items() if "ranks" not in case]
+    return on_rank_processes(RANKS, "pipeline_cases:all_trained", names, STEPS)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_trains_what_one_process_trains(ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
+def test_a_pipeline_trains_what_one_process_trains(
+    four_ranks: list[dict[str, dict[str, Any]]], name: str
+) -> None:
+    number = CASES[name].get("ranks", RANKS)
+    preflight(config_of_case(name, use_parallel=True), world_of(number))
+    ranks = four_ranks if number == RANKS else on_rank_processes(number, "pipeline_cases:all_trained", [name], STEPS)
     right = trained(None, name, STEPS)
     for found in (rank[name] for rank in ranks):
         assert all(0 <= share < 1 for share in found["bubble"]) and found["bubble"] == ranks[0][name]["bubble"]
         assert found.keys() == right.keys()
-        for key in found.keys() - {"weights", "bubble"}:
+        for key in found.keys() - {"weights", "saved", "bubble"}:
             limit = 1e-4 if "norm" in key else 1e-5
             np.testing.assert_allclose(found[key], right[key], rtol=limit, atol=1e-7, err_msg=key)
-        for key, weight in found["weights"].items():
-            np.testing.assert_allclose(weight, right["weights"][key], rtol=1e-4, atol=1e-5, err_msg=key)
-    assert {key for rank in ranks for key in rank[name]["weights"]} == right["weights"].keys()
+        for key, (part, weight) in found["weights"].items():
+            np.testing.assert_allclose(weight, right["saved"][key][part], rtol=1e-4, atol=1e-5, err_msg=key)
+            assert np.array_equal(weight, ranks[0][name]["saved"][key][part])
+    assert {key for rank in ranks for key in rank[name]["weights"]} == right["saved"].keys()
+    assert list(ranks[0][name]["saved"]) == list(right["saved"])
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_seen(ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
+def test_a_mistake_is_seen(four_ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
     case, _ = MUTATIONS[name]
-    norms = [rank[name]["norm"][0] for rank in ranks]
-    assert all(abs(norm / ranks[0][case]["norm"][0] - 1) > 1e-3 for norm in norms)
+    norms = [rank[name]["norm"][0] for rank in four_ranks]
+    assert all(abs(norm / four_ranks[0][case]["norm"][0] - 1) > 1e-3 for norm in norms)

@@ -117,9 +117,9 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
 
 def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """What the trainer's own tensor, context and expert parallelism cannot do."""
-    names = ("model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
+    names = ("model_parallel", "context_parallel", "expert_parallel")
     divided = [name for name in names if getattr(degrees, name) > 1]
-    if not divided or divided == ["pipeline_stage"]:
+    if not divided:
         return
     key, rule = f"parallel_config.{divided[0]}", "not yet supported {} outside semi-automatic mode"
     if config.classifier is not None:
