@@ -64,6 +64,16 @@ ONE_RANK = {
     "semi-automatic mode, not used": on_ascend(SEMI, PLAIN | {"use_parallel": False}),
 }  # fmt: skip
 SHARED = {"use_parallel": True, "parallel": {"enable_parallel_optimizer": True}}
+TENSOR = {"use_parallel": True, "parallel_config": {"model_parallel": 4}}
+ROWS = {
+    "parallel_config": {"model_parallel": 4, "use_seq_parallel": True},
+    "model": {"model_config": LORA | {"hidden_dropout": 0.1, "attention_dropout": 0.1, "mtp_depth": 1}},
+}
+SEQUENCES = {
+    "use_parallel": True,
+    "parallel_config": {"context_parallel": 4},
+    "model": {"model_config": {"hidden_dropout": 0.1, "mtp_depth": 1, "sliding_window": 8}},
+}
 EIGHT_RANKS = {
     f"{name}, rank {rank} of 8": on_ascend(base, PLAIN | more, ranks=8, rank=rank, task=task)
     for rank in (0, 3, 7)
@@ -71,16 +81,30 @@ EIGHT_RANKS = {
         ("data parallel", DENSE, {"use_parallel": True}, f"{TASKS}:train"),
         ("shared state", DENSE, SHARED, f"{TASKS}:train"),
         ("experts", EXPERTS, {"use_parallel": True}, f"{TASKS}:train"),
+        ("tensor parallel", DENSE, TENSOR, f"{TASKS}:train"),
+        ("tensor parallel, with all it may have", DENSE, TENSOR | ROWS, f"{TASKS}:train"),
+        ("tensor parallel, evaluation", DENSE, TENSOR, f"{TASKS}:evaluation"),
+        ("context parallel", DENSE, SEQUENCES, f"{TASKS}:train"),
+        ("context parallel, evaluation", DENSE, SEQUENCES, f"{TASKS}:evaluation"),
         ("collectives", DENSE, {"use_parallel": True}, f"{TASKS}:every_collective"),
     )
 }
 ACCUMULATION = {"runner_config": {"batch_size": 1, "global_batch_size": 16}}
+DIVIDED = {
+    "context parallel, compiled": on_ascend(
+        DENSE, {"use_parallel": True, "parallel_config": {"context_parallel": 4}} | ONE_BATCH
+        | {"recompute_config": {"recompute": [1, 0]}}, ranks=8, rank=3, documents=3,
+    ),
+    "tensor parallel, compiled": on_ascend(
+        DENSE, TENSOR | ROWS | ONE_BATCH | {"recompute_config": {"recompute": [1, 0]}}, ranks=8, rank=3
+    ),
+}
 OF_A_JOB = {
     "a batch of all ranks": on_ascend(
         DENSE, ACCUMULATION, ranks=8, rank=3, task="tests.ascend.step_tasks:micro_batches"
     )
 }
-TRAINED = ONE_RANK | EIGHT_RANKS
+TRAINED = ONE_RANK | EIGHT_RANKS | DIVIDED
 CASES = TRAINED | OF_A_JOB
 
 
@@ -97,7 +121,7 @@ def test_it_runs(bench: Bench, name: str) -> None:
     assert found.host_bytes <= MOST_HOST_BYTES
 
 
-@pytest.mark.parametrize("kind", ["data parallel", "shared state", "experts", "collectives"])
+@pytest.mark.parametrize("kind", dict.fromkeys(name.rpartition(", rank ")[0] for name in EIGHT_RANKS))
 def test_all_ranks_communicate_alike(bench: Bench, kind: str) -> None:
     """The same collectives of the same sizes in the same order: otherwise a job waits forever."""
     first, *others = ([each[:3] for each in bench(f"{kind}, rank {rank} of 8").collectives] for rank in (0, 3, 7))
@@ -108,6 +132,16 @@ def test_every_gradient_is_summed_once(bench: Bench) -> None:
     found = bench("data parallel, rank 3 of 8")
     summed = sum(each.bytes for each in found.collectives if each.name == "AllReduce")
     assert summed == pytest.approx(4 * found.found["parameters"], abs=1000)  # and some numbers beside them
+
+
+def test_a_pass_of_tensor_parallel_ranks(bench: Bench) -> None:
+    """Two sums in each block each way, one of the embedding, one gather of two numbers of each token for the loss."""
+    found = [each[:3] for each in bench("tensor parallel, rank 3 of 8").collectives if each.ranks == (0, 1, 2, 3)]
+    stream = 64 * 128
+    sums = [("AllReduce", "bfloat16", 2 * stream)]
+    forward = [("AllReduce", "float32", 4 * stream), *4 * sums, ("AllGather", "float32", 2 * 4 * 64)]
+    assert found[:-1] == 2 * [*forward, *5 * sums]
+    assert found[-1] == ("AllReduce", "float32", 2 * 2 * 32 * 4)  # the gradients of the norms of queries and keys
 
 
 def test_memory_that_settings_save(bench: Bench) -> None:

@@ -34,19 +34,19 @@ from expert_exchange import exchanged_experts  # noqa: E402
 from exported_graphs import export  # noqa: E402
 from mindspore import Parameter, Tensor, communication, nn, ops  # noqa: E402
 
-from trainer.checkpoint.store import shard_name  # noqa: E402
-from trainer.checkpoint.writing import write_checkpoint  # noqa: E402
+from trainer.checkpoint.writing import FileParts, write_checkpoint  # noqa: E402
 from trainer.config import parse_config  # noqa: E402
 from trainer.device.threads import set_up_cpu_threads  # noqa: E402
 from trainer.errors import RunError  # noqa: E402
-from trainer.optim.groups import parameter_groups  # noqa: E402
+from trainer.optim.groups import parameter_groups, parameter_of  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.gradients import SumDuringBackward  # noqa: E402
-from trainer.parallel.sharding import OptimizerShard, range_of_rank  # noqa: E402
+from trainer.parallel.sharding import OptimizerShard, PartOfArray, range_of_rank, whole_array  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
+from trainer.storage.tensor_file import float32_entries  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll"}
 
@@ -95,7 +95,9 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
         return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
-    reducer = SumDuringBackward(parameters, is_sharded, group, in_float32, bucket_bytes=4000)
+    reducer = SumDuringBackward(
+        parameters, is_sharded, [(group,)] * len(parameters), in_float32, bucket_bytes=4000
+    )
     total = [each.astype(mindspore.float32) if in_float32 else each * 1 for each in gradients]
     _, reduced = reducer.last(total, backward)
     way = "in float32" if in_float32 else "in their dtype"
@@ -144,7 +146,13 @@ def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.n
         )
         if way is None:
             found |= {f"state {key}": array for key, array in optimizer.state_arrays().items()}
-    share = {shard_name("optimizer", communicator.rank, communicator.size): optimizer.state_arrays()}
+    pieces, shapes, ranges = {}, {}, optimizer.own_ranges
+    for key, array in optimizer.state_arrays().items():
+        name = parameter_of(key)
+        shapes[key] = arrays[name].shape
+        if communicator.writes(name, name in ranges):
+            pieces[key] = [PartOfArray(whole_array(shapes[key])._replace(flat=ranges.get(name)), array)]
+    share = {"optimizer": FileParts(float32_entries(shapes), pieces)}
     write_checkpoint(folder / "checkpoints", 3, share, {}, 1, communicator=communicator)
     try:
         write_checkpoint(folder / f"what rank {communicator.rank} sees", 3, share, {}, 1, communicator=communicator)

@@ -12,38 +12,19 @@ from mindspore import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
-from tiny_trainer import config_of, make_batch  # noqa: E402
 
 from trainer.config.schema.model import ModelConfig  # noqa: E402
 from trainer.data.batches.context import SequencePart  # noqa: E402
-from trainer.models.inputs import InputBuilder  # noqa: E402
 from trainer.models.recompute import compile_cell  # noqa: E402
 from trainer.ops.context import over_context  # noqa: E402
 from trainer.ops.dropout import DropoutKey  # noqa: E402
 from trainer.ops.kernel_set import load_kernels  # noqa: E402
-from trainer.ops.precision import FLOAT32, resolve_precision  # noqa: E402
+from trainer.ops.precision import FLOAT32  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402
-from trainer.optim.freeze import trained_shapes  # noqa: E402
-from trainer.optim.groups import parameter_groups  # noqa: E402
-from trainer.optim.optimizer import build_optimizer  # noqa: E402
-from trainer.parallel.communicator import SingleProcess, model_parallel  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
-from trainer.parallel.mesh import Degrees  # noqa: E402
-from trainer.run.session import build_model  # noqa: E402
-from trainer.step.evaluate import evaluate  # noqa: E402
-from trainer.step.train_step import TrainStep  # noqa: E402
 
 RANKS, ROWS, LENGTH, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE = 4, 2, 32, 8, 2, 6, 4
 SCALE, RATE, KEY, SITE = 0.5, 0.3, DropoutKey(1, 0, 2, 3), 4
-
-
-TRAININGS = {
-    "ring": {
-        "model": {"mtp_depth": 1, "attention_dropout": 0.2, "sliding_window": 5}, "context": {"mode": 0},
-        "recompute_config": {"recompute": [0]}, "runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0},
-    },
-    "ulysses": {"model": {"mtp_depth": 1, "n_kv_heads": 1}, "context": {"mode": 1}},
-}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -124,7 +105,7 @@ class Attention:
     def __init__(self, group: HostGroup, in_ring: bool, compiled: bool) -> None:
         plain = load_kernels(select_kernels(settings(), "CPU"), FLOAT32)
         self.part = SequencePart(group.rank, group.size, in_ring)
-        self.kernels = over_context(plain, group, in_ring, compiled)
+        self.kernels = over_context(plain, group, self.part, compiled)
         self.masks = self.kernels.attention_masks(settings())
         cell = self.kernels.attention(HEADS, KV_HEADS, HEAD_SIZE, value_size=VALUE_SIZE, scale=SCALE)
         self.run = compile_cell(ResultAndGradients(cell), compiled)
@@ -136,32 +117,3 @@ class Attention:
             shape = self.masks.scores_shape(ROWS, LENGTH)
             dropout = self.kernels.draw_attention_mask(KEY, SITE, shape, RATE)
         return [each.asnumpy() for each in self.run(dout, *qkv, *mask, dropout)]
-
-
-def training(world: HostGroup) -> dict[str, tuple[list, list]]:
-    """Losses, norms, the loss of an evaluation and weights of a training by two ranks, and by one of them alone."""
-    return {name: (trained(name, world), trained(name, None) if world.rank == 0 else []) for name in TRAININGS}
-
-
-def trained(name: str, world: HostGroup | None) -> list:
-    in_ring = name == "ring"
-    one = config_of(**TRAININGS[name] | ({"context": {"mode": 1}} if world is None else {}))
-    settings, communicator, part = one.decoder, SingleProcess(), None
-    kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
-    if world is not None:
-        communicator = model_parallel(world, settings, Degrees(context_parallel=world.size), False)
-        kernels = over_context(kernels, communicator.groups.cp, in_ring, one.context.mode == 0)
-        part = SequencePart(world.rank, world.size, in_ring)
-    model, _ = build_model(one, kernels)
-    build_inputs, shapes = InputBuilder(settings, kernels, part), trained_shapes(one)
-    groups = parameter_groups(shapes, one.optimizer.weight_decay, one.optimizer.type)
-    weights = {name: model.parameters_by_name[name] for name in shapes}
-    optimizer = build_optimizer(weights, groups, one.optimizer, compiled=False)
-    step = TrainStep(model, optimizer, lambda update: 0.02, build_inputs, one.runner_wrapper, seed=one.seed,
-                     communicator=communicator)  # fmt: skip
-    results = [step([make_batch(2 * number + micro, 20 - 5 * micro, rows=2) for micro in range(2)]) for number in
-               range(3)]  # fmt: skip
-    found = evaluate(model, build_inputs, [make_batch(99, 9, rows=2)], lambda: False, communicator)
-    numbers = [(result.loss, result.losses["mtp_loss"], result.tokens) for result in results]
-    last = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
-    return [np.array([*numbers, (found.loss, 0, found.tokens)]), [result.global_norm for result in results], last]

@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
+from trainer.data.batches.context import SequencePart  # noqa: E402
 from trainer.models.shapes import all_shapes  # noqa: E402
+from trainer.ops.context import over_context  # noqa: E402
 from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import resolve_precision  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402
@@ -50,6 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"tie_word_embeddings": True, "embedding_size": 12} | DROPOUT,
         "recompute_config": {"recompute": True},
     },
+    "attention recomputed": {
+        "model": {"num_layers": 1, "sliding_window": 5, "n_kv_heads": 4} | DROPOUT,
+        "recompute_config": {"select_recompute": {"attention": True}},
+    },
     "multi-token prediction, frozen": {
         "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]}, **IN_TURN,
     },
@@ -61,8 +67,6 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED,
     },
 }  # fmt: skip
-EXPERT_RANKS = {"experts": 2}
-"""Of the cases in which ranks share experts."""
 
 
 class Trained(NamedTuple):
@@ -73,7 +77,7 @@ class Trained(NamedTuple):
     local_norms: dict[str, float]
     evaluated: float
     weights: dict[str, np.ndarray]
-    saved: dict[str, np.ndarray]  # whole weights and optimizer state, on rank 0
+    saved: dict[str, np.ndarray]  # whole weights and optimizer state
 
 
 def config(name: str) -> Config:
@@ -82,15 +86,30 @@ def config(name: str) -> Config:
     return config_of(model=model, **({"context": {"mode": 0}} | sections))
 
 
-def parted(
-    world: Group, names: list[str], tensor: int, rows: bool, steps: int, mistakes: Sequence[str] = ()
-) -> dict[str, Trained]:
-    """Trainings by ranks of which each `tensor` neighbours share the matrices; with `rows` the residual stream, too.
+class Layout(NamedTuple):
+    """How ranks divide a model: degrees, whether tensor-parallel ones share the residual stream by rows, and whether
+    context-parallel ones are a ring."""
 
-    Then one of the first case with each mistake, under its name.
-    """
-    found = {name: trained(name, steps, world, tensor, rows) for name in names}
-    return found | {mistake: trained(names[0], steps, world, tensor, rows, mistake) for mistake in mistakes}
+    tensor: int = 1
+    rows: bool = False
+    context: int = 1
+    in_ring: bool = True
+    experts: int = 1
+
+    def degrees(self, ranks: int) -> Degrees:
+        return Degrees(1, self.data(ranks), self.context, self.tensor, self.experts)
+
+    def data(self, ranks: int) -> int:
+        return ranks // self.tensor // self.context
+
+
+def parted(
+    world: Group, names: list[str], layout: dict, steps: int, mistakes: Sequence[str] = ()
+) -> dict[str, Trained]:
+    """Trainings by ranks, then one of the first case with each mistake, under its name."""
+    how = Layout(**layout)
+    found = {name: trained(name, steps, world, how) for name in names}
+    return found | {mistake: trained(names[0], steps, world, how, mistake=mistake) for mistake in mistakes}
 
 
 def make_mistake(communicator: ModelParallel, mistake: str) -> None:
@@ -104,27 +123,27 @@ def make_mistake(communicator: ModelParallel, mistake: str) -> None:
         communicator.layout = replace(communicator.layout, parameters=parameters)
 
 
-def degrees_of(name: str, ranks: int, tensor: int) -> Degrees:
-    experts = EXPERT_RANKS.get(name, 1)
-    return Degrees(data_parallel=ranks // tensor, model_parallel=tensor, expert_parallel=experts)
-
-
 def whole(world: Group, names: list[str], data: int, steps: int) -> dict[str, Trained]:
     """The same trainings by one rank, with the sequences of `data` ranks as micro-batches."""
-    return {name: trained(name, steps, None, data, False) for name in names}
+    return {name: trained(name, steps, None, Layout(), data) for name in names}
 
 
-def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool, mistake: str = "") -> Trained:
-    """A training by the ranks of `world`; None: by one rank with the sequences of `degree` data-parallel ranks."""
+def trained(
+    name: str, steps: int, world: Group | None, layout: Layout, data: int = 1, mistake: str = ""
+) -> Trained:
+    """A training by the ranks of `world`; None: by one rank with the sequences of `data` data-parallel ranks."""
     one = config(name)
     settings, communicator, shard = one.decoder, SingleProcess(), None
-    if world is not None:
-        degrees = degrees_of(name, world.size, degree)
-        communicator = model_parallel(world, settings, degrees, rows)
-        make_mistake(communicator, mistake)
-        tensor = TensorParallel(communicator.groups.tp, rows) if degree > 1 else None
-        shard = ModelShard(communicator.layout, communicator.where, tensor, communicator.groups.ep)
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
+    if world is not None:
+        communicator = model_parallel(world, settings, layout.degrees(world.size), layout.rows)
+        make_mistake(communicator, mistake)
+        groups, where, data = communicator.groups, communicator.where, layout.data(world.size)
+        tensor = TensorParallel(groups.tp, layout.rows) if layout.tensor > 1 else None
+        tokens = SequencePart(where.context, layout.context, layout.in_ring)
+        shard = ModelShard(communicator.layout, where, tensor, groups.ep, tokens)
+        if layout.context > 1:
+            kernels = over_context(kernels, groups.cp, tokens, one.context.mode == 0)
     model, build_inputs = build_model(one, kernels, shard=shard)
     spread(model, settings, shard)
     check_same_weights(model, communicator)
@@ -134,12 +153,11 @@ def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool,
     optimizer = build_optimizer(weights, groups, one.optimizer, compiled=False)
     step = TrainStep(model, optimizer, lambda update: 0.004, build_inputs, one.runner_wrapper, seed=one.seed,
                      communicator=communicator)  # fmt: skip
-    ranks = degree if world is None else world.size // degree
     results = []
     for number in range(steps):
         # A window of two micro-batches on every data-parallel rank; the last has fewer labels.
-        window = [[make_batch(10 * number + 2 * data + micro, 2 * TOKENS - 5 * micro, rows=2) for micro in range(2)]
-                  for data in range(ranks)]  # fmt: skip
+        window = [[make_batch(10 * number + 2 * rank + micro, 2 * TOKENS - 5 * micro, rows=2) for micro in range(2)]
+                  for rank in range(data)]  # fmt: skip
         own = sum(window, []) if world is None else window[communicator.data_rank]
         results.append(step(own))
     # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
@@ -149,16 +167,20 @@ def trained(name: str, steps: int, world: Group | None, degree: int, rows: bool,
     losses, norms = ([getattr(result, field) for result in results] for field in ("loss", "global_norm"))
     kept = saved(step)
     if world is not None:  # what is saved can be loaded again, by all ranks
-        whole_state = pickle.loads(world.gather_bytes(pickle.dumps(step.to_save().optimizer))[0])
-        step.load_optimizer({key: array.reshape(-1) for key, array in whole_state.items()}, steps)
-        assert all(np.array_equal(array, kept[key]) for key, array in saved(step).items())
+        step.load_optimizer({key: array.reshape(-1) for key, array in kept.items() if key not in last}, steps)
+        again = saved(step)
+        assert all(np.array_equal(array, again[key]) for key, array in kept.items())
     return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last, kept)
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
-    """What rank 0 writes to a checkpoint."""
-    found = step.to_save()
-    return {key: array.copy() for key, array in (found.weights | found.optimizer).items()}
+    """What all ranks write to a checkpoint, put together."""
+    own, whole_arrays = step.to_save(), {}
+    pieces = {key: (each.part, each.array.copy()) for key, each in (own.weights | own.optimizer).items()}
+    for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(pieces))):
+        for key, (part, array) in of_rank.items():
+            whole_arrays.setdefault(key, np.full(part.whole, np.nan, np.float32))[part.shard.slices] = array
+    return whole_arrays
 
 
 def spread(model: Any, settings: Any, shard: ModelShard | None) -> None:

@@ -78,19 +78,6 @@ def test_mistakes_are_found(found: list[dict], wrong: str, name: str) -> None:
     assert max(errors(found, name, RANKS, True)) > 1000
 
 
-def test_two_ranks_train_as_one_does() -> None:
-    """With documents, windows, dropout of probabilities, recomputation, accumulation, clipping, a module for
-    multi-token prediction, and an evaluation."""
-    ranks = on_rank_processes(2, "context_parallel_cases:training")
-    for name, (_, (numbers, norms, weights)) in ranks[0].items():
-        for ours in (rank[name][0] for rank in ranks):
-            np.testing.assert_allclose(ours[0], numbers, rtol=1e-5, err_msg=name)
-            np.testing.assert_allclose(ours[1], norms, rtol=1e-4, err_msg=name)
-            assert ours[2].keys() == weights.keys()
-            for weight, array in ours[2].items():
-                np.testing.assert_allclose(array, weights[weight], atol=2e-4, err_msg=f"{name}: {weight}")
-
-
 def errors(found: list[dict], name: str, size: int, in_ring: bool) -> list[float]:
     """Of the result and of the gradients, the largest of any rank, as multiples of what rounding may cause."""
     worst = []

@@ -210,8 +210,6 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
         saved = [f"step-{step:08d}" for step in range(done + 1, last) if ranks == 2 and step % SAVED_EVERY == 0]
         assert checkpoints(output) == [*kept, *saved, f"step-{last:08d}"][-3 if ranks == 2 else 0 :]
         assert column(step_records(output), "step") == list(range(1, last + 1)) and last >= done + steps
-        shards = list((output / "checkpoints" / f"step-{last:08d}").glob("optimizer-*-of-*"))
-        assert len(shards) == (ranks if ranks == 8 else 0)
         assert ranks == 1 or all("reduce_seconds" in record for record in step_records(output)[done:])
         done = last
     assert [record["step"] for record in restarts(output)] == [restarted_at]

@@ -33,4 +33,4 @@ def test_two_processes_train_and_resume(tmp_path, capfd: pytest.CaptureFixture):
     assert "data_parallel in its place" in changed["parallel_config.model_parallel"]["why"]
     assert "launching 2 workers" in progress and "resumed: step 2 of 2" in progress
     step = tmp_path / "smoke" / "file" / "checkpoints" / "step-00000002"
-    assert len(list(step.glob("optimizer-*-of-00002.safetensors"))) == 2
+    assert [each.name for each in step.glob("optimizer*")] == ["optimizer.safetensors"]  # which both have written

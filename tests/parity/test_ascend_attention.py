@@ -19,6 +19,7 @@ from trainer.config.schema.model import ModelConfig
 from trainer.ops.ascend import attention as ascend
 from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.cpu import kernels as reference
+from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import DropoutKey, dropout_mask, mask_seed
 
 ROWS, TOKENS, HEADS, SIZE = 2, 16, 4, 16
@@ -209,6 +210,39 @@ def test_loss_in_pieces_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.
     limit = 3e-6 if dtype == mindspore.float32 else 2e-3
     for right, ours in zip(*found, strict=True):
         assert right.dtype == ours.dtype and distance(ours, right) < limit
+
+
+def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank is run twice: what a rank gives to the gather is known after its first time."""
+    monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
+    monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
+    monkeypatch.setattr(ascend_loss, "_LOGITS", 128 * N)
+    vocabulary, firsts = 500, (0, 170, 335, 500)
+    labels, valid = RANDOM.integers(0, vocabulary, N).astype(np.int32), np.ones((N, 1), np.float32)
+    labels[:4], valid[0] = (0, 169, 170, 499), 0
+    x, weight = Tensor(normal(N, 8)), normal(vocabulary, 8) * 30  # sums of exp(logit) would overflow
+
+    def loss_of(kernel, rows: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        of = mindspore.value_and_grad(lambda x, w: kernel(x, w, Tensor(labels), Tensor(valid)), (0, 1))
+        loss, gradients = of(x, Tensor(rows))
+        return loss.asnumpy(), [gradient.asnumpy() for gradient in gradients]
+
+    given: list[Tensor] = [Tensor(np.zeros((2, N), np.float32))] * 3
+
+    def rank_loss(rank: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        def gather(own: Tensor) -> Tensor:
+            given[rank] = Tensor(own.asnumpy())
+            return mindspore.ops.concat(given)
+
+        part = VocabularyPart(rank, 3, firsts[rank], gather)
+        kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, part=part)
+        return loss_of(kernel, weight[firsts[rank] : firsts[rank + 1]])
+
+    loss, (grad_x, grad_weight) = loss_of(reference.CrossEntropy(), weight)
+    of_ranks = [[rank_loss(rank) for rank in range(3)] for _ in range(2)][1]
+    assert all(distance(each, loss) < 3e-6 for each, _ in of_ranks)
+    assert distance(sum(gradients[0] for _, gradients in of_ranks), grad_x) < 1e-5
+    assert distance(np.concatenate([gradients[1] for _, gradients in of_ranks]), grad_weight) < 1e-5
 
 
 def test_a_frozen_head_has_no_gradient_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

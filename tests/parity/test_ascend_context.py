@@ -9,7 +9,7 @@ import mindspore
 import numpy as np
 import pytest
 from exported_graphs import export
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from numpy_kernels import distance
 
 from trainer.config.schema.model import ModelConfig
@@ -44,6 +44,15 @@ def as_documented(
     return Tensor(out.swapaxes(1, 2).reshape(rows, queries, width)).astype(query.dtype)
 
 
+def index_select(x: Tensor, axis: int, index: Tensor) -> Tensor:
+    return Tensor(np.take(x.astype(mindspore.float32).asnumpy(), index.asnumpy(), axis)).astype(x.dtype)
+
+
+class SliceExt:
+    def __call__(self, input: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
+        return mint.narrow(input, dim, start, end - start)
+
+
 def kernel(part: SequencePart, gather) -> context.GatheredAttention:
     return context.GatheredAttention(HEADS, KV_HEADS, SIZE, length=TOKENS, part=part, gather=gather)
 
@@ -54,6 +63,8 @@ def test_a_rank_computes_its_tokens(
     segments: np.ndarray, window: int | None, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context.ops, "flash_attention_score", as_documented)
+    monkeypatch.setattr(context.mint, "index_select", index_select)
+    monkeypatch.setattr(context, "SliceExt", SliceExt)
     draw = np.random.default_rng(2)
     qkv = [draw.normal(size=(ROWS, TOKENS, heads * SIZE)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     parts = [SequencePart(each, RANKS) for each in range(RANKS)]

@@ -57,7 +57,7 @@ def test_steps_and_evaluations_are_those_of_explicit_mode() -> None:
     saved, expected = step.to_save(), run.to_save()
     for found, arrays in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):
         assert set(found) == set(arrays)
-        assert max(distance(found[name], arrays[name]) for name in arrays) < OF_GRADIENTS
+        assert max(distance(found[name], arrays[name].array) for name in arrays) < OF_GRADIENTS
     batches = [images(6), images(7, rows=4, padding=1)]
     mine, right = (evaluate(each.model, each.build_inputs, batches, lambda: False) for each in (step, run))
     assert mine.loss == pytest.approx(right.loss, rel=OF_LOSSES)

@@ -59,6 +59,6 @@ def test_steps_are_those_of_explicit_mode(on_a_cpu: None) -> None:
         for rate, expected in zip(mine.router_rates[1:], right.router_rates[1:], strict=True):
             np.testing.assert_allclose(rate, expected, 1e-5)
     saved, expected = step.to_save().weights, run.to_save().weights
-    assert max(distance(saved[name], expected[name]) for name in expected) < 1e-6
+    assert max(distance(saved[name], expected[name].array) for name in expected) < 1e-6
     evaluated = step.model(batch(2)).tokens.asnumpy(), run.model(run.build_inputs(batch(2))).tokens.asnumpy()
     assert distance(*evaluated) < 1e-6

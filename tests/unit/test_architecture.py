@@ -24,8 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
     ("trainer.errors",),
     ("trainer.input_files",),
-    ("trainer.storage",),
     ("trainer.parallel.world", "trainer.parallel.sharding"),
+    ("trainer.storage",),
     ("trainer.parallel.mesh",),
     ("trainer.parallel.schedule",),
     ("trainer.config",),
@@ -41,6 +41,7 @@ ROOMS = (
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan.pipeline", "trainer.plan.division"),
+    ("trainer.plan.traffic",),
     ("trainer.plan",),
     ("trainer.launch.restart",),
     ("trainer.launch.checks",),

@@ -18,12 +18,14 @@ from trainer.checkpoint import saver as saver_module
 from trainer.checkpoint import state, writing
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.store import read_checkpoint, shard_name
-from trainer.checkpoint.writing import checkpoint_stages
+from trainer.checkpoint.store import read_checkpoint
+from trainer.checkpoint.writing import FileParts, checkpoint_stages
 from trainer.config import Config
 from trainer.errors import RunError
 from trainer.models.shapes import all_shapes
 from trainer.parallel.communicator import SingleProcess
+from trainer.parallel.sharding import PartOfArray, whole_array
+from trainer.storage.tensor_file import float32_entries
 
 
 class Gate:
@@ -57,10 +59,8 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> N
 def saved_of(config: Config, shares_weights: bool) -> SimpleNamespace:
     """What a training step hands over: weights in memory that it goes on with, and copies of the optimizer's state."""
     weights = {name: np.ones(shape, np.float32) for name, shape in all_shapes(config.decoder).items()}
-    optimizer = {"exp_avg.lm_head.weight": np.ones(8, np.float32)}
-    return SimpleNamespace(
-        weights=weights, optimizer=optimizer, updates=1, is_sharded=False, shares_weights=shares_weights
-    )
+    optimizer = {key: np.ones(shape, np.float32) for key, shape in state.optimizer_shapes(config).items()}
+    return SimpleNamespace(weights=weights, optimizer=optimizer, updates=1, shares_weights=shares_weights)
 
 
 EXPERTS = BASE.replace("    seq_length: 32\n", """    seq_length: 32
@@ -189,7 +189,9 @@ def train_and_save(communicator: ThreadRank, folder: Path, told: list) -> int:
     """Steps of a run on this rank, as `trainer.run.loop` makes them, until a save is complete; how many there were."""
     rank, size = communicator.rank, communicator.size
     saver = Saver(folder, communicator, True, lambda path, step: told[rank].append(step))
-    tensors = {shard_name("optimizer", rank, size): {"m": np.full(4, rank, np.float32)}}
+    own = whole_array((4 * size,))._replace(flat=slice(4 * rank, 4 * rank + 4))
+    piece = PartOfArray(own, np.full(4, rank, np.float32))
+    tensors = {"optimizer": FileParts(float32_entries({"m": own.whole}), {"m": [piece]})}
     tensors |= {} if rank else {"model": {"w": np.float32([1])}}
     gate = Gate("wrote state")
     if rank != 1:
@@ -219,14 +221,14 @@ def test_ranks_save_beside_their_training(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = writing.save_arrays
+    whole = writing.write_pieces
 
-    def fail(path: Path, arrays) -> str:
-        if path.name.startswith("optimizer-00002"):
+    def fail(path: Path, entries, pieces) -> int:
+        if pieces["m"][0].array[0] == 1:
             raise OSError(28, "No space left on device")
-        return whole(path, arrays)
+        return whole(path, entries, pieces)
 
-    monkeypatch.setattr(writing, "save_arrays", fail)
+    monkeypatch.setattr(writing, "write_pieces", fail)
     errors = on_ranks(3, lambda communicator: train_and_save(communicator, tmp_path, [[], [], []]))
     assert all(isinstance(error, RunError) and "by rank 1: No space left" in str(error) for error in errors), errors
     assert names(tmp_path) == []

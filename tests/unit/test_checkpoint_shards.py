@@ -1,10 +1,13 @@
-"""Checkpoints that several ranks write together: complete with the shards of all ranks, and no rank waits forever."""
+"""Checkpoints that several ranks write together: the files of one rank, complete or not there, and no rank waits
+forever. Shards that ranks of earlier versions wrote to files of their own are read.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +21,55 @@ from trainer.checkpoint.store import (
     read_checkpoint,
     shard_name,
 )
-from trainer.checkpoint.writing import write_checkpoint
+from trainer.checkpoint.writing import FileParts, write_checkpoint
 from trainer.errors import RunError, UserError
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, range_of_rank, whole_array
 from trainer.storage.marker import MARKER, marker_content
+from trainer.storage.tensor_file import entries_of, make_file
 
 WEIGHTS = {"w": np.arange(35, dtype=np.float32).reshape(5, 7), "b": np.float32([1, 2])}
 STATE = {"m.w": np.random.default_rng(0).normal(size=35).astype(np.float32), "m.b": np.float32([3, 4])}
 
 
+ENTRIES = {
+    "model": entries_of(WEIGHTS),
+    "optimizer": entries_of({"m.w": WEIGHTS["w"], "m.b": STATE["m.b"]}),
+}
+
+
+def parts_of(rank: int, ranks: int) -> dict[str, FileParts]:
+    """Each rank has columns of w, and a range of m.w; rank 0 also has b and m.b."""
+    w, own = WEIGHTS["w"], range_of_rank(35, rank, ranks)
+    columns = range_of_rank(7, rank, ranks)
+    shard = Shard((0, columns.start), (5, columns.stop - columns.start))
+    pieces = {
+        "model": {"w": [PartOfArray(ArrayPart(w.shape, shard), shard.of(w))], "b": [whole_piece(WEIGHTS["b"])]},
+        "optimizer": {
+            "m.w": [PartOfArray(whole_array(w.shape)._replace(flat=own), STATE["m.w"][own])],
+            "m.b": [whole_piece(STATE["m.b"])],
+        },
+    }
+    for of_part in pieces.values() if rank else ():
+        of_part.popitem()
+    return {part: FileParts(ENTRIES[part], pieces[part]) for part in pieces}
+
+
+def whole_piece(array: np.ndarray) -> PartOfArray:
+    return PartOfArray(whole_array(array.shape), array)
+
+
 def save(folder: Path, ranks: int, step: int = 1) -> list:
-    """Each rank has a range of m.w; rank 0 also m.b and the weights. Returns the result of each rank."""
+    """Returns the result of each rank."""
+
+    def work(communicator: ThreadRank) -> Path:
+        tensors = parts_of(communicator.rank, ranks)
+        return write_checkpoint(folder, step, tensors, {"step": step}, keep_max=2, communicator=communicator)
+
+    return on_ranks(ranks, work)
+
+
+def save_shards(folder: Path, ranks: int, step: int = 1) -> list:
+    """As earlier versions: each rank writes its range of m.w to a file of its own."""
 
     def work(communicator: ThreadRank) -> Path:
         shards = {"m.w": STATE["m.w"][range_of_rank(35, communicator.rank, ranks)]} | (
@@ -50,23 +91,37 @@ def assert_holds(path: Path) -> None:
     tensors = read_checkpoint(path).tensors
     for name, array in WEIGHTS.items():
         np.testing.assert_array_equal(tensors["model"][name], array)
-    assert {name: array.tolist() for name, array in tensors["optimizer"].items()} == {
+    assert {name: array.ravel().tolist() for name, array in tensors["optimizer"].items()} == {
         name: array.tolist() for name, array in STATE.items()
     }
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_shards_of_all_ranks_are_one_checkpoint(tmp_path: Path, ranks: int) -> None:
-    paths = save(tmp_path, ranks)
+def test_the_files_are_those_of_one_rank(tmp_path: Path, ranks: int) -> None:
+    paths, (alone,) = save(tmp_path, ranks), save(tmp_path / "alone", 1)
     assert paths == [tmp_path / "step-00000001"] * ranks
-    shards = [f"optimizer-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
-    assert names(paths[0]) == ["COMPLETE", "model.safetensors", *shards, "state.json"]
-    marked = json.loads((paths[0] / MARKER).read_text())["file_bytes"]
-    assert marked == {name: (paths[0] / name).stat().st_size for name in names(paths[0]) if name != MARKER}
+    assert names(paths[0]) == ["COMPLETE", "model.safetensors", "optimizer.safetensors", "state.json"]
+    for name in names(alone):
+        assert (paths[0] / name).read_bytes() == (alone / name).read_bytes(), name
     assert_holds(paths[0])
     for step in (2, 3):
         save(tmp_path, ranks, step)
-    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert names(tmp_path) == ["alone", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_shards_of_earlier_versions_are_read(tmp_path: Path, ranks: int) -> None:
+    path = save_shards(tmp_path, ranks)[0]
+    shards = [f"optimizer-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
+    assert names(path) == ["COMPLETE", "model.safetensors", *shards, "state.json"]
+    assert_holds(path)
+    found = read_checkpoint(path, lazy=("model", "optimizer")).tensors
+    for rank in range(3):  # any rank's part of them, whatever the number of ranks
+        for part, (_, pieces) in parts_of(rank, 3).items():
+            for name, (piece,) in pieces.items():
+                read = found[part].array(name).read(piece.part)
+                assert read.shape == piece.part.shape
+                np.testing.assert_array_equal(read, piece.array)
 
 
 def test_ranks_without_a_shard_only_wait(tmp_path: Path) -> None:
@@ -82,7 +137,7 @@ def test_ranks_without_a_shard_only_wait(tmp_path: Path) -> None:
 
 
 def test_lazy_arrays_are_read_when_asked_for(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)[0]
+    path = save_shards(tmp_path, 3)[0]
     arrays = read_checkpoint(path, lazy=("optimizer",)).tensors["optimizer"]
     assert sorted(arrays) == ["m.b", "m.w"] and len(arrays) == 2 and "m.w" in arrays
     np.testing.assert_array_equal(arrays["m.w"], STATE["m.w"])
@@ -94,36 +149,43 @@ def test_lazy_arrays_are_read_when_asked_for(tmp_path: Path) -> None:
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def fail_on(monkeypatch: pytest.MonkeyPatch, function: str, file_name: str) -> None:
-    """The disk fills up when a function is called with a path of this name."""
-    whole = getattr(writing, function)
+def fail_on(monkeypatch: pytest.MonkeyPatch, function: str, file_name: str, rank: int) -> None:
+    """The disk fills up when a rank calls a function with a path of this name."""
+    whole, whole_stages, own = getattr(writing, function), writing.do_stages, threading.local()
 
     def fail(path: Path, *arguments: object) -> object:
-        if path.name == file_name:
+        if path.name == file_name and own.rank == rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return whole(path, *arguments)
 
+    def do_stages(stages: writing.Stages, folder: Path, communicator: ThreadRank) -> Path:
+        own.rank = communicator.rank
+        return whole_stages(stages, folder, communicator)
+
+    monkeypatch.setattr(writing, "do_stages", do_stages)
     monkeypatch.setattr(writing, function, fail)
 
 
-@pytest.mark.parametrize(
-    ("function", "file_name", "rank"),
-    [
-        ("_check_space", "checkpoints", 0),
-        ("save_arrays", "model.safetensors", 0),
-        ("save_arrays", "optimizer-00002-of-00003.safetensors", 1),
-        ("_flush_to_disk", "optimizer-00003-of-00003.safetensors", 2),
-        ("_flush_to_disk", ".tmp-step-00000002", 0),
-        ("_flush_to_disk", ".tmp-COMPLETE", 0),
-    ],
-)
+FAILURES = [
+    ("_check_space", "checkpoints", 0),
+    ("make_file", "model.safetensors", 0),
+    ("write_pieces", "model.safetensors", 0),
+    ("write_pieces", "optimizer.safetensors", 1),
+    ("_flush_to_disk", "optimizer.safetensors", 2),
+    ("checksum_of_file", "optimizer.safetensors", 1),
+    ("_flush_to_disk", ".tmp-step-00000002", 0),
+    ("_flush_to_disk", ".tmp-COMPLETE", 0),
+]
+
+
+@pytest.mark.parametrize(("function", "file_name", "rank"), FAILURES)
 def test_a_failure_of_one_rank_ends_the_save_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, file_name: str, rank: int
 ) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 3)
     with monkeypatch.context() as patch:
-        fail_on(patch, function, file_name)
+        fail_on(patch, function, file_name, rank)
         errors = save(folder, 3, step=2)
     assert all(isinstance(error, RunError) for error in errors), errors
     assert len({str(error) for error in errors}) == 1
@@ -136,23 +198,39 @@ def test_a_failure_of_one_rank_ends_the_save_on_all(
     assert_holds(folder / "step-00000002")
 
 
-def test_a_host_that_sees_another_folder_gets_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_a_host_that_sees_another_folder_gets_an_error(tmp_path: Path, there: bool) -> None:
+    """Even where the other folder is just as an interrupted save has left it."""
+    left = tmp_path / "elsewhere" / ".tmp-step-00000001"
+    if there:
+        left.mkdir(parents=True)
+        for part, entries in ENTRIES.items():
+            make_file(left / f"{part}.safetensors", entries)
+
     def work(communicator: ThreadRank) -> Path:
         own = tmp_path / ("shared" if communicator.rank == 0 else "elsewhere")
-        return write_checkpoint(
-            own, 1, {shard_name("optimizer", communicator.rank, 2): STATE}, {}, 1, communicator=communicator
-        )
+        return write_checkpoint(own, 1, parts_of(communicator.rank, 2), {}, 1, communicator=communicator)
 
     errors = on_ranks(2, work)
-    assert all("by rank 1: the folder that rank 0 made is not there; all hosts must see one" in str(e) for e in errors)
+    expected = "by rank 0: model.safetensors does not hold what the ranks have written" if there else (
+        "by rank 1: the folder that rank 0 made is not there")
+    assert all(f"{expected}; all hosts must see one output_dir" in str(e) for e in errors), errors
     assert names(tmp_path / "shared") == []
+
+
+def test_ranks_that_have_not_all_numbers_save_nothing(tmp_path: Path) -> None:
+    def work(communicator: ThreadRank) -> Path:
+        return write_checkpoint(tmp_path, 1, parts_of(communicator.rank, 3), {}, 1, communicator=communicator)
+
+    errors = on_ranks(2, work)
+    assert {str(error) for error in errors} == {"the ranks have 88 of 148 bytes of 'model'"} and names(tmp_path) == []
 
 
 # ---- reading what is not whole ---------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_without_one_shard_is_incomplete(tmp_path: Path) -> None:
-    good, bad = save(tmp_path, 4)[0], save(tmp_path, 4, step=2)[0]
+    good, bad = save_shards(tmp_path, 4)[0], save_shards(tmp_path, 4, step=2)[0]
     (bad / "optimizer-00003-of-00004.safetensors").unlink()
     with pytest.raises(UserError) as caught:
         read_checkpoint(bad)
@@ -162,7 +240,7 @@ def test_a_checkpoint_without_one_shard_is_incomplete(tmp_path: Path) -> None:
 
 
 def test_a_marker_that_lacks_a_shard_makes_it_incomplete(tmp_path: Path) -> None:
-    path = save(tmp_path, 2)[0]
+    path = save_shards(tmp_path, 2)[0]
     marker = json.loads((path / MARKER).read_text())
     del marker["checksum"]
     for key in ("file_bytes", "checksums"):

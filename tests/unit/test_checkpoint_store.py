@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from trainer.checkpoint import store, writing
-from trainer.checkpoint.tensor_file import CODES
 from trainer.checkpoint.weights import read_weights
 from trainer.config.checks.problem import SourceLocation
 from trainer.config.read.model_folder import _read_json
@@ -23,6 +22,7 @@ from trainer.data.tokens.chat_template import _find_in
 from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside
 from trainer.errors import RunError, UserError
 from trainer.storage.marker import marker_content
+from trainer.storage.tensor_file import CODES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -117,7 +117,7 @@ def test_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_dtype_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="model: w has dtype complex128"):
+    with pytest.raises(TypeError, match="w has dtype complex128"):
         writing.write_checkpoint(tmp_path / "c", 1, {"model": {"w": np.zeros(1, np.complex128)}}, {}, 1)
     assert not (tmp_path / "c").exists()
 

@@ -9,6 +9,7 @@ from config_helpers import BASE, load
 from trainer.config.checks.degrees import context_problems
 from trainer.data.batches.batch import Batch
 from trainer.data.batches.context import SequencePart
+from trainer.ops.dropout import DropoutKey, MaskPart, dropout_mask
 
 
 @pytest.mark.parametrize("in_ring", [True, False])
@@ -69,13 +70,17 @@ def test_what_context_parallelism_fits(text: str, rule: str | None) -> None:
     assert len(problems) == (rule is not None) and all(rule in each for each in problems), problems
 
 
-def test_masks_that_would_not_be_those_of_one_rank_are_refused() -> None:
-    rates = "hidden_dropout=0.1", "attention_dropout=0.1"
-    rates = [f"model.model_config.{rate}" for rate in rates]
-    assert len(problems_of("{context_parallel: 2}", *rates)) == 1
-    hidden, scores = problems_of("{context_parallel: 2, context_parallel_algo: ulysses_cp}", *rates)
-    assert "hidden_dropout = 0.1: not yet supported with context_parallel.\n  Fix: set it to 0" in hidden
-    assert "attention_dropout = 0.1: not yet supported with context_parallel by ulysses_cp." in scores
+@pytest.mark.parametrize("in_ring", [True, False])
+def test_ranks_drop_what_one_rank_drops(in_ring: bool) -> None:
+    key, shape = DropoutKey(1, 0, 2, 3), (2 * 8, 6)
+    whole, found = dropout_mask(key, 4, shape, 0.3), np.full(shape, np.nan)
+    for rank in range(2):
+        rows = SequencePart(rank, 2, in_ring).rows(2, 8)
+        for number, columns in enumerate((slice(0, 3), slice(3, 6))):
+            part = MaskPart(2 * rank + number, (rows, columns))
+            found[rows, columns] = own = dropout_mask(key, 4, shape, 0.3, part)
+            assert own.shape == part.of(shape)
+    assert np.array_equal(found, whole)
 
 
 def problems_of(text: str, *overrides: str) -> list[str]:

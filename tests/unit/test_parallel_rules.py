@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from config_helpers import BASE, error_of, failure, load
 
@@ -82,8 +84,9 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
         (
-            "parallel_config: {context_parallel: 2, model_parallel: 2}\n",
-            ["model_parallel = 2: not yet supported together with context_parallel", "set one of the two to 1"],
+            "parallel_config: {context_parallel: 2, model_parallel: 4, use_seq_parallel: True}\n"
+            "model.model_config.seq_length=12",
+            ["use_seq_parallel = True: the 6 tokens of a micro-batch that a rank has are not divisible by model_paral"],
         ),
         ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
         (
@@ -245,6 +248,24 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
     explicit = load(BASE + "parallel: {parallel_mode: 1}\n", "parallel.parallel_fallback=explicit")
     choose_backend(explicit, EIGHT).check_device("CPU")
     preflight(load(text), EIGHT, choose_backend(load(text), EIGHT).problems())  # nothing else is wrong with it
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "said"),
+    [
+        ("{context_parallel: 2, context_parallel_algo: ulysses_cp}", "", "_algo = 'ulysses_cp': not yet"),
+        ("{context_parallel: 2}", "attention_dropout: 0.1", "attention_dropout = 0.1: not yet supported with context"),
+        ("{context_parallel: 2}", "use_flash_attention: False", "needs flash_attention_score, and use_flash_attention"),
+        ("{context_parallel: 2}", "head_dim: 24", "takes heads of a multiple of 16"),
+        ("{pipeline_stage: 2, micro_batch_num: 2}", "", "pipeline_stage = 2: outside semi-automatic mode it runs on"),
+    ],
+)
+def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: str, said: str) -> None:
+    config = load(BASE.replace("model_config:", "model_config:\n    " + model, 1) + f"parallel_config: {text}\n")
+    backend = choose_backend(config, EIGHT)
+    backend.check_device("CPU")
+    with pytest.raises(UserError, match=re.escape(said)):
+        backend.check_device("Ascend")
 
 
 def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:

@@ -18,10 +18,12 @@ Needs numpy only. E experts, F width of an expert, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from trainer.checkpoint.joined_names import join
+from trainer.parallel.sharding import ArrayPart, whole_array
 
 Shapes = Mapping[str, tuple[int, ...]]
 Weights = dict[str, np.ndarray]
@@ -58,15 +60,41 @@ def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, 
     return found
 
 
-def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
-    """Tensors to save, one for each expert, as views; `family` is `model.arch.type`."""
+class DiskPart(NamedTuple):
+    """Where numbers of a parameter are in a tensor on disk.
+
+    Attributes:
+        name: Of the parameter.
+        own: The range of the flattened array in memory.
+        part: The same numbers in the tensor.
+    """
+
+    name: str
+    own: slice
+    part: ArrayPart
+
+
+def disk_parts(parts: Mapping[str, ArrayPart], family: str) -> dict[str, list[DiskPart]]:
+    """What each tensor to save has of these parts of parameters, one tensor for each expert; `family` is
+    `model.arch.type`."""
     form, found = MIXTRAL if family == "MixtralForCausalLM" else ONE_BY_ONE, {}
-    for name, array in arrays.items():
+    for name, part in parts.items():
         if _is_stack(name):
-            found |= dict(zip(_expert_names(name, len(array), form), array, strict=True))
+            names = list(_expert_names(name, part.whole[0], form))
+            found |= {names[expert]: [DiskPart(name, own, one)] for expert, one, own in part.items()}
         else:
-            found[_single_name(name, form)] = array
+            found[_single_name(name, form)] = [DiskPart(name, slice(0, part.size), part)]
     return join(found, family)
+
+
+def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
+    """Tensors to save as in `disk_parts`, as views where they are not made of several parameters."""
+    found = {}
+    for name, parts in disk_parts({name: whole_array(array.shape) for name, array in arrays.items()}, family).items():
+        ordered = sorted(parts, key=lambda one: one.part.shard.start)
+        flat = [arrays[one.name].reshape(-1)[one.own] for one in ordered]
+        found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].part.whole)
+    return found
 
 
 def from_disk(weights: Mapping[str, np.ndarray], shapes: Shapes) -> Weights:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.checkpoint.tensor_file import BFLOAT16, CODES, Entry, write_tensors
 from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.storage.marker import read_saved
+from trainer.storage.tensor_file import BFLOAT16, CODES, Entry, write_tensors
 
 if TYPE_CHECKING:
     from trainer.config import Config

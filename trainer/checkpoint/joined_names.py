@@ -20,19 +20,22 @@ hidden size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.config.families import FAMILIES
+from trainer.parallel.sharding import ArrayPart
 
 if TYPE_CHECKING:
+    from trainer.checkpoint.expert_names import DiskPart
     from trainer.config.schema.model import ModelConfig
 
 Weights = dict[str, np.ndarray]
 
 _PAIR, _ALL, _KEYS_AND_VALUES = "mlp.gate_up_proj", "self_attn.qkv_proj", "self_attn.kv_proj"
+_GATE_AND_UP = (".mlp.gate_proj.", ".mlp.up_proj.")
 _SHARED, _SHARED_HERE = ".mlp.shared_expert.", ".mlp.shared_experts."
 _NAMES = tuple(
     (re.compile(pattern), name)
@@ -68,20 +71,28 @@ def split_joined(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> We
     return found
 
 
-def join(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
-    """Tensors as the files of a family have them; `family` is the class that they are saved as."""
+def join(parts: Mapping[str, Sequence[DiskPart]], family: str) -> dict[str, list[DiskPart]]:
+    """What the tensors of a family's files have of parameters, from what each tensor has under its own name; `family`
+    is the class that they are saved as."""
     if family == "Qwen2MoeForCausalLM":
-        return {name.replace(_SHARED_HERE, _SHARED): array for name, array in arrays.items()}
+        return {name.replace(_SHARED_HERE, _SHARED): list(found) for name, found in parts.items()}
     if family not in FAMILIES or not FAMILIES[family].joins_gate_up:
-        return dict(arrays)
-    found: Weights = {}
-    for name, array in arrays.items():
-        if ".mlp.gate_proj." in name:
-            up = arrays[name.replace(".gate_proj.", ".up_proj.")]
-            found[name.replace(".gate_proj.", ".gate_up_proj.")] = np.concatenate([array, up])
-        elif ".mlp.up_proj." not in name:
-            found[name] = array
-    return found
+        return {name: list(found) for name, found in parts.items()}
+    joined: dict[str, list[DiskPart]] = {}
+    for name, found in parts.items():
+        place = next((place for place, one in enumerate(_GATE_AND_UP) if one in name), None)
+        if place is not None:
+            name = name.replace(_GATE_AND_UP[place], ".mlp.gate_up_proj.")
+            found = [one._replace(part=_below(one.part, place)) for one in found]
+        joined.setdefault(name, []).extend(found)
+    return joined
+
+
+def _below(part: ArrayPart, place: int) -> ArrayPart:
+    """The same part of one of two matrices of a shape, the first above the second."""
+    rows, *others = part.whole
+    shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
+    return ArrayPart((2 * rows, *others), shard, part.flat)
 
 
 def _renamed(name: str) -> str:

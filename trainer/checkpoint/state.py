@@ -9,7 +9,7 @@ Finding, reading and checking a checkpoint needs no MindSpore, so a bad checkpoi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 from trainer.checkpoint import adapters
 from trainer.checkpoint.documents import RunState, read_base, read_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
-from trainer.checkpoint.expert_names import to_disk
+from trainer.checkpoint.expert_names import DiskPart, disk_parts
 from trainer.checkpoint.hugging_face import class_on_disk
 from trainer.checkpoint.store import (
     Checkpoint,
@@ -28,17 +28,18 @@ from trainer.checkpoint.store import (
     find_checkpoint,
     passed_over,
     read_checkpoint,
-    shard_name,
 )
 from trainer.checkpoint.weights import first_of, fitting_weights, is_finite
-from trainer.checkpoint.writing import Stages, checkpoint_stages, do_stages
+from trainer.checkpoint.writing import FileParts, Stages, checkpoint_stages, do_stages
 from trainer.config.schema.fields import Section, support_of
 from trainer.data.batches.loader import optimizer_steps
 from trainer.errors import UserError
-from trainer.models.shapes import adapter_shapes
+from trainer.models.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.communicator import SingleProcess
+from trainer.parallel.sharding import ArrayPart, PartOfArray, as_part, whole_array
+from trainer.storage.tensor_file import float32_entries
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -109,7 +110,7 @@ def save_stages(
     ranks: int = 1,
     beside_training: bool = False,
 ) -> Stages:
-    """The stages of saving a checkpoint of the run. All ranks do them; each writes its own shard.
+    """The stages of saving a checkpoint of the run. All ranks do them; each writes what it has.
 
     Nothing is written before the first stage is asked for.
 
@@ -125,22 +126,22 @@ def save_stages(
     Raises:
         RunError: The disk is full or cannot be written, on any rank; earlier checkpoints are unchanged.
     """
-    tensors: dict[str, Mapping[str, np.ndarray]] = {}
+    weights, state_parts = ({name: as_part(array) for name, array in arrays.items()}
+                            for arrays in (saved.weights, saved.optimizer))  # fmt: skip
     documents: dict[str, Any] = {}
-    if rank == 0:
-        if base is None:
-            tensors["model"] = to_disk(saved.weights, class_on_disk(config))
-            documents |= files or {}
-        else:
-            names = adapter_shapes(config.decoder)
-            tensors[adapters.PART] = {adapters.PREFIX + name: saved.weights[name] for name in names}
-            documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
+    if base is None:
+        part, shapes = "model", all_shapes(config.network)
+        found = _file_parts(weights, shapes, lambda parts: disk_parts(parts, class_on_disk(config)))
+        documents |= files or {}
+    else:
+        part, shapes = adapters.PART, adapter_shapes(config.decoder)
+        found = _file_parts(weights, shapes, lambda parts: _under_names(parts, adapters.PREFIX))
+        documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
     if beside_training and saved.shares_weights:
-        tensors = {part: _copied(arrays, saved.weights) for part, arrays in tensors.items()}
-    if saved.is_sharded:
-        tensors[shard_name(OPTIMIZER, rank, ranks)] = saved.optimizer
-    elif rank == 0:
-        tensors[OPTIMIZER] = saved.optimizer
+        copies = {name: [PartOfArray(each, np.array(array)) for each, array in pieces]
+                  for name, pieces in found.pieces.items()}  # fmt: skip
+        found = found._replace(pieces=copies)
+    tensors = {part: found, OPTIMIZER: _file_parts(state_parts, optimizer_shapes(config), _under_names)}
     state = {
         "position": asdict(position),
         "optimizer": {"type": config.optimizer.type, "updates": saved.updates},
@@ -157,17 +158,36 @@ def save_stages(
     )  # fmt: skip
 
 
-def _copied(arrays: Mapping[str, np.ndarray], shared: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays, with copies of those that are `shared` ones or views of them; others are nobody else's."""
-    roots = {id(_root(array)) for array in shared.values()}
-    return {name: np.array(array) if id(_root(array)) in roots else array for name, array in arrays.items()}
+def _under_names(parts: Mapping[str, ArrayPart], prefix: str = "") -> dict[str, list[DiskPart]]:
+    """Tensors on disk that are arrays in memory, with longer names."""
+    return {prefix + name: [DiskPart(name, slice(0, part.size), part)] for name, part in parts.items()}
 
 
-def _root(array: np.ndarray) -> np.ndarray:
-    """The array that it is a view of, or itself."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
+def _file_parts(
+    own: Mapping[str, PartOfArray],
+    shapes: Mapping[str, tuple[int, ...]],
+    on_disk: Callable[[Mapping[str, ArrayPart]], Mapping[str, Sequence[DiskPart]]],
+) -> FileParts:
+    """What this rank has of the tensors of a file.
+
+    Args:
+        own: What it has of the arrays that the file is made of.
+        shapes: Of all of these arrays.
+        on_disk: Parts of arrays -> parts of the tensors that are made of them.
+    """
+    found = on_disk({name: own[name].part for name in shapes if name in own})
+    pieces = {name: [PartOfArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
+              for name, parts in found.items()}  # fmt: skip
+    wholes = on_disk({name: whole_array(shape) for name, shape in shapes.items()})
+    return FileParts(float32_entries({name: parts[0].part.whole for name, parts in wholes.items()}), pieces)
+
+
+def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of the optimizer's arrays by `kind.parameter`."""
+    shapes, optimizer = trained_shapes(config), config.optimizer
+    groups = parameter_groups(shapes, optimizer.weight_decay, optimizer.type)
+    return {f"{kind}.{name}": shapes[name]
+            for group in groups for kind in STATE_NAMES[group.rule] for name in group.parameters}  # fmt: skip
 
 
 def save(folder: Path, *values: Any, **named: Any) -> Path:
@@ -267,20 +287,16 @@ class _CheckedArrays(Mapping[str, np.ndarray]):
 
     def check(self) -> None:
         """Checks names, shapes and dtypes without reading arrays; raises a UserError."""
-        shapes, optimizer = trained_shapes(self.config), self.config.optimizer
-        groups = parameter_groups(shapes, optimizer.weight_decay, optimizer.type)
-        for group in groups:
-            for name in (f"{kind}.{one}" for kind in STATE_NAMES[group.rule] for one in group.parameters):
-                if name not in self.arrays:
-                    raise damaged(self.path, f"the optimizer's state lacks {name}")
-                dtype, shape = self.arrays.about(name)
-                expected = tuple(shapes[name.split(".", 1)[1]])
-                if dtype != "F32":
-                    raise damaged(self.path, f"the optimizer's state has {name} in {dtype}, not F32")
-                # What ranks have shared is flat.
-                if shape not in (expected, (math.prod(expected),)):
-                    rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
-                    raise damaged(self.path, rule)
+        for name, expected in optimizer_shapes(self.config).items():
+            if name not in self.arrays:
+                raise damaged(self.path, f"the optimizer's state lacks {name}")
+            dtype, shape = self.arrays.about(name)
+            if dtype != "F32":
+                raise damaged(self.path, f"the optimizer's state has {name} in {dtype}, not F32")
+            # What ranks have shared is flat in checkpoints of earlier versions.
+            if shape not in (expected, (math.prod(expected),)):
+                rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
+                raise damaged(self.path, rule)
 
     def __getitem__(self, name: str) -> np.ndarray:
         array = self.arrays[name]

@@ -30,9 +30,11 @@ import safetensors
 
 from trainer.errors import UserError
 from trainer.input_files import open_file, read_bytes
+from trainer.parallel.sharding import ArrayPart, Shard
 from trainer.storage.checksums import checksum_of_file
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, Marker
+from trainer.storage.tensor_file import StoredArray, TensorFile, concatenated
 
 STATE = "state.json"
 REPLACED = ".replaced"
@@ -40,8 +42,8 @@ REPLACED = ".replaced"
 BEST = "best"
 UNFINISHED = ".tmp-"
 """Prefix of a temporary folder or file."""
+ENDING = ".safetensors"
 
-_ENDING = ".safetensors"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 _OFFERED = re.compile(r"use (.+?), (the [^,()]+) \(--resume_training [^)]+\)")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
@@ -229,7 +231,7 @@ def read_checkpoint(
         if part not in files:
             raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
-        arrays = _Arrays(path, files[part], marker if checksums else marker.model_copy(update={"checksums": None}))
+        arrays = StoredArrays(path, files[part], marker if checksums else marker.model_copy(update={"checksums": None}))
         tensors[part] = arrays if part in lazy else dict(arrays)
     return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
 
@@ -272,12 +274,12 @@ def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
     """Names of the files of each part, in the order of ranks, including missing ones."""
     found: dict[str, list[str]] = {}
     for name in marker.file_bytes:
-        if not name.endswith(_ENDING):
+        if not name.endswith(ENDING):
             continue
-        stem = name.removesuffix(_ENDING)
+        stem = name.removesuffix(ENDING)
         shard = _SHARD.fullmatch(stem)
         part, ranks = (stem, 0) if shard is None else (shard[1], int(shard[3]))
-        names = [name] if shard is None else [shard_name(part, rank, ranks) + _ENDING for rank in range(ranks)]
+        names = [name] if shard is None else [shard_name(part, rank, ranks) + ENDING for rank in range(ranks)]
         if name not in names:
             raise damaged(path, f"{MARKER} names {name}: there is no such shard")
         if found.setdefault(part, names) != names:
@@ -285,7 +287,7 @@ def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
     return found
 
 
-class _Arrays(Mapping[str, np.ndarray]):
+class StoredArrays(Mapping[str, np.ndarray]):
     """The arrays of a part, read from its files when they are accessed.
 
     An array in all files is sharded into consecutive ranges; an array in the first file alone is whole.
@@ -297,31 +299,41 @@ class _Arrays(Mapping[str, np.ndarray]):
         for rank, name in enumerate(names):
             _check_file(path, name, marker, f", the shard of rank {rank} of {len(names)}" if len(names) > 1 else "")
             try:
-                self.files.append(safetensors.safe_open(path / name, "numpy"))
+                self.files.append(TensorFile(path / name))
             except (OSError, safetensors.SafetensorError) as error:
                 raise damaged(path, f"{name} cannot be read ({error})") from error
-        self.names = [set(file.keys()) for file in self.files]
-        if any(names - self.names[0] for names in self.names[1:]):
+        if any(file.entries.keys() - self.files[0].entries.keys() for file in self.files[1:]):
             raise damaged(path, "the shards of some ranks hold arrays that are not in that of rank 0")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        try:
-            ranges = [file.get_tensor(name) for file in self._files_with(name)]
-        except (OSError, safetensors.SafetensorError, TypeError, AttributeError) as error:  # numpy lacks some dtypes
-            raise damaged(self.path, f"{name} cannot be read ({error})") from error
-        return ranges[0] if len(ranges) == 1 else np.concatenate([each.reshape(-1) for each in ranges])
+        return self.array(name).read()
+
+    def array(self, name: str) -> StoredArray:
+        """An array, of which parts can be read; reading raises a UserError where the file is damaged."""
+        parts, (_, shape) = [file.tensor(name) for file in self._files_with(name)], self.about(name)
+
+        def read(part: ArrayPart) -> np.ndarray:
+            try:
+                return parts[0].read(part) if len(parts) == 1 else _read_flat(parts, part)
+            except (OSError, TypeError) as error:  # numpy lacks some dtypes
+                raise damaged(self.path, f"{name} cannot be read ({error})") from error
+
+        return StoredArray(shape, read)
+
+    def arrays(self) -> dict[str, StoredArray]:
+        return {name: self.array(name) for name in self}
 
     def about(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Dtype (in safetensors' words) and shape of an array, without reading it."""
-        slices = [file.get_slice(name) for file in self._files_with(name)]
-        (dtype, *others) = sorted({each.get_dtype() for each in slices})
+        entries = [file.entries[name] for file in self._files_with(name)]
+        (dtype, *others) = sorted({each.code for each in entries})
         if others:
             raise damaged(self.path, f"{name} has another dtype in the shards of some ranks")
-        shapes = [tuple(each.get_shape()) for each in slices]
+        shapes = [each.shape for each in entries]
         return dtype, shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
 
-    def _files_with(self, name: str) -> list:
-        files = [file for file, names in zip(self.files, self.names, strict=True) if name in names]
+    def _files_with(self, name: str) -> list[TensorFile]:
+        files = [file for file in self.files if name in file.entries]
         if not files:
             raise KeyError(name)
         if len(files) not in (1, len(self.files)):
@@ -329,10 +341,17 @@ class _Arrays(Mapping[str, np.ndarray]):
         return files
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.files[0].keys())
+        return iter(self.files[0].entries)
 
     def __len__(self) -> int:
-        return len(self.names[0])
+        return len(self.files[0].entries)
+
+
+def _read_flat(ranges: list[StoredArray], part: ArrayPart) -> np.ndarray:
+    """A part of an array that is stored as consecutive ranges of any shape."""
+    flat = concatenated([StoredArray((math.prod(each.shape),), each.read) for each in ranges])
+    runs = (ArrayPart(flat.shape, Shard((at,), (count,))) for at, _, count in part.runs())
+    return np.concatenate([flat.read(run) for run in runs]).reshape(part.shape)
 
 
 def step_folders(folder: Path) -> list[Path]:

@@ -4,9 +4,13 @@ A save writes a temporary folder, flushes it to disk, renames it and then adds t
 moment, the previous checkpoint is still the newest complete one. A removal deletes the marker first. Every save begins
 by removing what an interrupted save has left.
 
-Ranks save together: rank 0 makes the folder, every rank writes its own files, rank 0 completes the folder. After each
+Ranks save together: rank 0 makes the folder, every rank writes what it has, rank 0 completes the folder. After each
 stage the ranks exchange whether it succeeded, so that a disk that fails on one rank ends the save on all ranks with the
 same error, and no rank waits forever.
+
+The files are those that a single rank writes. One that a rank has all of is written in order, with its checksum on the
+way. Of any other each rank writes its numbers to their places; then one rank reads the file for the checksum, and
+compares the sum of its words with what the ranks have written, which may have reached another disk or been overwritten.
 """
 
 from __future__ import annotations
@@ -23,14 +27,27 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from trainer.checkpoint import store
-from trainer.checkpoint.store import BEST, REPLACED, STATE, UNFINISHED, folder_name
-from trainer.checkpoint.tensor_file import CODES, save_arrays
+from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, folder_name
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator, SingleProcess
-from trainer.storage.checksums import checksum_of_bytes
+from trainer.parallel.sharding import PartOfArray, whole_array
+from trainer.storage.checksums import checksum_of_bytes, checksum_of_file
 from trainer.storage.marker import MARKER, marker_content
+from trainer.storage.tensor_file import (
+    CODES,
+    WORD_SUMS,
+    Entries,
+    Pieces,
+    entries_of,
+    in_order,
+    make_file,
+    sum_of_words,
+    write_pieces,
+    write_tensors,
+)
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_ONE_FOLDER = "all hosts must see one output_dir"
 
 OnStage = Callable[[str], None]
 
@@ -97,10 +114,35 @@ def exchange(done: Done, communicator: Communicator) -> list[Done]:
     return [Done(result, failure and Failure(*failure)) for result, failure in every]
 
 
+class FileParts(NamedTuple):
+    """What a rank has of the tensors of a file.
+
+    Attributes:
+        entries: All tensors of the file, the same on all ranks.
+        pieces: Those that the rank writes, by name. Each number of a tensor is in one piece of one rank.
+    """
+
+    entries: Entries
+    pieces: Pieces
+
+
+def whole_file(arrays: Mapping[str, np.ndarray]) -> FileParts:
+    """A file that one rank has.
+
+    Raises:
+        TypeError: safetensors does not support an array's dtype.
+    """
+    for name, array in arrays.items():
+        if array.dtype.name not in CODES:
+            raise TypeError(f"{name} has dtype {array.dtype}, which safetensors does not support")
+    pieces = {name: [PartOfArray(whole_array(array.shape), array)] for name, array in arrays.items()}
+    return FileParts(entries_of(arrays), pieces)
+
+
 def checkpoint_stages(
     folder: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, np.ndarray]],
+    tensors: Mapping[str, Mapping[str, np.ndarray] | FileParts],
     state: Mapping[str, object],
     keep_max: int,
     on_stage: OnStage | None = None,
@@ -113,9 +155,9 @@ def checkpoint_stages(
 
     Args:
         folder: Holds the checkpoints; made if missing. All ranks must see the same folder.
-        tensors: Arrays by part and name, for example ``{"model": {...}, "optimizer": {...}}``. Each part becomes a
-            file. Any memory layout, any dtype of safetensors. Ranks other than 0 pass only their shards, under the
-            names from `trainer.checkpoint.store.shard_name`.
+        tensors: What this rank has of each part, for example ``{"model": {...}, "optimizer": {...}}``: whole arrays by
+            name, of any memory layout and any dtype of safetensors, or pieces of float32 arrays. Each part becomes a
+            file. A rank need not name the parts of which it has nothing.
         state: The rest of the run's state, which must be valid JSON; written by rank 0, as are `documents`.
         keep_max: Complete checkpoints to keep; 0 keeps all.
         on_stage: Called with the name of each stage that is reached, for tests that stop a save there.
@@ -129,17 +171,16 @@ def checkpoint_stages(
     """
     stage, first = on_stage or (lambda name: None), rank == 0
     path, unfinished = folder / folder_name(step), folder / f"{UNFINISHED}{folder_name(step)}"
-    for part, arrays in tensors.items():
-        for name, array in arrays.items():
-            if array.dtype.name not in CODES:
-                raise TypeError(f"{part}: {name} has dtype {array.dtype}, which safetensors does not support")
+    own = {part: given if isinstance(given, FileParts) else whole_file(given) for part, given in tensors.items()}
     files = {
         name: content if isinstance(content, bytes) else json.dumps(content, indent=1).encode()
         for name, content in {**(documents or {}), STATE: state}.items()
     }
-    own_bytes = sum(array.nbytes for part in tensors.values() for array in part.values())
-    own_bytes += sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
-    needed_bytes = sum(size for size, _ in (yield Work(lambda: own_bytes)))
+    other_bytes = sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
+    results = [result for result, _ in (yield Work(lambda: (_own_bytes(own), other_bytes)))]
+    every = _file_shares([own_bytes for own_bytes, _ in results])
+    needed_bytes = sum(share.nbytes for share in every.values()) + sum(others for _, others in results)
+    shared = [part for part, share in every.items() if len(share.writers) > 1]
 
     def prepare() -> None:
         if first:
@@ -148,10 +189,21 @@ def checkpoint_stages(
             stage("cleared")
             _check_space(folder, needed_bytes)
             unfinished.mkdir()
+            for part in shared:
+                make_file(unfinished / f"{part}{ENDING}", own[part].entries)
             stage("made temporary folder")
 
-    def write() -> dict[str, tuple[int, str]]:
-        return _write_files(unfinished, tensors, files if first else {}, stage)
+    def write() -> tuple[dict[str, tuple[int, str]], dict[str, int]]:
+        if not unfinished.is_dir():
+            raise OSError(errno.ENOENT, f"the folder that rank 0 made is not there; {_ONE_FOLDER}")
+        sums = {part: _write_shared(unfinished, part, own[part], stage) for part in shared if part in own}
+        alone = {part: found for part, found in own.items() if every[part].writers == [rank]}
+        return _write_files(unfinished, alone, files if first else {}, stage), sums
+
+    def check() -> dict[str, tuple[int, str]]:
+        """Reads the files that several ranks have written, of which each rank has others."""
+        return {f"{part}{ENDING}": _read_back(unfinished, part, every[part], sums[part])
+                for number, part in enumerate(shared) if number % ranks == rank}  # fmt: skip
 
     def complete() -> None:
         if first:
@@ -168,14 +220,45 @@ def checkpoint_stages(
                     _remove_folder(old, stage)
         stage("done")
 
-    def agreed(every: list[Done]) -> list[Any]:
-        return _agreed(every, rank, ranks, folder, needed_bytes)
+    def agreed(results: list[Done]) -> list[Any]:
+        return _agreed(results, rank, ranks, folder, needed_bytes)
 
     agreed((yield Work(prepare)))
     of_ranks = agreed((yield Work(write, takes_long=True)))
-    written = {name: tuple(found) for files_of_rank in of_ranks for name, found in files_of_rank.items()}
+    sums = {part: sum(of_rank.get(part, 0) for _, of_rank in of_ranks) % WORD_SUMS for part in shared}
+    of_ranks = [files_of_rank for files_of_rank, _ in of_ranks]
+    of_ranks += agreed((yield Work(check, takes_long=True))) if shared else []
+    found = ((name, tuple(one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
+    written = dict(sorted(found))
     agreed((yield Work(complete, takes_long=True)))
     return path
+
+
+class _FileShare(NamedTuple):
+    """Who writes a part, and how many bytes of arrays it has."""
+
+    writers: list[int]
+    nbytes: int
+
+
+def _own_bytes(own: Mapping[str, FileParts]) -> dict[str, tuple[int, int]]:
+    """Bytes that this rank writes of each part, and bytes of the whole."""
+    return {
+        part: (sum(piece.array.nbytes for of_tensor in pieces.values() for piece in of_tensor),
+               sum(entry.nbytes for entry in entries.values()))
+        for part, (entries, pieces) in own.items()
+    }  # fmt: skip
+
+
+def _file_shares(of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, _FileShare]:
+    """By part, from `_own_bytes` of all ranks."""
+    found = {}
+    for part in dict.fromkeys(part for of_rank in of_ranks for part in of_rank):
+        named = {rank: of_rank[part] for rank, of_rank in enumerate(of_ranks) if part in of_rank}
+        whole, nbytes = next(iter(named.values()))[1], sum(nbytes for nbytes, _ in named.values())
+        assert nbytes == whole, f"the ranks have {nbytes:,} of {whole:,} bytes of '{part}'"
+        found[part] = _FileShare([rank for rank, (nbytes, _) in named.items() if nbytes] or [min(named)], nbytes)
+    return found
 
 
 def _agreed(every: list[Done], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
@@ -205,15 +288,14 @@ def _check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def _write_files(
-    unfinished: Path, tensors: Mapping[str, Mapping[str, np.ndarray]], files: Mapping[str, bytes], stage: OnStage
+    unfinished: Path, parts: Mapping[str, FileParts], files: Mapping[str, bytes], stage: OnStage
 ) -> dict[str, tuple[int, str]]:
-    """Writes this rank's files and flushes them to disk; returns length in bytes and checksum of each."""
-    if not unfinished.is_dir():
-        raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
+    """Writes the files that this rank has all of and flushes them to disk; returns length in bytes and checksum of
+    each."""
     checksums = {}
-    for part, arrays in tensors.items():
-        path = unfinished / f"{part}.safetensors"
-        checksums[path.name] = save_arrays(path, arrays)
+    for part, (entries, pieces) in parts.items():
+        path = unfinished / f"{part}{ENDING}"
+        checksums[path.name] = write_tensors(path, entries, in_order(entries, pieces))
         stage(f"wrote {part}")
     for name, content in files.items():
         (unfinished / name).write_bytes(content)
@@ -225,6 +307,33 @@ def _write_files(
         written[name] = (unfinished / name).stat().st_size, checksums[name]
         stage(f"flushed {name}")
     return written
+
+
+def _write_shared(unfinished: Path, part: str, own: FileParts, stage: OnStage) -> int:
+    """Writes this rank's pieces of a file of several ranks and flushes them to disk; returns the sum of their words."""
+    if not any(own.pieces.values()):
+        return 0
+    path = unfinished / f"{part}{ENDING}"
+    total = write_pieces(path, *own)
+    stage(f"wrote pieces of {part}")
+    _flush_to_disk(path)
+    return total
+
+
+def _read_back(unfinished: Path, part: str, share: _FileShare, written: int) -> tuple[int, str]:
+    """Length and checksum of a file of several ranks, whose arrays must have this sum of words."""
+    path, total = unfinished / f"{part}{ENDING}", 0
+
+    def add(block: memoryview) -> None:
+        nonlocal total
+        total += sum_of_words(block)
+
+    checksum, size = checksum_of_file(path, add), path.stat().st_size
+    with path.open("rb") as file:
+        header = sum_of_words(file.read(size - share.nbytes))
+    if (total - header) % WORD_SUMS != written:
+        raise OSError(errno.EIO, f"{path.name} does not hold what the ranks have written; {_ONE_FOLDER}")
+    return size, checksum
 
 
 def _move_in_place(

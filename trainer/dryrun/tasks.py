@@ -22,6 +22,7 @@ from trainer.data.source.mnist import ImageBatch
 from trainer.dryrun.weights import leave_weights_empty
 from trainer.models.generate import Generator, Sampling
 from trainer.parallel import collectives
+from trainer.parallel.sharding import as_part
 from trainer.parallel.world import World
 from trainer.run.session import open_session, open_training, set_up_device
 from trainer.semi_auto.step import GraphStep
@@ -109,6 +110,8 @@ def evaluation(run: Run) -> dict[str, Any]:
     """Evaluates batches; each is a step."""
     graph = runs_semi_auto(run.config, run.world)
     session = open_step(run) if graph else open_session(run.config, None, run.world, "Ascend")
+    if not graph:  # another rank has the losses, and it is not there
+        session.communicator.counts_losses = session.communicator.counts_tokens = True
     rows = run.config.runner_config.batch_size * (degrees_of(run.config, run.world).data_parallel if graph else 1)
     found = None
 
@@ -143,8 +146,8 @@ def checkpoint(run: Run) -> dict[str, Any]:
         )  # fmt: skip
         names = sorted(each.name for each in path.iterdir())
     if not isinstance(step, GraphStep):
-        load_weights(step.model, saved.weights)
-    step.load_optimizer(saved.optimizer, saved.updates)
+        load_weights(step.model, {name: piece.array for name, piece in saved.weights.items()})
+    step.load_optimizer({key: as_part(array).array for key, array in saved.optimizer.items()}, saved.updates)
     step.load_state(step.state())
     run.measured_steps(lambda number: step(windows(run, step, number + 1)))
     return {"files": names, "updates": step.optimizer.updates}

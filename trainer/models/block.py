@@ -78,11 +78,11 @@ class AttentionLayer(nn.Cell):
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         y_ND = self.entered(x_ND, weights)
         q_NC, k_NK, v_NK = self.heads_of(y_ND, query_tables, key_tables, weights)
-        return self.added(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), y_ND, weights)
+        return self.added(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
 
-    def added(self, context_NC, y_ND, weights):
+    def added(self, context_NC, weights):
         """The output projection of what the heads attend to, with a norm after it where the model has one: [N, D]."""
-        out_ND = self.out(context_NC, weights, y_ND)
+        out_ND = self.out(context_NC, weights)
         return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
     def project(self, x_ND, query_tables, key_tables, weights):
@@ -106,7 +106,7 @@ class AttentionLayer(nn.Cell):
         """The same over cached keys and values [B, S, K], for prediction; `attend` is `cached_attention`."""
         rows, heads, kv_heads = cached[0].shape[0], self.heads, self.cache_heads
         out_BQC = attend(q_NC.reshape(rows, -1, q_NC.shape[1]), cached[0], cached[1], mask, heads, kv_heads)
-        return self.added(out_BQC.reshape(q_NC.shape), out_BQC, weights)
+        return self.added(out_BQC.reshape(q_NC.shape), weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `Block.shard_over`."""
@@ -142,7 +142,7 @@ class MlpLayer(nn.Cell):
     def construct(self, x_ND, weights):
         y_ND = self.norm(x_ND, weights[self.norm_weight])
         y_ND = y_ND if self.enter is None else self.enter(y_ND)
-        out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights, y_ND)
+        out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
         return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from trainer.config.recompute import SUBLAYERS
+from trainer.data.batches.context import SequencePart
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
 from trainer.models.compute_weights import ComputeWeights
 from trainer.models.init import initial_value
@@ -190,7 +191,7 @@ class Decoder(DecoderWiring):
             for name, shape in all_shapes(settings).items()
             if shard is None or shard.holds(name)
         }
-        self.masks = DropoutParts(settings, self.tensor)
+        self.masks = DropoutParts(settings, shard)
         part = _vocabulary_part(settings, self.tensor)
         if self.tensor is not None:
             settings = local_settings(settings, self.tensor.group.size, self.tensor.group.rank)
@@ -221,17 +222,18 @@ class Decoder(DecoderWiring):
         self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
         self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
-        self.head_loss = self._head_loss(compiled) if self.final_norm is not None else None
+        self.head_loss = self._head_loss(compiled, part) if self.final_norm is not None else None
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
 
-    def _head_loss(self, compiled: bool) -> Callable:
+    def _head_loss(self, compiled: bool, part: VocabularyPart | None) -> Callable:
         """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
         # Number of an argument after x_ND -> weight.
         of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
         frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
-        if self.kernels.piecewise_loss is None or self.tensor is not None:
+        if self.kernels.piecewise_loss is None:
             return Differentiable(self.head, compiled).stopped_at(tuple(sorted(frozen)))
-        loss = self.kernels.piecewise_loss(partial(compile_cell, compiled=compiled), trained=1 not in frozen)
+        compiles = partial(compile_cell, compiled=compiled)
+        loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, part=part)
         # The same without the head's weight, the labels and what they count.
         argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stopped_at(argnums)
@@ -345,7 +347,7 @@ class Decoder(DecoderWiring):
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
         """The arguments of a part of a layer before and after its weights; the same for the same arguments."""
         masks = self._dropout_masks(dropout, layer, inputs, part)
-        adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs.ids_N.shape[0]), strict=True)
+        adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs), strict=True)
         own = [adapter_mask if part in ("block", sublayer_of(name)) else None for name, adapter_mask in adapters]
         mask = inputs.window_mask if self.settings.has_window(layer) else inputs.mask
         return (*inputs.tables, *mask, *masks), own
@@ -376,8 +378,8 @@ class Decoder(DecoderWiring):
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
         if key is None or (hidden == 0 and attention == 0):
             return _NO_DROPOUT
-        first, tokens = layer * _DROPOUT_SITES, inputs.ids_N.shape[0]
-        stream, rows = (tokens, self.settings.hidden_size), self.masks.rows(tokens)
+        first, rows = layer * _DROPOUT_SITES, self.masks.rows(inputs)
+        stream = self.masks.tokens(inputs), self.settings.hidden_size
 
         def mask(draw: Callable, sublayer: str, site: int, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
             drops = rate > 0 and part in ("block", sublayer)
@@ -403,32 +405,51 @@ def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
 
 
 class DropoutParts:
-    """Which parts of the dropout masks of the whole model a rank draws.
+    """Which parts of the dropout masks of the whole model, for whole sequences, a rank draws.
 
     Attributes:
         heads: For masks of probabilities; None: all.
+        ranks: Those that share the columns of a matrix.
     """
 
-    def __init__(self, settings: ModelConfig, tensor: TensorParallel | None) -> None:
-        self.tensor, self.heads, self.ranks = tensor, None, 1
-        if tensor is not None:
-            self.ranks = tensor.group.size
-            own = local_settings(settings, self.ranks)
-            self.heads = OwnHeads(
-                tensor.group.rank, settings.num_heads, settings.kv_heads, own.num_heads, own.kv_heads
-            )
+    def __init__(self, settings: ModelConfig, shard: ModelShard | None) -> None:
+        self.tensor, self.sequence = (None, SequencePart(0, 1)) if shard is None else (shard.tensor, shard.tokens)
+        self.rank, self.ranks = (0, 1) if self.tensor is None else (self.tensor.group.rank, self.tensor.group.size)
+        # Ulysses attention divides the heads of a rank once more.
+        sharing = 1 if self.sequence.in_ring else self.sequence.ranks
+        self.heads = None
+        if self.ranks * sharing > 1:
+            own, number = local_settings(settings, self.ranks), self.rank * sharing + self.sequence.rank % sharing
+            heads, kv_heads = own.num_heads // sharing, max(1, own.kv_heads // sharing)
+            self.heads = OwnHeads(number, settings.num_heads, settings.kv_heads, heads, kv_heads)
 
-    def rows(self, tokens: int) -> MaskPart | None:
+    def tokens(self, inputs: ModelInputs) -> int:
+        """Tokens of the micro-batch, those of other ranks included."""
+        return inputs.ids_N.shape[0] * self.sequence.ranks
+
+    def rows(self, inputs: ModelInputs) -> MaskPart | None:
         """The part of a mask of the residual stream."""
         if self.tensor is None or not self.tensor.shares_rows:
-            return None
-        return MaskPart(self.tensor.group.rank, (self.tensor.rows(tokens), slice(None)))
+            return self.whole_rows(inputs)
+        own = self.tensor.rows(inputs.ids_N.shape[0])
+        rows = own if inputs.rows is None else inputs.rows[own]
+        return MaskPart(self._number(self.rank), (rows, slice(None)))
 
-    def columns(self, width: int) -> MaskPart | None:
+    def columns(self, inputs: ModelInputs, width: int) -> MaskPart | None:
         """The part of a mask of what is cut by columns; `width` is that of the whole."""
-        if self.tensor is None:
+        return self._part(inputs, slice(None) if self.tensor is None else self.tensor.columns(width), self.rank)
+
+    def whole_rows(self, inputs: ModelInputs) -> MaskPart | None:
+        """The part of a mask of what each tensor-parallel rank has whole."""
+        return self._part(inputs, slice(None), 0)
+
+    def _part(self, inputs: ModelInputs, columns: slice, tensor_rank: int) -> MaskPart | None:
+        if inputs.rows is None and columns == slice(None):
             return None
-        return MaskPart(self.tensor.group.rank, (slice(None), self.tensor.columns(width)))
+        return MaskPart(self._number(tensor_rank), (slice(None) if inputs.rows is None else inputs.rows, columns))
+
+    def _number(self, tensor_rank: int) -> int:
+        return self.sequence.rank * self.ranks + tensor_rank
 
 
 class AdapterMasks:
@@ -442,7 +463,7 @@ class AdapterMasks:
         self.first_site = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES
         self.shapes = attention_shapes(settings) | mlp_shapes(settings)
 
-    def __call__(self, key: DropoutKey | None, layer: int, tokens: int) -> list[Tensor | None]:
+    def __call__(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> list[Tensor | None]:
         """The masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
         if key is None or not self.names:
             return [None] * len(self.names)
@@ -452,18 +473,20 @@ class AdapterMasks:
         found: list[Tensor | None] = []
         for name in self.names:
             width = self.shapes[f"{name}.weight"][1] if name in targets else 0
-            found.append(self.draw(key, sites[name], *self._part(name, tokens, width, rate)) if width else None)
+            found.append(self.draw(key, sites[name], *self._part(name, inputs, width, rate)) if width else None)
         return found
 
     def _part(
-        self, name: str, tokens: int, width: int, rate: float
+        self, name: str, inputs: ModelInputs, width: int, rate: float
     ) -> tuple[tuple[int, int], float, MaskPart | None]:
         """Shape and rate of the whole mask of a projection's input of so many columns, and the part of it."""
         if name.endswith(("o_proj", "down_proj")):
             width *= self.parts.ranks
-            return (tokens, width), rate, self.parts.columns(width)
-        of_rows = name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))
-        return (tokens, width), rate, self.parts.rows(tokens) if of_rows else None
+            part = self.parts.columns(inputs, width)
+        else:
+            of_rows = name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))
+            part = self.parts.rows(inputs) if of_rows else self.parts.whole_rows(inputs)
+        return (self.parts.tokens(inputs), width), rate, part
 
 
 def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabularyPart | None:

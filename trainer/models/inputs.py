@@ -59,6 +59,8 @@ class ModelInputs(NamedTuple):
     """One for each multi-token prediction module (mtp_depth)."""
     window_mask: tuple[Tensor, Tensor | None] | None = None
     """`mask` for layers with a sliding window; None where no layer has one."""
+    rows: np.ndarray | None = None
+    """Which tokens of the whole micro-batch these are, where context-parallel ranks share it; None: all."""
 
 
 class LossSums(NamedTuple):
@@ -113,6 +115,7 @@ class InputBuilder:
             self._sequence_weights(batch, valid_N1) if self.settings.experts is not None else None,
             tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.settings.mtp_depth + 1)),
             window_mask,
+            self.part.rows(*batch.input_ids.shape) if self.part.ranks > 1 else None,
         )
 
     def _sequence_weights(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:

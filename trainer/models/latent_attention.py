@@ -88,7 +88,7 @@ class LatentAttentionLayer(nn.Cell):
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, latent_NL, key_NR = self.project(x_ND, query_tables, key_tables, weights)
         k_NC, v_NV = self.expand(latent_NL, key_NR, weights)
-        return self.out(self.attention(q_NC, k_NC, v_NV, masks[0], masks[1], dropout), weights, latent_NL)
+        return self.out(self.attention(q_NC, k_NC, v_NV, masks[0], masks[1], dropout), weights)
 
     def project(self, x_ND, query_tables, key_tables, weights):
         """Rotated queries, and what a prediction caches: the normed latent vector and the rotated key of all heads."""
@@ -130,7 +130,7 @@ class LatentAttentionLayer(nn.Cell):
         out = attend(queries, keys, latent_BSL, mask, self.heads, 1, scale=self.scale)
         out = out.reshape(tokens, self.heads, self.latent).transpose(1, 0, 2)
         out = (out @ matrix[:, self.plain :].transpose(0, 2, 1)).transpose(1, 0, 2)
-        return self.out(out.reshape(tokens, -1), weights, q_NC)
+        return self.out(out.reshape(tokens, -1), weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `AttentionLayer.shard_over`. What all heads share, up to the norms of the latent vectors, is computed like

@@ -29,7 +29,7 @@ class Projection(nn.Cell):
     projection's in the block, for example ``self_attn.q_proj``.
 
     With `tensor` the rank has some columns of W and A, and of x: the ranks' products are summed, then the bias is added
-    to the rows of the residual stream that the rank has. `entered` is what `TensorParallel.enter` made before.
+    to the rows of the residual stream that the rank has.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Projection(nn.Cell):
             return weights[self.weight]
         return weights[self.weight] + self.product(weights[self.b] * self.scale, weights[self.a])
 
-    def construct(self, x_NI, weights, entered=None):
+    def construct(self, x_NI, weights):
         if not self.leaves:
             return self.adapted(x_NI, self.of_matrix(x_NI, weights), weights)
         y_NO = self.adapted(x_NI, self.linear(x_NI, weights[self.weight]), weights)
-        y_NO = self.leave(y_NO, ops.stop_gradient(entered))
+        y_NO = self.leave(y_NO, ops.stop_gradient(x_NI))
         return self.add_bias(y_NO, weights[self.weight + 1]) if self.has_bias else y_NO
 
     def of_matrix(self, x_NI, weights):

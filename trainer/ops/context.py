@@ -6,34 +6,28 @@ from dataclasses import replace
 from functools import partial
 
 from trainer.data.batches.context import SequencePart
-from trainer.errors import UserError
 from trainer.ops.ascend.context import GatheredAttention, GatheredMasks
 from trainer.ops.cpu.context import RingAttention, RingMasks, UlyssesAttention, draw_ring_mask, own_heads
 from trainer.ops.kernel_set import KernelSet
 from trainer.parallel.collectives import AllGather, Group
 
 
-def over_context(kernels: KernelSet, group: Group, in_ring: bool, compiled: bool = True) -> KernelSet:
-    """The kernels of a rank that shares sequences with the ranks of `group`, by ring or Ulysses attention.
+def over_context(kernels: KernelSet, group: Group, part: SequencePart, compiled: bool = True) -> KernelSet:
+    """The kernels of a rank that has this part of sequences which it shares with the ranks of `group`.
 
     Masks and dropout masks of attention are then made for whole sequences: `attention_masks` takes the documents of all
-    T tokens. All else takes the rank's tokens. On an Ascend a ring is a gather: see `ascend/context.py`.
-
-    Raises:
-        UserError: An Ascend has no kernel for it.
+    T tokens. All else takes the rank's tokens. On an Ascend a ring is a gather, see `ascend/context.py`, and there is
+    no Ulysses attention: `trainer.plan.ascend` refuses it.
     """
-    part = SequencePart(group.rank, group.size, in_ring)
     dtypes = {name: kernels.attention.keywords[name] for name in ("dtype", "softmax_dtype")}
     if not group.on_host:
-        if not in_ring:
-            fix = "set it to colossalai_cp"
-            raise UserError("not yet supported on an Ascend", key="parallel_config.context_parallel_algo", fix=fix)
+        assert part.in_ring
         return replace(
             kernels,
             attention=partial(GatheredAttention, part=part, gather=partial(AllGather, group, compiled), **dtypes),
             attention_masks=partial(GatheredMasks, part=part),
         )
-    if in_ring:
+    if part.in_ring:
         return replace(
             kernels,
             attention=partial(RingAttention, part=part, group=group, compiled=compiled, **dtypes),

@@ -29,11 +29,13 @@ class MaskPart(NamedTuple):
     """The part of a mask that one of several ranks needs."""
 
     number: int  # of the part, from 0
-    slices: tuple[slice, ...]
+    places: tuple[slice | np.ndarray, ...]
+    """Of each dimension; an array of indices for one dimension at most."""
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the part of a mask of this shape."""
-        return tuple(len(range(size)[each]) for size, each in zip(shape, self.slices, strict=True))
+        pairs = zip(shape, self.places, strict=True)
+        return tuple(len(range(size)[each] if isinstance(each, slice) else each) for size, each in pairs)
 
 
 class OwnHeads(NamedTuple):
@@ -55,7 +57,7 @@ def dropout_mask(
     `site` numbers the places in the network that have dropout. With `part`, that part of the mask of this shape.
     """
     drawn = np.random.Generator(_stream(key, site)).random(shape, dtype=np.float32)
-    kept = (drawn if part is None else drawn[part.slices]) >= np.float32(rate)
+    kept = (drawn if part is None else drawn[part.places]) >= np.float32(rate)
     return kept * np.float32(1 / (1 - rate))
 
 

@@ -97,24 +97,18 @@ class Optimizer(ABC):
             self.shard.all_gather([self.parameters[name] for name in self.own_ranges], ranges)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """Copies of the state by `kind.parameter`: for sharded parameters the rank's own range, flat.
-
-        State that every rank holds whole comes from rank 0 alone.
-        """
-        first = self.shard is None or self.shard.rank == 0
+        """Copies of the state by `kind.parameter`: for sharded parameters the rank's own range, flat."""
         return {
             f"{kind}.{name}": np.array(array if isinstance(array, np.ndarray) else array.asnumpy())
             for kind, by_name in self.state.items()
             for name, array in by_name.items()
-            if first or name in self.own_ranges
         }
 
     def load_state(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
-        """Restores what `state_arrays` returned, with the ranges of all ranks concatenated, in any shape."""
+        """Restores what `state_arrays` returned, in any shape."""
         for kind, by_name in self.state.items():
             for name, array in by_name.items():
-                values = arrays[f"{kind}.{name}"].reshape(-1)
-                values = values[self.own_ranges[name]] if name in self.own_ranges else values.reshape(array.shape)
+                values = arrays[f"{kind}.{name}"].reshape(array.shape)
                 if isinstance(array, np.ndarray):
                     array[...] = values
                 else:

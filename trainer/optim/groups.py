@@ -19,6 +19,12 @@ class ParameterGroup:
 STATE_NAMES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",), "Muon": ("momentum_buffer",)}
 """The arrays of a parameter's size that each update rule keeps."""
 
+
+def parameter_of(key: str) -> str:
+    """The parameter of an array of the optimizer, by `kind.parameter`."""
+    return key.split(".", 1)[1]
+
+
 # Embedding and head: their rows are vectors of single tokens, to which an orthogonalised update does not apply.
 _NOT_FOR_MUON = {"embed_tokens", "lm_head"}
 

@@ -29,11 +29,8 @@ from mindspore.ops import operations as P
 from trainer.errors import RunError
 from trainer.parallel.connections import connect
 from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import FLOAT32_BYTES, buckets, chunks, range_of_rank
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, chunks, gather_chunks, range_of_rank
 from trainer.parallel.world import World
-
-BUCKET_BYTES = 25 << 20
-"""Small tensors are summed together up to this size."""
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
 _CONNECT_SECONDS = 60
@@ -100,8 +97,9 @@ def start(world: World) -> Group:
     """
     os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
     try:
-        with _serialized_init():
-            communication.init()
+        if not communication.GlobalComm.INITED:  # a second time MindSpore forgets which groups this rank is in
+            with _serialized_init():
+                communication.init()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(f"rank {world.rank} cannot join the {world.size} ranks of the job: {reason}") from error
@@ -241,10 +239,9 @@ def all_gather_ranges(
     if own is not None:
         for flat, place, tensor in zip(flats, ranges[group.rank], own, strict=True):
             flat[place] = tensor.asnumpy()
-    most = max(sum(each.stop - each.start for each in of_rank) for of_rank in ranges)
-    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // group.size))
+    length, count = gather_chunks([flat.size for flat in flats], group.size, chunk_bytes)
     given = np.zeros(length, np.float32)
-    for of_ranks in zip(*(chunks(of_rank, length, -(-most // length)) for of_rank in ranges), strict=True):
+    for of_ranks in zip(*(chunks(of_rank, length, count) for of_rank in ranges), strict=True):
         for piece in of_ranks[group.rank]:
             given[piece.target] = flats[piece.array][piece.source]
         for row, pieces in zip(group.all_gather(given), of_ranks, strict=True):

@@ -7,7 +7,6 @@ single process gets the same results without communication.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from trainer.errors import RunError
 from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
 from trainer.parallel.layout import SUM_GROUPS, model_layout
-from trainer.parallel.mesh import Mesh, build_mesh
+from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process_groups import process_groups
 
 if TYPE_CHECKING:
@@ -81,6 +80,10 @@ class Communicator(Protocol):
     def barrier(self) -> None:
         """Waits until every rank has called it."""
 
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        """Whether this rank writes what it has of a parameter to a checkpoint: of the ranks that have the same, the
+        first one does. Ranks that share the state of the optimizer each have some of it, which `is_sharded` says."""
+
 
 class SingleProcess:
     """A run of one process."""
@@ -124,6 +127,9 @@ class SingleProcess:
     def barrier(self) -> None:
         return None
 
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return True
+
 
 class ProcessGroup:
     """The ranks of a job, each with the whole model: a group of `trainer.parallel.collectives`."""
@@ -157,7 +163,8 @@ class ProcessGroup:
         self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
     ) -> SumAfterBackward | SumDuringBackward:
         if not self.group.on_host:
-            return SumDuringBackward(list(parameters.values()), is_sharded, self.group, in_float32)
+            groups = [(self.group,)] * len(parameters)
+            return SumDuringBackward(list(parameters.values()), is_sharded, groups, in_float32)
         from trainer.parallel.collectives import all_reduce_in_buckets
 
         return SumAfterBackward(partial(all_reduce_in_buckets, group=self.group))
@@ -167,6 +174,9 @@ class ProcessGroup:
 
     def barrier(self) -> None:
         self.group.all_gather(np.zeros(1, np.float32))
+
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return is_sharded or self.rank == 0
 
 
 class ModelParallel(ProcessGroup):
@@ -190,40 +200,23 @@ class ModelParallel(ProcessGroup):
 
     def gradient_reducer(
         self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
-    ) -> SumAfterBackward:
-        return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
+    ) -> SumAfterBackward | SumDuringBackward:
+        if self.group.on_host:
+            return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
+        groups = [self.groups_of(name) for name in parameters]
+        return SumDuringBackward(list(parameters.values()), is_sharded, groups, in_float32)
+
+    def groups_of(self, name: str) -> list[Group]:
+        """The groups over which the gradient of a parameter is summed, one after the other."""
+        found = (getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums)
+        return [group for group in found if group is not None]
 
     def counted(self, names: Sequence[str]) -> np.ndarray:
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
         return np.array([float(self.layout.counts(name, self.where)) for name in names])
 
-    def gathered(self, parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Whole float32 arrays on rank 0, by the keys of their parts; nothing elsewhere. All ranks call it.
-
-        Args:
-            parts: A parameter's name, or after "kind." what belongs to it -> this rank's part.
-        """
-        from mindspore import Tensor
-        from mindspore import dtype as mstype
-
-        from trainer.parallel.collectives import receive, send
-
-        mesh, world, whole = Mesh(self.layout.degrees), self.groups.world, dict[str, np.ndarray]()
-        every = world.gather_bytes(json.dumps(list(parts)).encode())
-        names = {key: key if key in self.layout.parameters else key.split(".", 1)[1] for key in
-                 itertools.chain.from_iterable(map(json.loads, every))}  # fmt: skip
-        order = {name: place for place, name in enumerate(self.layout.parameters)}
-        for key, name in sorted(names.items(), key=lambda item: (order[item[1]], item[0])):
-            if world.rank == 0:
-                whole[key] = np.empty(self.layout.parameters[name].shape, np.float32)
-            for where in self.layout.first_holders(name):
-                shard, source = self.layout.shard(name, where), mesh.rank_at(where)
-                if world.rank == source and source:
-                    send(Tensor(np.ascontiguousarray(parts[key], np.float32)), world, 0)
-                elif world.rank == 0:
-                    own = parts[key] if source == 0 else receive(shard.shape, mstype.float32, world, source).asnumpy()
-                    whole[key][shard.slices] = own
-        return whole
+    def writes(self, name: str, is_sharded: bool = False) -> bool:
+        return self.layout.counts(name, self.where, is_sharded)
 
     def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each gradient summed over the groups that the layout names, one after the other."""

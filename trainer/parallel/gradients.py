@@ -10,7 +10,7 @@ every rank. Where the optimizer state of a parameter is sharded, a rank gets the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -90,7 +90,8 @@ class SumDuringBackward:
 
     Args:
         parameters: Those whose gradients the backward pass computes, in its order of results.
-        is_sharded: Whether the optimizer state of each is divided among the ranks.
+        is_sharded: Whether the optimizer state of each is divided among the ranks of its last group.
+        groups: Those over which the gradient of each is summed, one after the other.
         in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
         bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
     """
@@ -99,17 +100,19 @@ class SumDuringBackward:
         self,
         parameters: Sequence[Parameter],
         is_sharded: Sequence[bool],
-        group: Group,
+        groups: Sequence[Sequence[Group]],
         in_float32: bool = True,
         bucket_bytes: int | None = None,
     ) -> None:
         from trainer.parallel import collectives
 
-        self.collectives, self.parameters, self.is_sharded, self.group = collectives, parameters, is_sharded, group
+        self.collectives, self.parameters, self.is_sharded, self.groups = collectives, parameters, is_sharded, groups
         self.in_float32 = in_float32
-        self.counted = np.array([float(sharded or group.rank == 0) for sharded in is_sharded], np.float32)
+        kinds = list(zip(is_sharded, map(tuple, groups), strict=True))
+        counts = [sharded or not own or own[-1].rank == 0 for sharded, own in kinds]
+        self.counted = np.array(counts, np.float32)
         limit = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self.buckets = plan_buckets([parameter.size for parameter in parameters], is_sharded, limit)
+        self.buckets = plan_buckets([parameter.size for parameter in parameters], kinds, limit)
 
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
@@ -156,16 +159,22 @@ class SumDuringBackward:
         return part, Reduced(gradients, self.counted if any(self.is_sharded) else None)
 
     def start(self, bucket: list[int], gradients: Sequence[Tensor]) -> Started:
-        """Begins to reduce the gradients of a bucket, in float32."""
+        """Begins to reduce the gradients of a bucket, in float32: over the last of its groups, after all others."""
         from mindspore import dtype as mstype
         from mindspore import ops
 
         gradients = [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
+        groups = self.groups[bucket[0]]
         if self.is_sharded[bucket[0]]:
-            rows = [self.collectives.rows_of_whole(gradient, self.group.size) for gradient in gradients]
-            return self.collectives.start_reduce_scatter(rows[0] if len(rows) == 1 else ops.concat(rows, 1), self.group)
-        flats = [gradient.reshape(-1) for gradient in gradients]
-        return self.collectives.start_all_reduce(flats[0] if len(flats) == 1 else ops.concat(flats), self.group)
+            own = [self.collectives.rows_of_whole(gradient, groups[-1].size) for gradient in gradients]
+        else:
+            own = [gradient.reshape(-1) for gradient in gradients]
+        started = self.collectives.Started(own[0] if len(own) == 1 else ops.concat(own, -1))
+        for group in groups:
+            scatters = self.is_sharded[bucket[0]] and group is groups[-1]
+            start = self.collectives.start_reduce_scatter if scatters else self.collectives.start_all_reduce
+            started = start(started.wait(), group)
+        return started
 
     def parts(self, bucket: list[int], flat: Tensor) -> list[Tensor]:
         """The gradients of a bucket, or this rank's ranges of them."""
@@ -175,19 +184,20 @@ class SumDuringBackward:
         if not self.is_sharded[bucket[0]]:
             parts = ops.split(flat, [parameter.size for parameter in parameters])
             return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-        parts = ops.split(flat, [-(-parameter.size // self.group.size) for parameter in parameters])
+        group = self.groups[bucket[0]][-1]
+        parts = ops.split(flat, [-(-parameter.size // group.size) for parameter in parameters])
         return [
-            self.collectives.own_range(part, parameter.size, self.group)
+            self.collectives.own_range(part, parameter.size, group)
             for part, parameter in zip(parts, parameters, strict=True)
         ]
 
 
-def plan_buckets(sizes: Sequence[int], is_sharded: Sequence[bool], bucket_bytes: int) -> list[list[int]]:
-    """Buckets of the places of gradients, from the last to the first; each has only sharded ones or only whole ones."""
+def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
+    """Buckets of the places of gradients, from the last to the first; each has gradients of one kind alone."""
     buckets: list[list[int]] = []
-    filling: dict[bool, tuple[list[int], int]] = {}
+    filling: dict[Hashable, tuple[list[int], int]] = {}
     for place in reversed(range(len(sizes))):
-        kind, size = is_sharded[place], FLOAT32_BYTES * sizes[place]
+        kind, size = kinds[place], FLOAT32_BYTES * sizes[place]
         bucket, used = filling.pop(kind, ([], 0))
         if bucket and used + size > bucket_bytes:
             buckets.append(bucket)

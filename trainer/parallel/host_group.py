@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.parallel.connections import Connections
-from trainer.parallel.sharding import range_of_rank
-
-_SMALL_BYTES = 1 << 15  # up to this size one exchange of whole arrays is faster than two of parts
+from trainer.parallel.sharding import SMALL_BYTES, range_of_rank
 
 
 class HostGroup:
@@ -53,7 +51,7 @@ class HostGroup:
         """The sum over all ranks, in the dtype of the array; sums of float16 are made in float32."""
         if self.size == 1:
             return array
-        if array.nbytes <= _SMALL_BYTES:
+        if array.nbytes <= SMALL_BYTES:
             return _sum(self.all_gather(array))
         flat = np.asarray(array, order="C").reshape(-1)
         total = np.empty_like(flat)

@@ -15,7 +15,7 @@ because the ranks of a tensor group share the tokens for the experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -112,17 +112,6 @@ class ModelLayout:
         if one.by == "ep":
             return sharded or self._expert_rank(where) < self.degrees.expert_parallel
         return where.tensor % self._copies(one) == 0 and (sharded or not (where.data or where.context))
-
-    def first_holders(self, name: str) -> Iterator[MeshCoordinate]:
-        """The first rank that holds each part of a parameter, in the order of parts."""
-        one = self.parameters[name]
-        tensor, context = self.degrees.model_parallel, self.degrees.context_parallel
-        for part in range(one.parts):
-            if one.by == "ep":
-                rest, at = divmod(part, tensor)
-                yield MeshCoordinate(one.stages[0], *divmod(rest, context), at)
-            else:
-                yield MeshCoordinate(one.stages[0], 0, 0, part * self._copies(one))
 
     def _part(self, one: ParameterLayout, where: MeshCoordinate) -> int:
         if one.by == "ep":

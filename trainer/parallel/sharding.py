@@ -1,14 +1,23 @@
-"""How arrays are divided among ranks, and packed into buckets and chunks to travel. Pure Python."""
+"""How arrays are divided among ranks, packed into buckets and chunks to travel, and how many bytes that takes. Pure
+Python."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
 
 FLOAT32_BYTES = 4
+SMALL_BYTES = 1 << 15
+"""Up to this size ranks on CPUs sum an array by one exchange of whole arrays, which is faster than two of parts."""
+
+BUCKET_BYTES = 25 << 20
+"""Small tensors are summed together up to this size."""
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
 class Sized(Protocol):
@@ -33,6 +42,96 @@ class Shard(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
+class ArrayPart(NamedTuple):
+    """Which numbers of an array a rank has: those of a shard, or a range of the flattened shard.
+
+    Megatron-Core's ShardedTensor describes them the same way: global shape, global offset, flattened range.
+
+    Attributes:
+        whole: Shape of the whole array.
+        flat: Range of the flattened shard; None: all of it.
+    """
+
+    whole: tuple[int, ...]
+    shard: Shard
+    flat: slice | None = None
+
+    @property
+    def range(self) -> slice:
+        return slice(0, math.prod(self.shard.shape)) if self.flat is None else self.flat
+
+    @property
+    def size(self) -> int:
+        return self.range.stop - self.range.start
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an array of these numbers: that of the shard, or flat."""
+        return self.shard.shape if self.flat is None else (self.size,)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Consecutive numbers: where they begin in the flattened whole and in the flattened part, and how many."""
+        start, shape = self.shard
+        cut = [axis for axis, size in enumerate(shape) if size != self.whole[axis]]
+        last = cut[-1] if cut else 0  # all axes after it are whole
+        inner = math.prod(self.whole[last + 1 :])
+        length = math.prod(shape[last:])
+        at, end = self.range.start, self.range.stop
+        while at < end:
+            row, within = divmod(at, length)
+            position, stride = 0, math.prod(self.whole[last:])
+            for axis in reversed(range(last)):
+                row, index = divmod(row, shape[axis])
+                position += (start[axis] + index) * stride
+                stride *= self.whole[axis]
+            count = min(end - at, length - within)
+            yield position + (start[last] * inner if start else 0) + within, at - self.range.start, count
+            at += count
+
+    def rows(self, bounds: Sequence[int]) -> Iterator[tuple[int, ArrayPart, slice]]:
+        """What the part has of blocks of rows (of the first axis): the block's number, the part of the block, and the
+        range of the flattened part that it is.
+
+        Args:
+            bounds: Block n has the rows from bounds[n] to bounds[n + 1].
+        """
+        (first, *start), (count, *shape) = self.shard
+        of_row = math.prod(shape)
+        for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            low, high = max(begin, first), min(end, first + count)
+            at = (low - first) * of_row  # of the block in the flattened shard
+            mine = slice(max(at, self.range.start), min((high - first) * of_row, self.range.stop))
+            if low < high and mine.start < mine.stop:
+                shard = Shard((low - begin, *start), (high - low, *shape))
+                is_all = mine.stop - mine.start == (high - low) * of_row
+                flat = None if is_all else slice(mine.start - at, mine.stop - at)
+                part = ArrayPart((end - begin, *self.whole[1:]), shard, flat)
+                yield number, part, slice(mine.start - self.range.start, mine.stop - self.range.start)
+
+    def items(self) -> Iterator[tuple[int, ArrayPart, slice]]:
+        """`rows` for each item of the first axis, as an array with an axis less."""
+        for number, part, own in self.rows(range(self.whole[0] + 1)):
+            shard = Shard(part.shard.start[1:], part.shard.shape[1:])
+            yield number, ArrayPart(part.whole[1:], shard, part.flat), own
+
+
+def whole_array(shape: Sequence[int]) -> ArrayPart:
+    """The part that is all of an array."""
+    return ArrayPart(tuple(shape), Shard((0,) * len(shape), tuple(shape)))
+
+
+class PartOfArray(NamedTuple):
+    """Numbers of a larger array: those of the part, in its order, as an array of any shape."""
+
+    part: ArrayPart
+    array: np.ndarray
+
+
+def as_part(array: np.ndarray | PartOfArray) -> PartOfArray:
+    """The array as a part, which is all of it."""
+    return array if isinstance(array, PartOfArray) else PartOfArray(whole_array(array.shape), array)
+
+
 class OptimizerShard(NamedTuple):
     """One rank's shard of the optimizer state (ZeRO stage 1): its range of every large parameter, flattened."""
 
@@ -54,6 +153,36 @@ class OptimizerShard(NamedTuple):
 def range_of_rank(numbers: int, rank: int, ranks: int) -> slice:
     """The range of one rank; those of all ranks differ in length by at most one and follow each other."""
     return slice(rank * numbers // ranks, (rank + 1) * numbers // ranks)
+
+
+def bytes_sent(kind: Collective, given: int, ranks: int, rank: int = 0, *, on_host: bool = False, item: int = 4) -> int:
+    """Bytes that a rank sends to others in a collective of a group.
+
+    On a device those of a ring, which no algorithm undercuts (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations").
+
+    Args:
+        given: Bytes that it hands to the collective; its own part of a gather, all that it has of the others.
+        rank: Its place in the group.
+        on_host: On a CPU, where the ranks sum small arrays whole: see `HostGroup`.
+        item: Bytes of a number.
+    """
+    if ranks == 1:
+        return 0
+    if kind == "send":
+        return given
+    if kind == "all_gather" or (kind == "all_reduce" and on_host and given <= SMALL_BYTES):
+        return (ranks - 1) * given
+    own = range_of_rank(given // item, rank, ranks)
+    own_bytes = (own.stop - own.start) * item
+    return given - own_bytes + (own_bytes * (ranks - 1) if kind == "all_reduce" else 0)
+
+
+def gather_chunks(numbers: Sequence[int], ranks: int, chunk_bytes: int) -> tuple[int, int]:
+    """How ranks gather their ranges of arrays of so many numbers: numbers of a rank in a chunk, and how many chunks."""
+    most = sum(-(-each // ranks) for each in numbers)  # of the last rank, whose ranges are the longest
+    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // ranks))
+    return length, -(-most // length)
 
 
 class Piece(NamedTuple):

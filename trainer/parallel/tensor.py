@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops import operations as P
 
+from trainer.data.batches.context import SequencePart
 from trainer.parallel.collectives import (
     AllGather,
     EnterTensorParallel,
@@ -24,7 +25,7 @@ from trainer.parallel.collectives import (
     LeaveTensorParallel,
     ReduceScatter,
 )
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import ArrayPart, range_of_rank
 
 if TYPE_CHECKING:
     from trainer.parallel.layout import ModelLayout
@@ -59,10 +60,11 @@ class TensorParallel(NamedTuple):
 
 
 class LeaveAfter(nn.Cell):
-    """(x, entered) -> `TensorParallel.leave` of x, for code that a backward pass may run again.
+    """(x, made_from) -> `TensorParallel.leave` of x, for code that a backward pass may run again.
 
-    Its backward pass gathers nothing before there is `entered`, what `enter` has made. Otherwise the collectives of a
-    block that is recomputed would not depend on each other, and each rank might call them in an order of its own.
+    Its backward pass gathers nothing before there is `made_from`, which all earlier collectives of the sublayer lead
+    to: those of `enter` and of attention. Otherwise the collectives of a block that is recomputed would not depend on
+    each other, and each rank might call them in an order of its own.
     """
 
     def __init__(self, tensor: TensorParallel, compiled: bool = True) -> None:
@@ -70,13 +72,13 @@ class LeaveAfter(nn.Cell):
         self.leave, self.shares_rows, self.depend = tensor.leave(compiled), tensor.shares_rows, P.Depend()
         self.gather = AllGather(tensor.group, compiled) if tensor.shares_rows else None
 
-    def construct(self, x, entered):
+    def construct(self, x, made_from):
         return self.leave(x)
 
-    def bprop(self, x, entered, out, grad):
+    def bprop(self, x, made_from, out, grad):
         if self.shares_rows:
-            grad = self.gather(self.depend(grad, entered))
-        return grad, ops.zeros_like(entered)
+            grad = self.gather(self.depend(grad, made_from))
+        return grad, ops.zeros(made_from.shape, made_from.dtype)
 
 
 class ModelShard(NamedTuple):
@@ -85,16 +87,22 @@ class ModelShard(NamedTuple):
     Attributes:
         tensor: None where the rank computes whole matrices.
         experts: The ranks that hold all experts together; None where it has all of them.
+        tokens: Those of each sequence that it has.
     """
 
     layout: ModelLayout
     where: MeshCoordinate
     tensor: TensorParallel | None = None
     experts: Group | None = None
+    tokens: SequencePart = SequencePart(0, 1)
 
     def holds(self, name: str) -> bool:
         """Whether the rank has this parameter, whole or a part of it."""
         return self.layout.holds(name, self.where)
+
+    def array_part(self, name: str) -> ArrayPart:
+        """What the rank has of a parameter, as a part of the whole."""
+        return ArrayPart(self.layout.parameters[name].shape, self.layout.shard(name, self.where))
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """What the rank holds of a parameter, of its value or of an array like it."""

@@ -34,6 +34,7 @@ from trainer.plan.division import Division, division
 from trainer.plan.experts import active_weights, experts_plan
 from trainer.plan.memory import memory_notices
 from trainer.plan.pipeline import PipelinePlan, pipeline_plan
+from trainer.plan.traffic import TrafficPlan, traffic_plan
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -106,6 +107,7 @@ class Plan:
     resumed: str = ""
     attention: str = ""  # multi-head latent attention in words; empty for another
     division: Division | None = None  # of the model among the ranks
+    traffic: TrafficPlan | None = None  # of a step
     pipeline: PipelinePlan | None = None
     backend: TrainingBackend | None = field(default=None, repr=False)
     data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
@@ -194,6 +196,7 @@ def plan_run(
         labels=settings.labels_text,
         attention=_attention(config.decoder),
         division=division(config, world),
+        traffic=traffic_plan(config, world, device) if trains else None,
         pipeline=pipeline_plan(config, degrees.pipeline_stage) if trains else None,
         backend=backend,
         data=data,

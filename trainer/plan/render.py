@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainer.plan.division import Division
     from trainer.plan.pipeline import PipelinePlan
     from trainer.plan.plan import Plan
+    from trainer.plan.traffic import TrafficPlan
 
 Rows: TypeAlias = list[tuple[str, ...]]
 Section: TypeAlias = tuple[str, Rows]
@@ -49,6 +50,8 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
     found.append(("model", _model_rows(plan, verbose)))
     if plan.division is not None:
         found += division_sections(plan.division, plan.pipeline)
+    if plan.traffic is not None and plan.traffic.sent:
+        found.append(_traffic(plan.traffic))
     if plan.pipeline is not None:
         found.append(("pipeline", _pipeline_rows(plan.pipeline)))
     if plan.experts:
@@ -130,6 +133,25 @@ def division_sections(division: Division, pipeline: PipelinePlan | None) -> list
             rows = [(str(one.rank), one.ranks, *one.parts.values()) for one in shares]
             found.append((title, [(name, "ranks", *shares[0].parts), *_shortened(rows)]))
     return found
+
+
+def _traffic(traffic: TrafficPlan) -> Section:
+    """A row for each group and purpose."""
+    calls: dict[tuple[str, str], list[str]] = {}
+    sent: dict[tuple[str, str], int] = {}
+    for one in traffic.sent:
+        key = one.group, one.what
+        calls.setdefault(key, []).append(f"{one.calls:,} {one.collective}")
+        sent[key] = sent.get(key, 0) + one.bytes
+    rows = [(*key, ", ".join(calls[key]), _mib(size)) for key, size in sent.items()]
+    of = f" of stage {traffic.stage}" if len(traffic.stage_bytes) > 1 else ""
+    total = ("all", "", "", _mib(sum(sent.values())))
+    return f"a rank{of} sends in a step", [("group", "what", "collectives", "MiB"), *rows, total]
+
+
+def _mib(size: int) -> str:
+    value = size / (1 << 20)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _shortened(rows: Rows) -> Rows:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import preflight
 from trainer.config.checks.notices import pipeline_notices
 from trainer.config.checks.parallel import degrees_of, in_job, micro_batches, runs_semi_auto
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import Problem
 from trainer.config.device_defaults import with_device_defaults
 from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
-from trainer.parallel.mesh import Degrees, Mesh
+from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
+from trainer.plan.ascend import ascend_problems
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
 
@@ -59,12 +60,9 @@ class ExplicitBackend:
         self.execution = compiled if config.context.mode == 0 else "operator by operator"
 
     def check_device(self, device: str) -> None:
-        """It runs on all of them; what divides a model on CPUs alone."""
-        for name in Degrees._fields if device != "CPU" else ():
-            if name != "data_parallel" and getattr(degrees_of(self.config, self.world), name) > 1:
-                rule = "outside semi-automatic mode it runs on CPUs alone so far"
-                fix = f"set parallel.parallel_mode to 1, or {name} to 1"
-                raise problem(self.config, f"parallel_config.{name}", rule, fix).error
+        """A CPU can do what `preflight` lets through."""
+        for found in ascend_problems(self.config, degrees_of(self.config, self.world)) if device == "Ascend" else ():
+            raise found.error
 
     def problems(self) -> list[Problem]:
         return []  # `preflight` knows them all

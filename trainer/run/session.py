@@ -89,12 +89,10 @@ def open_session(
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
-    tokens = pipeline = None
-    if isinstance(communicator, ModelParallel) and communicator.groups.cp is not None:
-        group, in_ring = communicator.groups.cp, config.parallel_config.context_parallel_algo != "ulysses_cp"
-        kernels = over_context(kernels, group, in_ring, compiled=config.context.mode == 0)
-        tokens = SequencePart(group.rank, group.size, in_ring)
-    model, build_inputs = build_model(config, kernels, device, _shard(config, communicator), tokens)
+    shard, pipeline = _shard(config, communicator), None
+    if shard is not None and shard.tokens.ranks > 1:
+        kernels = over_context(kernels, communicator.groups.cp, shard.tokens, compiled=config.context.mode == 0)
+    model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator)
@@ -121,10 +119,11 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     """What this rank has of the model; None: all of it."""
     if not isinstance(communicator, ModelParallel):
         return None
-    groups, tensor = communicator.groups, None
-    if groups.tp is not None:
-        tensor = TensorParallel(groups.tp, config.parallel_config.use_seq_parallel)
-    return ModelShard(communicator.layout, communicator.where, tensor, groups.ep)
+    groups, section, where = communicator.groups, config.parallel_config, communicator.where
+    tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
+    ranks, in_ring = communicator.layout.degrees.context_parallel, section.context_parallel_algo != "ulysses_cp"
+    tokens = SequencePart(where.context, ranks, in_ring)
+    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens)
 
 
 def build_model(
@@ -132,10 +131,8 @@ def build_model(
     kernels: KernelSet,
     device: str = "CPU",
     shard: ModelShard | None = None,
-    tokens: SequencePart | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs, of the tokens that the rank has; `shard` as in
-    `Decoder`."""
+    """The model with the weights of `seed`, and what makes its inputs; `shard` as in `Decoder`."""
     trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
     frozen = frozen_names(config) if trains else ()
     if config.classifier is not None:
@@ -145,7 +142,7 @@ def build_model(
     model = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return model, InputBuilder(model.settings, kernels, tokens)
+    return model, InputBuilder(model.settings, kernels, None if shard is None else shard.tokens)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:

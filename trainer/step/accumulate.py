@@ -230,8 +230,7 @@ def _window(
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
     tokens, empty = _count(read[_TOTALS][0]), _count(read[_TOTALS][1])
-    if share is None:  # at least this rank's own: a window that has gradients is never taken for an empty one
-        tokens = max(tokens, own_tokens)
+    tokens = max(tokens, own_tokens)  # a window that has gradients is never taken for an empty one
     if tokens == 0:
         return WindowGradients(0.0, 0, empty, None, votes=read.get(_VOTES))
     weights = read.get(_WEIGHTS, ())

@@ -12,7 +12,7 @@ CPU decide by the same code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,7 +28,9 @@ from trainer.models.moe import RouterStatistics
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
+from trainer.optim.groups import parameter_of
 from trainer.parallel.communicator import Communicator, ModelParallel, SingleProcess
+from trainer.parallel.sharding import ArrayPart, PartOfArray, whole_array
 from trainer.step.accumulate import (
     MicroBatch,
     RankShare,
@@ -40,6 +42,7 @@ from trainer.step.accumulate import (
 )
 from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import Guards
+from trainer.storage.tensor_file import AnyArray, read_part
 
 if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
@@ -80,13 +83,28 @@ class StepResult:
 
 
 class Saved(NamedTuple):
-    """What one rank contributes to a checkpoint."""
+    """What one rank writes of a checkpoint: whole arrays, or its parts of them."""
 
-    weights: Mapping[str, np.ndarray]  # all weights by name on rank 0, empty elsewhere
-    optimizer: Mapping[str, np.ndarray]  # by `kind.parameter`: the whole on rank 0, or each rank's shard
+    weights: Mapping[str, np.ndarray | PartOfArray]  # by the names of the parameters
+    optimizer: Mapping[str, np.ndarray | PartOfArray]  # by `kind.parameter`
     updates: int
-    is_sharded: bool = False
     shares_weights: bool = False  # they are the memory in which the training goes on; the optimizer's arrays are copies
+
+
+class _OwnArrays(Mapping[str, np.ndarray]):
+    """A rank's parts of the optimizer's arrays by `kind.parameter`, read when they are accessed."""
+
+    def __init__(self, arrays: Mapping[str, AnyArray], part_of: Callable[[str], ArrayPart]) -> None:
+        self.arrays, self.part_of = arrays, part_of
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        return read_part(self.arrays[key], self.part_of(parameter_of(key)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
 
 
 class TrainStep:
@@ -227,27 +245,28 @@ class TrainStep:
             others["z_loss"] = sums.z_loss, tokens * len(settings.moe_layers)
         return others
 
-    def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
-        """Restores a checkpoint's optimizer state: whole arrays by `kind.parameter`."""
-        shard = self.model.shard
-        if shard is not None:
-            names = {key: name for key in arrays if shard.holds(name := key.split(".", 1)[1])}
-            shapes = {key: shard.layout.parameters[name].shape for key, name in names.items()}
-            arrays = {key: shard.part(name, arrays[key].reshape(shapes[key])) for key, name in names.items()}
-        self.optimizer.load_state(arrays, updates)
+    def load_optimizer(self, arrays: Mapping[str, AnyArray], updates: int) -> None:
+        """Restores the optimizer's state: whole arrays by `kind.parameter`, of which this rank takes its parts."""
+        self.optimizer.load_state(_OwnArrays(arrays, self.state_part), updates)
 
     def to_save(self) -> Saved:
-        """What this rank contributes to a checkpoint; all ranks call it."""
-        if isinstance(self.communicator, ModelParallel):
-            own = {name: parameter.asnumpy() for name, parameter in self.model.parameters_by_name.items()}
-            weights, state = map(self.communicator.gathered, (own, self.optimizer.state_arrays()))
-            return Saved(weights, state, self.optimizer.updates)
-        optimizer, first = self.optimizer, self.communicator.rank == 0
-        parameters = self.model.parameters_by_name.items() if first else ()
-        weights = {name: parameter.asnumpy() for name, parameter in parameters}
-        is_sharded = bool(optimizer.own_ranges)
-        state = optimizer.state_arrays() if first or is_sharded else {}
-        return Saved(weights, state, optimizer.updates, is_sharded, shares_weights=True)
+        """What this rank writes of a checkpoint."""
+        communicator, parameters = self.communicator, self.model.parameters_by_name
+        weights = {name: PartOfArray(self.part_of(name), parameter.asnumpy())
+                   for name, parameter in parameters.items() if communicator.writes(name)}  # fmt: skip
+        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_arrays().items())
+        state = {key: PartOfArray(self.state_part(name), array) for key, name, array in named
+                 if communicator.writes(name, name in self.optimizer.own_ranges)}  # fmt: skip
+        return Saved(weights, state, self.optimizer.updates, shares_weights=True)
+
+    def part_of(self, name: str) -> ArrayPart:
+        """The part of a parameter that this rank has."""
+        shard = self.model.shard
+        return whole_array(self.model.parameters_by_name[name].shape) if shard is None else shard.array_part(name)
+
+    def state_part(self, name: str) -> ArrayPart:
+        """The part of a parameter of which this rank has the optimizer's state."""
+        return self.part_of(name)._replace(flat=self.optimizer.own_ranges.get(name))
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""

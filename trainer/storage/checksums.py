@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,18 +29,23 @@ def checksum_of_bytes(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def checksum_of_file(path: Path) -> str:
-    """The checksum of a file, which threads read a few blocks ahead.
+def checksum_of_file(path: Path, on_block: Callable[[memoryview], None] = lambda block: None) -> str:
+    """The checksum of a file, which threads read a few blocks ahead; `on_block` gets each block, in order.
 
     Raises:
         OSError: It cannot be read.
     """
     found = RunningChecksum()
+
+    def take(block: memoryview) -> None:
+        found.update(block)
+        on_block(block)
+
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         if size <= _BLOCK_BYTES:
-            found.update(_read_block(descriptor, 0, bytearray(size)))
+            take(_read_block(descriptor, 0, bytearray(size)))
             return found.hexdigest()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksum") as pool:
             free = [bytearray(_BLOCK_BYTES) for _ in range(2 * _THREADS)]
@@ -48,12 +53,12 @@ def checksum_of_file(path: Path) -> str:
             for start in range(0, size, _BLOCK_BYTES):
                 if not free:
                     future, buffer = reading.popleft()
-                    found.update(future.result())
+                    take(future.result())
                     free.append(buffer)
                 buffer = free.pop()
                 reading.append((pool.submit(_read_block, descriptor, start, buffer), buffer))
             for future, _ in reading:
-                found.update(future.result())
+                take(future.result())
         return found.hexdigest()
     finally:
         os.close(descriptor)

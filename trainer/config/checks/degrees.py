@@ -30,9 +30,10 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
     if uneven:
         rule = f"must divide what it cuts: {', '.join(uneven)}"
         yield problem(config, "parallel_config.model_parallel", rule, _set_to(math.gcd(*parts.values())))
-    tokens = config.runner_config.batch_size * settings.seq_length
+    tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if section.use_seq_parallel and tokens % degree:
-        rule = f"the {tokens} tokens of a micro-batch are not divisible by model_parallel {degree}"
+        of_rank = " that a rank has" if section.context_parallel > 1 else ""
+        rule = f"the {tokens} tokens of a micro-batch{of_rank} are not divisible by model_parallel {degree}"
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
 
 
@@ -52,8 +53,6 @@ def context_problems(config: Config) -> Iterator[Problem]:
         rule = f"seq_length {settings.seq_length} is not divisible by {twice}context_parallel"
         near = max(1, round(settings.seq_length / (chunks * ranks))) * chunks * ranks
         yield problem(config, key, rule, f"set seq_length to {near}, or change context_parallel")
-    for rate, rule in _without_context_parallelism(config):
-        yield problem(config, rate, rule, "set it to 0, or context_parallel to 1")
     if settings.experts is not None:
         yield problem(config, key, "not yet supported with experts", "set it to 1")
     if chunks > 1:
@@ -63,17 +62,6 @@ def context_problems(config: Config) -> Iterator[Problem]:
     if heads % ranks or kv_heads % ranks and ranks % kv_heads:
         rule = f"with ulysses_cp its ranks share the {heads} heads and {kv_heads} heads of keys and values"
         yield problem(config, key, rule, "change it, or set context_parallel_algo to colossalai_cp")
-
-
-def _without_context_parallelism(config: Config) -> Iterator[tuple[str, str]]:
-    """Rates of dropout whose masks would not be those of one rank."""
-    settings, rule = config.decoder, "not yet supported with context_parallel"
-    if settings.hidden_dropout:
-        yield f"{_MODEL}.hidden_dropout", rule
-    if settings.pet_config is not None and settings.pet_config.lora_dropout:
-        yield f"{_MODEL}.pet_config.lora_dropout", rule
-    if settings.attention_dropout and config.parallel_config.context_parallel_algo == "ulysses_cp":
-        yield f"{_MODEL}.attention_dropout", f"{rule} by ulysses_cp"
 
 
 def expert_problems(config: Config) -> Iterator[Problem]:

@@ -128,8 +128,8 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if not config.trains:
         fix = "set it to 1, or add --use_parallel False to run alone: checkpoints are those of one rank"
         yield problem(config, key, "ranks divide a model in a training only", fix)
-    if len(divided) > 1:
-        yield problem(config, key, rule.format(f"together with {divided[1]}"), "set one of the two to 1")
+    if degrees.pipeline_stage > 1:
+        yield problem(config, key, rule.format("together with pipeline_stage"), "set one of the two to 1")
     if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
         where = "parallel.enable_parallel_optimizer"
         yield problem(config, where, rule.format(f"with {divided[0]}"), "set it to False")

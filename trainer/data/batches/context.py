@@ -35,6 +35,10 @@ class SequencePart(NamedTuple):
         chunks = np.arange(length).reshape(2 * self.ranks, -1)
         return np.concatenate([chunks[self.rank], chunks[2 * self.ranks - 1 - self.rank]])
 
+    def rows(self, sequences: int, length: int) -> np.ndarray:
+        """Which of the B * T tokens of a micro-batch the rank has: int64 [B * n]."""
+        return np.add.outer(np.arange(sequences) * length, self.positions(length)).reshape(-1)
+
     def of(self, whole_BT: np.ndarray) -> np.ndarray:
         """The rank's columns: [B, n]."""
         if self.ranks == 1:

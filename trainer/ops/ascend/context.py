@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops.auto_generate import SliceExt
 
 from trainer.data.batches.context import SequencePart
 
@@ -32,7 +33,7 @@ class GatheredMasks:
     """Makes the masks that `GatheredAttention` takes from the documents of all tokens of the sequences."""
 
     def __init__(self, settings: ModelConfig, part: SequencePart) -> None:
-        self.part, self.compressed = part, None
+        self.heads, self.part, self.compressed = settings.num_heads, part, None
 
     def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, Tensor]:
         """For the first and the last h tokens, True where a key must not be seen. Where every sequence is one document,
@@ -43,6 +44,10 @@ class GatheredMasks:
             return self.compressed, self.compressed
         early, late = self.part.allowed(segment_ids_BT, window, ascending=True)
         return Tensor(~early[:, None]), Tensor(~late[:, None])
+
+    def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Shape of the probabilities of whole sequences."""
+        return rows, self.heads, length, length
 
 
 class GatheredAttention(nn.Cell):
@@ -64,29 +69,32 @@ class GatheredAttention(nn.Cell):
         self.scale = head_size**-0.5 if scale is None else scale
         self.rank, self.ranks, self.own = part.rank, part.ranks, length // part.ranks
         self.half = self.own // 2
+        chunks = range(2 * self.ranks)
+        order = [2 * chunk if chunk < self.ranks else 4 * self.ranks - 1 - 2 * chunk for chunk in chunks]
+        self.order = Tensor(np.array(order, np.int32))
+        self.slice = SliceExt()
 
     def construct(self, q_NC, k_NK, v_NK, mask, late_mask, dropout):
         width = k_NK.shape[1]
         kv = self.gather(ops.concat((k_NK.astype(self.dtype), v_NK.astype(self.dtype)), -1))
-        kv = kv.reshape(self.ranks, -1, self.own, 2 * width)
+        # Chunk r of rank r and then chunk 2 R - 1 - r, for every rank -> [B, T, 2 K] in the order of the sequence.
+        kv = mint.transpose(kv.reshape(self.ranks, -1, 2, self.half * 2 * width), 0, 1)
+        kv = mint.index_select(kv.reshape(kv.shape[0], 2 * self.ranks, -1), 1, self.order)
+        kv = kv.reshape(kv.shape[0], -1, 2 * width)
         q = q_NC.reshape(-1, self.own, q_NC.shape[1]).astype(self.dtype)
-        early, late = mint.narrow(q, 1, 0, self.half), mint.narrow(q, 1, self.half, self.half)
-        early = self.over(early, self.first_chunks(kv, self.rank + 1), mask)
-        late = self.over(late, self.first_chunks(kv, 2 * self.ranks - self.rank), late_mask)
+        early, late = self.part_of(q, 1, 0, self.half), self.part_of(q, 1, self.half, self.own)
+        early = self.over(early, self.part_of(kv, 1, 0, (self.rank + 1) * self.half), mask)
+        late = self.over(late, self.part_of(kv, 1, 0, (2 * self.ranks - self.rank) * self.half), late_mask)
         return ops.concat((early, late), 1).reshape(q_NC.shape).astype(q_NC.dtype)
 
-    def first_chunks(self, kv, number):
-        """Keys and values of so many chunks, in the order of the sequence: [B, number * h, 2 K]."""
-        chunks = ()
-        for chunk in range(number):
-            owner, start = (chunk, 0) if chunk < self.ranks else (2 * self.ranks - 1 - chunk, self.half)
-            chunks += (mint.narrow(kv[owner], 1, start, self.half),)
-        return ops.concat(chunks, 1)
+    def part_of(self, x, axis, begin, end):
+        """A copy, whose gradient is made by no legacy kernel."""
+        return self.slice(x, axis, begin, end, 1)
 
     def over(self, q, kv, mask):
         width = kv.shape[2] // 2
         return ops.flash_attention_score(
-            q, mint.narrow(kv, 2, 0, width), mint.narrow(kv, 2, width, width), self.heads, attn_mask=mask,
+            q, self.part_of(kv, 2, 0, width), self.part_of(kv, 2, width, 2 * width), self.heads, attn_mask=mask,
             scalar_value=self.scale, input_layout="BSH",
             sparse_mode=_CAUSAL_AT_THE_END if mask.ndim == 2 else _GIVEN,
         )  # fmt: skip

@@ -6,11 +6,15 @@ Legend: N tokens, D hidden, V vocabulary, P its part in a piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import LogSumExp, ScatterAddExt
+
+if TYPE_CHECKING:
+    from trainer.ops.cpu.vocabulary import VocabularyPart
 
 _LOGITS = 1 << 24
 """Logits of a piece: 64 MiB in float32, and a product that is large enough for a device."""
@@ -28,11 +32,20 @@ class PiecewiseCrossEntropy(nn.Cell):
     Args:
         trained: Whether the gradient of the weight is wanted.
         dtype: Dtype of the products with the weight. Softmax and loss are always float32.
+        part: Of the vocabulary, whose rows the weight has. The ranks exchange two numbers of each token, logsumexp over
+            their part and the logit of the label or 0, in one gather. The loss is the same on all ranks, the gradient
+            of x that of this rank's part alone.
     """
 
-    def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool, dtype=mstype.float32) -> None:
+    def __init__(
+        self,
+        compiles: Callable[[nn.Cell], Callable],
+        trained: bool,
+        dtype=mstype.float32,
+        part: VocabularyPart | None = None,
+    ) -> None:
         super().__init__(auto_prefix=False)
-        self.dtype, self.core = dtype, _Core(compiles, trained)
+        self.dtype, self.core = dtype, _Core(compiles, trained, part)
 
     def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
         return self.core(x_ND.astype(self.dtype), weight_VD.astype(self.dtype), labels_N, valid_N1)[0]
@@ -41,22 +54,32 @@ class PiecewiseCrossEntropy(nn.Cell):
 class _Core(nn.Cell):
     """Returns (loss, logsumexp_N1): the second output is kept for the backward pass."""
 
-    def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool) -> None:
+    def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool, part: VocabularyPart | None) -> None:
         super().__init__(auto_prefix=False)
+        self.part, self.first = part, 0 if part is None else part.first
         self.sums, self.gradients = compiles(_Sums()), compiles(_Gradients(trained))
         self.log_sum_exp, self.matmul_at, self.trained = LogSumExp(), P.MatMul(transpose_a=True), trained
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
         sums, label_logit_N1 = [], _zeros(valid_N1)
-        for first, weight_PD in _pieces(x_ND, weight_VD):
+        for first, weight_PD in _pieces(x_ND, weight_VD, self.first):
             sum_N1, label_logit_N1 = self.sums(x_ND, weight_PD, labels_N, first, label_logit_N1)
             sums.append(sum_N1)
         log_sum_N1 = sums[0] if len(sums) == 1 else self.log_sum_exp(ops.concat(sums, 1), (1,), True)
+        if self.part is not None:
+            log_sum_N1, label_logit_N1 = self.over_ranks(log_sum_N1, label_logit_N1)
         return self.matmul_at(valid_N1, log_sum_N1 - label_logit_N1).reshape(()), log_sum_N1
+
+    def over_ranks(self, log_sum_N1, label_logit_N1):
+        """The same of the whole vocabulary."""
+        own_2N = ops.concat((log_sum_N1.reshape(1, -1), label_logit_N1.reshape(1, -1)))
+        every_R2N = self.part.gather(own_2N).reshape(self.part.ranks, 2, -1)
+        log_sum_N = self.log_sum_exp(every_R2N[:, 0], (0,), False)
+        return log_sum_N.reshape(-1, 1), every_R2N[:, 1].sum(0).reshape(-1, 1)
 
     def bprop(self, x_ND, weight_VD, labels_N, valid_N1, out, grads):
         factor_N1, grad_x_ND, found = valid_N1 * grads[0], ops.zeros(x_ND.shape, mstype.float32), []
-        for first, weight_PD in _pieces(x_ND, weight_VD):
+        for first, weight_PD in _pieces(x_ND, weight_VD, self.first):
             grad_x_ND, *grad_PD = self.gradients(x_ND, weight_PD, labels_N, first, factor_N1, out[1], grad_x_ND)
             found += grad_PD
         grad_weight_VD = ops.concat(found) if self.trained else _zeros(weight_VD)
@@ -68,11 +91,12 @@ def _zeros(x: Tensor) -> Tensor:
     return ops.zeros(x.shape, x.dtype)
 
 
-def _pieces(x_ND: Tensor, weight_VD: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first column of each piece, as a tensor, and its part of the weight; all but the last are of one size."""
+def _pieces(x_ND: Tensor, weight_VD: Tensor, token: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first token of each piece, as a tensor, and its part of the weight, whose first row is that of `token`; all
+    but the last are of one size."""
     columns = -(-max(_LOGITS // x_ND.shape[0], 1) // 128) * 128
     for first in range(0, weight_VD.shape[0], columns):
-        yield Tensor(first, mstype.int32), weight_VD[first : first + columns]
+        yield Tensor(token + first, mstype.int32), weight_VD[first : first + columns]
 
 
 class _Piece(nn.Cell):

@@ -22,7 +22,9 @@ def keep(scalar: Tensor) -> Tensor:
     return scalar
 
 
-def add_up(kept: Sequence[Tensor]) -> Tensor:
+def add_up(kept: Sequence[Tensor | float]) -> Tensor | float:
+    if not isinstance(kept[0], Tensor):  # zeros: another rank has the losses
+        return sum(kept)
     return kept[0] if len(kept) == 1 else mint.sum(mint.stack(list(kept)))
 
 

@@ -1,0 +1,63 @@
+"""The bytes that the plan says a rank sends in a step are those on its sockets."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from rank_job import on_rank_processes
+from traffic_cases import CASES, Sent, config_of_case
+
+from trainer.config import Config
+from trainer.config.checks.parallel import degrees_of
+from trainer.parallel.mesh import Mesh, group_ranks
+from trainer.parallel.world import world_of
+from trainer.plan.traffic import rank_traffic
+
+_KINDS = {"all_gather_rows": "all_gather", "all_to_all_rows": "all_to_all", "all_to_all_into": "all_to_all",
+          "rotate": "send", "stage": "send"}  # fmt: skip
+_OF_EXPERTS = "rows of experts, if routed evenly"
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, list[Sent]]:
+    """By case, of each rank."""
+    found = {}
+    for ranks in (2, 4):
+        names = [name for name in CASES if ranks_of(name) == ranks]
+        results = on_rank_processes(ranks, "traffic_cases:counted", names)
+        found |= {name: [result[name] for result in results] for name in names}
+    return found
+
+
+def ranks_of(name: str) -> int:
+    return degrees_of(config_of_case(name), world_of(1)).ranks
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_counts_what_is_sent(name: str, counted: dict[str, list[Sent]]) -> None:
+    config = config_of_case(name)
+    every = [planned(config, rank, ranks_of(name)) for rank in range(ranks_of(name))]
+    for (expected, _), sent in zip(every, counted[name], strict=True):
+        # The numbers of a step that all ranks need are float64; the rows of experts depend on their tokens.
+        known = Counter[tuple]()
+        for (ranks, kind, dtype), count in sent.items():
+            if dtype != "float64" and kind != "all_to_all_into":
+                known[ranks, _KINDS.get(kind, kind)] += count
+        assert known == expected
+    rows = [sum(count for (_, kind, _), count in sent.items() if kind == "all_to_all_into") for sent in counted[name]]
+    assert sum(rows) == pytest.approx(sum(of_experts for _, of_experts in every), rel=0.2)
+
+
+def planned(config: Config, rank: int, ranks: int) -> tuple[Counter[tuple], int]:
+    """By ranks of the group and collective what a rank sends; and what for experts."""
+    world = world_of(ranks)
+    mesh, found, of_experts = Mesh(degrees_of(config, world)), Counter[tuple](), 0
+    settings = config.decoder
+    groups = group_ranks(mesh, rank, None if settings.multi_latent_attention else settings.kv_heads)
+    for one in rank_traffic(config, world, "CPU", mesh.coordinate_of(rank)):
+        if one.what == _OF_EXPERTS:
+            of_experts += one.bytes
+            continue
+        found[() if one.group == "pp" else tuple(groups[one.group]), one.collective] += one.bytes
+    return found, of_experts

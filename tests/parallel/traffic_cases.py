@@ -1,0 +1,149 @@
+"""What a rank of test_traffic.py trains, with a count of the bytes that it sends to other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+
+from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
+
+from trainer.config import Config  # noqa: E402
+from trainer.config.checks.parallel import degrees_of, micro_batches  # noqa: E402
+from trainer.parallel import stage_link  # noqa: E402
+from trainer.parallel.connections import Connections  # noqa: E402
+from trainer.parallel.host_group import HostGroup  # noqa: E402
+from trainer.parallel.mesh import Mesh  # noqa: E402
+from trainer.parallel.world import World  # noqa: E402
+from trainer.run import session  # noqa: E402
+
+Sent = Counter[tuple[tuple[int, ...], str, str]]
+"""(ranks of a group, collective, dtype) -> bytes sent to its other ranks."""
+_EAGER = {"context": {"mode": 1}}
+_AGAIN = {"recompute_config": {"recompute": [1]}} | _EAGER
+_LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
+           "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+_EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
+            "first_k_dense_replace": 1}
+_SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
+CASES: dict[str, dict[str, Any]] = {
+    # degrees; further keys of parallel_config; the model's; other sections
+    "rows": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
+             "model": {"n_kv_heads": 1, "use_qk_norm": True, "post_mlp_layernorm": True},
+             "sections": {"recompute_config": {"recompute": [1], "select_recompute": {"attention": [0]}}}},
+    "latent": {"degrees": {"model_parallel": 2}, "model": _LATENT | {"mtp_depth": 1},
+               "sections": _AGAIN | {"runner_config": {"gradient_accumulation_steps": 2}}},
+    "half precision": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
+                       "model": {"compute_dtype": "float16"}, "sections": _EAGER},
+    "ring": {"degrees": {"context_parallel": 2}, "sections": _AGAIN},
+    "ulysses": {"degrees": {"context_parallel": 2}, "more": {"context_parallel_algo": "ulysses_cp"},
+                "model": {"n_kv_heads": 1}, "sections": _AGAIN},
+    "shared state": {"degrees": {"data_parallel": 2}, "sections": _EAGER | {"parallel": _SHARED}},
+    "experts": {"degrees": {"data_parallel": 4, "expert_parallel": 2}, "sections": _AGAIN,
+                "model": {"moe_config": _EXPERTS, "num_layers": 3}},
+    "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 3},
+               "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1},
+               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}}},
+}  # fmt: skip
+
+
+class CountedConnections:
+    """Connections that count what is sent for the collective at hand."""
+
+    def __init__(self, connections: Connections, sent: Sent) -> None:
+        self.connections, self.sent, self.rank = connections, sent, connections.rank
+        self.key: tuple[tuple[int, ...], str, str] | None = None
+
+    def exchange(self, outgoing: Mapping[int, Sequence[memoryview]], incoming: Mapping[int, Any]) -> None:
+        self.sent[self.key] += sum(each.nbytes for buffers in outgoing.values() for each in buffers)
+        self.connections.exchange(outgoing, incoming)
+
+
+class CountedGroup(HostGroup):
+    """A group that counts, and so do the groups made of it."""
+
+    def part(self, ranks: Sequence[int], name: str = "") -> CountedGroup:
+        return CountedGroup(self.connections, ranks)
+
+
+@contextlib.contextmanager
+def _named(links: CountedConnections, ranks: tuple[int, ...], name: str, array: np.ndarray) -> Iterator[None]:
+    """Counts what is sent under the name of a collective, or of the one that calls it."""
+    outer = links.key
+    links.key = outer or (ranks, name, str(array.dtype))
+    try:
+        yield
+    finally:
+        links.key = outer
+
+
+def _counted(name: str) -> Callable:
+    plain = getattr(HostGroup, name)
+
+    def collective(self: CountedGroup, array: np.ndarray) -> np.ndarray:
+        with _named(self.connections, self.ranks, name, array):
+            return plain(self, array)
+
+    return collective
+
+
+def _counted_with_more(name: str) -> Callable:
+    plain = getattr(HostGroup, name)
+
+    def collective(self: CountedGroup, array: np.ndarray | Sequence[np.ndarray], more: Any) -> Any:
+        first = array if isinstance(array, np.ndarray) else array[0]
+        with _named(self.connections, self.ranks, name, first):
+            return plain(self, array, more)
+
+    return collective
+
+
+# The operator of MindSpore that calls them within compiled code looks at their arguments.
+for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "all_to_all_rows"):
+    setattr(CountedGroup, _name, _counted(_name))
+for _name in ("all_to_all", "all_to_all_into", "rotate", "send", "broadcast"):
+    setattr(CountedGroup, _name, _counted_with_more(_name))
+
+
+def config_of_case(name: str) -> Config:
+    case = CASES[name]
+    parallel = {"use_parallel": True, "parallel_config": case["degrees"] | case.get("more", {})}
+    return config_of(model=case.get("model", {}), **parallel, **case.get("sections", {}))
+
+
+def counted(world: HostGroup, names: Sequence[str]) -> dict[str, Sent]:
+    """What this rank sends in the second step of each case."""
+    return {name: _second_step(world, config_of_case(name)) for name in names}
+
+
+def _second_step(world: HostGroup, config: Config) -> Sent:
+    sent: Sent = Counter()
+    group = CountedGroup(CountedConnections(world.connections, sent), world.ranks)
+    session.start = lambda _: group
+    send = stage_link.StageLink.send_array
+
+    def counted_send(link: stage_link.StageLink, stage: int, array: np.ndarray, *owner: Any) -> None:
+        sent[(), "stage", str(array.dtype)] += array.nbytes
+        send(link, stage, array, *owner)
+
+    stage_link.StageLink.send_array = counted_send
+    try:
+        job = World(world.rank, world.size, world.rank, world.size)
+        step = session.open_training(config, lambda update: 1e-3, None, job, "CPU")
+        degrees = degrees_of(config, job)
+        where, rows = Mesh(degrees).coordinate_of(world.rank), config.runner_config.batch_size
+        for number in range(2):
+            sent.clear()
+            window = [make_batch(100 * number + 10 * where.data + place, rows * TOKENS, rows) for place in
+                      range(micro_batches(config, degrees))]  # fmt: skip
+            step(window)
+        return Counter(sent)
+    finally:
+        stage_link.StageLink.send_array = send

@@ -1,0 +1,46 @@
+"""What explicit mode cannot do on an Ascend of what divides a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainer.config.checks.problem import Problem, problem
+from trainer.config.device_defaults import with_device_defaults
+from trainer.ops.precision import resolve_precision
+from trainer.ops.select import select_kernels
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.parallel.mesh import Degrees
+
+_MODEL = "model.model_config"
+
+
+def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """What keeps a job of these degrees, in explicit mode, from running on an Ascend."""
+    for name in ("pipeline_stage", "expert_parallel"):
+        if getattr(degrees, name) > 1:
+            rule = "outside semi-automatic mode it runs on CPUs alone so far"
+            yield problem(config, f"parallel_config.{name}", rule, f"set parallel.parallel_mode to 1, or {name} to 1")
+    if degrees.context_parallel > 1 and config.classifier is None:
+        yield from _context_problems(with_device_defaults(config, "Ascend"))
+
+
+def _context_problems(config: Config) -> Iterator[Problem]:
+    """There ranks that share a sequence gather keys and values and run flash_attention_score."""
+    key, settings = "parallel_config.context_parallel", config.decoder
+    if config.parallel_config.context_parallel_algo == "ulysses_cp":
+        where, fix = "parallel_config.context_parallel_algo", "set it to colossalai_cp"
+        yield problem(config, where, "not yet supported on an Ascend outside semi-automatic mode", fix)
+    if settings.attention_dropout:
+        rule, fix = "not yet supported with context_parallel on an Ascend", "set it to 0, or context_parallel to 1"
+        yield problem(config, f"{_MODEL}.attention_dropout", rule, fix)
+    if settings.multi_latent_attention:
+        rule = "not yet supported with latent attention (MLA) on an Ascend outside semi-automatic mode"
+        yield problem(config, key, rule, "set it to 1")
+    precision = resolve_precision(settings, config.amp_level, "Ascend")
+    attention = next(one for one in select_kernels(settings, "Ascend", precision) if one.kernel == "attention")
+    if not attention.fused:
+        rule = f"on an Ascend it needs flash_attention_score, and {attention.why}"
+        yield problem(config, key, rule, "set use_flash_attention to True, or context_parallel to 1")

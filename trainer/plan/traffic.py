@@ -1,0 +1,312 @@
+"""How many bytes a rank sends to others in an optimizer step of explicit mode, by group and purpose.
+
+Counted as the code calls the collectives: of each micro-batch forward, backward, and once more forward what is
+recomputed; of each step the sums of gradients and the gathers of shared state. On a CPU each number is that of the
+bytes on the sockets. On a device it is what a ring sends. How many rows the experts exchange is known only in the run:
+theirs is the mean of an even routing. Not counted: the losses, token counts and norms of a step, some hundred bytes for
+each other rank, and evaluations.
+
+Legend: N tokens of a micro-batch on a rank, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.config.checks.parallel import (
+    degrees_of,
+    micro_batches,
+    runs_semi_auto,
+    shard_threshold_bytes,
+    shards_optimizer,
+)
+from trainer.config.recompute import recomputed_parts
+from trainer.config.stages import chunk_layers
+from trainer.models.shapes import EMBEDDING, MAPPING_IN
+from trainer.ops.precision import resolve_precision
+from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
+from trainer.parallel.layout import SUM_GROUPS, ModelLayout, local_settings
+from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, gather_chunks
+from trainer.plan.division import fullest_rank, layout_of, micro_batch_tokens
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+    from trainer.parallel.world import World
+
+_COUNT_BYTES = 8  # of the number of rows for an expert
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends for one purpose by one kind of collective.
+
+    Attributes:
+        group: As `trainer.parallel.process_groups.ProcessGroups` names it.
+        calls: In a step.
+    """
+
+    group: str
+    what: str
+    collective: Collective
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """That of the rank that sends most.
+
+    Attributes:
+        stage: Its pipeline stage.
+        stage_bytes: Of a rank of each stage in all.
+    """
+
+    stage: int
+    sent: tuple[Traffic, ...]
+    stage_bytes: tuple[int, ...]
+
+
+class _Call(NamedTuple):
+    """`times` calls of a collective that a rank gives so many bytes each."""
+
+    group: str
+    what: str
+    kind: Collective
+    given: int
+    times: int
+    item: int = FLOAT32_BYTES  # bytes of a number
+
+
+def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | None:
+    """None where nothing travels, or MindSpore decides what does: in semi-automatic mode."""
+    if world.size == 1 or runs_semi_auto(config, world) or config.classifier is not None:
+        return None
+    facts, degrees = _Facts.of(config, world), degrees_of(config, world)
+    every = [rank_traffic(config, world, device, fullest_rank(degrees, stage), facts) for stage in
+             range(degrees.pipeline_stage)]  # fmt: skip
+    totals = [sum(one.bytes for one in found) for found in every]
+    stage = totals.index(max(totals))
+    return TrafficPlan(stage, every[stage], tuple(totals))
+
+
+class _Facts(NamedTuple):
+    """What all ranks have in common."""
+
+    layout: ModelLayout
+    trained: frozenset[str]
+    again: Sequence[str]  # what of each layer is computed again
+    first: int  # the lowest layer with a backward pass
+
+    @classmethod
+    def of(cls, config: Config, world: World) -> _Facts:
+        frozen, layout = frozen_names(config), layout_of(config, world)
+        trained = frozenset(trained_shapes(config))
+        return cls(layout, trained, recomputed_parts(config), first_trained_layer(config, frozen))
+
+
+def rank_traffic(
+    config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts | None = None
+) -> tuple[Traffic, ...]:
+    """What one rank sends in a step whose micro-batches all have tokens that count."""
+    mesh, settings = Mesh(degrees_of(config, world)), config.decoder
+    rank = mesh.rank_at(where)
+    groups = group_ranks(mesh, rank, None if settings.multi_latent_attention else settings.kv_heads)
+    found: dict[tuple[str, str, Collective], tuple[int, int]] = {}
+    for call in _calls(config, world, device, where, facts or _Facts.of(config, world)):
+        ranks = groups[call.group]
+        if not call.times or len(ranks) == 1:
+            continue
+        place = ranks.index(rank)
+        sent = bytes_sent(call.kind, call.given, len(ranks), place, on_host=device == "CPU", item=call.item)
+        key = call.group, call.what, call.kind
+        calls, total = found.get(key, (0, 0))
+        found[key] = calls + call.times, total + call.times * sent
+    return tuple(Traffic(*key, *values) for key, values in found.items())
+
+
+def _calls(config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts) -> Iterator[_Call]:
+    layout, degrees = facts.layout, degrees_of(config, world)
+    number = micro_batches(config, degrees)
+    for call in _calls_of_micro_batch(config, degrees, device, where, facts):
+        yield call._replace(times=call.times * number)
+    names = [name for name in layout.parameters if name in facts.trained and layout.holds(name, where)]
+    sizes = {name: math.prod(layout.shard(name, where).shape) for name in names}
+    yield from _sums_of_gradients(layout, sizes)
+    if shards_optimizer(config, world):
+        yield from _gathered_parameters(config, degrees, list(sizes.values()), device)
+
+
+def _calls_of_micro_batch(
+    config: Config, degrees: Degrees, device: str, where: MeshCoordinate, facts: _Facts
+) -> Iterator[_Call]:
+    """All but those of gradients and weights."""
+    settings, stages, is_last = config.decoder, degrees.pipeline_stage, where.pipeline == degrees.pipeline_stage - 1
+    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth * is_last)
+    every = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
+    tokens, sizes = micro_batch_tokens(config, degrees), _Sizes.of(config, degrees, device, where)
+    looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
+    for layer in [*(layer for chunk in every[where.pipeline] for layer in chunk), *modules]:
+        part = facts.again[min(layer, settings.num_layers - 1)]
+        passes = _Passes(layer >= facts.first, part, config.context.mode == 0)
+        yield from _tensor_calls(settings, sizes, layer, passes)
+        yield from _context_calls(config, degrees, sizes, passes)
+        if settings.is_moe_layer(layer):
+            yield from _expert_calls(settings, sizes, passes)
+    lookups = (where.pipeline == 0) + len(modules)
+    stream = sizes._replace(width=FLOAT32_BYTES)  # the residual stream
+    yield from _leave(stream, "embedding", settings.embedding_width, lookups, lookups * looks_up)
+    if is_last:
+        heads = 1 + len(modules)
+        yield from _enter(sizes, "head and loss", settings.embedding_width, heads, heads)
+        yield _Call("tp", "head and loss", "all_gather", 3 * tokens * FLOAT32_BYTES, heads)
+    yield from _stage_calls(sizes, settings.hidden_size, every, 0 if looks_up else facts.first, where)
+
+
+class _Sizes(NamedTuple):
+    """What the sizes of a rank's messages depend on.
+
+    Attributes:
+        own: The settings that it computes with.
+        tokens: N.
+        tensor: Ranks of its tensor group.
+        shares_rows: Whether these share the token rows of the residual stream.
+        width: Bytes of a number between the products of a block.
+    """
+
+    own: ModelConfig
+    tokens: int
+    tensor: int
+    shares_rows: bool
+    width: int
+
+    @classmethod
+    def of(cls, config: Config, degrees: Degrees, device: str, where: MeshCoordinate) -> _Sizes:
+        settings, tensor = config.decoder, degrees.model_parallel
+        half = resolve_precision(settings, config.amp_level, device).compute.dtype != "float32"
+        own, tokens = local_settings(settings, tensor, where.tensor), micro_batch_tokens(config, degrees)
+        return cls(own, tokens, tensor, config.parallel_config.use_seq_parallel, 2 if half else FLOAT32_BYTES)
+
+
+class _Passes(NamedTuple):
+    """How often a layer is computed.
+
+    Attributes:
+        backward: Whether it has a backward pass.
+        part: What of it is computed again: "block", a sublayer, or "".
+        compiled: In a graph, which leaves out what no gradient needs.
+    """
+
+    backward: bool
+    part: str
+    compiled: bool
+
+    def again(self, sublayer: str) -> bool:
+        return self.backward and self.part in ("block", sublayer)
+
+
+def _enter(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
+    """See `TensorParallel.enter`; of so many columns, so many times."""
+    whole = sizes.tokens * columns * sizes.width
+    if sizes.shares_rows:
+        yield _Call("tp", what, "all_gather", whole // sizes.tensor, forward, sizes.width)
+    yield _Call("tp", what, "reduce_scatter" if sizes.shares_rows else "all_reduce", whole, backward, sizes.width)
+
+
+def _leave(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
+    """See `TensorParallel.leave`."""
+    whole = sizes.tokens * columns * sizes.width
+    yield _Call("tp", what, "reduce_scatter" if sizes.shares_rows else "all_reduce", whole, forward, sizes.width)
+    if sizes.shares_rows:
+        yield _Call("tp", what, "all_gather", whole // sizes.tensor, backward, sizes.width)
+
+
+def _tensor_calls(settings: ModelConfig, sizes: _Sizes, layer: int, passes: _Passes) -> Iterator[_Call]:
+    """A rank enters before the first matrices of a sublayer and leaves after the last one."""
+    attention = settings.hidden_size
+    if settings.multi_latent_attention:
+        attention = settings.q_lora_rank or settings.hidden_size
+        attention += settings.kv_lora_rank + settings.qk_rope_head_dim
+    has_experts = settings.is_moe_layer(layer)
+    for sublayer, width, has_norm in (
+        ("attention", attention, settings.post_self_attn_layernorm),
+        ("mlp", settings.hidden_size, settings.post_mlp_layernorm),
+    ):
+        if sublayer == "mlp" and has_experts:
+            continue
+        again = passes.again(sublayer)
+        # No gradient needs the result of what is computed again, unless something else in the same graph does.
+        goes_on = sublayer == "attention" and passes.part == "block" and not has_experts
+        leaves_again = again and (goes_on or has_norm or not passes.compiled)
+        yield from _enter(sizes, "layers", width, 1 + again, passes.backward)
+        yield from _leave(sizes, "layers", settings.hidden_size, 1 + leaves_again, passes.backward)
+
+
+def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
+    """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py."""
+    ranks, own, tokens, what = degrees.context_parallel, sizes.own, sizes.tokens, "keys and values"
+    heads = own.num_heads
+    kv_heads = heads if own.multi_latent_attention else own.kv_heads
+    times = 1 + passes.backward + passes.again("attention")
+    if config.parallel_config.context_parallel_algo != "ulysses_cp":
+        size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
+        yield _Call("cp", what, "send", size, times * (ranks - 1), sizes.width)
+        return
+    columns = heads // ranks * own.head_size + max(1, kv_heads // ranks) * (own.head_size + own.value_size)
+    for width in (columns, heads // ranks * own.value_size):
+        yield _Call("cp", what, "all_to_all", ranks * tokens * width * sizes.width, times, sizes.width)
+
+
+def _expert_calls(settings: ModelConfig, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
+    """Counts, rows and results: see `trainer.models.moe.ExpertExchange`."""
+    moe, again = settings.experts, passes.again("mlp")
+    tokens = sizes.tokens
+    capacity = moe.capacity(tokens)
+    rows = moe.num_experts_chosen * tokens
+    rows = rows if capacity is None else min(rows, capacity * moe.expert_num)
+    yield _Call("ep", "counts of rows", "all_to_all", moe.expert_num * _COUNT_BYTES, 1 + again, _COUNT_BYTES)
+    size = rows * settings.hidden_size * sizes.width
+    yield _Call("ep", "rows of experts, if routed evenly", "all_to_all", size, 2 * (1 + passes.backward + again),
+                sizes.width)  # fmt: skip
+
+
+def _stage_calls(
+    sizes: _Sizes, hidden: int, every: Sequence[Sequence[Sequence[int]]], first: int, where: MeshCoordinate
+) -> Iterator[_Call]:
+    """Activations to the next part of the model, gradients to the part before.
+
+    Args:
+        first: The lowest layer that is trained: the parts after its own send gradients.
+    """
+    stages, chunks = len(every), len(every[0])
+    parts = [every[part % stages][part // stages] for part in range(stages * chunks)]
+    trained = next((number for number, layers in enumerate(parts) if first in layers), len(parts) - 1) if first else 0
+    own = [chunk * stages + where.pipeline for chunk in range(chunks)]
+    size = sizes.tokens * hidden * FLOAT32_BYTES // (sizes.tensor if sizes.shares_rows else 1)
+    yield _Call("pp", "activations", "send", size, sum(part < len(parts) - 1 for part in own))
+    yield _Call("pp", "their gradients", "send", size, sum(part > trained for part in own))
+
+
+class _Numbers(NamedTuple):
+    size: int
+
+
+def _sums_of_gradients(layout: ModelLayout, sizes: dict[str, int]) -> Iterator[_Call]:
+    """In buckets, over one group after the other."""
+    for kind in SUM_GROUPS:
+        own = [_Numbers(size) for name, size in sizes.items() if kind in layout.parameters[name].sums]
+        for bucket in buckets(own, BUCKET_BYTES):
+            yield _Call(kind, "sums of gradients", "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
+
+
+def _gathered_parameters(config: Config, degrees: Degrees, sizes: Sequence[int], device: str) -> Iterator[_Call]:
+    """Weights that a rank has updated for the others."""
+    ranks = degrees.data_parallel * degrees.context_parallel
+    least = shard_threshold_bytes(config)
+    numbers = [size for size in sizes if size >= ranks and size * FLOAT32_BYTES >= least]
+    if numbers:
+        length, count = gather_chunks(numbers, ranks, BUCKET_BYTES)
+        yield _Call("dp_cp", "updated weights", "all_gather", length * FLOAT32_BYTES, count)

@@ -1,0 +1,306 @@
+"""Writes and reads safetensors files: whole files with their checksum, or the parts of tensors that a rank has.
+
+The library's own writer holds Python's lock until the whole file is written, so that nothing runs beside it, and for a
+checksum the file would have to be read again. Its reader maps the file into memory, of which a process then has as much
+as it has touched; here parts are read into their own arrays alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+
+from trainer.input_files import open_file
+from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
+from trainer.storage.checksums import RunningChecksum
+
+CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "uint64": "U64", "int32": "I32",
+    "uint32": "U32", "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+"""safetensors' name of each dtype of numpy."""
+BFLOAT16 = "BF16"
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in CODES.items()} | {BFLOAT16: np.dtype("<u2")}
+_BUFFER_BYTES, _BLOCK_BYTES = 256 << 10, 1 << 20
+_SPAN_BYTES = 4 << 20
+"""How many bytes of a file are read at once for what lies scattered among them."""
+_LENGTH_BYTES = 8  # of the length of the header, with which a file begins
+WORD_SUMS = 1 << 64
+"""Sums of words are modulo this."""
+
+
+class Entry(NamedTuple):
+    """A tensor of a file: its dtype in safetensors' words, its shape, and its size in bytes."""
+
+    code: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+Entries = Mapping[str, Entry]
+Pieces = Mapping[str, Sequence[PartOfArray]]
+
+
+def entries_of(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
+    """The tensors of a file with these arrays, in its order.
+
+    The largest items come first, as the library sorts them, so that every tensor begins at a multiple of its item size.
+    """
+    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
+    return {name: Entry(CODES[arrays[name].dtype.name], arrays[name].shape, arrays[name].nbytes) for name in names}
+
+
+def float32_entries(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
+    """The tensors of a file with float32 arrays of these shapes, in its order."""
+    return {name: Entry("F32", shapes[name], 4 * math.prod(shapes[name])) for name in sorted(shapes)}
+
+
+def header_of(entries: Entries) -> tuple[bytes, dict[str, int]]:
+    """What a file of these tensors begins with, and where each tensor begins."""
+    # transformers asks for this word, in whose name it reads tensors without conversion.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset, offsets = 0, {}
+    for name, (code, shape, nbytes) in entries.items():
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offsets[name] = offset
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = _LENGTH_BYTES + len(text)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {name: start + at for name, at in offsets.items()}
+
+
+def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) -> str:
+    """Writes the numbers of each entry, in order, each array when it is its turn; returns the file's checksum.
+
+    Args:
+        arrays: Of any memory layout; one for each entry, or consecutive ranges of it.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    checksum = RunningChecksum()
+    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+        for data in itertools.chain([memoryview(header_of(entries)[0])], map(_bytes_of, arrays)):
+            for start in range(0, len(data), _BLOCK_BYTES):  # a block that was just written is in the processor's cache
+                block = data[start : start + _BLOCK_BYTES]
+                file.write(block)
+                checksum.update(block)
+    return checksum.hexdigest()
+
+
+def in_order(entries: Entries, pieces: Pieces) -> Iterator[np.ndarray]:
+    """The numbers of pieces that make up whole tensors, as `write_tensors` takes them."""
+    for name in entries:
+        flat = [piece.array.reshape(-1) for piece in pieces[name]]
+        runs = ((*run, array) for piece, array in zip(pieces[name], flat, strict=True) for run in piece.part.runs())
+        for _, at, count, array in sorted(runs, key=lambda run: run[0]):
+            yield array[at : at + count]
+
+
+def make_file(path: Path, entries: Entries) -> None:
+    """Makes a file for these tensors, which `write_pieces` fills."""
+    header, _ = header_of(entries)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
+
+
+def write_pieces(path: Path, entries: Entries, pieces: Pieces) -> int:
+    """Writes pieces to their places in a file that `make_file` has made; returns the sum of their words.
+
+    Raises:
+        OSError: The file is not there, or the disk is full or cannot be written.
+    """
+    # For writing alone: of a file that is open for reading too, NFS writes whole pages, with what others write there.
+    descriptor, total = os.open(path, os.O_WRONLY), 0
+    _, offsets = header_of(entries)
+    try:
+        for name, of_tensor in pieces.items():
+            for part, array in of_tensor:
+                data, size = _bytes_of(array), array.itemsize
+                total += sum_of_words(data)
+                for position, at, count in part.runs():
+                    _write_at(descriptor, data[at * size : (at + count) * size], offsets[name] + position * size)
+    finally:
+        os.close(descriptor)
+    return total % WORD_SUMS
+
+
+def sum_of_words(data: bytes | memoryview) -> int:
+    """Sum of the 32-bit words, modulo `WORD_SUMS`; that of a file is the sum of its parts' sums."""
+    return int(np.frombuffer(data, "<u4").sum(dtype=np.uint64))
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """An array's values in C order, little-endian; without a copy where they are so already."""
+    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return memoryview(plain.reshape(-1).view(np.uint8)) if plain.size else memoryview(b"")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class StoredArray:
+    """An array on a disk, or what is made of such arrays, of which parts are read.
+
+    A slice of it is one too, as a slice of an array of numpy is a view.
+
+    Args:
+        shape: Of all of it.
+        read: Gives the numbers of a part, in the part's shape.
+    """
+
+    def __init__(self, shape: Sequence[int], read: Callable[[ArrayPart], np.ndarray]) -> None:
+        self.shape, self._read = tuple(shape), read
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def read(self, part: ArrayPart | None = None) -> np.ndarray:
+        """The numbers of a part, or all of them, as an array of its own."""
+        return self._read(whole_array(self.shape) if part is None else part)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.read().astype(dtype, copy=False)
+
+    def __getitem__(self, key: slice | tuple[slice, ...]) -> StoredArray:
+        keys = key if isinstance(key, tuple) else (key,)
+        keys += (slice(None),) * (self.ndim - len(keys))
+        begins, ends, _ = zip(*(one.indices(size) for one, size in zip(keys, self.shape, strict=True)), strict=True)
+
+        def read(part: ArrayPart) -> np.ndarray:
+            start = tuple(begin + at for begin, at in zip(begins, part.shard.start, strict=True))
+            return self._read(ArrayPart(self.shape, Shard(start, part.shard.shape), part.flat))
+
+        return StoredArray([max(0, end - begin) for begin, end in zip(begins, ends, strict=True)], read)
+
+
+AnyArray = np.ndarray | StoredArray
+
+
+def read_part(array: AnyArray, part: ArrayPart | None = None) -> np.ndarray:
+    """The numbers of a part of an array, or all of them; of an array in memory without a copy where they lie together.
+    """
+    if isinstance(array, StoredArray):
+        return array.read(part)
+    if part is None:
+        return array
+    own = part.shard.of(array.reshape(part.whole))
+    return own if part.flat is None else own.reshape(-1)[part.flat]
+
+
+def stacked(arrays: Sequence[AnyArray]) -> AnyArray:
+    """numpy.stack."""
+    if not isinstance(arrays[0], StoredArray):
+        return np.stack(arrays)
+    return StoredArray((len(arrays), *arrays[0].shape), lambda part: _put_together(arrays, part, part.items()))
+
+
+def concatenated(arrays: Sequence[AnyArray]) -> AnyArray:
+    """numpy.concatenate."""
+    if not isinstance(arrays[0], StoredArray):
+        return np.concatenate(arrays)
+    bounds = list(itertools.accumulate((array.shape[0] for array in arrays), initial=0))
+    shape = (bounds[-1], *arrays[0].shape[1:])
+    return StoredArray(shape, lambda part: _put_together(arrays, part, part.rows(bounds)))
+
+
+def _put_together(
+    arrays: Sequence[StoredArray], part: ArrayPart, found: Iterator[tuple[int, ArrayPart, slice]]
+) -> np.ndarray:
+    whole: np.ndarray | None = None
+    for number, one, own in found:
+        values = arrays[number].read(one)
+        if whole is None:
+            whole = np.empty(part.size, values.dtype)
+        whole[own] = values.reshape(-1)
+    return (np.empty(0, np.float32) if whole is None else whole).reshape(part.shape)
+
+
+class TensorFile:
+    """A safetensors file that is open.
+
+    Attributes:
+        entries: Its tensors.
+
+    Raises:
+        OSError: It cannot be read.
+        safetensors.SafetensorError: It is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open_file(path) as file, safetensors.safe_open(path, "numpy"):  # which checks the header
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(length))
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        header.pop("__metadata__", None)
+        self.entries, self._offsets = {}, {}
+        for name, about in header.items():
+            begin, end = about["data_offsets"]
+            self.entries[name] = Entry(about["dtype"], tuple(about["shape"]), end - begin)
+            self._offsets[name] = _LENGTH_BYTES + length + begin
+
+    def tensor(self, name: str) -> StoredArray:
+        """A tensor; its numbers are float32 where they are bfloat16 on the disk, which numpy lacks.
+
+        Reading raises an OSError where the file has become shorter or cannot be read, and a TypeError for a dtype that
+        numpy lacks.
+        """
+        return StoredArray(self.entries[name].shape, lambda part: self._read(name, part))
+
+    def _read(self, name: str, part: ArrayPart) -> np.ndarray:
+        code, offset = self.entries[name].code, self._offsets[name]
+        if code not in _DTYPES:
+            raise TypeError(f"numpy has no dtype {code}")
+        values = np.empty(part.size, _DTYPES[code])
+        size, data = values.itemsize, memoryview(values.view(np.uint8))
+        for runs in _close_together(part.runs(), _SPAN_BYTES // size):
+            (first, at, count), last = runs[0], runs[-1]
+            if len(runs) == 1:
+                self._fill(data[at * size : (at + count) * size], offset + first * size)
+                continue
+            span = np.empty(last[0] + last[2] - first, values.dtype)
+            self._fill(memoryview(span.view(np.uint8)), offset + first * size)
+            for position, at, count in runs:
+                values[at : at + count] = span[position - first : position - first + count]
+        if code == BFLOAT16:  # the upper half of a float32
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        return values.reshape(part.shape)
+
+    def _fill(self, data: memoryview, offset: int) -> None:
+        filled = 0
+        while filled < len(data):
+            count = os.preadv(self._descriptor, [data[filled:]], offset + filled)
+            if not count:
+                raise OSError(f"it ends {len(data) - filled} bytes too early")
+            filled += count
+
+
+def _close_together(runs: Iterable[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Groups of consecutive runs that begin and end within so many numbers; a longer one is alone."""
+    group: list[tuple[int, int, int]] = []
+    for run in runs:
+        if group and run[0] + run[2] - group[0][0] > most:
+            yield group
+            group = []
+        group.append(run)
+    if group:
+        yield group
