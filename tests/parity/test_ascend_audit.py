@@ -325,7 +325,11 @@ def test_the_command_exits_with_1_where_an_operator_is_missing(
 ) -> None:
     """On the Ascend backend, and in this process where that cannot be had."""
     model = {"model": {"model_config": SIZES | FUSED | {"num_layers": 1}}}
-    code, out, _ = run_plan(tmp_path, capsys, model, "ascend", "--model.model_config.compute_dtype", "float32")
+    divided = {"use_parallel": True, "context": {"mode": 1}, "parallel_config": {"model_parallel": 2}}
+    flags = ("--model.model_config.compute_dtype", "float32", "--ranks", "4", "--rank", "3")
+    code, out, _ = run_plan(tmp_path, capsys, model | divided, "ascend", *flags)
+    calls = re.search(r"COLLECTIVES OF RANK 3 OF 4 IN A STEP.*?\n\n", out, re.DOTALL)[0]
+    assert re.search(r"AllReduce +tp: 2-3 +6 ", calls) and re.search(r"AllGather +tp: 2-3 +1 ", calls)
     assert code == 1 and "missing: FlashAttentionScore, FlashAttentionScoreGrad" in " ".join(out.split())
     assert "compute_dtype is float32" in " ".join(out.split())
     monkeypatch.setattr(dryrun, "audit_there", lambda config, world: "there is no compiler")

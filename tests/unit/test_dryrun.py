@@ -13,7 +13,15 @@ from trainer.cli import main as cli
 from trainer.config import Config, load_config, parse_config
 from trainer.dryrun import process, report, stand_ins
 from trainer.dryrun.process import Case, Collective, Failure, Measurement, run_cases
-from trainer.dryrun.report import DryRun, audit_there, dry_run, dry_run_dict, dry_run_sections
+from trainer.dryrun.report import (
+    DryRun,
+    audit_there,
+    collective_rows,
+    dry_run,
+    dry_run_dict,
+    dry_run_sections,
+    group_names,
+)
 from trainer.errors import RunError, UserError
 from trainer.parallel.world import World
 from trainer.plan.render import sections_text
@@ -79,6 +87,16 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RunError, match="unknown flag"):
         stand_ins.stand_ins(tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_groups_have_the_names_of_the_plan() -> None:
+    text = "use_parallel: True\nparallel_config: {model_parallel: 4, pipeline_stage: 2}\nmodel: {model_config: {"
+    config = parse_config("a.yaml", text + SIZES + ", n_kv_heads: 2}}")
+    names = group_names(config, World(5, 16, 5, 16))
+    assert (names[4, 5, 6, 7], names[4, 5], names[1, 5], names[5, 13]) == ("tp", "kv", "dp", "pp")
+    assert group_names(config, World(5, 8, 5, 8))[4, 5] == "kv" and not group_names(config, World(5, 12, 5, 12))
+    calls = [Collective("AllReduce", "float32", 8, (4, 5)), Collective("AllReduce", "float32", 8, tuple(range(16)))]
+    assert collective_rows(calls, names) == [("AllReduce", "kv: 4-5", 1, 8), ("AllReduce", "all: 0-15", 1, 8)]
 
 
 @pytest.mark.parametrize("error", [RunError("g++ cannot build them"), PermissionError("no permission")])
@@ -177,10 +195,10 @@ def test_what_is_said_of_a_step_and_of_a_failure() -> None:
         host_bytes=12, host_reads={"trainer/step/a.py:1": (1, 12)}, legacy={"AddN": 2}, collectives=calls,
         peak_bytes=3 << 30,
     )  # fmt: skip
-    found = DryRun(World(1, 2, 1, 2), measured, 5 << 29, 2 << 30)
+    found = DryRun(World(1, 2, 1, 2), measured, 5 << 29, 2 << 30, {(0, 1): "tp"})
     text = sections_text(dry_run_sections(found))
     for part in ("3.00 GiB, ABOVE max_device_memory 2.00 GiB; the plan estimates 2.50 GiB", "12 bytes", "AddN 2",
-                 "AllReduce among 2 ranks", "2 x, 4 MiB"):
+                 "AllReduce over tp: 0-1", "2 x, 4 MiB"):
         assert part in " ".join(text.split()), part
     with pytest.raises(RunError, match="a device would run out of memory: this rank needs 3.00 GiB of 2.00 GiB"):
         found.check()

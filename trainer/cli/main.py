@@ -281,7 +281,7 @@ def _plan(
         str | None,
         typer.Option(help="ascend: try a step on MindSpore's backend for it.", metavar="NAME", show_default=False),
     ] = None,
-    rank: Annotated[int, typer.Option("--rank", help="--dryrun: as this rank of the job.", metavar="INT")] = 0,
+    rank: Annotated[int, typer.Option("--rank", help="--dryrun, --audit: as this rank.", metavar="INT")] = 0,
     ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of the job.", metavar="INT")] = None,
     local_ranks: Annotated[int | None, typer.Option("--local_ranks", help="Ranks on one host.", metavar="INT")] = None,
     schedule: Annotated[
@@ -303,7 +303,7 @@ def _plan(
     if dryrun is not None:
         return _dry_run(context.obj, dryrun, json_, planned_world(ranks, local_ranks), rank)
     if audit is not None:
-        return _audit(_load(context.obj), audit, json_, planned_world(ranks, local_ranks))
+        return _audit(_load(context.obj), audit, json_, planned_world(ranks, local_ranks), rank)
     told: list[Problem] = []
     loaded = _load(context.obj, told)
     try:
@@ -387,14 +387,16 @@ def _data(
     return show(_load(context.obj), rows, json_)
 
 
-def _audit(config: Config, device: str, json_: bool, world: World) -> int:
+def _audit(config: Config, device: str, json_: bool, world: World, rank: int) -> int:
     """Exit code 1 where a fused operator that the configuration asks for is missing."""
     if device.lower() != "ascend":
         rule = "there is an audit for ascend alone"
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
-    from trainer.dryrun.report import audit_there
+    from trainer.dryrun.report import as_rank, audit_there
     from trainer.plan.render import print_sections
+    from trainer.run.plan_file import described_world
 
+    world = as_rank(described_world(config, world), rank)
     # An image classifier has nothing to audit, which the audit itself says.
     found = audit_there(config, world) if config.classifier is None else ""
     if isinstance(found, str):  # in this process, whose front end compiles for a CPU: bad input is reported there

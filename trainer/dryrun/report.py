@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,9 +15,11 @@ from trainer.config.checks.rules import run_problems
 from trainer.config.device_defaults import with_device_defaults
 from trainer.device.doctor import memory_left_bytes
 from trainer.device.settings import SPEED_UP_KEY
-from trainer.dryrun.process import Case, Measurement, run_cases
+from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
 from trainer.monitors.wording import size
+from trainer.parallel.mesh import Mesh, group_ranks
+from trainer.plan.division import ranks_text
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
 
@@ -31,7 +33,7 @@ _GIB = 1 << 30
 _HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device alone
 _GRAPH_LAYER_BYTES = 64 << 20  # of the one graph of semi-automatic mode, while MindSpore compiles it
 _DEVICE_BYTES = 60 * _GIB  # what MindSpore takes of a device of 64 GB
-_NAME = "ascend"
+_NAME, _STEP = "ascend", "step"
 _MODEL = "model.model_config"
 
 
@@ -42,6 +44,7 @@ class DryRun(NamedTuple):
     measurement: Measurement
     planned_bytes: int | None  # device memory as the plan estimates it
     limit_bytes: int | None  # context.max_device_memory
+    groups: Mapping[tuple[int, ...], str] = {}  # see `group_names`
 
     @property
     def exceeds_memory(self) -> bool:
@@ -104,6 +107,7 @@ def dry_run(
         next(iter(found.values())),
         planned_bytes(config, world) if plan.memory_bytes else None,
         None if limit is None else int(float(limit.removesuffix("GB")) * _GIB),
+        group_names(config, world),
     )
 
 
@@ -115,15 +119,62 @@ def planned_bytes(config: Config, world: World) -> int:
 
 
 def audit_there(config: Config, world: World) -> dict[str, Any] | str:
-    """What `tasks.audit` returns, or why the audit cannot be made on the Ascend backend."""
-    case = Case(_text_without_files(config), task="trainer.dryrun.tasks:audit")
+    """What `tasks.audit` returns, or why the audit cannot be made on the Ascend backend.
+
+    Of a job in explicit mode also the collectives that the rank calls in a step, as a dry run finds them.
+    """
+    text = _text_without_files(config)
+    cases = {_NAME: Case(text, task="trainer.dryrun.tasks:audit")}
+    if world.size > 1 and not runs_semi_auto(config, world):
+        cases[_STEP] = Case(text)
     try:
-        found = run_cases({_NAME: case}, world.size, world.rank)[_NAME]
+        measured = run_cases(cases, world.size, world.rank)
     except TrainerError as error:
         return error.rule
     except OSError as error:  # the folder of the libraries cannot be written
         return str(error)
-    return found.found if found.failure is None else found.failure.message
+    found, step = measured[_NAME], measured.get(_STEP)
+    if found.failure is not None:
+        return found.failure.message
+    return found.found if step is None else _with_collectives(found.found, config, world, step)
+
+
+def _with_collectives(audit: dict[str, Any], config: Config, world: World, step: Measurement) -> dict[str, Any]:
+    """An audit with those of a step of this rank."""
+    names = ("collective", "group", "calls", "bytes")
+    rows = collective_rows(step.collectives, group_names(config, world))
+    values = audit["values"] | {"collectives": [dict(zip(names, row, strict=True)) for row in rows]}
+    table = [names, *((*kind, str(calls), _bytes_text(sent)) for *kind, calls, sent in rows)]
+    if step.failure is not None:
+        table = [("", ""), ("the step failed", step.failure.message)]
+    title = f"Collectives of rank {world.rank} of {world.size} in a step"
+    *sections, limits, result = audit["sections"]
+    return audit | {"values": values, "sections": [*sections, (title, table), limits, result]}
+
+
+def group_names(config: Config, world: World) -> dict[tuple[int, ...], str]:
+    """The ranks of each group of this rank -> the name of the group, as the plan has it."""
+    degrees = degrees_of(config, world)
+    if config.classifier is not None or degrees.ranks != world.size:
+        return {}
+    kv_heads = None if config.decoder.multi_latent_attention else config.decoder.kv_heads
+    found = {tuple(range(world.size)): "all"}
+    for name, ranks in group_ranks(Mesh(degrees), world.rank, kv_heads).items():
+        found.setdefault(tuple(ranks), name)
+    return found
+
+
+def collective_rows(
+    collectives: Sequence[Collective], groups: Mapping[tuple[int, ...], str]
+) -> list[tuple[str, str, int, int]]:
+    """Of the collectives of a step: name, group, number of calls and bytes that this rank gives in all of them."""
+    calls, sizes = Counter(), Counter()
+    for each in collectives:
+        name = groups.get(each.ranks, "")
+        kind = each.name, f"{name}: {ranks_text(each.ranks)}" if name else ranks_text(each.ranks)
+        calls[kind] += 1
+        sizes[kind] += each.bytes
+    return [(*kind, count, sizes[kind]) for kind, count in calls.most_common()]
 
 
 def _text_without_files(config: Config) -> str:
@@ -174,7 +225,9 @@ def dry_run_sections(found: DryRun) -> list[Section]:
     rows += [(f"  {where}", f"{count} x, {_bytes_text(read)}") for where, (count, read) in measured.host_reads.items()]
     kernels = ", ".join(f"{name} {count}" for name, count in measured.legacy.items())
     rows.append(("legacy kernels a step", kernels or "none"))
-    rows += _collective_rows(measured)
+    collectives = collective_rows(measured.collectives, found.groups)
+    rows.append(("collectives a step", f"{len(measured.collectives)}" if collectives else "none"))
+    rows += [(f"  {name} over {group}", f"{count} x, {_bytes_text(sent)}") for name, group, count, sent in collectives]
     rows.append(("note", "nothing was computed: a dry run knows no numbers and no speed"))
     return [(title, [("", ""), *rows])]
 
@@ -187,16 +240,6 @@ def _memory_text(found: DryRun) -> str:
         return text
     rough = " (rough below 1 GiB)" if found.planned_bytes < _GIB else ""
     return f"{text}; the plan estimates {size(found.planned_bytes)}{rough}"
-
-
-def _collective_rows(measured: Measurement) -> list[tuple[str, str]]:
-    counts, sizes = Counter(), Counter()
-    for each in measured.collectives:
-        kind = f"{each.name} among {len(each.ranks)} ranks"
-        counts[kind] += 1
-        sizes[kind] += each.bytes
-    rows = [(f"  {kind}", f"{count} x, {_bytes_text(sizes[kind])}") for kind, count in counts.most_common()]
-    return [("collectives a step", f"{len(measured.collectives)}" if rows else "none"), *rows]
 
 
 def _bytes_text(number: int) -> str:

@@ -393,17 +393,37 @@ def receive(shape: tuple[int, ...], dtype: mstype.Type, group: Group, source: in
     return ops.Receive(0, source, list(shape), dtype, group=group.name)(Tensor(0.0))
 
 
+def exchange_counts(counts: Tensor, group: Group) -> np.ndarray:
+    """Sends the r-th part of a vector of integers to the group's rank r: what went to each rank, and what came from
+    each, [2, ranks, n]. The host waits for the device once."""
+    if group.on_host:
+        given = counts.asnumpy().reshape(group.size, -1)
+        return np.stack([given, np.stack(group.all_to_all(list(given), [given[0].shape] * group.size))])
+    given = counts.astype(mstype.int32)
+    came = mint.empty(given.size, dtype=given.dtype)
+    ops.communication.all_to_all_single(came, given, group=group.name)
+    return ops.concat((given, came)).asnumpy().reshape(2, group.size, -1)
+
+
 def exchange_rows(
-    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: HostGroup, least: int | None = None
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: Group, least: int | None = None
 ) -> Tensor:
-    """Sends rows of [n, width] to the ranks of a CPU's group, those for the first rank first, and returns what comes.
+    """Sends rows of [n, width] to the ranks of a group, those for the first rank first, and returns what comes.
 
     Args:
         send: How many rows go to each rank; rows after all of them stay here.
         receive: How many come from each.
         least: Rows of the result, zeros after what comes; None: just what comes.
     """
-    array, total = rows.asnumpy(), int(receive.sum())
+    total = int(receive.sum())
+    if not group.on_host:
+        came = mint.empty((total, *rows.shape[1:]), dtype=rows.dtype)
+        sent, sizes = int(send.sum()), (receive.tolist(), send.tolist())
+        given = mint.narrow(rows, 0, 0, sent) if 0 < sent < rows.shape[0] else rows
+        ops.communication.all_to_all_single(came, given, *sizes, group=group.name)
+        missing = (least or 0) - total
+        return ops.concat((came, ops.zeros((missing, *rows.shape[1:]), rows.dtype))) if missing > 0 else came
+    array = rows.asnumpy()
     result = np.empty((total if least is None else least, *array.shape[1:]), array.dtype)
     result[total:] = 0
     group.all_to_all_into(

@@ -24,13 +24,16 @@ _REMAIN = "the layers that remain"
 _NUMBERED = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def kept_layers(config: Config) -> list[int]:
-    """The layers that stay, in order; multi-token prediction modules are not among them."""
+def kept_layers(config: Config, fewest: int = 1) -> list[int]:
+    """The layers that stay, in order; multi-token prediction modules are not among them. `fewest`: for all stages of a
+    pipeline."""
     kinds = _kinds(config)
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     frequent = Counter(kinds).most_common(1)[0][0]
-    again = [layer for layer, kind in enumerate(kinds) if kind == frequent][1:2]
-    return sorted({*first, *again})
+    again = [layer for layer, kind in enumerate(kinds) if kind == frequent and layer not in first]
+    kept = {*first, *again[:1]}
+    more = [layer for layer in (*again, *range(len(kinds))) if layer not in kept]
+    return sorted({*kept, *list(dict.fromkeys(more))[: max(0, fewest - len(kept))]})
 
 
 def _kinds(config: Config) -> list[Any]:
