@@ -75,8 +75,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["enable_parallel_optimizer = True: not yet supported with model_parallel", "type = 'Muon': not yet"],
         ),
         (
-            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\n",
-            ["model_parallel = 2: not yet supported together with pipeline_stage"],
+            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=predict",
+            ["model_parallel = 2: ranks divide a model in trainings and evaluations only", "add --use_parallel False"],
         ),
         (
             "parallel_config: {context_parallel: 8}\nmodel.model_config.seq_length=24",

@@ -125,11 +125,9 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
         return
-    if not config.trains:
+    if config.run_mode in ("predict", "chat"):
         fix = "set it to 1, or add --use_parallel False to run alone: checkpoints are those of one rank"
-        yield problem(config, key, "ranks divide a model in a training only", fix)
-    if degrees.pipeline_stage > 1:
-        yield problem(config, key, rule.format("together with pipeline_stage"), "set one of the two to 1")
+        yield problem(config, key, "ranks divide a model in trainings and evaluations only", fix)
     if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
         where = "parallel.enable_parallel_optimizer"
         yield problem(config, where, rule.format(f"with {divided[0]}"), "set it to False")
