@@ -36,12 +36,12 @@ TENSOR, ROWS = {"model_parallel": 2}, {"model_parallel": 2, "use_seq_parallel": 
 CASES: dict[str, dict[str, Any]] = {
     # ranks (4 by default), stages, other degrees than data_parallel, chunks of a stage, micro-batches, and what of the
     # configuration differs
-    "dense": {"stages": 4, "micro_batches": 6, "compiled": True, "model": DROPOUT},
+    "dense": {"stages": 4, "micro_batches": 6, "model": DROPOUT},
     "uneven": {"stages": 2, "chunks": 2, "micro_batches": 5, "model": {"offset": [[0, 2], [-1, 0]]},  # an empty chunk
                "sections": {"runner_wrapper": CLIP | {"clip_by_group": True, "local_norm": True}}},
     "frozen": {"stages": 4, "micro_batches": 4, "sections": {"freeze": {"include": ["embeddings", "layers: 0-1"]}}},
     "load of the step": {"stages": 4, "micro_batches": 4, "model": {"moe_config": EXPERTS | OF_STEP}},
-    "tensor, tied": {"stages": 2, "degrees": TENSOR, "micro_batches": 3, "compiled": True,
+    "tensor, tied": {"stages": 2, "degrees": TENSOR, "micro_batches": 2, "compiled": True,
                      "model": {"tie_word_embeddings": True, "mtp_depth": 1} | DROPOUT,
                      "sections": {"freeze": {"include": ["layers: 1"]}, "runner_wrapper": CLIP | {"local_norm": True}}},
     "tensor with rows, adapters": {"stages": 2, "chunks": 2, "degrees": ROWS, "micro_batches": 2,
