@@ -44,6 +44,7 @@ LORA = {"pet_config": {"target_modules": ".*", "lora_rank": 3, "lora_dropout": 0
 LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
           "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
+SMOOTH = {"optimizer": {"eps": 1e-5}}  # AdamW's update for gradients that are nothing but rounding
 IN_TURN = {"context": {"mode": 1}}  # operator by operator: nothing is compiled
 CASES: dict[str, dict[str, Any]] = {
     "biases, norms, dropout, clipping": {"model": EVERY_KIND | DROPOUT, **CLIPPED},
@@ -60,6 +61,27 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]}, **IN_TURN,
     },
     "latent attention, adapters": {"model": LATENT | LORA | DROPOUT, **IN_TURN},
+    "capacity, shared gate": {
+        "model": {"mtp_depth": 1, "moe_config": {
+            "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
+            "moe_shared_expert_intermediate_size": 20, "use_shared_expert_gating": True, "z_loss_factor": 0.1,
+            "aux_loss_factor": 0.3, "capacity_factor": 1.0, "norm_topk_prob": False}} | DROPOUT,
+        **IN_TURN, **CLIPPED, **SMOOTH,
+    },
+    "latent attention, sigmoid, bias": {
+        "model": LATENT | {"mtp_depth": 1, "moe_config": {
+            "expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 8, "shared_expert_num": 2,
+            "use_gating_sigmoid": True, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.01,
+            "n_group": 4, "topk_group": 2, "aux_loss_factor": 0.3, "first_k_dense_replace": 1,
+            "moe_token_dispatcher_type": "allgather"}},
+        "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED, **SMOOTH,
+    },
+    "compiled experts, load of the step": {
+        "model": {"num_layers": 1, "moe_config": {
+            "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "capacity_factor": 1.2,
+            "enable_sdrop": True, "aux_loss_factor": 0.3, "moe_router_load_balancing_type": "gbs_aux_loss"}},
+        "recompute_config": {"recompute": True}, **CLIPPED, **SMOOTH,
+    },
     "experts": {
         "model": {"mtp_depth": 1, "moe_config": {
             "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
@@ -78,6 +100,8 @@ class Trained(NamedTuple):
     evaluated: float
     weights: dict[str, np.ndarray]
     saved: dict[str, np.ndarray]  # whole weights and optimizer state
+    others: list[list[float]]  # auxiliary losses of each step
+    routers: np.ndarray  # drop rates, imbalance of the load and entropy of each step
 
 
 def config(name: str) -> Config:
@@ -141,7 +165,7 @@ def trained(
         groups, where, data = communicator.groups, communicator.where, layout.data(world.size)
         tensor = TensorParallel(groups.tp, layout.rows) if layout.tensor > 1 else None
         tokens = SequencePart(where.context, layout.context, layout.in_ring)
-        shard = ModelShard(communicator.layout, where, tensor, groups.ep, tokens)
+        shard = ModelShard(communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp)
         if layout.context > 1:
             kernels = over_context(kernels, groups.cp, tokens, one.context.mode == 0)
     model, build_inputs = build_model(one, kernels, shard=shard)
@@ -163,6 +187,9 @@ def trained(
     # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
     batches = [make_batch(99, 9 if world is None or communicator.data_rank == 0 else 0, rows=2)]
     found = evaluate(model, build_inputs, batches, lambda: False, communicator)
+    routed = [result.router_rates for result in results if result.router_rates is not None]
+    routers = np.array([[one.drop_rate, one.load_imbalance, one.entropy] for one in routed])
+    others = [list(result.losses.values()) for result in results]
     last = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
     losses, norms = ([getattr(result, field) for result in results] for field in ("loss", "global_norm"))
     kept = saved(step)
@@ -170,7 +197,7 @@ def trained(
         step.load_optimizer({key: array.reshape(-1) for key, array in kept.items() if key not in last}, steps)
         again = saved(step)
         assert all(np.array_equal(array, again[key]) for key, array in kept.items())
-    return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last, kept)
+    return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last, kept, others, routers)
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
@@ -189,7 +216,7 @@ def spread(model: Any, settings: Any, shard: ModelShard | None) -> None:
     for name, shape in all_shapes(settings).items():
         value = draw.normal(0, 0.2, shape).astype(np.float32) + np.float32(name.endswith("norm.weight"))
         if len(shape) == 1 or "lora_B" in name:
-            own = value if shard is None else shard.part(name, value)
+            own = value if shard is None else shard.part(name).shard.of(value)
             model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(own)))
     model.compute_weights.refresh()
 

@@ -15,7 +15,8 @@ from trainer.parallel.world import world_of
 from trainer.plan.traffic import rank_traffic
 
 _KINDS = {"all_gather_rows": "all_gather", "all_to_all_rows": "all_to_all", "all_to_all_into": "all_to_all",
-          "rotate": "send", "stage": "send"}  # fmt: skip
+          "rotate": "send", "stage": "send",
+          "complete_ranges": "all_gather", "reduce_scatter_range": "reduce_scatter"}  # fmt: skip
 _OF_EXPERTS = "rows of experts, if routed evenly"
 
 

@@ -33,6 +33,8 @@ _LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, 
 _EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "first_k_dense_replace": 1}
 _SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
+_SHARED_WEIGHTS = {"enable_parallel_optimizer": True,
+                   "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "optimizer_level": "level3"}}
 CASES: dict[str, dict[str, Any]] = {
     # degrees; further keys of parallel_config; the model's; other sections
     "rows": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
@@ -46,6 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ulysses": {"degrees": {"context_parallel": 2}, "more": {"context_parallel_algo": "ulysses_cp"},
                 "model": {"n_kv_heads": 1}, "sections": _AGAIN},
     "shared state": {"degrees": {"data_parallel": 2}, "sections": _EAGER | {"parallel": _SHARED}},
+    "shared weights": {"degrees": {"data_parallel": 2}, "model": {"mtp_depth": 2, "tie_word_embeddings": True},
+                       "sections": _AGAIN | {"freeze": {"include": ["*embed*", "*layers.0*"]},
+                                             "runner_config": {"gradient_accumulation_steps": 2},
+                                             "parallel": _SHARED_WEIGHTS}},
     "experts": {"degrees": {"data_parallel": 4, "expert_parallel": 2}, "sections": _AGAIN,
                 "model": {"moe_config": _EXPERTS, "num_layers": 3}},
     "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 3},
@@ -87,8 +93,8 @@ def _named(links: CountedConnections, ranks: tuple[int, ...], name: str, array: 
 def _counted(name: str) -> Callable:
     plain = getattr(HostGroup, name)
 
-    def collective(self: CountedGroup, array: np.ndarray) -> np.ndarray:
-        with _named(self.connections, self.ranks, name, array):
+    def collective(self: CountedGroup, array: np.ndarray | Sequence[np.ndarray]) -> Any:
+        with _named(self.connections, self.ranks, name, array if isinstance(array, np.ndarray) else array[0]):
             return plain(self, array)
 
     return collective
@@ -106,7 +112,8 @@ def _counted_with_more(name: str) -> Callable:
 
 
 # The operator of MindSpore that calls them within compiled code looks at their arguments.
-for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "all_to_all_rows"):
+for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "all_to_all_rows", "complete_ranges",
+              "reduce_scatter_range"):
     setattr(CountedGroup, _name, _counted(_name))
 for _name in ("all_to_all", "all_to_all_into", "rotate", "send", "broadcast"):
     setattr(CountedGroup, _name, _counted_with_more(_name))

@@ -33,9 +33,9 @@ class SGD(Optimizer):
         parameters: Mapping[str, Parameter],
         groups: Sequence[ParameterGroup],
         settings: OptimizerConfig,
-        shard: OptimizerShard | None = None,
+        shards: Mapping[str, OptimizerShard] | None = None,
     ) -> None:
-        super().__init__(parameters, groups, STATE_NAMES["SGD"], shard)
+        super().__init__(parameters, groups, STATE_NAMES["SGD"], shards)
         self.momentum, self.nesterov = settings.momentum, settings.nesterov
         self.on_device = mindspore.get_context("device_target") != "CPU"
         self.factor, self.apply = scalar(settings.momentum), P.ApplyMomentum()
@@ -64,13 +64,14 @@ def build_optimizer(
     groups: Sequence[ParameterGroup],
     settings: OptimizerConfig,
     compiled: bool = True,
-    shard: OptimizerShard | None = None,
+    shards: Mapping[str, OptimizerShard] | None = None,
 ) -> Optimizer:
-    """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type.
+    """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type, `shards` as in
+    `Optimizer`.
 
-    Muon needs whole matrices: its `shard` is None, and `compiled` concerns it alone.
+    Muon needs whole matrices: its `shards` is None, and `compiled` concerns it alone.
     """
     if settings.type == "Muon":
-        assert shard is None, "the checks of the configuration refuse it"
+        assert not shards, "the checks of the configuration refuse it"
         return Muon(parameters, groups, settings, compiled)
-    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, shard=shard)
+    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, shards=shards)

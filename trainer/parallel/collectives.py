@@ -29,7 +29,7 @@ from mindspore.ops import operations as P
 from trainer.errors import RunError
 from trainer.parallel.connections import connect
 from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, chunks, gather_chunks, range_of_rank
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, range_of_rank
 from trainer.parallel.world import World
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
@@ -165,6 +165,12 @@ def all_reduce_in_buckets(
     return sums
 
 
+def reduce_scatter_range(tensor: Tensor, group: HostGroup) -> Tensor:
+    """This rank's range (`range_of_rank`) of the sum over all ranks of a CPU's group, flat and in float32."""
+    array = tensor.asnumpy().astype(np.float32, copy=False)
+    return Tensor.from_numpy(group.reduce_scatter_range(array))
+
+
 def all_reduce(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
     """Sums each tensor over all ranks of a group, with the same bits on every rank."""
     if group.on_host:
@@ -218,35 +224,27 @@ def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -
 
 
 def all_gather_ranges(
-    group: Group,
-    tensors: Sequence[Parameter],
-    own: Sequence[Tensor] | None = None,
-    chunk_bytes: int = BUCKET_BYTES,
+    group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None
 ) -> None:
     """Completes tensors in place, each rank contributing its own range (`range_of_rank`): the same bits on all ranks.
 
     Args:
         tensors: The same shapes in the same order on every rank, each with at least as many numbers as there are ranks.
         own: This rank's range of each tensor, flat; None where the tensor contains it already.
-        chunk_bytes: Limit of what arrives at once in host memory.
     """
     if not group.on_host:
         gather_ranges_on_device(group, tensors, own)
         return
-    # These are views of MindSpore's memory, and writing to them writes to the tensor.
-    flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
-    ranges = [[range_of_rank(flat.size, each, group.size) for flat in flats] for each in range(group.size)]
-    if own is not None:
-        for flat, place, tensor in zip(flats, ranges[group.rank], own, strict=True):
-            flat[place] = tensor.asnumpy()
-    length, count = gather_chunks([flat.size for flat in flats], group.size, chunk_bytes)
-    given = np.zeros(length, np.float32)
-    for of_ranks in zip(*(chunks(of_rank, length, count) for of_rank in ranges), strict=True):
-        for piece in of_ranks[group.rank]:
-            given[piece.target] = flats[piece.array][piece.source]
-        for row, pieces in zip(group.all_gather(given), of_ranks, strict=True):
-            for piece in pieces:
-                flats[piece.array][piece.source] = row[piece.target]
+    write_own_ranges(group, tensors, own)
+    group.complete_ranges([tensor.asnumpy().reshape(-1) for tensor in tensors])
+
+
+def write_own_ranges(group: HostGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+    """The part of `all_gather_ranges` that concerns this rank's ranges: where no rank needs the others now."""
+    for tensor, part in zip(tensors, own, strict=True) if own is not None else ():
+        # This is a view of MindSpore's memory, and writing to it writes to the tensor.
+        flat = tensor.asnumpy().reshape(-1)
+        flat[range_of_rank(flat.size, group.rank, group.size)] = part.asnumpy()
 
 
 def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
@@ -361,6 +359,20 @@ class ReduceScatter(_Pair):
         super().__init__(_reduce_scatter(group, compiled), _all_gather(group, compiled))
 
 
+class DivideRows(_Pair):
+    """[ranks n, ...], the same on all ranks: each takes its own n rows; backward, the gradients of all rows."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_own_rows(group), _all_gather(group, compiled))
+
+
+class JoinRows(_Pair):
+    """[n, ...] of each rank, concatenated for what is the same on all ranks; backward, the gradient of its own rows."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_all_gather(group, compiled), _own_rows(group))
+
+
 class AllToAll(_Pair):
     """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
@@ -456,6 +468,16 @@ def has_all_operators() -> bool:
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _own_rows(group: Group) -> Callable[[Tensor], Tensor]:
+    rank, ranks = group.rank, group.size
+
+    def own_rows(x: Tensor) -> Tensor:
+        number = x.shape[0] // ranks
+        return x[rank * number : (rank + 1) * number]
+
+    return own_rows
 
 
 def _eager(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:

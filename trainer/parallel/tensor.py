@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from mindspore import nn, ops
 from mindspore.ops import operations as P
 
@@ -52,7 +51,11 @@ class TensorParallel(NamedTuple):
 
     def rows(self, tokens: int) -> slice:
         """The token rows of the residual stream that this rank has."""
-        return range_of_rank(tokens, self.group.rank, self.group.size) if self.shares_rows else slice(0, tokens)
+        return self.own_rows(tokens) if self.shares_rows else slice(0, tokens)
+
+    def own_rows(self, tokens: int) -> slice:
+        """The token rows that this rank sends to experts."""
+        return range_of_rank(tokens, self.group.rank, self.group.size)
 
     def columns(self, width: int) -> slice:
         """The columns that this rank has of what is cut by columns."""
@@ -88,6 +91,7 @@ class ModelShard(NamedTuple):
         tensor: None where the rank computes whole matrices.
         experts: The ranks that hold all experts together; None where it has all of them.
         tokens: Those of each sequence that it has.
+        sharing: The ranks that share the tokens of a micro-batch for the experts; None where it has all of them.
     """
 
     layout: ModelLayout
@@ -95,15 +99,12 @@ class ModelShard(NamedTuple):
     tensor: TensorParallel | None = None
     experts: Group | None = None
     tokens: SequencePart = SequencePart(0, 1)
+    sharing: Group | None = None
 
     def holds(self, name: str) -> bool:
         """Whether the rank has this parameter, whole or a part of it."""
         return self.layout.holds(name, self.where)
 
-    def array_part(self, name: str) -> ArrayPart:
-        """What the rank has of a parameter, as a part of the whole."""
-        return ArrayPart(self.layout.parameters[name].shape, self.layout.shard(name, self.where))
-
-    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """What the rank holds of a parameter, of its value or of an array like it."""
-        return np.ascontiguousarray(self.layout.shard(name, self.where).of(whole))
+    def part(self, name: str) -> ArrayPart:
+        """What the rank has of a parameter."""
+        return self.layout.part(name, self.where)

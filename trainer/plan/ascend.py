@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trainer.config.checks.parallel import sharing_level
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.device_defaults import with_device_defaults
 from trainer.ops.precision import resolve_precision
@@ -23,6 +24,11 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         if getattr(degrees, name) > 1:
             rule = "outside semi-automatic mode it runs on CPUs alone so far"
             yield problem(config, f"parallel_config.{name}", rule, f"set parallel.parallel_mode to 1, or {name} to 1")
+    shares = config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
+    if config.trains and shares and sharing_level(config) == "level3":
+        key = "parallel.parallel_optimizer_config.optimizer_level"
+        rule = "level3 (parallel_optimizer_comm_recompute means it, too) runs on CPUs or in semi-automatic mode"
+        yield problem(config, key, rule, "write level2, or set parallel.parallel_mode to 1")
     if degrees.context_parallel > 1 and config.classifier is None:
         yield from _context_problems(with_device_defaults(config, "Ascend"))
 

@@ -102,7 +102,8 @@ def _stage(
     of_trained = [name for name in trained if not is_buffer(name)]
     micro_batches = config.parallel_config.micro_batch_num if stages > 1 else 1
     adds_up = max(config.runner_config.gradient_accumulation_steps, micro_batches) > 1
-    shares_sums = shares_weights and (not adds_up or sharing_level(config) != "level1")
+    level = sharing_level(config)
+    shares_sums = shares_state and level != "level1" or shares_weights and not adds_up
     parts["gradients"] = sum(size(name, shares_sums) for name in of_trained)
     if half and not is_graph and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         parts["gradients"] -= sum(matrices.get(name, 0) for name in of_trained if name != EMBEDDING) // 2

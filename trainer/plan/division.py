@@ -82,7 +82,7 @@ class Division:
 def division(config: Config, world: World) -> Division | None:
     """None where each rank has the whole model and batches of its own."""
     degrees = degrees_of(config, world)
-    if degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1 or config.classifier is not None:
+    if not degrees.divide_model or config.classifier is not None:
         return None
     mesh, layout = Mesh(degrees), layout_of(config, world)
     return Division(

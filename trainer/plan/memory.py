@@ -11,7 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.config.checks.parallel import degrees_of, micro_batches, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import (
+    degrees_of,
+    micro_batches,
+    shard_threshold_bytes,
+    shards_optimizer,
+    sharing_level,
+)
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers, stage_layers
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
@@ -20,7 +26,7 @@ from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, m
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
-from trainer.parallel.layout import local_settings, model_layout
+from trainer.parallel.layout import is_expert, local_settings, model_layout
 from trainer.parallel.mesh import Degrees, MeshCoordinate
 from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -97,7 +103,8 @@ def _held_parts(config: Config, degrees: Degrees) -> list[_Held]:
 
 def _host_memory(config: Config, trains: bool, device: str, world: World, held: _Held) -> dict[str, int]:
     settings, network = config.decoder, config.network
-    weights = _bytes(held.shapes)
+    own_bytes = _OwnBytes(config, world)
+    weights = own_bytes.weights(held.shapes) if trains else _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
@@ -106,8 +113,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         labels = config.runner_config.batch_size * network.labels_per_sequence // shared
         copies = 1 if micro_batches(config, degrees_of(config, world)) == 1 else 2
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
-        parts["gradients"] = _bytes(trained) * copies
-        parts["optimizer state"] = _optimizer_state_bytes(config, world, trained)
+        parts["gradients"] = own_bytes.gradients(trained, copies)
+        parts["optimizer state"] = own_bytes.optimizer_state(trained)
         parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
         parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
@@ -115,18 +122,46 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     return parts | {"total": sum(parts.values())}
 
 
-def _optimizer_state_bytes(config: Config, world: World, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Of one rank with these parameters; ranks that share the state have equal parts of every one above the threshold.
-    """
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    parts = world.size if shards_optimizer(config, world) else 1
-    least = shard_threshold_bytes(config)
+class _OwnBytes:
+    """What a rank has of what enable_parallel_optimizer divides: equal parts of every parameter above the threshold."""
 
-    def state(name: str, arrays: int) -> int:
-        size = _bytes({name: shapes[name]})
-        return arrays * (size if size < least else -(-size // parts))
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.degrees = config, degrees_of(config, world)
+        self.level = sharing_level(config) if shards_optimizer(config, world) else ""
+        self.least = shard_threshold_bytes(config)
 
-    return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
+    def part(self, name: str, shape: tuple[int, ...]) -> int:
+        """Bytes of the rank's range of a parameter."""
+        size, degrees = _bytes({name: shape}), self.degrees
+        ranks = degrees.data_parallel * degrees.context_parallel
+        if is_expert(name):
+            ranks = ranks * degrees.model_parallel // degrees.expert_parallel
+        return size if size < self.least or not self.level else -(-size // ranks)
+
+    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        if self.level != "level3":
+            return _bytes(shapes)
+        return sum(self.part(name, shape) for name, shape in shapes.items()) + _largest_unit(shapes)
+
+    def gradients(self, shapes: Mapping[str, tuple[int, ...]], copies: int) -> int:
+        """Of trained parameters; `copies` 2: sums over micro-batches, and the gradients of one of them."""
+        if self.level in ("", "level1"):
+            return _bytes(shapes) * copies
+        return sum(self.part(name, shape) for name, shape in shapes.items()) * copies + _largest_unit(shapes)
+
+    def optimizer_state(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        groups = parameter_groups(shapes, self.config.optimizer.weight_decay, self.config.optimizer.type)
+        arrays = {name: _OPTIMIZER_STATES[group.rule] for group in groups for name in group.parameters}
+        return sum(number * self.part(name, shapes[name]) for name, number in arrays.items())
+
+
+def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of the largest layer, or of the embedding or head: what is whole at once where the rest is divided."""
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        unit = ".".join(name.split(".")[:3])
+        sizes[unit] = sizes.get(unit, 0) + _bytes({name: shape})
+    return max(sizes.values(), default=0)
 
 
 def _activations_of_label(config: Config, device: str, held: _Held) -> int:

@@ -12,7 +12,7 @@ Legend: N tokens of a micro-batch on a rank, D hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,21 +22,23 @@ from trainer.config.checks.parallel import (
     runs_semi_auto,
     shard_threshold_bytes,
     shards_optimizer,
+    sharing_level,
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
-from trainer.models.shapes import EMBEDDING, MAPPING_IN
+from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
-from trainer.parallel.layout import SUM_GROUPS, ModelLayout, local_settings
+from trainer.parallel.layout import SUM_GROUPS, ModelLayout, is_expert, local_settings
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
-from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, gather_chunks
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, range_of_rank
 from trainer.plan.division import fullest_rank, layout_of, micro_batch_tokens
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.parallel.world import World
 
+_MODULE_NORM = "shared_head.norm.weight"
 _COUNT_BYTES = 8  # of the number of rows for an expert
 
 
@@ -133,11 +135,19 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
     number = micro_batches(config, degrees)
     for call in _calls_of_micro_batch(config, degrees, device, where, facts):
         yield call._replace(times=call.times * number)
-    names = [name for name in layout.parameters if name in facts.trained and layout.holds(name, where)]
-    sizes = {name: math.prod(layout.shard(name, where).shape) for name in names}
-    yield from _sums_of_gradients(layout, sizes)
-    if shards_optimizer(config, world):
-        yield from _gathered_parameters(config, degrees, list(sizes.values()), device)
+    held = [name for name in layout.parameters if layout.holds(name, where) and not is_buffer(name)]
+    sizes = {name: math.prod(layout.shard(name, where).shape) for name in held}
+    trained = {name: size for name, size in sizes.items() if name in facts.trained}
+    shared = _Shared.of(config, world, layout, where, sizes)
+    scattered = {name for name in trained if name in shared.ranges} if shared.level > "level1" else set()
+    # A stage of a pipeline scatters the sums of a step.
+    yield from _sums_of_gradients(layout, trained, shared, scattered, number if degrees.pipeline_stage == 1 else 1)
+    if shared.level == "level3":
+        yield from _gathered_weights(config, facts, shared, where, number)
+    elif shared.level:
+        for kind in ("dp_cp", "expert_dp"):
+            own = sum(size for name, size in shared.ranges.items() if name in trained and shared.kind(name) == kind)
+            yield _Call(kind, "updated weights", "all_gather", own * FLOAT32_BYTES, bool(own))
 
 
 def _calls_of_micro_batch(
@@ -261,7 +271,7 @@ def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Pas
 
 
 def _expert_calls(settings: ModelConfig, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
-    """Counts, rows and results: see `trainer.models.moe.ExpertExchange`."""
+    """Counts, rows and results: see `trainer.ops.dispatch`."""
     moe, again = settings.experts, passes.again("mlp")
     tokens = sizes.tokens
     capacity = moe.capacity(tokens)
@@ -294,19 +304,84 @@ class _Numbers(NamedTuple):
     size: int
 
 
-def _sums_of_gradients(layout: ModelLayout, sizes: dict[str, int]) -> Iterator[_Call]:
-    """In buckets, over one group after the other."""
+class _Shared(NamedTuple):
+    """What ranks with the same part of the model divide.
+
+    Attributes:
+        level: See `sharing_level`; empty for nothing.
+        ranges: By the name of a divided parameter how many of its numbers this rank has.
+    """
+
+    layout: ModelLayout
+    level: str
+    ranges: dict[str, int]
+
+    @classmethod
+    def of(
+        cls, config: Config, world: World, layout: ModelLayout, where: MeshCoordinate, sizes: Mapping[str, int]
+    ) -> _Shared:
+        if not shards_optimizer(config, world):
+            return cls(layout, "", {})
+        degrees, least, ranges = layout.degrees, shard_threshold_bytes(config), {}
+        ranks, place = degrees.data_parallel * degrees.context_parallel, where.data * degrees.context_parallel
+        for name, size in sizes.items():
+            group, own = ranks, place + where.context
+            if is_expert(name):
+                group = ranks * degrees.model_parallel // degrees.expert_parallel
+                own = (own * degrees.model_parallel + where.tensor) // degrees.expert_parallel
+            if 1 < group <= size and size * FLOAT32_BYTES >= least:
+                part = range_of_rank(size, own, group)
+                ranges[name] = part.stop - part.start
+        return cls(layout, sharing_level(config), ranges)
+
+    def kind(self, name: str) -> str:
+        """The group that divides a parameter."""
+        return "expert_dp" if is_expert(name) else "dp_cp"
+
+
+def _sums_of_gradients(
+    layout: ModelLayout, sizes: Mapping[str, int], shared: _Shared, scattered: Collection[str], times: int
+) -> Iterator[_Call]:
+    """In buckets, over one group after the other; the `scattered` ones so many times, each by itself."""
+    what = "sums of gradients"
+    for name in sizes:
+        if name in scattered:
+            for kind in layout.parameters[name].sums:
+                if kind in ("tp", "kv"):
+                    yield _Call(kind, what, "all_reduce", sizes[name] * FLOAT32_BYTES, times)
+            yield _Call(shared.kind(name), what, "reduce_scatter", sizes[name] * FLOAT32_BYTES, times)
     for kind in SUM_GROUPS:
-        own = [_Numbers(size) for name, size in sizes.items() if kind in layout.parameters[name].sums]
+        own = []
+        for name, size in sizes.items():
+            if kind in layout.parameters[name].sums and (name not in scattered or kind == "embedding"):
+                own.append(_Numbers(shared.ranges[name] if name in scattered else size))
         for bucket in buckets(own, BUCKET_BYTES):
-            yield _Call(kind, "sums of gradients", "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
+            yield _Call(kind, what, "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
 
 
-def _gathered_parameters(config: Config, degrees: Degrees, sizes: Sequence[int], device: str) -> Iterator[_Call]:
-    """Weights that a rank has updated for the others."""
-    ranks = degrees.data_parallel * degrees.context_parallel
-    least = shard_threshold_bytes(config)
-    numbers = [size for size in sizes if size >= ranks and size * FLOAT32_BYTES >= least]
-    if numbers:
-        length, count = gather_chunks(numbers, ranks, BUCKET_BYTES)
-        yield _Call("dp_cp", "updated weights", "all_gather", length * FLOAT32_BYTES, count)
+def _gathered_weights(
+    config: Config, facts: _Facts, shared: _Shared, where: MeshCoordinate, micro_batches: int
+) -> Iterator[_Call]:
+    """The weights of each part of the model, before its forward and its backward pass."""
+    settings, is_last = config.decoder, where.pipeline == shared.layout.degrees.pipeline_stage - 1
+    modules = settings.mtp_depth * is_last
+    lookups = (where.pipeline == 0) + modules
+    looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
+    head = EMBEDDING if settings.tie_word_embeddings else HEAD
+    heads, last_module = (1 + modules) * is_last, settings.num_layers + modules - 1
+    uses = {
+        EMBEDDING: lookups,  # the gradient of a look-up needs no values
+        MAPPING_IN: lookups * (1 + looks_up),
+        MAPPING_OUT: 2 * heads,
+        FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
+    }
+    head = EMBEDDING if settings.tie_word_embeddings else HEAD
+    uses[head] = uses.get(head, 0) + 2 * heads
+    for name, size in shared.ranges.items():
+        times = uses.get(name)
+        if times is None:
+            layer = int(name.split(".")[2])
+            times = 1 + (layer >= facts.first)
+            times *= 2 if name.endswith(_MODULE_NORM) and layer < last_module else 1
+        yield _Call(shared.kind(name), "weights for their use", "all_gather", size * FLOAT32_BYTES,
+                    times * micro_batches)  # fmt: skip

@@ -41,7 +41,7 @@ from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan.render import plan_text
 from trainer.run.evaluate import eval_run, evaluate_now
-from trainer.run.prepare import Prepared, prepare
+from trainer.run.prepare import Prepared, held_parts, prepare
 from trainer.run.stop_signals import EXIT_CODES, StopSignals
 
 if TYPE_CHECKING:
@@ -159,8 +159,11 @@ class _Training:
         if again := self.info.restarted:
             notices.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
         # A run that resumes takes its weights from the checkpoint it resumes from.
-        self.weights = self.resumed.weights if self.resumed else starting_weights(self.config, notices.append)
-        self.base = base_record(self.config, self.weights) if self.config.decoder.pet_config is not None else None
+        parts = held_parts(self.config, self.world)
+        self.weights = self.resumed.weights if self.resumed else starting_weights(
+            self.config, notices.append, parts=parts)  # fmt: skip
+        adapted = self.config.decoder.pet_config is not None
+        self.base = base_record(self.config, self.weights, parts) if adapted else None
         self.files = folder_files(self.config) if self.world.rank == 0 and self.base is None else {}
         if self.world.rank == 0:
             self.held.enter_context(claimed_folder(self.folder, self.config.source.where("output_dir")))

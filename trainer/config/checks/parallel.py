@@ -65,8 +65,9 @@ def _batch_problems(config: Config, world: World) -> Iterator[Problem]:
 
 
 def shards_optimizer(config: Config, world: World) -> bool:
-    """Whether the data-parallel ranks share the optimizer state instead of having a copy each."""
-    return config.parallel.enable_parallel_optimizer and degrees_of(config, world).data_parallel > 1
+    """Whether the ranks with the same part of the model share the optimizer state instead of having a copy each."""
+    degrees = degrees_of(config, world)
+    return config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
 
 
 def shard_threshold_bytes(config: Config) -> int:
@@ -132,15 +133,12 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
         where = "parallel.enable_parallel_optimizer"
         yield problem(config, where, rule.format(f"with {divided[0]}"), "set it to False")
     if degrees.model_parallel > 1:
-        if config.decoder.experts is not None:
-            yield problem(config, key, rule.format("with experts"), "set it to 1")
         if config.optimizer.type == "Muon":
             more = "with model_parallel, because it needs whole matrices,"
             yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
-    if degrees.expert_parallel > 1:
-        yield from expert_problems(config)
+    yield from expert_problems(config)
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
@@ -177,6 +175,9 @@ def _several_ranks(config: Config, world: World) -> Iterator[Problem]:
     if mode not in (*DATA_PARALLEL, *SEMI_AUTO):
         rule = f"runs one rank alone, and this job has {world.size}" if mode == "stand_alone" else "not yet supported"
         yield problem(config, "parallel.parallel_mode", rule, "set it to 0, data parallelism, or leave it out")
+    if config.classifier is not None and shards_optimizer(config, world) and sharing_level(config) == "level3":
+        key = "parallel.parallel_optimizer_config.optimizer_level"
+        yield problem(config, key, "the weights of a classifier are not divided", "write level2")
     if config.parallel.enable_parallel_optimizer and config.optimizer.type == "Muon" and config.trains:
         fix = "use optimizer.type AdamW, or set it to False: every rank then keeps Muon's whole state"
         rule = "not yet supported with optimizer.type Muon, which needs whole matrices"
