@@ -20,6 +20,7 @@ from trainer.models.init import initial_value  # noqa: E402
 from trainer.models.shapes import all_shapes  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
+from trainer.run.prepare import held_parts  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
@@ -91,7 +92,10 @@ def trained(
     """Numbers of some steps, and the weights of this rank after them; without a group those of one process alone."""
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
     config = config_of_case(name, use_parallel=group is not None)
-    step = open_training(config, lambda update: 0.1, weights_of(config), world, "CPU", group)
+    weights, parts = weights_of(config), held_parts(config, world)
+    if parts is not None:
+        weights = {key: np.ascontiguousarray(part.shard.of(weights[key])) for key, part in parts.items()}
+    step = open_training(config, lambda update: 0.1, weights, world, "CPU", group)
     mutate(step)
     communicator, size = step.communicator, 1
     if group is not None:
@@ -117,16 +121,14 @@ def trained(
         found["new tokens"] = [-1 if token is None else token for tokens in texts for token in tokens]
     found["weights"] = {}
     for key, parameter in step.model.parameters_by_name.items():
-        part = () if group is None else communicator.layout.shard(key, communicator.where).slices
-        found["weights"][key] = part, parameter.asnumpy().copy()
+        found["weights"][key] = () if parts is None else parts[key].shard.slices, parameter.asnumpy().copy()
     return found | {"eval loss": evaluated.loss, "eval tokens": evaluated.tokens}
 
 
-def all_trained(group: HostGroup, names: list[str], steps: int) -> dict[str, dict[str, Any]]:
-    """Of the cases, and of those that `MUTATIONS` break."""
-    found = {name: trained(group, name, steps) for name in names}
-    return found | {name: trained(group, case, 1, mutate) for name, (case, mutate) in MUTATIONS.items() if
-                    case in names}  # fmt: skip
+def all_trained(group: HostGroup, name: str, steps: int) -> dict[str, dict[str, Any]]:
+    """Of the case, and of it with each of its `MUTATIONS`."""
+    broken = {mistake: trained(group, name, 1, mutate) for mistake, mutate in MUTATIONS.get(name, {}).items()}
+    return {name: trained(group, name, steps)} | broken
 
 
 def _forgets_tied_sum(step: TrainStep) -> None:
@@ -149,9 +151,8 @@ def _forgets_routers(step: TrainStep) -> None:
             cell.model.aux_factor = cell.model.z_factor = 0.0
 
 
-MUTATIONS = {
-    "no tied sum": ("tensor, tied", _forgets_tied_sum),
-    "norm counted twice": ("tensor, tied", _counts_norm_twice),
-    "no tensor sum": ("tensor with rows, latent attention", _forgets_tensor_sum),
-    "no losses of routers": ("experts", _forgets_routers),
+MUTATIONS: dict[str, dict[str, Callable[[TrainStep], None]]] = {
+    "tensor, tied": {"no tied sum": _forgets_tied_sum, "norm counted twice": _counts_norm_twice},
+    "tensor with rows, latent attention": {"no tensor sum": _forgets_tensor_sum},
+    "experts": {"no losses of routers": _forgets_routers},
 }
