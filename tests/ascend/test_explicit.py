@@ -74,6 +74,14 @@ SEQUENCES = {
     "parallel_config": {"context_parallel": 4},
     "model": {"model_config": {"hidden_dropout": 0.1, "mtp_depth": 1, "sliding_window": 8}},
 }
+EXCHANGED = {"use_parallel": True, "parallel_config": {"expert_parallel": 4}}
+TOGETHER = {
+    "use_parallel": True,
+    "parallel_config": {
+        "expert_parallel": 8, "model_parallel": 2, "context_parallel": 2, "use_seq_parallel": True, "data_parallel": 2,
+    },
+    "model": {"model_config": {"mtp_depth": 1, "moe_config": {"shared_expert_num": 1}}},
+}  # fmt: skip
 EIGHT_RANKS = {
     f"{name}, rank {rank} of 8": on_ascend(base, PLAIN | more, ranks=8, rank=rank, task=task)
     for rank in (0, 3, 7)
@@ -86,6 +94,9 @@ EIGHT_RANKS = {
         ("tensor parallel, evaluation", DENSE, TENSOR, f"{TASKS}:evaluation"),
         ("context parallel", DENSE, SEQUENCES, f"{TASKS}:train"),
         ("context parallel, evaluation", DENSE, SEQUENCES, f"{TASKS}:evaluation"),
+        ("expert parallel", EXPERTS, EXCHANGED, f"{TASKS}:train"),
+        ("expert parallel, evaluation", EXPERTS, EXCHANGED, f"{TASKS}:evaluation"),
+        ("all degrees of a stage", EXPERTS, TOGETHER, f"{TASKS}:train"),
         ("collectives", DENSE, {"use_parallel": True}, f"{TASKS}:every_collective"),
     )
 }

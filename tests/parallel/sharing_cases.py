@@ -28,6 +28,7 @@ from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
 STEPS = 3
+CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1}
 CASES: dict[str, dict[str, Any]] = {
     # The scale is too large for the first step.
@@ -42,6 +43,17 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "SGD", "momentum": 0.9, "nesterov": True},
         "recompute_config": {"recompute": True}, "threshold": 1,
     },
+    "matrices and rows": {
+        "degrees": {"model_parallel": 2, "use_seq_parallel": True, "data_parallel": 2},
+        "model": {"n_kv_heads": 1, "use_qk_norm": True}, **CLIPPED,
+    },
+    "experts over ranks": {"degrees": {"expert_parallel": 2, "model_parallel": 2, "data_parallel": 2},
+                           "model": {"moe_config": EXPERTS}, **CLIPPED},
+    "stages": {
+        "degrees": {"pipeline_stage": 2, "data_parallel": 2, "micro_batch_num": 2},
+        "model": {"mtp_depth": 1, "tie_word_embeddings": True}, **CLIPPED,
+    },
+    "sequences": {"degrees": {"context_parallel": 2}, **CLIPPED},
 }  # fmt: skip
 
 
@@ -58,11 +70,14 @@ class Trained(NamedTuple):
     gradients: int  # numbers of a step's summed gradients
 
 
-def config(case: str, level: str) -> Config:
+def config(case: str, level: str, alone: bool = False) -> Config:
     sections = dict(CASES[case])
+    degrees = sections.pop("degrees", {})
+    if degrees and not alone:
+        sections |= {"use_parallel": True, "parallel_config": degrees}
     sharing = {"parallel_optimizer_threshold": sections.pop("threshold", 0), "optimizer_level": level or "level1"}
     parallel = {"enable_parallel_optimizer": bool(level), "parallel_optimizer_config": sharing}
-    return config_of(parallel=parallel, context={"mode": 1}, **sections)
+    return config_of(parallel=parallel, **({"context": {"mode": 1}} | sections))
 
 
 def open_step(config: Config, group: Group, weights: Mapping[str, np.ndarray] | None = None) -> TrainStep:
@@ -79,26 +94,33 @@ def window(step: int, rank: int) -> list[Any]:
     return [make_batch(100 * step + 10 * rank + micro, count, rows=2) for micro, count in enumerate(counts)]
 
 
-def trained(group: Group, case: str, levels: list[str], ranks: int = 2) -> list[Trained]:
+def data_ranks(case: str) -> int:
+    degrees = CASES[case].get("degrees", {"data_parallel": 2})
+    return degrees.get("data_parallel", 1)
+
+
+def trained(group: Group, case: str, levels: list[str]) -> list[Trained]:
     """A training for each level: "" shares nothing; "level3 level1" goes on with level1 after the second step. A rank
-    that is alone has the sequences of `ranks`."""
+    that is alone has the sequences of all."""
     # Who uses memory that was given back, gets what is no number.
     with mock.patch.object(compute_weights, "_give_back", lambda flat: flat.fill(np.nan)):
-        return [_trained(group, case, level.split(), ranks) for level in levels or [""]]
+        return [_trained(group, case, level.split()) for level in levels or [""]]
 
 
-def _trained(group: Group, case: str, levels: list[str], ranks: int) -> Trained:
-    step, results = open_step(config(case, levels[0] if levels else ""), group), []
-    own = [group.rank] if group.size > 1 else range(ranks)
+def _trained(group: Group, case: str, levels: list[str]) -> Trained:
+    alone = group.size == 1
+    step, results = open_step(config(case, levels[0] if levels else "", alone), group), []
+    own = range(data_ranks(case)) if alone else [step.communicator.data_rank]
     for number in range(STEPS):
         if number == 2 and len(levels) > 1:
             step = resumed(step, config(case, levels[1]), group)
         with mock.patch.object(step.optimizer, "update", wraps=step.optimizer.update) as update:
             results.append(step([batch for rank in own for batch in window(number, rank)]))
     gradients = sum(gradient.size for gradient in update.call_args.args[0]) if update.called else 0
-    batches = [make_batch(99 + rank, 9, rows=2) for rank in own][: 1 + (group.size == 1)]
+    batches = [make_batch(99 + rank, 9, rows=2) for rank in own]
     with step.model.compute_weights.whole():
-        found = evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator)
+        model = step.model if step.pipeline is None else step.pipeline.evaluate
+        found = evaluate(model, step.build_inputs, batches, lambda: False, step.communicator)
     fields = ([getattr(result, field) for result in results] for field in ("loss", "global_norm", "overflow"))
     sizes = {name: array.size for by_name in step.optimizer.state.values() for name, array in by_name.items()}
     weights, _ = saved(step, group)

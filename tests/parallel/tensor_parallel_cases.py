@@ -215,7 +215,7 @@ def spread(model: Any, settings: Any, shard: ModelShard | None) -> None:
     draw = np.random.default_rng(4)
     for name, shape in all_shapes(settings).items():
         value = draw.normal(0, 0.2, shape).astype(np.float32) + np.float32(name.endswith("norm.weight"))
-        if len(shape) == 1 or "lora_B" in name:
+        if (len(shape) == 1 or "lora_B" in name) and name in model.parameters_by_name:
             own = value if shard is None else shard.part(name).shard.of(value)
             model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(own)))
     model.compute_weights.refresh()

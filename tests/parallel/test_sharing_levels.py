@@ -9,11 +9,11 @@ import pytest
 from rank_job import on_rank_processes
 from sharing_cases import CASES, Trained
 
-CLIPPED, EXPERTS = CASES
+CLIPPED, EXPERTS, *DIVIDED = CASES
 LEVELS = {CLIPPED: ["", "level1", "level2 level3", "level3 level1"], EXPERTS: ["level2", "level3"]}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", LEVELS)
 def test_losses_norms_and_weights_are_those_of_one_rank(case: str) -> None:
     [[one]] = on_rank_processes(1, "sharing_cases:trained", case, [])
     levels = LEVELS[case]
@@ -25,6 +25,19 @@ def test_losses_norms_and_weights_are_those_of_one_rank(case: str) -> None:
         if case == CLIPPED:
             assert ours.overflows == [True, False, False]
     same_weights(first[1], first[0])  # these two make the same sums in the same order
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_ranks_that_divide_the_model_share_too(case: str) -> None:
+    [[one]] = on_rank_processes(1, "sharing_cases:trained", case, [])
+    ranks, levels = 2 if case == "sequences" else 4, ("level1", "level3")
+    for ours in (every := on_rank_processes(ranks, "sharing_cases:trained", case, levels)):
+        for level, found, first in zip(levels, ours, every[0], strict=True):
+            compare(found, one)
+            same(found, first)
+            own = sum(found.state_sizes.values())
+            assert own < 0.6 * sum(one.state_sizes.values())
+            assert found.gradients == own if level == "level3" else found.gradients > own
 
 
 def test_mistakes_are_seen() -> None:

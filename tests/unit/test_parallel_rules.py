@@ -70,9 +70,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "set it to 1, 2 or 4"],
         ),
         (
-            "parallel_config: {model_parallel: 2}\nparallel: {enable_parallel_optimizer: True}\n"
-            "optimizer: {type: Muon}\n",
-            ["enable_parallel_optimizer = True: not yet supported with model_parallel", "type = 'Muon': not yet"],
+            "parallel_config: {model_parallel: 2}\noptimizer: {type: Muon}\n",
+            ["type = 'Muon': not yet"],
         ),
         (
             "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=predict",
@@ -89,10 +88,6 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["use_seq_parallel = True: the 6 tokens of a micro-batch that a rank has are not divisible by model_paral"],
         ),
         ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
-        (
-            "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}\n",
-            ["enable_parallel_optimizer = True: not yet supported with a pipeline outside semi-automatic mode"],
-        ),
         (
             "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
             "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: seqpipe}}\n",
@@ -257,6 +252,14 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
         ("{context_parallel: 2}", "attention_dropout: 0.1", "attention_dropout = 0.1: not yet supported with context"),
         ("{context_parallel: 2}", "use_flash_attention: False", "needs flash_attention_score, and use_flash_attention"),
         ("{context_parallel: 2}", "head_dim: 24", "takes heads of a multiple of 16"),
+        (
+            "{expert_parallel: 2}", "moe_config: {expert_num: 4, moe_token_dispatcher_type: allgather}",
+            "moe_token_dispatcher_type = 'allgather': not yet supported on an Ascend",
+        ),
+        (
+            "{model_parallel: 2}", "moe_config: {expert_num: 4, capacity_factor: 1.5}",
+            "capacity_factor = 1.5: not yet supported where ranks of an Ascend share",
+        ),
         ("{pipeline_stage: 2, micro_batch_num: 2}", "", "pipeline_stage = 2: outside semi-automatic mode it runs on"),
     ],
 )

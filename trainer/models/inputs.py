@@ -108,7 +108,8 @@ class InputBuilder:
         tables, mask, window_mask = self._tables_and_masks(batch)
         labels = self.part.of(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
-        valid_N1 = Tensor(valid.astype(np.float32)[:, None])
+        counts_N1 = valid.astype(np.float32)[:, None]
+        valid_N1 = Tensor(counts_N1)
         return ModelInputs(
             Tensor(self.part.of(batch.input_ids).reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
@@ -116,18 +117,18 @@ class InputBuilder:
             tables,
             mask,
             self.masks.scores_shape(*batch.input_ids.shape),
-            self._sequence_weights(batch, valid_N1) if self.settings.experts is not None else None,
+            self._sequence_weights(batch, counts_N1, valid_N1) if self.settings.experts is not None else None,
             tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.settings.mtp_depth + 1)),
             window_mask,
             self.part.rows(*batch.input_ids.shape) if self.part.ranks > 1 else None,
         )
 
-    def _sequence_weights(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:
+    def _sequence_weights(self, batch: Batch, counts_N1: np.ndarray, valid_N1: Tensor) -> SequenceWeights:
         rows, length = batch.input_ids.shape
         own = slice(None)
         if self.tensor is not None:
             own = self.tensor.own_rows(valid_N1.shape[0])
-            valid_N1 = Tensor(valid_N1.asnumpy()[own])
+            valid_N1 = Tensor(counts_N1[own])
         if self._means is None or self._means[0] != (rows, length):
             each = np.eye(rows, dtype=np.float32) / np.float32(length)
             mean_BN = np.ascontiguousarray(np.repeat(each, length // self.part.ranks, axis=1)[:, own])

@@ -17,7 +17,6 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.errors import UserError
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
 from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, TokenRanks, tensors_of
@@ -260,9 +259,6 @@ class MoeLayer(nn.Cell):
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
         self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None
         self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
-        if sharing is not None and self.cpu_router is None and moe.effective_capacity is not None:
-            rule = "not yet supported where ranks of an Ascend share the tokens of a sequence"
-            raise UserError(rule, key="moe_config.capacity_factor", fix="set it to -1: no bound")
         self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.dispatch = None

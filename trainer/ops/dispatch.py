@@ -19,7 +19,7 @@ from mindspore import Tensor, nn
 
 from trainer.data.batches.context import SequencePart
 from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
-from trainer.parallel.collectives import AllGather, Group, ReduceScatter, exchange_rows
+from trainer.parallel.collectives import AllGather, Group, ReduceScatter, exchange_counts, exchange_rows
 
 Compute: TypeAlias = Callable[[Tensor, Tensor, Routing], Tensor]
 """(tokens [N, D], gates [N, k], where they go among this rank's experts) -> the weighted sums of their experts."""
@@ -46,14 +46,16 @@ class AllToAllDispatcher:
 
     def __call__(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, compute: Compute) -> Tensor:
         """The weighted sums of all experts of each token, [N, D]; `routing` has tensors."""
-        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3].asnumpy()
+        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
         rows_RD = self.permute(y_ND, token_R, row_Nk)
-        counts_Se = counts_E.reshape(self.group.size, -1)
-        theirs_Se = np.stack(self.group.all_to_all(list(counts_Se), [counts_Se[0].shape] * self.group.size))
+        counts_Se, theirs_Se = exchange_counts(counts_E, self.group)
         send_S, receive_S = counts_Se.sum(1), theirs_Se.sum(1)
-        rows_QD = _RowExchange(self.group, send_S, receive_S)(rows_RD)
-        ones_Q1 = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32))
-        out_QD = compute(rows_QD, ones_Q1, rows_of_experts(theirs_Se))
+        rows = None
+        if not self.group.on_host and not receive_S.any():
+            theirs_Se[0, 0] = rows = 1  # a row of zeros: an Ascend's operators may not take none
+        rows_QD = _RowExchange(self.group, send_S, receive_S, rows)(rows_RD)
+        ones_Q1, own = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32)), rows_of_experts(theirs_Se)
+        out_QD = compute(rows_QD, ones_Q1, own if self.group.on_host else tensors_of(own))
         out_RD = _RowExchange(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
         return self.unpermute(out_RD, gates_Nk, token_R, row_Nk)
 

@@ -20,10 +20,12 @@ _MODEL = "model.model_config"
 
 def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """What keeps a job of these degrees, in explicit mode, from running on an Ascend."""
-    for name in ("pipeline_stage", "expert_parallel"):
-        if getattr(degrees, name) > 1:
-            rule = "outside semi-automatic mode it runs on CPUs alone so far"
-            yield problem(config, f"parallel_config.{name}", rule, f"set parallel.parallel_mode to 1, or {name} to 1")
+    if degrees.pipeline_stage > 1:
+        rule = "outside semi-automatic mode it runs on CPUs alone so far"
+        fix = "set it to 1, or parallel.parallel_mode to 1"
+        yield problem(config, "parallel_config.pipeline_stage", rule, fix)
+    if config.classifier is None and config.decoder.experts is not None:
+        yield from _expert_problems(config, degrees)
     shares = config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
     if config.trains and shares and sharing_level(config) == "level3":
         key = "parallel.parallel_optimizer_config.optimizer_level"
@@ -31,6 +33,16 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         yield problem(config, key, rule, "write level2, or set parallel.parallel_mode to 1")
     if degrees.context_parallel > 1 and config.classifier is None:
         yield from _context_problems(with_device_defaults(config, "Ascend"))
+
+
+def _expert_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    moe = config.decoder.experts
+    if degrees.expert_parallel > 1 and moe.moe_token_dispatcher_type == "allgather":
+        key, rule = f"{_MODEL}.moe_config.moe_token_dispatcher_type", "not yet supported on an Ascend"
+        yield problem(config, key, rule, "write alltoall")
+    if degrees.model_parallel * degrees.context_parallel > 1 and moe.effective_capacity is not None:
+        rule = "not yet supported where ranks of an Ascend share the tokens of a sequence"
+        yield problem(config, f"{_MODEL}.moe_config.capacity_factor", rule, "set it to -1: no bound")
 
 
 def _context_problems(config: Config) -> Iterator[Problem]:

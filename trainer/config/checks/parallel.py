@@ -129,9 +129,6 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.run_mode in ("predict", "chat"):
         fix = "set it to 1, or add --use_parallel False to run alone: checkpoints are those of one rank"
         yield problem(config, key, "ranks divide a model in trainings and evaluations only", fix)
-    if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
-        where = "parallel.enable_parallel_optimizer"
-        yield problem(config, where, rule.format(f"with {divided[0]}"), "set it to False")
     if degrees.model_parallel > 1:
         if config.optimizer.type == "Muon":
             more = "with model_parallel, because it needs whole matrices,"
@@ -149,9 +146,6 @@ def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", alone)
         return
-    if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
-        rule = "not yet supported with a pipeline outside semi-automatic mode"
-        yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
     if config.parallel.pipeline_config.pipeline_scheduler != "1f1b":
         rule = "outside semi-automatic mode there is 1f1b alone, interleaved with pp_interleave_num"
         yield problem(config, "parallel.pipeline_config.pipeline_scheduler", rule, "write 1f1b")
