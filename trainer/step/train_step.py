@@ -88,7 +88,7 @@ class Saved(NamedTuple):
     weights: Mapping[str, np.ndarray | PartOfArray]  # by the names of the parameters
     optimizer: Mapping[str, np.ndarray | PartOfArray]  # by `kind.parameter`
     updates: int
-    shares_weights: bool = False  # they are the memory in which the training goes on; the optimizer's arrays are copies
+    shares_memory: bool = False  # in which the training goes on
 
 
 class _OwnArrays(Mapping[str, np.ndarray]):
@@ -263,10 +263,10 @@ class TrainStep:
         weights = {name: PartOfArray(self.part_of(name)._replace(flat=ranges.get(name)),
                                      array.reshape(-1)[ranges[name]] if name in ranges else array)
                    for name, array in parameters}  # fmt: skip
-        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_arrays().items())
+        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_views().items())
         state = {key: PartOfArray(self.state_part(name), array) for key, name, array in named
                  if communicator.writes(name, name in self.optimizer.own_ranges)}  # fmt: skip
-        return Saved(weights, state, self.optimizer.updates, shares_weights=True)
+        return Saved(weights, state, self.optimizer.updates, shares_memory=True)
 
     def part_of(self, name: str) -> ArrayPart:
         """The part of a parameter that this rank has."""
