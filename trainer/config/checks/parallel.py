@@ -122,7 +122,7 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     divided = [name for name in names if getattr(degrees, name) > 1]
     if not divided:
         return
-    key, rule = f"parallel_config.{divided[0]}", "not yet supported {} outside semi-automatic mode"
+    key = f"parallel_config.{divided[0]}"
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
         return
