@@ -82,6 +82,26 @@ def test_the_memory_of_a_rank_is_near_what_was_measured(name: str, keys: dict, m
     assert estimate / MIB == pytest.approx(measured_mib, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "measured_mib"),
+    [
+        ("bench_dense", {}, 1875),
+        ("bench_dense", {"model_parallel": 2}, 1125),
+        ("bench_dense", {"model_parallel": 2, "use_seq_parallel": True}, 1125),
+        ("bench_dense", {"pipeline_stage": 2, "micro_batch_num": 4}, 1371),
+        ("bench_dense", {"context_parallel": 2}, 1202),
+        ("bench_moe", {"expert_parallel": 2}, 1945),
+    ],
+)
+def test_the_memory_of_ranks_that_divide_a_model_is_near_what_was_measured(
+    name: str, keys: dict, measured_mib: int
+) -> None:
+    """Peaks of rank 0 of 2, with 12 layers."""
+    degrees = {f"parallel_config__{key}": value for key, value in keys.items()}
+    config = config_of(name, model__model_config__num_layers=12, use_parallel=True, **degrees)
+    assert build_plan(config, world_of(2)).memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=0.1)
+
+
 def test_memory_counts_the_ranks_of_a_host() -> None:
     plan = build_plan(config_of(), world_of(16, 4))
     assert plan.host_memory_bytes == 4 * plan.memory_bytes["total"]

@@ -32,7 +32,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import all_gather_ranges, start, write_own_ranges
+from trainer.parallel.collectives import all_gather_ranges, gather_range, start, write_own_ranges
 from trainer.parallel.communicator import (
     Communicator,
     ModelParallel,
@@ -42,7 +42,7 @@ from trainer.parallel.communicator import (
     model_parallel,
 )
 from trainer.parallel.sharding import OptimizerShard
-from trainer.parallel.tensor import ModelShard, TensorParallel
+from trainer.parallel.tensor import MatrixParts, ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
@@ -190,9 +190,11 @@ def open_training(
             shards = make_shards(trained, write_own_ranges)
         else:
             shards = make_shards(trained)
+    own = session.model.shard
+    parts = None if own is None or own.tensor is None else MatrixParts(own)
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards),
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, parts),
         schedule,
         session.build_inputs,
         config.runner_wrapper,
@@ -222,7 +224,10 @@ def optimizer_shards(
         if group is None:
             continue
         if id(group) not in made:
-            made[id(group)] = OptimizerShard(group.rank, group.size, threshold_bytes, partial(all_gather, group))
+            made[id(group)] = OptimizerShard(
+                group.rank, group.size, threshold_bytes, partial(all_gather, group), partial(gather_range, group),
+                shards_weights=all_gather is write_own_ranges,
+            )  # fmt: skip
         if made[id(group)].divides(parameter.size):
             found[name] = made[id(group)]
     return found

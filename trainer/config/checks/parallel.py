@@ -132,9 +132,6 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if degrees.pipeline_stage > 1:
         yield problem(config, key, rule.format("together with pipeline_stage"), "set one of the two to 1")
     if degrees.model_parallel > 1:
-        if config.optimizer.type == "Muon":
-            more = "with model_parallel, because it needs whole matrices,"
-            yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
     yield from expert_problems(config)
@@ -174,7 +171,3 @@ def _several_ranks(config: Config, world: World) -> Iterator[Problem]:
     if config.classifier is not None and shards_optimizer(config, world) and sharing_level(config) == "level3":
         key = "parallel.parallel_optimizer_config.optimizer_level"
         yield problem(config, key, "the weights of a classifier are not divided", "write level2")
-    if config.parallel.enable_parallel_optimizer and config.optimizer.type == "Muon" and config.trains:
-        fix = "use optimizer.type AdamW, or set it to False: every rank then keeps Muon's whole state"
-        rule = "not yet supported with optimizer.type Muon, which needs whole matrices"
-        yield problem(config, "parallel.enable_parallel_optimizer", rule, fix)
