@@ -70,8 +70,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "set it to 1, 2 or 4"],
         ),
         (
-            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\n",
-            ["model_parallel = 2: not yet supported together with pipeline_stage"],
+            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=predict",
+            ["model_parallel = 2: ranks divide a model in trainings and evaluations only", "add --use_parallel False"],
         ),
         (
             "parallel_config: {context_parallel: 8}\nmodel.model_config.seq_length=24",

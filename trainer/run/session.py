@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from mindspore import Parameter
 
     from trainer.config import Config
+    from trainer.parallel.collectives import Group
 
 Model: TypeAlias = Decoder | Classifier
 
@@ -73,12 +74,14 @@ def open_session(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
+    group: Group | None = None,
 ) -> Session:
     """Sets up the device, finds the other ranks and builds the model.
 
     Args:
         weights: Checked to fit; None for those of `seed`.
         device: That of the plan; None finds out which, for notebooks.
+        group: The ranks of `world`, where they have met already.
 
     Raises:
         UserError: The device is not there.
@@ -86,7 +89,7 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = _communicator(config, world)
+    communicator = SingleProcess() if world.size == 1 else _communicator(config, world, group or start(world))
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
@@ -107,11 +110,9 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
     return parameter_groups(trained_shapes(config), config.optimizer.weight_decay, config.optimizer.type)
 
 
-def _communicator(config: Config, world: World) -> Communicator:
-    """Joins the other ranks of the job, where there are some."""
-    if world.size == 1:
-        return SingleProcess()
-    degrees, group = degrees_of(config, world), start(world)
+def _communicator(config: Config, world: World, group: Group) -> Communicator:
+    """The ranks of a job, by what they share."""
+    degrees = degrees_of(config, world)
     if not degrees.divide_model:
         return ProcessGroup(group)
     layers = stage_layers(config) if degrees.pipeline_stage > 1 else None
@@ -168,18 +169,19 @@ def open_training(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
+    group: Group | None = None,
 ) -> TrainStep:
     """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
 
     Args:
         schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
-        weights, device: As in `open_session`.
+        weights, device, group: As in `open_session`.
 
     Raises:
         UserError: The device is not there, or `freeze` names no weight.
         RunError: As in `open_session`.
     """
-    session, groups = open_session(config, weights, world, device), parameter_groups_of(config)
+    session, groups = open_session(config, weights, world, device, group), parameter_groups_of(config)
     parameters = session.model.parameters_by_name
     trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
     shards = {}
