@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 3},
                "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1},
-               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}}},
+               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}} | _SHARED_WEIGHTS}},
 }  # fmt: skip
 
 
