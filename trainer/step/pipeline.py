@@ -244,8 +244,8 @@ class Pipeline:
         kept: Callable[[int, Tensor], Tensor],
     ) -> tuple[list[Tensor], float | None]:
         """The gradients of these parameters, summed over the micro-batches, and the share of the time that was spent
-        waiting for other stages; None on a device, for which the host does not wait. See `Stage.train`; `kept` takes the
-        place of a name in `names`."""
+        waiting for other stages; None on a device, for which the host does not wait. See `Stage.train`; `kept` takes
+        the place of a name in `names`."""
         began, totals = time.perf_counter(), dict[str, Tensor]()
         places = {name: place for place, name in enumerate(names)}
 
