@@ -256,7 +256,7 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
             "{pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}", "mtp_depth: 1",
             "enable_parallel_optimizer = True: not yet supported on an Ascend with an embedding that two stages",
         ),
-        ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "prediction goes through a pipeline on CPUs"),
+        ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "goes through a pipeline on CPUs alone"),
     ],
 )
 def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: str, said: str) -> None:
