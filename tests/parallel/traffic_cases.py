@@ -63,6 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
                   "moe_config": _EXPERTS | {"capacity_factor": 1.5, "drop_policy": "probability"}},
         "sections": _AGAIN | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}},
     },
+    "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 3},
+               "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1},
+               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}} | _SHARED_WEIGHTS}},
 }  # fmt: skip
 
 
