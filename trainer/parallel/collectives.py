@@ -215,6 +215,17 @@ def start_all_gather(own: Tensor, group: Group) -> Started:
     return Started(whole, ops.communication.all_gather_into_tensor(whole, own, group=group.name, async_op=True))
 
 
+def start_send(x: Tensor, group: Group, to: int) -> Started:
+    """Begins to send a tensor to the device of the group's rank `to`."""
+    return Started(x, ops.communication.isend(x, group.ranks[to], group=group.name))
+
+
+def start_receive(shape: tuple[int, ...], group: Group, source: int) -> Started:
+    """Begins to receive a float32 tensor from the device of the group's rank `source`."""
+    came = mint.empty(shape, dtype=mstype.float32)
+    return Started(came, ops.communication.irecv(came, group.ranks[source], group=group.name))
+
+
 def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -> list[Tensor]:
     """Each value summed over all ranks, in float32; they travel together, and the host does not wait."""
     tensors = [value if isinstance(value, Tensor) else Tensor(np.asarray(value, np.float32)) for value in values]

@@ -8,13 +8,13 @@ are sent. `trainer.parallel.schedule` then has no more waits than with messages 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mindspore import Tensor, mint, ops
-from mindspore import dtype as mstype
-
-from trainer.parallel.collectives import DeviceGroup
+from trainer.parallel.collectives import DeviceGroup, start_receive, start_send
 from trainer.parallel.schedule import directions
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
 
 
 class DeviceLink:
@@ -27,25 +27,23 @@ class DeviceLink:
     """
 
     def __init__(self, group: DeviceGroup, chunks: int, width: int, shares: int = 1) -> None:
-        self.ranks, self.stage, self.width, self.shares = group.ranks, group.rank, width, shares
-        self.names: dict[tuple[int, int], str] = {}
+        self.stage, self.width, self.shares = group.rank, width, shares
+        self.groups: dict[tuple[int, int], DeviceGroup] = {}
         self.sends: list[Any] = []
         for sender, taker in directions(group.size, chunks):
             if self.stage in (sender, taker):
-                pair = self.ranks[sender], self.ranks[taker]
-                name = "rank-{}-to-{}".format(*pair)
-                group.part(sorted(pair), name)
-                self.names[sender, taker] = name
+                pair = group.ranks[sender], group.ranks[taker]
+                self.groups[sender, taker] = group.part(sorted(pair), "rank-{}-to-{}".format(*pair))
 
     def send(self, stage: int, tensor: Tensor) -> None:
         """Dispatches the transfer; neither the host nor what is computed next waits for it."""
-        self.sends.append(ops.communication.isend(tensor, self.ranks[stage], group=self.names[self.stage, stage]))
+        group = self.groups[self.stage, stage]
+        self.sends.append(start_send(tensor, group, 1 - group.rank).handle)
 
     def receive(self, stage: int, tokens: int) -> Tensor:
         """The rows of so many tokens; what is computed next waits for them on the device, the host does not."""
-        rows = mint.empty((tokens // self.shares, self.width), dtype=mstype.float32)
-        ops.communication.irecv(rows, self.ranks[stage], group=self.names[stage, self.stage]).wait()
-        return rows
+        group = self.groups[stage, self.stage]
+        return start_receive((tokens // self.shares, self.width), group, 1 - group.rank).wait()
 
     def end_sends(self) -> None:
         """What is computed next waits until all is sent. For the end of a window, when no stage needs more of this one:
