@@ -45,10 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "matrices and rows": {
         "degrees": {"model_parallel": 2, "use_seq_parallel": True, "data_parallel": 2},
-        "model": {"n_kv_heads": 1, "use_qk_norm": True}, **CLIPPED,
+        "model": {"n_kv_heads": 1, "use_qk_norm": True}, "optimizer": {"type": "Muon"}, **CLIPPED,
     },
     "experts over ranks": {"degrees": {"expert_parallel": 2, "model_parallel": 2, "data_parallel": 2},
-                           "model": {"moe_config": EXPERTS}, **CLIPPED},
+                           "model": {"moe_config": EXPERTS}, "optimizer": {"type": "Muon"}, **CLIPPED},
     "stages": {
         "degrees": {"pipeline_stage": 2, "data_parallel": 2, "micro_batch_num": 2},
         "model": {"mtp_depth": 1, "tie_word_embeddings": True}, **CLIPPED,

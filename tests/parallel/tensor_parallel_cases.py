@@ -22,6 +22,7 @@ from trainer.models.shapes import all_shapes  # noqa: E402
 from trainer.ops.context import over_context  # noqa: E402
 from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import resolve_precision  # noqa: E402
+from trainer.ops.routing import SharedTokens  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402
 from trainer.optim.freeze import trained_shapes  # noqa: E402
 from trainer.optim.groups import parameter_groups  # noqa: E402
@@ -36,7 +37,8 @@ from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
 VOCABULARY = 21  # parts of unequal size
-COUNTED_TWICE = "counted twice"
+ROWS = 3  # sequences: two ranks that share their tokens share one of the sequences
+COUNTED_TWICE, NOT_COUNTED = "counted twice", "tokens of other ranks not counted"
 EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True,
               "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -52,10 +54,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, mapped, recomputed": {
         "model": {"tie_word_embeddings": True, "embedding_size": 12} | DROPOUT,
         "recompute_config": {"recompute": True},
-    },
-    "attention recomputed": {
-        "model": {"num_layers": 1, "sliding_window": 5, "n_kv_heads": 4} | DROPOUT,
-        "recompute_config": {"select_recompute": {"attention": True}},
     },
     "multi-token prediction, frozen": {
         "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]}, **IN_TURN,
@@ -77,9 +75,9 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED, **SMOOTH,
     },
     "compiled experts, load of the step": {
-        "model": {"num_layers": 1, "moe_config": {
+        "model": {"num_layers": 1, "sliding_window": 5, "moe_config": {
             "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "capacity_factor": 1.2,
-            "enable_sdrop": True, "aux_loss_factor": 0.3, "moe_router_load_balancing_type": "gbs_aux_loss"}},
+            "enable_sdrop": True, "aux_loss_factor": 0.3, "moe_router_load_balancing_type": "gbs_aux_loss"}} | DROPOUT,
         "recompute_config": {"recompute": True}, **CLIPPED, **SMOOTH,
     },
     "experts": {
@@ -137,9 +135,12 @@ def parted(
 
 
 def make_mistake(communicator: ModelParallel, mistake: str) -> None:
-    """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them."""
+    """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them, or leaves out the
+    tokens of other ranks from the load of experts: that for the rest of the process."""
     if mistake == COUNTED_TWICE:
         communicator.counted = lambda names, scattered: np.ones(len(names))
+    elif mistake == NOT_COUNTED:
+        SharedTokens.sum = lambda shared, own: own
     elif mistake:
         parameters = dict(communicator.layout.parameters)
         one = parameters[mistake]
@@ -180,12 +181,12 @@ def trained(
     results = []
     for number in range(steps):
         # A window of two micro-batches on every data-parallel rank; the last has fewer labels.
-        window = [[make_batch(10 * number + 2 * rank + micro, 2 * TOKENS - 5 * micro, rows=2) for micro in range(2)]
+        window = [[make_batch(10 * number + 2 * rank + micro, 2 * TOKENS - 5 * micro, ROWS) for micro in range(2)]
                   for rank in range(data)]  # fmt: skip
         own = sum(window, []) if world is None else window[communicator.data_rank]
         results.append(step(own))
     # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
-    batches = [make_batch(99, 9 if world is None or communicator.data_rank == 0 else 0, rows=2)]
+    batches = [make_batch(99, 9 if world is None or communicator.data_rank == 0 else 0, ROWS)]
     found = evaluate(model, build_inputs, batches, lambda: False, communicator)
     routed = [result.router_rates for result in results if result.router_rates is not None]
     routers = np.array([[one.drop_rate, one.load_imbalance, one.entropy] for one in routed])

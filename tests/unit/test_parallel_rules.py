@@ -70,12 +70,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "set it to 1, 2 or 4"],
         ),
         (
-            "parallel_config: {model_parallel: 2}\noptimizer: {type: Muon}\n",
-            ["type = 'Muon': not yet"],
-        ),
-        (
-            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\n",
-            ["model_parallel = 2: not yet supported together with pipeline_stage"],
+            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=predict",
+            ["model_parallel = 2: ranks divide a model in trainings and evaluations only", "add --use_parallel False"],
         ),
         (
             "parallel_config: {context_parallel: 8}\nmodel.model_config.seq_length=24",
@@ -101,10 +97,6 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
         ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank alone, and this job has 8"]),
-        (
-            "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n",
-            ["a.yaml:16: parallel.enable_parallel_optimizer = True: not yet supported with optimizer.type M", "AdamW"],
-        ),
     ],
 )  # fmt: skip
 def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) -> None:
@@ -312,9 +304,9 @@ def test_sharing_optimizer_state_needs_several_ranks() -> None:
     config = load(BASE + "parallel: {enable_parallel_optimizer: True}\n")
     assert shards_optimizer(config, EIGHT) and not shards_optimizer(config, SINGLE_PROCESS)
     assert not shards_optimizer(load(BASE), EIGHT)
-    preflight(
-        load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n"), SINGLE_PROCESS
-    )
+    muon = load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n")
+    preflight(muon, SINGLE_PROCESS)
+    preflight(muon, EIGHT)
 
 
 def test_the_threshold_may_stand_in_either_place() -> None:

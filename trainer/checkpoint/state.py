@@ -137,11 +137,9 @@ def save_stages(
         part, shapes = adapters.PART, adapter_shapes(config.decoder)
         found = _file_parts(weights, shapes, lambda parts: _under_names(parts, adapters.PREFIX))
         documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
-    if beside_training and saved.shares_weights:
-        copies = {name: [PartOfArray(each, np.array(array)) for each, array in pieces]
-                  for name, pieces in found.pieces.items()}  # fmt: skip
-        found = found._replace(pieces=copies)
     tensors = {part: found, OPTIMIZER: _file_parts(state_parts, optimizer_shapes(config), _under_names)}
+    if beside_training and saved.shares_memory:
+        tensors = {part: _copied(parts) for part, parts in tensors.items()}
     state = {
         "position": asdict(position),
         "optimizer": {"type": config.optimizer.type, "updates": saved.updates},
@@ -156,6 +154,12 @@ def save_stages(
         folder, position.step, tensors, state, keep_max,
         documents=documents, rank=rank, ranks=ranks, best_steps=best_steps,
     )  # fmt: skip
+
+
+def _copied(parts: FileParts) -> FileParts:
+    copies = {name: [PartOfArray(part, np.array(array)) for part, array in pieces]
+              for name, pieces in parts.pieces.items()}  # fmt: skip
+    return parts._replace(pieces=copies)
 
 
 def _under_names(parts: Mapping[str, ArrayPart], prefix: str = "") -> dict[str, list[DiskPart]]:

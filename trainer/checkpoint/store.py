@@ -1,8 +1,8 @@
 """Reads checkpoints: one folder a step, which counts only when it is complete.
 
     checkpoints/step-00000100/model.safetensors      the weights, by their names
-                             /optimizer.safetensors  the optimizer's state; where ranks shard it, a file for each rank:
-                             /optimizer-00003-of-00008.safetensors
+                             /optimizer.safetensors  the optimizer's state; of ranks that share it earlier versions
+                                                     wrote a file each: optimizer-00003-of-00008.safetensors
                              /state.json             step, epoch, position in the data, settings ...
                              /COMPLETE               written last, with the length and checksum of every file:
                                                      a folder without it is ignored

@@ -99,8 +99,12 @@ class Optimizer(ABC):
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Copies of the state by `kind.parameter`: for sharded parameters the rank's own range, flat."""
+        return {key: np.array(array) for key, array in self.state_views().items()}
+
+    def state_views(self) -> dict[str, np.ndarray]:
+        """`state_arrays`, on a CPU in the memory that updates change."""
         return {
-            f"{kind}.{name}": np.array(array if isinstance(array, np.ndarray) else array.asnumpy())
+            f"{kind}.{name}": array if isinstance(array, np.ndarray) else array.asnumpy()
             for kind, by_name in self.state.items()
             for name, array in by_name.items()
         }

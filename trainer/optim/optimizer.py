@@ -18,6 +18,7 @@ from trainer.parallel.sharding import OptimizerShard
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
+    from trainer.parallel.tensor import MatrixParts
 
 __all__ = ["SGD", "AdamW", "Muon", "Optimizer", "build_optimizer"]
 
@@ -65,13 +66,11 @@ def build_optimizer(
     settings: OptimizerConfig,
     compiled: bool = True,
     shards: Mapping[str, OptimizerShard] | None = None,
+    parts: MatrixParts | None = None,
 ) -> Optimizer:
     """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type, `shards` as in
-    `Optimizer`.
-
-    Muon needs whole matrices: its `shards` is None, and `compiled` concerns it alone.
+    `Optimizer`. `compiled` and `parts` are for Muon.
     """
     if settings.type == "Muon":
-        assert not shards, "the checks of the configuration refuse it"
-        return Muon(parameters, groups, settings, compiled)
+        return Muon(parameters, groups, settings, compiled, shards, parts)
     return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, shards=shards)

@@ -247,6 +247,25 @@ def write_own_ranges(group: HostGroup, tensors: Sequence[Parameter], own: Sequen
         flat[range_of_rank(flat.size, group.rank, group.size)] = part.asnumpy()
 
 
+def gather_range(group: Group, own: Tensor, numbers: int) -> Tensor:
+    """A flat float32 tensor of so many numbers, of which each rank has its range (`range_of_rank`)."""
+    if not group.on_host:
+        gathered = start_all_gather(_filled(own, numbers, group.size), group).wait()
+        return whole_of_rows(gathered.reshape(group.size, -1), numbers)
+    flat = np.empty(numbers, np.float32)
+    flat[range_of_rank(numbers, group.rank, group.size)] = own.asnumpy()
+    group.complete_ranges([flat])
+    return Tensor.from_numpy(flat)
+
+
+def gather_parts(group: Group, own: Tensor) -> list[Tensor]:
+    """What each rank has, tensors of one shape."""
+    if group.on_host:
+        return [Tensor.from_numpy(row) for row in group.all_gather(own.asnumpy())]
+    rows = start_all_gather(own.reshape(-1), group).wait().reshape(group.size, -1)
+    return [row.reshape(own.shape) for row in ops.unbind(rows)]
+
+
 def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
     """As `all_gather_ranges`, in buckets: while one is put into its place the next one travels."""
     rank, ranks = group.rank, group.size

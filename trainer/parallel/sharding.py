@@ -139,6 +139,9 @@ class OptimizerShard(NamedTuple):
     threshold_bytes: int = 0  # every rank keeps the whole state of smaller parameters
     all_gather: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
     """Completes parameters in place after an update, see `trainer.parallel.collectives.all_gather_ranges`."""
+    gather: Callable[[Any, int], Any] | None = None
+    """(this rank's range of a tensor of so many numbers, flat; these) -> all of it, see `gather_range` there."""
+    shards_weights: bool = False  # a rank has no more than its range of the weights
 
     def divides(self, numbers: int) -> bool:
         """Whether a parameter of so many numbers is divided among the ranks."""

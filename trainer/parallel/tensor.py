@@ -23,10 +23,13 @@ from trainer.parallel.collectives import (
     Group,
     LeaveTensorParallel,
     ReduceScatter,
+    gather_parts,
 )
 from trainer.parallel.sharding import ArrayPart, range_of_rank
 
 if TYPE_CHECKING:
+    from mindspore import Tensor
+
     from trainer.parallel.layout import ModelLayout
     from trainer.parallel.mesh import MeshCoordinate
 
@@ -108,3 +111,29 @@ class ModelShard(NamedTuple):
     def part(self, name: str) -> ArrayPart:
         """What the rank has of a parameter."""
         return self.layout.part(name, self.where)
+
+
+class MatrixParts(NamedTuple):
+    """Matrices that tensor-parallel ranks share, for an update that needs them whole.
+
+    Attributes:
+        shard: What this rank has of them.
+    """
+
+    shard: ModelShard
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The matrix, or a tensor like it, of which each rank has such a part; all ranks call it."""
+        one, group = self.shard.layout.parameters[name], self.shard.tensor.group
+        if not self._is_cut(name):
+            return part
+        parts = gather_parts(group, part)
+        return ops.concat(parts[:: group.size // one.parts], one.dimension)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of it."""
+        return whole[self.shard.part(name).shard.slices] if self._is_cut(name) else whole
+
+    def _is_cut(self, name: str) -> bool:
+        one = self.shard.layout.parameters[name]
+        return one.by == "tp" and one.parts > 1

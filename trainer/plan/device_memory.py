@@ -29,14 +29,14 @@ from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import local_settings
-from trainer.parallel.mesh import Degrees
-from trainer.plan.division import fullest_rank, layout_of, micro_batch_tokens
+from trainer.plan.division import Held, held_parts, micro_batch_tokens
 from trainer.plan.graph_memory import graph_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainer.config import Config, ModelConfig
+    from trainer.parallel.mesh import Degrees
     from trainer.parallel.world import World
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -71,16 +71,9 @@ def _stage(
 ) -> dict[str, int]:
     settings, stages = config.decoder, degrees.pipeline_stage
     is_graph = runs_semi_auto(config, world)
-    layers = stage_layers(config)[stage] if stages > 1 else list(range(settings.num_layers))
-    if stage == stages - 1:
-        layers = [*layers, *range(settings.num_layers, settings.num_layers + settings.mtp_depth)]
-    held, own = all_shapes(settings), set(layers)
-    names = [name for name in held if _is_of_stage(name, own, stage == 0, stage == stages - 1)]
-    if stage == stages - 1 and stage > 0 and settings.tie_word_embeddings:
-        names = [name for name in names if name != EMBEDDING]
-    if not is_graph:
-        held = layout_of(config, world).local_shapes(fullest_rank(degrees, stage))
-        names = list(held)
+    own = None if is_graph else held_parts(config, world)[stage]
+    held = all_shapes(settings) if own is None else own.shapes
+    names = _names_of_stage(config, stage, stages) if own is None else list(held)
     least = shard_threshold_bytes(config)
     shares_weights = is_graph and trains and config.parallel.enable_parallel_optimizer
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
@@ -122,7 +115,7 @@ def _stage(
         graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
         copies, kept, parts["masks and tables"] = graph.copies, graph.activations, graph.constants
     else:
-        kept = _activations(config, degrees, layers, half, _gradients_of_layer(of_trained, matrices, half))
+        kept = _activations(config, degrees, own, half, _gradients_of_layer(of_trained, matrices, half))
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
     parts["activations"] = kept if adds_up else max(kept - parts["gradients"], 0)
@@ -138,11 +131,17 @@ def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], hal
     return max(sizes.values(), default=0) * (3 if half else 2) // 2
 
 
-def _is_of_stage(name: str, layers: set[int], first: bool, last: bool) -> bool:
-    layer = _layer_of(name)
-    if layer is not None:
-        return layer in layers
-    return first if name == EMBEDDING else last
+def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
+    """The parameters of a stage in semi-automatic mode, in which the first one alone has a tied embedding."""
+    settings, last = config.decoder, stage == stages - 1
+    layers = set(stage_layers(config)[stage] if stages > 1 else range(settings.num_layers))
+    layers |= set(range(settings.num_layers, settings.num_layers + settings.mtp_depth) if last else ())
+    found = []
+    for name in all_shapes(settings):
+        layer = _layer_of(name)
+        if layer in layers if layer is not None else stage == 0 if name == EMBEDDING else last:
+            found.append(name)
+    return found
 
 
 def _layer_of(name: str) -> int | None:
@@ -157,9 +156,7 @@ def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
     return degrees.expert_parallel if len(shape) == 3 else degrees.model_parallel
 
 
-def _activations(
-    config: Config, degrees: Degrees, layers: Sequence[int], half: bool, gradients_of_layer: int
-) -> int:
+def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradients_of_layer: int) -> int:
     """Bytes in explicit mode: at the end of the forward pass, or while the backward pass computes a layer again, whose
     gradients come then."""
     settings = local_settings(config.decoder, degrees.model_parallel)
@@ -168,16 +165,17 @@ def _activations(
     again = recomputed_parts(config) + ("",) * settings.mtp_depth
     first = first_trained_layer(config, frozen_names(config))
     kept = largest = again_largest = 0
-    for layer in layers:
+    for layer, passes in own.passes.items():
         if layer < first:
             continue
         sizes = _kept_of_layer(settings, layer, half, rows, degrees.context_parallel)
         sizes["block"] = sum(sizes.values())
         part = again[layer]
-        kept += sizes["block"] - (sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows if part else 0)
+        remains = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows if part else 0
+        kept += passes * (sizes["block"] - remains)
         largest = max(largest, 0 if part else sizes["block"])
         again_largest = max(again_largest, sizes[part] if part else 0)
-    head = _head(settings, tokens, half)
+    head = _head(settings, tokens, half) if own.has_head else 0
     held = _constants(settings, tokens, half)
     # The compiled forward and backward pass each hold the constants that they were given last.
     head += 2 * held

@@ -32,7 +32,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import all_gather_ranges, start, write_own_ranges
+from trainer.parallel.collectives import all_gather_ranges, gather_range, start, write_own_ranges
 from trainer.parallel.communicator import (
     Communicator,
     ModelParallel,
@@ -42,7 +42,7 @@ from trainer.parallel.communicator import (
     model_parallel,
 )
 from trainer.parallel.sharding import OptimizerShard
-from trainer.parallel.tensor import ModelShard, TensorParallel
+from trainer.parallel.tensor import MatrixParts, ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from mindspore import Parameter
 
     from trainer.config import Config
+    from trainer.parallel.collectives import Group
 
 Model: TypeAlias = Decoder | Classifier
 
@@ -73,12 +74,14 @@ def open_session(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
+    group: Group | None = None,
 ) -> Session:
     """Sets up the device, finds the other ranks and builds the model.
 
     Args:
         weights: Checked to fit; None for those of `seed`.
         device: That of the plan; None finds out which, for notebooks.
+        group: The ranks of `world`, where they have met already.
 
     Raises:
         UserError: The device is not there.
@@ -86,7 +89,7 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = _communicator(config, world)
+    communicator = SingleProcess() if world.size == 1 else _communicator(config, world, group or start(world))
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
@@ -107,11 +110,9 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
     return parameter_groups(trained_shapes(config), config.optimizer.weight_decay, config.optimizer.type)
 
 
-def _communicator(config: Config, world: World) -> Communicator:
-    """Joins the other ranks of the job, where there are some."""
-    if world.size == 1:
-        return SingleProcess()
-    degrees, group = degrees_of(config, world), start(world)
+def _communicator(config: Config, world: World, group: Group) -> Communicator:
+    """The ranks of a job, by what they share."""
+    degrees = degrees_of(config, world)
     if not degrees.divide_model:
         return ProcessGroup(group)
     layers = stage_layers(config) if degrees.pipeline_stage > 1 else None
@@ -168,18 +169,19 @@ def open_training(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
+    group: Group | None = None,
 ) -> TrainStep:
     """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
 
     Args:
         schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
-        weights, device: As in `open_session`.
+        weights, device, group: As in `open_session`.
 
     Raises:
         UserError: The device is not there, or `freeze` names no weight.
         RunError: As in `open_session`.
     """
-    session, groups = open_session(config, weights, world, device), parameter_groups_of(config)
+    session, groups = open_session(config, weights, world, device, group), parameter_groups_of(config)
     parameters = session.model.parameters_by_name
     trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
     shards = {}
@@ -190,9 +192,11 @@ def open_training(
             shards = make_shards(trained, write_own_ranges)
         else:
             shards = make_shards(trained)
+    own = session.model.shard
+    parts = None if own is None or own.tensor is None else MatrixParts(own)
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards),
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, parts),
         schedule,
         session.build_inputs,
         config.runner_wrapper,
@@ -222,7 +226,10 @@ def optimizer_shards(
         if group is None:
             continue
         if id(group) not in made:
-            made[id(group)] = OptimizerShard(group.rank, group.size, threshold_bytes, partial(all_gather, group))
+            made[id(group)] = OptimizerShard(
+                group.rank, group.size, threshold_bytes, partial(all_gather, group), partial(gather_range, group),
+                shards_weights=all_gather is write_own_ranges,
+            )  # fmt: skip
         if made[id(group)].divides(parameter.size):
             found[name] = made[id(group)]
     return found

@@ -88,7 +88,7 @@ class Saved(NamedTuple):
     weights: Mapping[str, np.ndarray | PartOfArray]  # by the names of the parameters
     optimizer: Mapping[str, np.ndarray | PartOfArray]  # by `kind.parameter`
     updates: int
-    shares_weights: bool = False  # they are the memory in which the training goes on; the optimizer's arrays are copies
+    shares_memory: bool = False  # in which the training goes on
 
 
 class _OwnArrays(Mapping[str, np.ndarray]):
@@ -234,8 +234,9 @@ class TrainStep:
                 routing = device_measures().of_all_layers(call.statistics.counts(), layers, experts.expert_num)
             results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
 
-        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, list(self.optimizer.parameters))
-        return in_float32(gradients) if self.wrapper.accumulate_allreduce_grads_in_fp32 else gradients, waited
+        names, in_fp32 = list(self.optimizer.parameters), self.wrapper.accumulate_allreduce_grads_in_fp32
+        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, names, self.reducer.kept)
+        return in_float32(gradients) if in_fp32 else gradients, waited
 
     def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
         """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
@@ -263,10 +264,10 @@ class TrainStep:
         weights = {name: PartOfArray(self.part_of(name)._replace(flat=ranges.get(name)),
                                      array.reshape(-1)[ranges[name]] if name in ranges else array)
                    for name, array in parameters}  # fmt: skip
-        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_arrays().items())
+        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_views().items())
         state = {key: PartOfArray(self.state_part(name), array) for key, name, array in named
                  if communicator.writes(name, name in self.optimizer.own_ranges)}  # fmt: skip
-        return Saved(weights, state, self.optimizer.updates, shares_weights=True)
+        return Saved(weights, state, self.optimizer.updates, shares_memory=True)
 
     def part_of(self, name: str) -> ArrayPart:
         """The part of a parameter that this rank has."""
