@@ -27,11 +27,10 @@ from trainer.models.decoder import DecoderCall
 from trainer.models.generate import StageChunk
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.optim.freeze import trained_shapes
-from trainer.parallel.device_link import DeviceLink
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.schedule import Action, Schedule, forward_only, one_forward_one_backward
-from trainer.parallel.stage_link import StageLink
+from trainer.parallel.stage_link import DeviceLink, StageLink
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
