@@ -93,7 +93,8 @@ def trained(
     """Numbers of some steps, and the weights of this rank after them; without a group those of one process alone."""
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
     # To compile what one process trains would cost most of its time.
-    config = config_of_case(name, **{"use_parallel": True} if group else {"use_parallel": False, "context": {"mode": 1}})
+    in_turn = {"context": {"mode": 1}} if group is None else {}
+    config = config_of_case(name, use_parallel=group is not None, **in_turn)
     weights, parts = weights_of(config), held_parts(config, world)
     if parts is not None:
         weights = {key: np.ascontiguousarray(part.shard.of(weights[key])) for key, part in parts.items()}
