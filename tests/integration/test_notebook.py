@@ -17,7 +17,8 @@ def test_the_example_trains(tmp_path: Path) -> None:
     program = tmp_path / "notebook.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{example}", encoding="utf-8")
     ensure_server()
-    done = subprocess.run([sys.executable, FORKED, program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, FORKED, program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+) ", done.stdout, re.M)]
     assert len(losses) == 20
