@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+from fork_server import FORKED, REPOSITORY, ensure_server
 
 from trainer.cli.main import dispatch
+from trainer.launch import command
 
 FILE = """\
 use_parallel: True
@@ -20,7 +24,12 @@ train_dataset:
 """
 
 
-def test_two_processes_train_and_resume(tmp_path, capfd: pytest.CaptureFixture):
+def test_two_processes_train_and_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_server()
+    workers = [sys.executable, "-u", str(FORKED), str(REPOSITORY / "run_trainer.py")]
+    monkeypatch.setattr(command, "trainer_command", lambda: workers)
     (tmp_path / "file.yaml").write_text(FILE)
     arguments = ["--ranks", "2", "--steps", "2", "--json", "--output_dir", str(tmp_path)]
     code = dispatch(["smoke", "--config", str(tmp_path / "file.yaml"), *arguments])

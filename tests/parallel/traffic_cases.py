@@ -44,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
              "sections": _EAGER | {"optimizer": {"type": "Muon"}, "parallel": _SHARED}},
     "latent": {"degrees": {"model_parallel": 2}, "model": _LATENT | {"mtp_depth": 1},
                "sections": _AGAIN | {"runner_config": {"gradient_accumulation_steps": 2}}},
-    "ring": {"degrees": {"context_parallel": 2}, "sections": _AGAIN},
     "ulysses": {"degrees": {"context_parallel": 2}, "more": {"context_parallel_algo": "ulysses_cp"},
                 "model": {"n_kv_heads": 1}, "sections": _AGAIN},
     "shared state": {"degrees": {"data_parallel": 2}, "sections": _EAGER | {"parallel": _SHARED}},
@@ -52,19 +51,21 @@ CASES: dict[str, dict[str, Any]] = {
                        "sections": _AGAIN | {"freeze": {"include": ["*embed*", "*layers.0*"]},
                                              "runner_config": {"gradient_accumulation_steps": 2},
                                              "parallel": _SHARED_WEIGHTS}},
-    "experts of a tensor group": {
-        "degrees": {"data_parallel": 2, "model_parallel": 2, "expert_parallel": 2}, "sections": _AGAIN,
-        "model": {"num_layers": 3, "compute_dtype": "float16",
-                  "moe_config": _EXPERTS | {"capacity_factor": 1.5, "drop_policy": "probability"}},
-    },
     "experts of a context group": {
         "degrees": {"context_parallel": 2, "model_parallel": 2, "expert_parallel": 4}, "sections": _AGAIN,
         "more": {"use_seq_parallel": True},
         "model": {"num_layers": 3, "moe_config": _EXPERTS | {"moe_token_dispatcher_type": "allgather"}},
     },
+    "experts of stages": {
+        "degrees": {"pipeline_stage": 2, "model_parallel": 2, "expert_parallel": 2}, "more": {"micro_batch_num": 3},
+        "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1,
+                  "compute_dtype": "float16",
+                  "moe_config": _EXPERTS | {"capacity_factor": 1.5, "drop_policy": "probability"}},
+        "sections": _AGAIN | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}},
+    },
     "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 3},
                "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1},
-               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}}},
+               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}} | _SHARED_WEIGHTS}},
 }  # fmt: skip
 
 

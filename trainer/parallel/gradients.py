@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -71,6 +71,18 @@ class GradientReducer(Protocol):
         are two sets of them and no third.
         """
 
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        """For what computes the micro-batches in an order of its own, as a pipeline does: what is added up of the
+        gradient of a micro-batch."""
+
+    def summed(self, total: list[Tensor]) -> Reduced:
+        """For the same: the sum over the ranks of what was added up."""
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    gradients: Sequence[Tensor]
+
 
 class SumAfterBackward:
     """Sums whole gradients over the ranks when all of them are there. `sum_gradients` None: a single process."""
@@ -87,12 +99,18 @@ class SumAfterBackward:
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, Reduced]:
         part, gradients = _added(total, backward)
+        return part, self.summed(gradients)
+
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def summed(self, total: list[Tensor]) -> Reduced:
         if self.sum_gradients is None:
-            return part, Reduced(gradients)
-        for gradient in gradients:
+            return Reduced(total)
+        for gradient in total:
             gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
         began = time.perf_counter()
-        return part, Reduced(self.sum_gradients(gradients), seconds=time.perf_counter() - began)
+        return Reduced(self.sum_gradients(total), seconds=time.perf_counter() - began)
 
 
 def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -194,10 +212,16 @@ class ScatterDuringBackward:
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, Reduced]:
         part, gradients = self.add(total, backward)
+        return part, self.summed(gradients)
+
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        return self.own_range(place, gradient) if self.is_sharded[place] else gradient
+
+    def summed(self, total: list[Tensor]) -> Reduced:
         began = time.perf_counter()
-        gradients = self.sum_rest(gradients)
+        gradients = self.sum_rest(total)
         seconds, self.seconds = self.seconds + time.perf_counter() - began, 0.0
-        return part, Reduced(gradients, self.counted, seconds)
+        return Reduced(gradients, self.counted, seconds)
 
     def own_range(self, place: int, gradient: Tensor) -> Tensor:
         gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
@@ -253,6 +277,12 @@ class SumDuringBackward:
             return self.reduced(total, backward)
         part, reduced = self.reduced(None, backward)
         return part, reduced._replace(gradients=add_gradients(total, reduced.gradients))
+
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def summed(self, total: list[Tensor]) -> Reduced:
+        return self.reduced(None, lambda: _Gradients(total))[1]
 
     def reduced(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]

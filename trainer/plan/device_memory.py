@@ -56,9 +56,9 @@ def device_memory(
     """
     degrees = degrees_of(config, world)
     stages = range(degrees.pipeline_stage) if stage is None else [stage]
-    return max(
-        (_stage(config, world, degrees, trains, states, one) for one in stages), key=lambda parts: parts["total"]
-    )
+    held = None if runs_semi_auto(config, world) else held_parts(config, world)
+    every = (_stage(config, world, degrees, trains, states, one, held[one] if held else None) for one in stages)
+    return max(every, key=lambda parts: parts["total"])
 
 
 def fixed_bytes(parts: dict[str, int]) -> int:
@@ -67,11 +67,16 @@ def fixed_bytes(parts: dict[str, int]) -> int:
 
 
 def _stage(
-    config: Config, world: World, degrees: Degrees, trains: bool, states: dict[str, int], stage: int
+    config: Config,
+    world: World,
+    degrees: Degrees,
+    trains: bool,
+    states: dict[str, int],
+    stage: int,
+    own: Held | None,
 ) -> dict[str, int]:
-    settings, stages = config.decoder, degrees.pipeline_stage
-    is_graph = runs_semi_auto(config, world)
-    own = None if is_graph else held_parts(config, world)[stage]
+    """`own`: what a rank has in explicit mode; None in semi-automatic mode."""
+    settings, stages, is_graph = config.decoder, degrees.pipeline_stage, own is None
     held = all_shapes(settings) if own is None else own.shapes
     names = _names_of_stage(config, stage, stages) if own is None else list(held)
     least = shard_threshold_bytes(config)

@@ -142,8 +142,7 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
     trained = {name: size for name, size in sizes.items() if name in facts.trained}
     shared = _Shared.of(config, world, layout, where, sizes)
     scattered = {name for name in trained if name in shared.ranges} if shared.level > "level1" else set()
-    # A stage of a pipeline scatters the sums of a step.
-    yield from _sums_of_gradients(layout, trained, shared, scattered, number if degrees.pipeline_stage == 1 else 1)
+    yield from _sums_of_gradients(layout, trained, shared, scattered, number)
     if shared.level == "level3":
         yield from _gathered_weights(config, facts, shared, where, number)
     yield from _calls_of_update(config, layout, shared, trained)

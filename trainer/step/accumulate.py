@@ -144,7 +144,7 @@ def accumulate(
     results = WindowResults()
     if pipelined is not None:
         total, results.waits = pipelined(taken, factor, results)
-        _, reduced = reducer.last(None, lambda: MicroBatch(None, {}, None, total))
+        reduced = reducer.summed(total)
     else:
         reduced = _in_turn(micro_batches, taken, backward, factor, reducer, results)
     return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes, share)

@@ -146,6 +146,7 @@ class Stage:
         send: Callable[[int, Tensor], None],
         done: Done,
         totals: dict[str, Tensor],
+        kept: Callable[[str, Tensor], Tensor],
     ) -> Passes[None]:
         """All forward and backward passes of a window.
 
@@ -155,6 +156,7 @@ class Stage:
             send: See `StageLink.send`.
             done: Called after each forward pass of a chunk.
             totals: Takes the sums of the gradients over the micro-batches, by the names of the parameters.
+            kept: Name of a parameter, its gradient -> what is added up of it.
         """
         schedule, last = self.schedule(micro_batches), len(self.parts) - 1
         under_way: dict[tuple[int, int], tuple[Tensor, bool]] = {}
@@ -167,7 +169,7 @@ class Stage:
                     x, has_own = under_way.pop((number, chunk))
                     sens = factor if needed is None else (yield needed.sender)
                     sens = (sens, factor) if has_own else sens
-                    grad_ND = self._add_gradients(chunk, x, sens, totals)
+                    grad_ND = self._add_gradients(chunk, x, sens, totals, kept)
                     if part.reached:
                         send(schedule.taker(self.stage, action), grad_ND)
                 continue
@@ -194,7 +196,14 @@ class Stage:
                 send(taker, result)
         return sums
 
-    def _add_gradients(self, chunk: int, x: Tensor, sens: Tensor | tuple, totals: dict[str, Tensor]) -> Tensor | None:
+    def _add_gradients(
+        self,
+        chunk: int,
+        x: Tensor,
+        sens: Tensor | tuple,
+        totals: dict[str, Tensor],
+        kept: Callable[[str, Tensor], Tensor],
+    ) -> Tensor | None:
         """The backward pass of the forward pass with this input; the gradient of the input, if it has one."""
         part, grad_ND = self.parts[chunk], None
         if part.is_empty:
@@ -203,7 +212,8 @@ class Stage:
         if part.reached:
             inputs, found = found if part.trained else (found, ())
             grad_ND = inputs[0] if isinstance(inputs, tuple) else inputs
-        for name, gradient in zip(part.trained, found, strict=True):
+        for name, whole in zip(part.trained, found, strict=True):
+            gradient = kept(name, whole)
             totals[name] = ops.add(totals[name], gradient) if name in totals else gradient
         return grad_ND
 
@@ -227,11 +237,17 @@ class Pipeline:
         factor: Tensor,
         done: Done,
         names: Sequence[str],
+        kept: Callable[[int, Tensor], Tensor],
     ) -> tuple[list[Tensor], float]:
         """The gradients of these parameters, summed over the micro-batches, and the share of the time that was spent
-        waiting for other stages. See `Stage.train`."""
+        waiting for other stages. See `Stage.train`; `kept` takes the place of a name in `names`."""
         began, totals = time.perf_counter(), dict[str, Tensor]()
-        passes = self.stage.train(micro_batches, call_of, factor, self.link.send, done, totals)
+        places = {name: place for place, name in enumerate(names)}
+
+        def kept_of(name: str, gradient: Tensor) -> Tensor:
+            return kept(places[name], gradient)
+
+        passes = self.stage.train(micro_batches, call_of, factor, self.link.send, done, totals, kept_of)
         _, waited = run_with(self.link, passes)
         gradients = [totals.pop(name) for name in names]
         for gradient in gradients:

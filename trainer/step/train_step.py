@@ -234,8 +234,9 @@ class TrainStep:
                 routing = device_measures().of_all_layers(call.statistics.counts(), layers, experts.expert_num)
             results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
 
-        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, list(self.optimizer.parameters))
-        return in_float32(gradients) if self.wrapper.accumulate_allreduce_grads_in_fp32 else gradients, waited
+        names, in_fp32 = list(self.optimizer.parameters), self.wrapper.accumulate_allreduce_grads_in_fp32
+        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, names, self.reducer.kept)
+        return in_float32(gradients) if in_fp32 else gradients, waited
 
     def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
         """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
