@@ -29,7 +29,7 @@ from trainer.optim.groups import parameter_groups  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.communicator import ModelParallel, SingleProcess, model_parallel  # noqa: E402
-from trainer.parallel.layout import ModelLayout  # noqa: E402
+from trainer.parallel.layout import ModelLayout, model_layout  # noqa: E402
 from trainer.parallel.mesh import Degrees, Mesh  # noqa: E402
 from trainer.parallel.tensor import ModelShard, TensorParallel  # noqa: E402
 from trainer.run.session import build_model, check_same_weights  # noqa: E402
@@ -162,7 +162,8 @@ def trained(
     settings, communicator, shard = one.decoder, SingleProcess(), None
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
     if world is not None:
-        communicator = model_parallel(world, settings, layout.degrees(world.size), layout.rows)
+        parts = model_layout(settings, layout.degrees(world.size), sequence_parallel=layout.rows)
+        communicator = model_parallel(world, settings, parts)
         make_mistake(communicator, mistake)
         groups, where, data = communicator.groups, communicator.where, layout.data(world.size)
         tensor = TensorParallel(groups.tp, layout.rows) if layout.tensor > 1 else None

@@ -10,7 +10,7 @@ from smoke_files import ALPACA, DENSE, EXPERTS
 
 from trainer.config import Config, Override, parse_config
 from trainer.config.families import FAMILIES
-from trainer.config.recompute import recomputed_parts
+from trainer.config.recompute import gathered_again, recomputed_parts
 from trainer.models.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.mesh import Degrees
@@ -100,6 +100,16 @@ def test_several_ranks_keep_a_kind_of_parallelism_of_the_file():
     config, told = small(alone, ranks=4)
     assert (config.parallel_config.model_parallel, config.parallel_config.data_parallel) == (2, 2)
     assert told["parallel_config.model_parallel"][2] == "--ranks 4, 2 for each kind of parallelism"
+
+
+def test_the_layers_that_are_recomputed_are_no_counts_of_stages():
+    text = DENSE.replace("recompute: [5, 3]", "select_comm_recompute: [3, 0], recompute: [4, 0]")
+    alone, staged = (small(text.replace("offset: [1, -1]", "offset: 0"), ranks=ranks)[0] for ranks in (1, 8))
+    assert staged.parallel_config.pipeline_stage == 2
+    for config in (alone, staged):
+        assert recomputed_parts(config) == ("block", "", "") and gathered_again(config) == {0}
+    both = DENSE.replace("recompute: [5, 3]", "recompute: [13, 14]")
+    assert recomputed_parts(small(both, ranks=8)[0]).count("block") == 2
 
 
 def test_ranks_share_the_state_of_small_matrices():

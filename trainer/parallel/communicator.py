@@ -17,7 +17,7 @@ import numpy as np
 
 from trainer.errors import RunError
 from trainer.parallel.gradients import GradientReducer, ScatterDuringBackward, SumAfterBackward, SumDuringBackward
-from trainer.parallel.layout import SUM_GROUPS, SumGroup, model_layout
+from trainer.parallel.layout import SUM_GROUPS, SumGroup
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process_groups import process_groups
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.parallel.collectives import Group
     from trainer.parallel.layout import ModelLayout
-    from trainer.parallel.mesh import Degrees, MeshCoordinate
+    from trainer.parallel.mesh import MeshCoordinate
     from trainer.parallel.process_groups import ProcessGroups
 
 
@@ -298,16 +298,9 @@ class ModelParallel(ProcessGroup):
         return found
 
 
-def model_parallel(
-    group: Group,
-    settings: ModelConfig,
-    degrees: Degrees,
-    sequence_parallel: bool = False,
-    stage_layers: Sequence[Sequence[int]] | None = None,
-) -> ModelParallel:
-    """The ranks of a job, `group`, that divide a model by these degrees; the other arguments as of `model_layout`."""
-    mesh = build_mesh(degrees, group.size)
-    layout = model_layout(settings, degrees, sequence_parallel=sequence_parallel, stage_layers=stage_layers)
+def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout) -> ModelParallel:
+    """The ranks of a job, `group`, that divide a model."""
+    mesh = build_mesh(layout.degrees, group.size)
     kv_heads = None if settings.multi_latent_attention else settings.kv_heads
     return ModelParallel(process_groups(group, mesh, kv_heads), layout, mesh.coordinate_of(group.rank))
 

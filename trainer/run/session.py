@@ -16,7 +16,6 @@ from trainer.checkpoint.state import load_weights
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
-from trainer.config.stages import stage_layers
 from trainer.data.batches.context import SequencePart
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
@@ -44,6 +43,7 @@ from trainer.parallel.communicator import (
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.tensor import MatrixParts, ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.plan.division import layout_of
 from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
 
@@ -112,11 +112,9 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
 
 def _communicator(config: Config, world: World, group: Group) -> Communicator:
     """The ranks of a job, by what they share."""
-    degrees = degrees_of(config, world)
-    if not degrees.divide_model:
+    if not degrees_of(config, world).divide_model:
         return ProcessGroup(group)
-    layers = stage_layers(config) if degrees.pipeline_stage > 1 else None
-    return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel, layers)
+    return model_parallel(group, config.decoder, layout_of(config, world))
 
 
 def _shard(config: Config, communicator: Communicator) -> ModelShard | None:

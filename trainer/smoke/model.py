@@ -31,8 +31,9 @@ CHUNKS = 2
 def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
     """The sizes, the layers, the experts, the adapters and the dtypes."""
     decoder = config.decoder
-    kept = kept_layers(config, _fewest_layers(config, setup.layout.degrees.pipeline_stage))
-    yield from layer_changes(config, kept)
+    stages = setup.layout.degrees.pipeline_stage
+    kept = kept_layers(config, _fewest_layers(config, stages))
+    yield from layer_changes(config, kept, stages)
     if decoder.hidden_size > LARGEST_KEPT_WIDTH:
         yield from _widths(config, vocab_size)
     yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
