@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 from msrun_helpers import take_a_core
 
@@ -46,6 +45,7 @@ from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.gradients import SumDuringBackward  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, PartOfArray, range_of_rank, whole_array  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
+from trainer.step.accumulate import MicroBatch  # noqa: E402
 from trainer.storage.tensor_file import float32_entries  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll"}
@@ -83,7 +83,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
     """Two micro-batches with these gradients, which are summed during the backward pass of the second."""
     parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
 
-    def backward() -> SimpleNamespace:
+    def backward() -> MicroBatch:
         def loss() -> Tensor:
             factors = [(0.5, 0.5) if number in TWICE else (1.0,) for number in range(len(gradients))]
             return sum(
@@ -92,7 +92,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
                 for factor in uses
             )
 
-        return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
+        return MicroBatch(None, {}, None, mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
     reducer = SumDuringBackward(

@@ -139,14 +139,13 @@ def with_gradients_as_they_come(
     from mindspore import ops
 
     came: set[int] = set()
-    # What the backward pass returns instead of a gradient, so that this one can be let go: views of one number.
-    nothing = ops.zeros(1)
+    nothing = ops.zeros(1)  # what the backward pass returns instead of a gradient: so this one can be let go
 
     def hook(gradient: Tensor, place: int) -> Tensor:
         assert place not in came, "the sum over all uses of a parameter comes once"
         came.add(place)
         arrived(place, gradient)
-        return nothing.broadcast_to(gradient.shape)
+        return nothing
 
     hooks = [
         parameter.register_hook(lambda gradient, place=place: hook(gradient, place))
