@@ -76,8 +76,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "compiled experts, load of the step": {
         "model": {"num_layers": 1, "sliding_window": 5, "moe_config": {
-            "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "capacity_factor": 1.2,
-            "enable_sdrop": True, "aux_loss_factor": 0.3, "moe_router_load_balancing_type": "gbs_aux_loss"}} | DROPOUT,
+            "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
+            "capacity_factor": 1.2, "enable_sdrop": True, "aux_loss_factor": 0.3,
+            "moe_router_load_balancing_type": "gbs_aux_loss"}} | DROPOUT,
         "recompute_config": {"recompute": True}, **CLIPPED, **SMOOTH,
     },
     "experts": {

@@ -25,17 +25,16 @@ _SUITES: dict[str, tuple[int, dict[str, Any], list[str], int]] = {
     _EXPERTS: (4, {"experts": 2}, ["experts"], STEPS),
     _TOKENS: (2, {"tensor": 2}, ["capacity, shared gate"], 1),
     "all three in a ring": (
-        4, {"tensor": 2, "context": 2, "experts": 2}, ["latent attention, sigmoid, bias", "capacity, shared gate"],
-        STEPS,
+        4, {"tensor": 2, "context": 2, "experts": 2}, ["latent attention, sigmoid, bias", "capacity, shared gate"], 2,
     ),
     "all three with Ulysses attention": (
         4, {"tensor": 2, "rows": True, "context": 2, "in_ring": False, "experts": 4},
-        ["one key head, adapters", "experts"], STEPS,
+        ["one key head, adapters", "experts"], 2,
     ),
     "all three compiled": (
         4, {"tensor": 2, "rows": True, "context": 2, "experts": 2}, ["compiled experts, load of the step"], STEPS,
     ),
-    "experts beside data parallelism": (4, {"tensor": 2, "rows": True, "experts": 4}, ["experts"], STEPS),
+    "experts beside data parallelism": (4, {"tensor": 2, "rows": True, "experts": 4}, ["experts"], 2),
     "experts of context-parallel ranks": (2, {"context": 2}, ["capacity, shared gate"], 20),
 }  # fmt: skip
 _MISTAKES = {
