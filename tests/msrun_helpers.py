@@ -36,7 +36,7 @@ def run_job(script: Path, *arguments: object, workers: int, folder: Path, limit_
     shim = shims / "python"
     shim.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(FORKED)])} "$@"\n')
     shim.chmod(0o755)
-    command = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}"]
+    command = [sys.executable, str(FORKED), "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}"]
     command += [f"--local_worker_num={workers}", f"--master_port={_free_port()}", f"--log_dir={folder}"]
     command += ["--join=True", "--cluster_time_out=100", str(script), *map(str, arguments)]
     paths = {"PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"}

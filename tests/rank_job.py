@@ -84,6 +84,7 @@ def main(rank: int, ranks: int, folder: str, function: str, arguments: Sequence[
     from msrun_helpers import take_a_core
 
     take_a_core()
+    assert "mindspore" in sys.modules, "the fork server is for processes that need not import it"
     import mindspore
 
     from trainer.device.threads import set_up_cpu_threads

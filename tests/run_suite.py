@@ -27,11 +27,11 @@ from fork_server import FORKED, USAGE_VARIABLE, End, ensure_server
 
 TESTS = Path(__file__).resolve().parent
 MOST_PROCESSES = 4
-FILES_PER_PROCESS = {"ascend": 2, "parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
+FILES_PER_PROCESS = {"ascend": 4, "parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
 # CPU seconds of the files that take long, their processes included. A file that is not here counts as a short one.
 SECONDS = {
-    "parity/test_ascend_audit.py": 80, "parallel/test_launched_training.py": 130,
-    "semi_auto/test_sharded_numbers.py": 85, "parallel/test_collectives.py": 40, "parity/test_moe_training.py": 32,
+    "parity/test_ascend_audit.py": 80, "parallel/test_launched_training.py": 85,
+    "semi_auto/test_sharded_numbers.py": 70, "parallel/test_collectives.py": 40, "parity/test_moe_training.py": 32,
     "integration/test_signals.py": 48, "parity/test_lora.py": 29, "parity/test_recompute.py": 40,
     "semi_auto/test_semi_auto.py": 55, "semi_auto/test_sharded_graphs.py": 48, "integration/test_mnist_run.py": 35,
     "parallel/test_launcher_supervision.py": 32, "integration/test_configs.py": 23, "parallel/test_two_hosts.py": 28,
@@ -49,7 +49,9 @@ SECONDS = {
     "parity/test_moe_kernels.py": 5, "parity/test_latent_attention.py": 4, "parity/test_telechat.py": 3,
     "unit/test_newer_schema.py": 8,
     "ascend/test_explicit.py": 40, "ascend/test_semi_auto.py": 44, "ascend/test_step.py": 20,
-    "ascend/test_semi_auto_settings.py": 70, "ascend/test_semi_auto_models.py": 40, "unit/test_fuzz.py": 40,
+    "ascend/test_semi_auto_settings.py": 50, "ascend/test_semi_auto_models.py": 40, "unit/test_fuzz.py": 16,
+    "parallel/test_tensor_parallel.py": 130, "parallel/test_pipeline.py": 45, "parallel/test_context_parallel.py": 20,
+    "parallel/test_expert_parallel.py": 12, "parallel/test_sharing_levels.py": 30,
     "integration/test_memory.py": 15, "unit/test_config_bounds.py": 10, "semi_auto/test_expert_numbers.py": 12,
 }  # fmt: skip
 SHORT = 2

@@ -74,6 +74,14 @@ SEQUENCES = {
     "parallel_config": {"context_parallel": 4},
     "model": {"model_config": {"hidden_dropout": 0.1, "mtp_depth": 1, "sliding_window": 8}},
 }
+EXCHANGED = {"use_parallel": True, "parallel_config": {"expert_parallel": 4}}
+TOGETHER = {
+    "use_parallel": True,
+    "parallel_config": {
+        "expert_parallel": 8, "model_parallel": 2, "context_parallel": 2, "use_seq_parallel": True, "data_parallel": 2,
+    },
+    "model": {"model_config": {"mtp_depth": 1, "moe_config": {"shared_expert_num": 1}}},
+}  # fmt: skip
 EIGHT_RANKS = {
     f"{name}, rank {rank} of 8": on_ascend(base, PLAIN | more, ranks=8, rank=rank, task=task)
     for rank in (0, 3, 7)
@@ -86,11 +94,26 @@ EIGHT_RANKS = {
         ("tensor parallel, evaluation", DENSE, TENSOR, f"{TASKS}:evaluation"),
         ("context parallel", DENSE, SEQUENCES, f"{TASKS}:train"),
         ("context parallel, evaluation", DENSE, SEQUENCES, f"{TASKS}:evaluation"),
+        ("expert parallel", EXPERTS, EXCHANGED, f"{TASKS}:train"),
+        ("expert parallel, evaluation", EXPERTS, EXCHANGED, f"{TASKS}:evaluation"),
+        ("all degrees of a stage", EXPERTS, TOGETHER, f"{TASKS}:train"),
         ("collectives", DENSE, {"use_parallel": True}, f"{TASKS}:every_collective"),
     )
 }
 ACCUMULATION = {"runner_config": {"batch_size": 1, "global_batch_size": 16}}
+STAGES = {
+    "use_parallel": True,
+    "parallel": {"pipeline_config": {"pipeline_interleave": True}},
+    "parallel_config": {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "use_seq_parallel": True},
+    "model": {"model_config": {"num_layers": 4, "pp_interleave_num": 2, "tie_word_embeddings": True, "mtp_depth": 1}},
+}
 DIVIDED = {
+    **{
+        f"pipeline{what}, rank {rank} of 8": on_ascend(
+            DENSE, PLAIN | ONE_BATCH | STAGES, ranks=8, rank=rank, task=f"{TASKS}:{task}"
+        )
+        for rank in (3, 7) for what, task in (("", "train"), (", evaluation", "evaluation"))
+    },
     "context parallel, compiled": on_ascend(
         DENSE, {"use_parallel": True, "parallel_config": {"context_parallel": 4}} | ONE_BATCH
         | {"recompute_config": {"recompute": [1, 0]}}, ranks=8, rank=3, documents=3,
@@ -142,6 +165,18 @@ def test_a_pass_of_tensor_parallel_ranks(bench: Bench) -> None:
     forward = [("AllReduce", "float32", 4 * stream), *4 * sums, ("AllGather", "float32", 2 * 4 * 64)]
     assert found[:-1] == 2 * [*forward, *5 * sums]
     assert found[-1] == ("AllReduce", "float32", 2 * 2 * 32 * 4)  # the gradients of the norms of queries and keys
+
+
+@pytest.mark.parametrize("what", ["", ", evaluation"])
+def test_stages_receive_what_others_send(bench: Bench, what: str) -> None:
+    calls = {rank: bench(f"pipeline{what}, rank {rank} of 8").collectives for rank in (3, 7)}
+    moved = {
+        (rank, name): [each.bytes for each in calls[rank] if each.name == name and each.ranks == (3, 7)]
+        for rank in calls for name in ("Isend", "Irecv")
+    }  # fmt: skip
+    assert moved[3, "Isend"] == moved[7, "Irecv"] and moved[7, "Isend"] == moved[3, "Irecv"]
+    # From each of four parts to the next, and back; a batch of an evaluation goes there alone.
+    assert len(moved[3, "Isend"] + moved[7, "Isend"]) == (3 if what else 4 * 3 * 2)
 
 
 def test_memory_that_settings_save(bench: Bench) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from fork_server import FORKED, REPOSITORY, ensure_server
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -16,7 +16,9 @@ def test_the_example_trains(tmp_path: Path) -> None:
     (example,) = (text for text in blocks if "open_training" in text)
     program = tmp_path / "notebook.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{example}", encoding="utf-8")
-    done = subprocess.run([sys.executable, program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    ensure_server()
+    command = [sys.executable, FORKED, program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+) ", done.stdout, re.M)]
     assert len(losses) == 20

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 from msrun_helpers import take_a_core
 
@@ -46,6 +45,7 @@ from trainer.parallel.communicator import ProcessGroup  # noqa: E402
 from trainer.parallel.gradients import SumDuringBackward  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, PartOfArray, range_of_rank, whole_array  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
+from trainer.step.accumulate import MicroBatch  # noqa: E402
 from trainer.storage.tensor_file import float32_entries  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll"}
@@ -83,7 +83,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
     """Two micro-batches with these gradients, which are summed during the backward pass of the second."""
     parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
 
-    def backward() -> SimpleNamespace:
+    def backward() -> MicroBatch:
         def loss() -> Tensor:
             factors = [(0.5, 0.5) if number in TWICE else (1.0,) for number in range(len(gradients))]
             return sum(
@@ -92,7 +92,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
                 for factor in uses
             )
 
-        return SimpleNamespace(gradients=mindspore.value_and_grad(loss, None, parameters)()[1])
+        return MicroBatch(None, {}, None, mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
     reducer = SumDuringBackward(
@@ -108,7 +108,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
 def shared(group: Group) -> dict[str, np.ndarray]:
     """Tensors that are whole again, after each way of gathering them."""
     found = {}
-    for way in ("in chunks", "together", "from parts", "on a device", "from parts on a device"):
+    for way in ("together", "from parts", "on a device", "from parts on a device"):
         parameters, parts = [], []
         for number, whole in enumerate(shared_tensors()):
             own, known = range_of_rank(whole.size, group.rank, group.size), np.full(whole.size, np.nan, np.float32)
@@ -119,8 +119,7 @@ def shared(group: Group) -> dict[str, np.ndarray]:
         if "device" in way:
             collectives.gather_ranges_on_device(group, parameters, parts if "parts" in way else None)
         else:
-            chunk_bytes = 1000 if way == "in chunks" else 1 << 20
-            collectives.all_gather_ranges(group, parameters, parts if "parts" in way else None, chunk_bytes)
+            collectives.all_gather_ranges(group, parameters, parts if "parts" in way else None)
         found |= {f"shared {parameter.name}": parameter.asnumpy() for parameter in parameters}
     return found
 
@@ -131,10 +130,12 @@ def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.n
     arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}
     groups = parameter_groups({name: array.shape for name, array in arrays.items()}, 0.1)
     found = {}
-    shard = OptimizerShard(communicator.rank, communicator.size, 1000, communicator.all_gather_ranges)
+    gather = partial(collectives.all_gather_ranges, communicator.group)
+    shard = OptimizerShard(communicator.rank, communicator.size, 1000, gather)
     for way in (None, shard):
         parameters = {name: Parameter(Tensor(array), name=name) for name, array in arrays.items()}
-        optimizer = build_optimizer(parameters, groups, settings, shard=way)
+        shards = {name: way for name, array in arrays.items() if way and way.divides(array.size)}
+        optimizer = build_optimizer(parameters, groups, settings, shards=shards)
         for step in range(3):
             random = np.random.default_rng(step)
             gradients = [Tensor(random.normal(size=array.shape).astype(np.float32)) for array in arrays.values()]

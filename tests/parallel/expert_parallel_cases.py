@@ -21,9 +21,11 @@ from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import resolve_precision  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.tensor import ModelShard  # noqa: E402
 
 RANKS, TOKENS = 4, 8
 _EXPERTS = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
+_GATHERED = {"moe_token_dispatcher_type": "allgather"}
 CASES: dict[str, dict[str, Any]] = {
     "dropless": {},
     "shared experts": {"shared_expert_num": 1, "moe_shared_expert_intermediate_size": 10},
@@ -31,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "capacity": {"capacity_factor": 1.0},
     "safe tokens": {"use_gmm": True, "enable_gmm_safe_tokens": True},
     "one expert takes all": {"num_experts_chosen": 1},
+    "all tokens on all ranks": {"capacity_factor": 1.0, "shared_expert_num": 1} | _GATHERED,
+    "all tokens, biases": {"model": {"mlp_down_has_bias": True}} | _GATHERED,
 }
 
 
@@ -49,7 +53,8 @@ def computed(name: str, ranks: list[int], group: Group | None = None) -> list[np
     """Output, gradients of the input and of the weights, for the tokens of these ranks and all experts or a part."""
     settings = settings_of(name)
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
-    layer, experts = MoeLayer(settings, kernels, False, group), settings.experts.expert_num
+    shard = None if group is None else ModelShard(None, None, experts=group)
+    layer, experts = MoeLayer(settings, kernels, False, shard), settings.experts.expert_num
     own = slice(0, experts) if group is None else slice(
         group.rank * experts // group.size, (group.rank + 1) * experts // group.size)  # fmt: skip
     draw, weights = np.random.default_rng(11), []

@@ -82,7 +82,7 @@ def test_sums_during_a_backward_pass_are_those_after_it(found: Found, way: str) 
         assert rank["counted"].tolist() == [1.0 if place in SHARDED else whole for place in range(len(SHAPES))]
 
 
-@pytest.mark.parametrize("way", ["in chunks", "together", "from parts", "on a device", "from parts on a device"])
+@pytest.mark.parametrize("way", ["together", "from parts", "on a device", "from parts on a device"])
 def test_tensors_are_put_together_from_the_ranks_parts(found: Found, way: str) -> None:
     for rank in found:
         for number, whole in enumerate(shared_tensors()):

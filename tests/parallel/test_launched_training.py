@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fork_server import FORKED, ensure_server
+from fork_server import ensure_server
 from launch_helpers import LIMIT_SECONDS, PROGRAM, REPOSITORY, Launcher
 from tolerances import DecoderLimits, decoder_limits
 
@@ -48,16 +48,13 @@ EAGER = {"context.mode": 1}
 SAVED_EVERY = 5
 
 
-def launch(
-    folder: Path, ranks: int, config: Path, *flags: object, has_imported: bool = True, **environment: str
-) -> Launcher:
-    """Starts a job whose logs lie in `folder`. `has_imported`: with workers that have imported MindSpore already
-    (fork_server.py); a single rank does not take them, because a script needs msrun."""
-    own, words = ["--nproc", ranks, "--log_dir", "logs", "--force"], ["--config", config, *flags]
-    if has_imported and ranks > 1:
+def launch(folder: Path, ranks: int, config: Path, *flags: object, forked: bool = True, **environment: str) -> Launcher:
+    """Starts a job whose logs lie in `folder`. `forked`: its workers have imported MindSpore already."""
+    words = ["launch", "--nproc", ranks, "--log_dir", "logs", "--force", "--config", config, *flags]
+    if forked:
         ensure_server()
-        own, words = [*own, "--script", FORKED], [PROGRAM, *words]
-    return Launcher(folder, [sys.executable, str(PROGRAM), "launch", *map(str, own + words)], environment)
+    program = Path(__file__).with_name("forked_workers.py") if forked else PROGRAM
+    return Launcher(folder, [sys.executable, str(program), *map(str, words)], environment)
 
 
 def run(folder: Path, ranks: int, config: Path, *flags: object, **environment: str) -> Launcher:
@@ -79,7 +76,7 @@ def endless(folder: Path, *flags: object, **environment: str) -> Launcher:
     """A job of two ranks that has done three steps of very many."""
     changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2, **EAGER}
     config, output = write_config(folder, write_corpus(folder / "data"), changes), folder / "output"
-    job = launch(folder, 2, config, *flags, has_imported=False, **environment)  # what ends is the worker itself
+    job = launch(folder, 2, config, *flags, forked=False, **environment)  # what ends is the worker itself
     return going_on(job, output, 3)
 
 
@@ -195,8 +192,7 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
             job = run(folder, ranks, config, *flags, "--stop_step", last, **more)
             assert "finished at step" in job.printed and re.search(f"step +{last}/", job.printed)
         else:
-            # A script would start as it did: only the trainer itself is told the checkpoint from which it goes on.
-            job = launch(folder, ranks, config, *flags, "--max_restarts", 1, has_imported=ranks != 2)
+            job = launch(folder, ranks, config, *flags, "--max_restarts", 1)
             if ranks == 2:
                 restarted_at = assert_starts_again(job, output, done)
             going_on(job, output, last)

@@ -12,11 +12,11 @@ from trainer.config import Config
 from trainer.config.checks.parallel import degrees_of
 from trainer.parallel.mesh import Mesh, group_ranks
 from trainer.parallel.world import world_of
-from trainer.plan.traffic import rank_traffic
+from trainer.plan.traffic import EVEN_ROWS, rank_traffic
 
 _KINDS = {"all_gather_rows": "all_gather", "all_to_all_rows": "all_to_all", "all_to_all_into": "all_to_all",
-          "rotate": "send", "stage": "send"}  # fmt: skip
-_OF_EXPERTS = "rows of experts, if routed evenly"
+          "rotate": "send", "stage": "send",
+          "complete_ranges": "all_gather", "reduce_scatter_range": "reduce_scatter"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def planned(config: Config, rank: int, ranks: int) -> tuple[Counter[tuple], int]
     settings = config.decoder
     groups = group_ranks(mesh, rank, None if settings.multi_latent_attention else settings.kv_heads)
     for one in rank_traffic(config, world, "CPU", mesh.coordinate_of(rank)):
-        if one.what == _OF_EXPERTS:
+        if one.what == EVEN_ROWS:
             of_experts += one.bytes
             continue
         found[() if one.group == "pp" else tuple(groups[one.group]), one.collective] += one.bytes

@@ -33,24 +33,39 @@ _LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, 
 _EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "first_k_dense_replace": 1}
 _SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
+_SHARED_WEIGHTS = {"enable_parallel_optimizer": True,
+                   "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "optimizer_level": "level3"}}
 CASES: dict[str, dict[str, Any]] = {
     # degrees; further keys of parallel_config; the model's; other sections
     "rows": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
              "model": {"n_kv_heads": 1, "use_qk_norm": True, "post_mlp_layernorm": True},
              "sections": {"recompute_config": {"recompute": [1], "select_recompute": {"attention": [0]}}}},
+    "Muon": {"degrees": {"model_parallel": 2, "data_parallel": 2}, "model": {"n_kv_heads": 1},
+             "sections": _EAGER | {"optimizer": {"type": "Muon"}, "parallel": _SHARED}},
     "latent": {"degrees": {"model_parallel": 2}, "model": _LATENT | {"mtp_depth": 1},
                "sections": _AGAIN | {"runner_config": {"gradient_accumulation_steps": 2}}},
-    "half precision": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
-                       "model": {"compute_dtype": "float16"}, "sections": _EAGER},
-    "ring": {"degrees": {"context_parallel": 2}, "sections": _AGAIN},
     "ulysses": {"degrees": {"context_parallel": 2}, "more": {"context_parallel_algo": "ulysses_cp"},
                 "model": {"n_kv_heads": 1}, "sections": _AGAIN},
     "shared state": {"degrees": {"data_parallel": 2}, "sections": _EAGER | {"parallel": _SHARED}},
-    "experts": {"degrees": {"data_parallel": 4, "expert_parallel": 2}, "sections": _AGAIN,
-                "model": {"moe_config": _EXPERTS, "num_layers": 3}},
+    "shared weights": {"degrees": {"data_parallel": 2}, "model": {"mtp_depth": 2, "tie_word_embeddings": True},
+                       "sections": _AGAIN | {"freeze": {"include": ["*embed*", "*layers.0*"]},
+                                             "runner_config": {"gradient_accumulation_steps": 2},
+                                             "parallel": _SHARED_WEIGHTS}},
+    "experts of a context group": {
+        "degrees": {"context_parallel": 2, "model_parallel": 2, "expert_parallel": 4}, "sections": _AGAIN,
+        "more": {"use_seq_parallel": True},
+        "model": {"num_layers": 3, "moe_config": _EXPERTS | {"moe_token_dispatcher_type": "allgather"}},
+    },
+    "experts of stages": {
+        "degrees": {"pipeline_stage": 2, "model_parallel": 2, "expert_parallel": 2}, "more": {"micro_batch_num": 3},
+        "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1,
+                  "compute_dtype": "float16",
+                  "moe_config": _EXPERTS | {"capacity_factor": 1.5, "drop_policy": "probability"}},
+        "sections": _AGAIN | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}},
+    },
     "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 3},
                "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1},
-               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}}},
+               "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}} | _SHARED_WEIGHTS}},
 }  # fmt: skip
 
 
@@ -87,8 +102,8 @@ def _named(links: CountedConnections, ranks: tuple[int, ...], name: str, array: 
 def _counted(name: str) -> Callable:
     plain = getattr(HostGroup, name)
 
-    def collective(self: CountedGroup, array: np.ndarray) -> np.ndarray:
-        with _named(self.connections, self.ranks, name, array):
+    def collective(self: CountedGroup, array: np.ndarray | Sequence[np.ndarray]) -> Any:
+        with _named(self.connections, self.ranks, name, array if isinstance(array, np.ndarray) else array[0]):
             return plain(self, array)
 
     return collective
@@ -106,7 +121,8 @@ def _counted_with_more(name: str) -> Callable:
 
 
 # The operator of MindSpore that calls them within compiled code looks at their arguments.
-for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "all_to_all_rows"):
+for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "all_to_all_rows", "complete_ranges",
+              "reduce_scatter_range"):
     setattr(CountedGroup, _name, _counted(_name))
 for _name in ("all_to_all", "all_to_all_into", "rotate", "send", "broadcast"):
     setattr(CountedGroup, _name, _counted_with_more(_name))

@@ -35,11 +35,12 @@ def build(kind: str, weights: Mapping[str, np.ndarray], shard: OptimizerShard | 
     settings = parse_config(kind, json.dumps({"optimizer": section})).optimizer
     parameters = {name: Parameter(Tensor(array.copy()), name=name) for name, array in weights.items()}
     groups = parameter_groups(SHAPES, 0.1)
+    shards = {} if shard is None else {name: shard for name in SHAPES if shard.divides(parameters[name].size)}
     if kind == "AdamW by operators":
-        optimizer = AdamW(parameters, groups, settings, device="Ascend", shard=shard)
+        optimizer = AdamW(parameters, groups, settings, device="Ascend", shards=shards)
         optimizer.fused.update = adamw_as_documented
         return optimizer
-    return build_optimizer(parameters, groups, settings, shard=shard)
+    return build_optimizer(parameters, groups, settings, shards=shards)
 
 
 def weights_of(optimizer: Optimizer) -> Arrays:

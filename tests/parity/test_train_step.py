@@ -357,5 +357,5 @@ def test_what_is_saved_says_that_later_steps_change_it(tiny: TinyTrainer, window
                       for each in (saved.weights, saved.optimizer))  # fmt: skip
     step(window[:1])
     assert any(not np.array_equal(piece.array, weights[name]) for name, piece in saved.weights.items())
-    assert saved.shares_weights
-    assert_same_bits({name: piece.array for name, piece in saved.optimizer.items()}, state)
+    assert any(not np.array_equal(piece.array, state[key]) for key, piece in saved.optimizer.items())
+    assert saved.shares_memory

@@ -56,11 +56,11 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> N
     assert_holds(tmp_path / "step-00000001", 1)
 
 
-def saved_of(config: Config, shares_weights: bool) -> SimpleNamespace:
-    """What a training step hands over: weights in memory that it goes on with, and copies of the optimizer's state."""
+def saved_of(config: Config, shares_memory: bool) -> SimpleNamespace:
+    """What a training step hands over."""
     weights = {name: np.ones(shape, np.float32) for name, shape in all_shapes(config.decoder).items()}
     optimizer = {key: np.ones(shape, np.float32) for key, shape in state.optimizer_shapes(config).items()}
-    return SimpleNamespace(weights=weights, optimizer=optimizer, updates=1, shares_weights=shares_weights)
+    return SimpleNamespace(weights=weights, optimizer=optimizer, updates=1, shares_memory=shares_memory)
 
 
 EXPERTS = BASE.replace("    seq_length: 32\n", """    seq_length: 32
@@ -76,7 +76,7 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_the_training_changes_th
     gate, config = Gate("made temporary folder"), load(text)
     with_gate = writing.checkpoint_stages
     monkeypatch.setattr(state, "checkpoint_stages", lambda *given, **named: with_gate(*given, on_stage=gate, **named))
-    saved = saved_of(config, shares_weights=True)
+    saved = saved_of(config, shares_memory=True)
     base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
     saver = Saver(tmp_path, SingleProcess(), True, lambda path, step: None)
     saver.save(lambda: state.save_stages(
@@ -84,25 +84,25 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_the_training_changes_th
         evaluations=EvalHistory(), beside_training=True,
     ), 1)  # fmt: skip
     assert gate.reached.wait(20)
-    for array in saved.weights.values():
+    for array in (*saved.weights.values(), *saved.optimizer.values()):
         array += 1
     gate.opened.set()
     saver.finish()
     tensors = read_checkpoint(tmp_path / "step-00000001").tensors
     written = tensors["model" if base is None else "adapter_model"]
-    assert written and all((array == 1).all() for array in written.values())
+    assert written and all((array == 1).all() for array in (*written.values(), *tensors["optimizer"].values()))
 
 
 @pytest.mark.parametrize(
-    ("text", "shares_weights", "least", "most"),
+    ("text", "shares_memory", "least", "most"),
     [(BASE, True, 0.99, 1.1), (EXPERTS, True, 0.99, 1.1), (ADAPTERS, True, 0, 0.1), (BASE, False, 0, 0.1)],
 )
 def test_only_what_is_written_and_still_shared_is_copied(
-    tmp_path: Path, text: str, shares_weights: bool, least: float, most: float
+    tmp_path: Path, text: str, shares_memory: bool, least: float, most: float
 ) -> None:
     config = load(text.replace("vocab_size: 300", "vocab_size: 8000"))
-    saved = saved_of(config, shares_weights)
-    size = sum(array.nbytes for array in saved.weights.values())
+    saved = saved_of(config, shares_memory)
+    size = sum(array.nbytes for array in (*saved.weights.values(), *saved.optimizer.values()))
     base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
     tracemalloc.start()
     state.save_stages(

@@ -115,7 +115,7 @@ def test_the_shards_of_earlier_versions_are_read(tmp_path: Path, ranks: int) -> 
     shards = [f"optimizer-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
     assert names(path) == ["COMPLETE", "model.safetensors", *shards, "state.json"]
     assert_holds(path)
-    found = read_checkpoint(path, lazy=("model", "optimizer")).tensors
+    found = read_checkpoint(path).tensors
     for rank in range(3):  # any rank's part of them, whatever the number of ranks
         for part, (_, pieces) in parts_of(rank, 3).items():
             for name, (piece,) in pieces.items():
@@ -136,9 +136,9 @@ def test_ranks_without_a_shard_only_wait(tmp_path: Path) -> None:
     assert names(paths[0]) == ["COMPLETE", "model.safetensors", "optimizer.safetensors", "state.json"]
 
 
-def test_lazy_arrays_are_read_when_asked_for(tmp_path: Path) -> None:
+def test_arrays_are_read_when_asked_for(tmp_path: Path) -> None:
     path = save_shards(tmp_path, 3)[0]
-    arrays = read_checkpoint(path, lazy=("optimizer",)).tensors["optimizer"]
+    arrays = read_checkpoint(path).tensors["optimizer"]
     assert sorted(arrays) == ["m.b", "m.w"] and len(arrays) == 2 and "m.w" in arrays
     np.testing.assert_array_equal(arrays["m.w"], STATE["m.w"])
     assert arrays["m.w"] is not arrays["m.w"]

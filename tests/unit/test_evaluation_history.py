@@ -99,7 +99,7 @@ def test_the_best_checkpoint_stays_and_has_a_name(folder: Path) -> None:
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
         save(folder, step, best)
         assert store.find_checkpoint(folder / "best") == folder / f"step-{best:08d}"
-        assert read_weights(folder / "best")["w"] == best
+        assert read_weights(folder / "best")["w"].read() == best
     assert names(folder) == ["best", "step-00000002", "step-00000004"]
     assert store.find_checkpoint(folder) == folder / "step-00000004"  # the newest, as ever
     save(folder, 5, 5)

@@ -13,6 +13,7 @@ from trainer.errors import RunError
 from trainer.parallel import connections
 from trainer.parallel.connections import Connections, connect
 from trainer.parallel.host_group import HostGroup
+from trainer.parallel.sharding import range_of_rank
 
 
 def on_groups(ranks: int, work, on_one_host: bool = True) -> list:
@@ -59,11 +60,24 @@ def test_sums_gathers_and_broadcasts(ranks: int, shape: tuple[int, ...], dtype: 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_reduce_scatter_gives_each_rank_its_rows(ranks: int) -> None:
     given = arrays_of(ranks, (ranks * 4, 5))
-    found = on_groups(ranks, lambda group: group.reduce_scatter(given[group.rank]))
+    odd = [array.reshape(-1)[:-1] for array in given]  # ranges of unequal length
+
+    def work(group: HostGroup) -> tuple[np.ndarray, list[np.ndarray]]:
+        own = group.reduce_scatter_range(odd[group.rank])
+        flats = [np.full(size, np.nan, np.float32) for size in (odd[0].size, ranks + 1)]
+        for flat, part in zip(flats, (own, group.rank), strict=True):
+            flat[range_of_rank(flat.size, group.rank, ranks)] = part
+        group.complete_ranges(flats)
+        return group.reduce_scatter(given[group.rank]), flats
+
     total = given[0].copy()
     for each in given[1:]:
         total += each
-    np.testing.assert_array_equal(np.concatenate(found), total)
+    found = on_groups(ranks, work)
+    np.testing.assert_array_equal(np.concatenate([rows for rows, _ in found]), total)
+    for _, (sums, numbers) in found:
+        np.testing.assert_array_equal(sums, total.reshape(-1)[:-1])
+        assert numbers.tolist() == sorted(numbers) and set(numbers) == set(range(ranks))
 
 
 def test_an_all_to_all_with_unequal_parts_and_none() -> None:

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from trainer.checkpoint.adapters import description, starting_weights
 from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import as_bfloat16, class_on_disk, folder_files, parse_size, shards, write_weights
-from trainer.checkpoint.weights import check_weights, read_weights
+from trainer.checkpoint.weights import FittingWeights, read_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import config_notices, parse_config
@@ -352,7 +352,8 @@ def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Pa
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     good, bad = np.ones(4, np.float32), np.array([1, np.nan, 1, 1], np.float32)
-    shapes = {"a": (4,), "b": (4,)}
-    check_weights({"a": good, "b": good}, shapes, tmp_path)
-    message = failure(lambda: check_weights({"a": good, "b": bad}, shapes, tmp_path))
+    arrays = {"a": good, "b": good}
+    assert FittingWeights(arrays, arrays, tmp_path, "", "").read().keys() == arrays.keys()
+    arrays = {"a": good, "b": bad}
+    message = failure(lambda: FittingWeights(arrays, arrays, tmp_path, "", "").read())
     assert "the weights are not finite: b has NaN or infinity" in message

@@ -141,7 +141,7 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         (moe("router_dense_type: float32"), ""),
         (moe("router_dense_type: bfloat16"), "router_dense_type (a.yaml:2): the router always computes in float32"),
         (MODEL.replace("}", ", moe_router_dtype: float16, num_experts: 4}"), "the router always computes in float32"),
-        (moe("comp_comm_parallel: True, ep_extend_tp: True"), "every device has all experts"),
+        (moe("comp_comm_parallel: True, ep_extend_tp: True"), "each rank has its experts"),
         (moe("routing_policy: TopkRouterV2"), "num_experts_chosen, n_group and capacity_factor say it"),
         (
             moe("capacity_factor: 1.5, callback_moe_droprate: True"),

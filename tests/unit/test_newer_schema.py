@@ -165,7 +165,7 @@ def test_keys_of_muon_that_change_nothing_and_those_that_would():
     muon = "optimizer: {type: Muon, adamw_betas: [0.9, 0.95], adamw_include: ['*word_embeddings*', '*output_layer*']}\n"
     config = load(SMALL + muon)
     assert (config.optimizer.betas, config.optimizer.weight_decay) == ([0.9, 0.95], 0.01)
-    assert not config.parallel.enable_parallel_optimizer  # it needs whole matrices
+    assert config.parallel.enable_parallel_optimizer
     assert "optimizer.adamw_include" in error_of(SMALL + muon.replace("'*output_layer*'", "'*router*'"))
     message = error_of(SMALL + "optimizer: {type: Muon, ns_coefficients: [[[3, -4, 2], 8]], qk_clip_enabled: True}\n")
     assert "optimizer.ns_coefficients = " in message and "optimizer.qk_clip_enabled = True: not yet" in message

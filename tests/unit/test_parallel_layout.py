@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +14,7 @@ from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.shapes import EMBEDDING, HEAD, all_shapes
 from trainer.parallel.layout import ModelLayout, local_settings, model_layout
-from trainer.parallel.mesh import Degrees, MeshCoordinate
+from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 
 SIZES = {
     "num_layers": 4, "hidden_size": 32, "num_heads": 8, "n_kv_heads": 4, "head_dim": 12, "intermediate_size": 48,
@@ -64,6 +66,56 @@ def test_every_number_is_held_and_counted_once(kind: str, tensor: int) -> None:
                 shared[layout.shard(name, where).slices] += 1
         ranks = 2 * tensor // degrees.expert_parallel if layout.parameters[name].by == "ep" else 2
         assert (shared == ranks).all(), name
+
+
+def drawn(kind: str, seed: int) -> tuple[ModelConfig, ModelLayout]:
+    """A model and a layout of up to 64 ranks."""
+    draw, settings = random.Random(f"{kind} {seed}"), settings_of(**KINDS[kind])
+    pipeline, data, context = (draw.choice([1, 2]) for _ in range(3))
+    tensor, rows = draw.choice([1, 2, 4, 8]), draw.random() < 0.4
+    replica = data * context * tensor
+    experts = draw.choice([one for one in (1, 2, 4, 8) if replica % one == 0]) if settings.experts else 1
+    layers = [[0, 1, 2, 3]] if pipeline == 1 else [[0], [1, 2, 3]]
+    degrees = Degrees(pipeline, data, context, tensor, experts)
+    return settings, model_layout(settings, degrees, sequence_parallel=rows, stage_layers=layers)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_summed_over_just_those_that_have_a_part_of_them(kind: str, seed: int) -> None:
+    """Of each parameter: what counts covers it once. Of a rank's part, all that hold it end with the same sum, in which
+    each of its ranks is once: for all tokens, and of a tensor group either one rank or all."""
+    settings, layout = drawn(kind, seed)
+    mesh, kv_heads = Mesh(layout.degrees), None if settings.multi_latent_attention else settings.kv_heads
+    every = [(mesh.coordinate_of(rank), group_ranks(mesh, rank, kv_heads)) for rank in range(mesh.size)]
+    for name, one in layout.parameters.items():
+        counted, holders = np.zeros(one.shape, np.int8), dict[tuple, list[int]]()
+        for rank, (where, _) in enumerate(every):
+            if layout.holds(name, where):
+                shard = layout.shard(name, where)
+                counted[shard.slices] += layout.counts(name, where)
+                holders.setdefault(shard.start, []).append(rank)
+        assert (counted == 1).all(), name
+        sums = {rank: Counter([rank]) for rank in range(mesh.size)}
+        for kind in one.sums:
+            sums = {rank: sum((sums[other] for other in every[rank][1][kind]), Counter()) for rank in sums}
+        for ranks in holders.values() if one.sums else ():
+            assert len({tuple(sorted(sums[rank])) for rank in ranks}) in (1, layout.degrees.model_parallel), name
+            for rank in ranks:
+                found = sums[rank]
+                assert rank in found and set(found) <= set(ranks) and set(found.values()) == {1}, name
+                if set(found) != set(ranks):  # a whole gradient on every rank of a tensor group
+                    same = [other for other in ranks if every[other][0].tensor == every[rank][0].tensor]
+                    assert set(found) == set(same) and one.parts == 1 and not is_partial(name, settings), name
+
+
+def is_partial(name: str, settings: ModelConfig) -> bool:
+    """Whether tensor-parallel ranks always have different gradients of a parameter: from their own heads or tokens."""
+    layer, _, inner = name.removeprefix("model.layers.").partition(".")
+    is_moe = layer.isdigit() and settings.is_moe_layer(int(layer))
+    of_tokens = is_moe and inner in (
+        "mlp.gate.weight", "mlp.shared_expert_gate.weight", "post_attention_layernorm.weight")  # fmt: skip
+    return of_tokens or inner.startswith(("mlp.experts.", "self_attn.q_norm", "self_attn.k_norm"))
 
 
 @pytest.mark.parametrize("tensor", [2, 4])

@@ -70,13 +70,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "set it to 1, 2 or 4"],
         ),
         (
-            "parallel_config: {model_parallel: 2}\nparallel: {enable_parallel_optimizer: True}\n"
-            "optimizer: {type: Muon}\n",
-            ["enable_parallel_optimizer = True: not yet supported with model_parallel", "type = 'Muon': not yet"],
-        ),
-        (
-            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\n",
-            ["model_parallel = 2: not yet supported together with pipeline_stage"],
+            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=predict",
+            ["model_parallel = 2: ranks divide a model in trainings and evaluations only", "add --use_parallel False"],
         ),
         (
             "parallel_config: {context_parallel: 8}\nmodel.model_config.seq_length=24",
@@ -90,10 +85,6 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ),
         ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
         (
-            "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}\n",
-            ["enable_parallel_optimizer = True: not yet supported with a pipeline outside semi-automatic mode"],
-        ),
-        (
             "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
             "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: seqpipe}}\n",
             ["pipeline_scheduler = 'seqpipe': outside semi-automatic mode there is 1f1b alone", "write 1f1b"],
@@ -106,10 +97,6 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
         ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank alone, and this job has 8"]),
-        (
-            "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n",
-            ["a.yaml:16: parallel.enable_parallel_optimizer = True: not yet supported with optimizer.type M", "AdamW"],
-        ),
     ],
 )  # fmt: skip
 def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) -> None:
@@ -257,7 +244,19 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
         ("{context_parallel: 2}", "attention_dropout: 0.1", "attention_dropout = 0.1: not yet supported with context"),
         ("{context_parallel: 2}", "use_flash_attention: False", "needs flash_attention_score, and use_flash_attention"),
         ("{context_parallel: 2}", "head_dim: 24", "takes heads of a multiple of 16"),
-        ("{pipeline_stage: 2, micro_batch_num: 2}", "", "pipeline_stage = 2: outside semi-automatic mode it runs on"),
+        (
+            "{expert_parallel: 2}", "moe_config: {expert_num: 4, moe_token_dispatcher_type: allgather}",
+            "moe_token_dispatcher_type = 'allgather': not yet supported on an Ascend",
+        ),
+        (
+            "{model_parallel: 2}", "moe_config: {expert_num: 4, capacity_factor: 1.5}",
+            "capacity_factor = 1.5: not yet supported where ranks of an Ascend share",
+        ),
+        (
+            "{pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}", "mtp_depth: 1",
+            "enable_parallel_optimizer = True: not yet supported on an Ascend with an embedding that two stages",
+        ),
+        ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "goes through a pipeline on CPUs alone"),
     ],
 )
 def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: str, said: str) -> None:
@@ -309,9 +308,9 @@ def test_sharing_optimizer_state_needs_several_ranks() -> None:
     config = load(BASE + "parallel: {enable_parallel_optimizer: True}\n")
     assert shards_optimizer(config, EIGHT) and not shards_optimizer(config, SINGLE_PROCESS)
     assert not shards_optimizer(load(BASE), EIGHT)
-    preflight(
-        load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n"), SINGLE_PROCESS
-    )
+    muon = load(BASE + "parallel: {enable_parallel_optimizer: True}\noptimizer: {type: Muon}\n")
+    preflight(muon, SINGLE_PROCESS)
+    preflight(muon, EIGHT)
 
 
 def test_the_threshold_may_stand_in_either_place() -> None:

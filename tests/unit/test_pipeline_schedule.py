@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from trainer.parallel.schedule import (
     Cost,
     Deadlock,
     Schedule,
+    directions,
     forward_only,
     most_in_flight,
     one_forward_one_backward,
@@ -62,6 +65,53 @@ def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int
     evaluated = forward_only(p, m, v)
     check_passes(evaluated, m, ("forward",))
     assert simulate(evaluated).end > 0
+    if p > 1:
+        used = {(one.sender, stage) for stage, own in enumerate(schedule.actions) for action in own
+                if (one := schedule.needed(stage, action))}  # fmt: skip
+        assert used <= set(directions(p, v))
+        assert ends_where_transfers_meet(schedule, lambda pair: pair)
+        assert ends_where_transfers_meet(evaluated, lambda pair: pair)
+
+
+def ends_where_transfers_meet(schedule: Schedule, stream_of: Callable[[tuple[int, int]], object]) -> bool:
+    """Whether devices come to the end of a schedule where a transfer needs both of them at once.
+
+    A device takes the transfers of a stream one after the other. Those of other streams go on meanwhile, and what it
+    computes waits for what it receives alone.
+
+    Args:
+        stream_of: (sender, taker) -> the stream that both use for it.
+    """
+    left: list[list[tuple[str, tuple[int, int]]]] = []
+    for stage, actions in enumerate(schedule.actions):
+        steps = []
+        for action in actions:
+            needed, taker = schedule.needed(stage, action), schedule.taker(stage, action)
+            steps += [("receive", (needed.sender, stage))] if needed else []
+            steps += [] if taker is None else [("send", (stage, taker))]
+        left.append(steps[::-1])
+    streams: dict[tuple[int, object], deque[tuple[str, tuple[int, int]]]] = defaultdict(deque)
+    waits, went_on = [False] * schedule.stages, True
+    while went_on:
+        went_on = False
+        for stage, steps in enumerate(left):
+            while steps and not waits[stage]:
+                kind, pair = step = steps.pop()
+                streams[stage, stream_of(pair)].append(step)
+                waits[stage], went_on = kind == "receive", True
+        for pair in directions(schedule.stages, schedule.chunks):
+            sender, taker = (streams[stage, stream_of(pair)] for stage in pair)
+            if sender and taker and sender[0] == ("send", pair) and taker[0] == ("receive", pair):
+                sender.popleft()
+                taker.popleft()
+                waits[pair[1]], went_on = False, True
+    return not any(left) and not any(streams.values())
+
+
+def test_one_stream_for_both_directions_would_be_a_deadlock() -> None:
+    for v in (1, 2):
+        schedule = one_forward_one_backward(4, 8, v)
+        assert not ends_where_transfers_meet(schedule, frozenset) and not ends_where_transfers_meet(schedule, len)
 
 
 def test_uneven_stages_wait_for_the_slowest() -> None:

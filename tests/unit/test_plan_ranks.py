@@ -69,6 +69,21 @@ def test_sharing_cuts_the_optimizer_state() -> None:
     assert build_plan(shared).optimizer_sharing == ""
 
 
+def test_levels_cut_gradients_and_weights() -> None:
+    """But for one layer, or embedding or head, which are whole at a time."""
+    level = "parallel__parallel_optimizer_config__optimizer_level"
+    first, second, third = (
+        memory_estimate(config_of("bench_dense", parallel__enable_parallel_optimizer=True, **{level: each}), True,
+                        "CPU", world_of(8))
+        for each in ("level1", "level2", "level3")
+    )  # fmt: skip
+    assert first["gradients"] == first["weights"] == second["weights"]
+    assert first["gradients"] / 8 < second["gradients"] == third["gradients"] == third["weights"]
+    assert third["weights"] < first["weights"] / 2
+    text = text_of(config_of("bench_dense", parallel__enable_parallel_optimizer=True, **{level: "level3"}), world_of(8))
+    assert "optimizer state 1/8 on each rank, and of the gradients and weights; parameters below" in text
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "measured_mib"),
     [
@@ -80,6 +95,26 @@ def test_the_memory_of_a_rank_is_near_what_was_measured(name: str, keys: dict, m
     """Peaks of rank 0 of 2 with MindSpore 2.10 on two cores: what exchanges gradients takes little."""
     estimate = build_plan(config_of(name, **keys), world_of(2)).memory_bytes["total"]
     assert estimate / MIB == pytest.approx(measured_mib, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "measured_mib"),
+    [
+        ("bench_dense", {}, 1875),
+        ("bench_dense", {"model_parallel": 2}, 1125),
+        ("bench_dense", {"model_parallel": 2, "use_seq_parallel": True}, 1125),
+        ("bench_dense", {"pipeline_stage": 2, "micro_batch_num": 4}, 1371),
+        ("bench_dense", {"context_parallel": 2}, 1202),
+        ("bench_moe", {"expert_parallel": 2}, 1945),
+    ],
+)
+def test_the_memory_of_ranks_that_divide_a_model_is_near_what_was_measured(
+    name: str, keys: dict, measured_mib: int
+) -> None:
+    """Peaks of rank 0 of 2, with 12 layers."""
+    degrees = {f"parallel_config__{key}": value for key, value in keys.items()}
+    config = config_of(name, model__model_config__num_layers=12, use_parallel=True, **degrees)
+    assert build_plan(config, world_of(2)).memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=0.1)
 
 
 def test_memory_counts_the_ranks_of_a_host() -> None:

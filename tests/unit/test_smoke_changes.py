@@ -10,11 +10,13 @@ from smoke_files import ALPACA, DENSE, EXPERTS
 
 from trainer.config import Config, Override, parse_config
 from trainer.config.families import FAMILIES
-from trainer.config.recompute import recomputed_parts
+from trainer.config.recompute import gathered_again, recomputed_parts
 from trainer.models.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
+from trainer.parallel.mesh import Degrees
 from trainer.smoke.changes import Setup, smoke_text
 from trainer.smoke.data import sections_read
+from trainer.smoke.degrees import KINDS, layouts
 from trainer.smoke.run import smoke_changes
 
 
@@ -78,20 +80,78 @@ def test_layers_with_and_without_a_window_remain(window, layers):
     assert decoder.sliding_window == 64 == decoder.seq_length // 2
 
 
-def test_degrees_are_replaced_and_the_table_says_by_what():
+def test_one_process_has_no_degrees_and_the_table_says_why():
     config, told = small(DENSE)
     assert (config.use_parallel, config.parallel.parallel_mode) == (False, 0)
     before, after, why = told["parallel_config.pipeline_stage"]
-    assert (before, after) == (2, 1) and "data_parallel in its place" in why
-    config, told = small(DENSE, ranks=2)
-    assert (config.use_parallel, config.parallel_config.data_parallel, config.parallel_config.model_parallel) == (
-        True, 2, 1)
-    assert "data_parallel in its place" in told["parallel_config.model_parallel"][2]
+    assert (before, after) == (2, 1) and "--ranks starts several" in why
+
+
+def test_several_ranks_keep_a_kind_of_parallelism_of_the_file():
+    interleaved = "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: seqpipe}, "
+    text = DENSE.replace("parallel: {", interleaved).replace("num_layers:", "pp_interleave_num: 4\n    num_layers:")
+    config, told = small(text.replace("model_parallel: 4", "model_parallel: 1"), ranks=2)
+    parallel, decoder = config.parallel_config, config.decoder
+    assert (config.use_parallel, parallel.pipeline_stage, parallel.data_parallel) == (True, 2, 1)
+    assert (decoder.num_layers, decoder.pp_interleave_num, decoder.offset, parallel.micro_batch_num) == (4, 2, 0, 2)
+    assert config.parallel.pipeline_config.pipeline_scheduler == "1f1b"
+    assert told["parallel_config.data_parallel"][:2] == (2, 1)
+    alone = DENSE.replace("pipeline_stage: 2", "pipeline_stage: 1")
+    config, told = small(alone, ranks=4)
+    assert (config.parallel_config.model_parallel, config.parallel_config.data_parallel) == (2, 2)
+    assert told["parallel_config.model_parallel"][2] == "--ranks 4, 2 for each kind of parallelism"
+
+
+def test_the_layers_that_are_recomputed_are_no_counts_of_stages():
+    text = DENSE.replace("recompute: [5, 3]", "select_comm_recompute: [3, 0], recompute: [4, 0]")
+    alone, staged = (small(text.replace("offset: [1, -1]", "offset: 0"), ranks=ranks)[0] for ranks in (1, 8))
+    assert staged.parallel_config.pipeline_stage == 2
+    for config in (alone, staged):
+        assert recomputed_parts(config) == ("block", "", "") and gathered_again(config) == {0}
+    both = DENSE.replace("recompute: [5, 3]", "recompute: [13, 14]")
+    assert recomputed_parts(small(both, ranks=8)[0]).count("block") == 2
+
+
+def test_ranks_share_the_state_of_small_matrices():
+    plain = DENSE.replace("pipeline_stage: 2", "pipeline_stage: 1").replace("model_parallel: 4", "model_parallel: 1")
+    config, _ = small(plain, ranks=2)
     assert config.parallel.enable_parallel_optimizer
     assert config.parallel.parallel_optimizer_config.parallel_optimizer_threshold == 1
-    muon = DENSE.replace("type: AdamW, betas: [0.9, 0.95], eps: 1.e-6", "type: Muon")
-    assert not small(muon.replace("parallel_mode: 1", "parallel_mode: stand_alone"), ranks=2)[
-        0].parallel.enable_parallel_optimizer
+
+
+def test_a_kind_that_is_refused_is_left_out_with_the_reason(monkeypatch):
+    def refusals(config, ranks, device):
+        degrees = config.parallel_config
+        if degrees.pipeline_stage > 1 and degrees.model_parallel > 1:
+            yield "parallel_config.model_parallel: not built"
+
+    monkeypatch.setattr("trainer.smoke.run.refusals", refusals)
+    config, told = small(DENSE, ranks=8)
+    degrees = config.parallel_config
+    assert (degrees.pipeline_stage, degrees.model_parallel, degrees.data_parallel) == (2, 1, 4)
+    assert told["parallel_config.model_parallel"][2] == "refused: parallel_config.model_parallel: not built"
+
+
+def test_layouts_keep_as_many_kinds_as_there_are_ranks_for():
+    def best(ranks: int, *asked: str) -> list[int]:
+        found = layouts(asked, ranks)
+        assert all(one.degrees.ranks == ranks for one in found)
+        assert found[-1].degrees == Degrees(data_parallel=ranks)
+        return list(found[0].degrees)
+
+    pipeline, tensor, experts, context, data, sharing = KINDS
+    # stages, data, context, tensor, experts
+    assert best(8, pipeline, tensor, data, sharing) == [2, 2, 1, 2, 1]
+    assert best(8, *KINDS) == [2, 1, 2, 2, 2]
+    assert best(8, tensor, experts) == [1, 4, 1, 2, 2]
+    assert best(4, pipeline, tensor, experts, data) == [2, 1, 1, 2, 2]
+    assert best(2, pipeline, tensor) == [2, 1, 1, 1, 1]
+    assert best(2, pipeline, tensor, experts) == [1, 1, 1, 2, 2]
+    assert best(2, pipeline, experts, data) == [1, 2, 1, 1, 2]
+    assert best(6, pipeline, tensor) == [2, 3, 1, 1, 1]
+    assert best(3, pipeline, tensor, experts, data) == [1, 3, 1, 1, 1]
+    assert best(1, *KINDS) == [1, 1, 1, 1, 1]
+    assert [one.shares for one in layouts([data, sharing], 2)] == [True, False]
 
 
 def test_micro_batches_of_a_pipeline_are_accumulated():

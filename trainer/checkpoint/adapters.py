@@ -20,12 +20,22 @@ import numpy as np
 
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
 from trainer.checkpoint.store import find_checkpoint, loads_weights, read_checkpoint
-from trainer.checkpoint.weights import check_files, check_weights, model_part, read_safetensors, requested_weights
+from trainer.checkpoint.weights import (
+    FittingWeights,
+    Parts,
+    check_files,
+    check_weights,
+    from_seed,
+    model_part,
+    read_safetensors,
+    requested_weights,
+    stored_weights,
+)
 from trainer.errors import UserError
-from trainer.models.init import initial_value
 from trainer.models.shapes import adapter_shapes, layer_targets, parameter_shapes
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, read_saved
+from trainer.storage.tensor_file import AnyArray, row_blocks
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -47,22 +57,25 @@ _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 
 def starting_weights(
-    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True
+    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True, parts: Parts | None = None
 ) -> Weights | None:
     """The initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
-    All parameters by name, initialised from `seed` where no file names them; None where no file names any. `notice` and
-    `new_modules` are those of `requested_weights`.
+    All parameters by name, initialised from `seed` where no file names them; None where no file names any. `notice`,
+    `new_modules` and `parts` are those of `requested_weights`.
 
     Raises:
         UserError: The files cannot be read, or belong to another model or base model.
     """
     if config.decoder.pet_config is None:
-        return requested_weights(config, notice, new_modules=new_modules)
+        return requested_weights(config, notice, new_modules=new_modules, parts=parts)
     base = base_weights(config, notice, new_modules=new_modules)
-    if not config.adapter_id:
-        return base | _from_seed(adapter_shapes(config.decoder), config)
-    return base | read_adapters(config, Path(config.adapter_id).expanduser(), base)
+    found = base.read(parts)
+    if config.adapter_id:
+        adapters = read_adapters(config, Path(config.adapter_id).expanduser(), whole_base(base, found, parts))
+    else:
+        adapters = _from_seed(adapter_shapes(config.decoder), config)
+    return found | adapters.read(parts)
 
 
 def check_starting_files(config: Config) -> None:
@@ -74,33 +87,46 @@ def check_starting_files(config: Config) -> None:
 
 def base_weights(
     config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True
-) -> Weights:
+) -> FittingWeights:
     """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
-    found = requested_weights(config, notice, new_modules=new_modules)
+    found = stored_weights(config, notice, new_modules=new_modules)
     return _from_seed(parameter_shapes(config.decoder), config) if found is None else found
 
 
-def _from_seed(shapes: Mapping[str, tuple[int, ...]], config: Config) -> Weights:
-    return {name: initial_value(name, shape, config.decoder, config.seed) for name, shape in shapes.items()}
+def whole_base(
+    base: FittingWeights, found: Mapping[str, np.ndarray], parts: Parts | None
+) -> Mapping[str, AnyArray]:
+    """The whole base model, of which these parts have been read."""
+    return found if parts is None else base.arrays
 
 
-def base_record(config: Config, weights: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """What a checkpoint of adapters stores about its base model: the origin of its weights, and their digest."""
+def _from_seed(shapes: Mapping[str, tuple[int, ...]], config: Config) -> FittingWeights:
+    return FittingWeights(from_seed(shapes, config.decoder, config.seed), {}, Path(), "", "")
+
+
+def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: Parts | None = None) -> dict[str, Any]:
+    """What a checkpoint of adapters stores about its base model: the origin of its weights, and their digest.
+
+    Args:
+        weights: Those of the run; where it has `parts` of them, the base model is read again for the digest.
+    """
     record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
-    return record | {"digest": digest(weights, config.decoder)}
+    base = weights if parts is None else base_weights(config).arrays
+    return record | {"digest": digest(base, config.decoder)}
 
 
-def digest(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> str:
+def digest(weights: Mapping[str, AnyArray], settings: ModelConfig) -> str:
     """SHA-256 over names, shapes and float32 values of the decoder's parameters, without adapters."""
     found = hashlib.sha256()
     for name, shape in sorted(parameter_shapes(settings).items()):
         if name in weights:  # a multi-token prediction module may be missing
             found.update(f"{name} {list(shape)}\n".encode())
-            found.update(np.ascontiguousarray(weights[name], np.float32).data)
+            for block in row_blocks(weights[name]):
+                found.update(np.ascontiguousarray(block, np.float32).data)
     return found.hexdigest()
 
 
-def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray] | None) -> Weights:
+def read_adapters(config: Config, path: Path, base: Mapping[str, AnyArray] | None) -> FittingWeights:
     """Adapters by parameter name, trained on the base model `base`; without it their numbers are not read.
 
     `path` is a folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
@@ -129,16 +155,18 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, np.ndarray] | N
 
 
 def fitting_adapters(
-    tensors: Mapping[str, np.ndarray], config: Config, path: Path, where: str, key: str = "adapter_id"
-) -> Weights:
+    tensors: Mapping[str, AnyArray], config: Config, path: Path, where: str, key: str = "adapter_id"
+) -> FittingWeights:
     """Adapters of a folder by parameter name; raises a UserError where they do not fit `pet_config`."""
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
-    check_weights(adapters, adapter_shapes(config.decoder), path, where, key=key)
-    return adapters
+    shapes = adapter_shapes(config.decoder)
+    check_weights(adapters, shapes, path, where, key=key)
+    arrays = {name: adapters[name] for name in shapes}
+    return FittingWeights(arrays, arrays, path, where, key)
 
 
-def check_base(before: BaseRecord, config: Config, base: Mapping[str, np.ndarray]) -> None:
+def check_base(before: BaseRecord, config: Config, base: Mapping[str, AnyArray]) -> None:
     """Raises a UserError unless the adapters of a checkpoint with this record were trained on `base`."""
     now = digest(base, config.decoder)
     if before.digest == now:

@@ -24,6 +24,7 @@ import numpy as np
 
 from trainer.checkpoint.joined_names import join
 from trainer.parallel.sharding import ArrayPart, whole_array
+from trainer.storage.tensor_file import AnyArray, stacked
 
 Shapes = Mapping[str, tuple[int, ...]]
 Weights = dict[str, np.ndarray]
@@ -97,24 +98,22 @@ def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
     return found
 
 
-def from_disk(weights: Mapping[str, np.ndarray], shapes: Shapes) -> Weights:
+def from_disk(weights: Mapping[str, AnyArray], shapes: Shapes) -> dict[str, AnyArray]:
     """Parameters by their names in memory; `shapes` are those in memory.
 
-    `weights` are the tensors of a file in any form, with every tensor of `disk_shapes`. Other tensors are kept.
+    `weights` are the tensors of a file in any form, with every tensor of `disk_shapes`.
     """
-    form, left, found = form_of(weights), dict(weights), {}
+    form, found = form_of(weights), {}
     for name, shape in shapes.items():
         if not _is_stack(name):
-            found[name] = left.pop(_single_name(name, form))
+            found[name] = weights[_single_name(name, form)]
         elif form == FUSED:
             joined, parts = _joined_name(name)
-            both = left[joined]
             start = shape[1] if parts == 2 and name.endswith(_UP) else 0
-            found[name] = np.ascontiguousarray(both[:, start : start + shape[1]])
+            found[name] = weights[joined][:, start : start + shape[1]]
         else:
-            found[name] = np.stack([left.pop(one) for one in _expert_names(name, shape[0], form)])
-    joined = {_joined_name(name)[0] for name in shapes if _is_stack(name)} if form == FUSED else set()
-    return found | {name: array for name, array in left.items() if name not in joined}
+            found[name] = stacked([weights[one] for one in _expert_names(name, shape[0], form)])
+    return found
 
 
 def _is_stack(name: str) -> bool:

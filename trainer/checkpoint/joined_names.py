@@ -23,16 +23,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from trainer.config.families import FAMILIES
 from trainer.parallel.sharding import ArrayPart
+from trainer.storage.tensor_file import AnyArray, concatenated
 
 if TYPE_CHECKING:
     from trainer.checkpoint.expert_names import DiskPart
     from trainer.config.schema.model import ModelConfig
 
-Weights = dict[str, np.ndarray]
+Weights = dict[str, AnyArray]
 
 _PAIR, _ALL, _KEYS_AND_VALUES = "mlp.gate_up_proj", "self_attn.qkv_proj", "self_attn.kv_proj"
 _GATE_AND_UP = (".mlp.gate_proj.", ".mlp.up_proj.")
@@ -59,7 +58,7 @@ _NAMES = tuple(
 )
 
 
-def split_joined(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
+def split_joined(weights: Mapping[str, AnyArray], settings: ModelConfig) -> Weights:
     """The tensors of a file under our names, each matrix by itself; others are kept as they are."""
     parts = f".{_PAIR}.", _SHARED
     if not any(name.startswith("transformer.") or any(part in name for part in parts) for name in weights):
@@ -102,7 +101,7 @@ def _renamed(name: str) -> str:
     return name.replace(_SHARED, _SHARED_HERE)
 
 
-def _split(name: str, array: np.ndarray, settings: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def _split(name: str, array: AnyArray, settings: ModelConfig) -> Iterator[tuple[str, AnyArray]]:
     """The matrices, or biases, in a tensor by name. Where sizes do not fit, so do those of the parts."""
     module, _, kind = name.rpartition(".")
     layer = next((module.removesuffix(joined) for joined in (_PAIR, _ALL, _KEYS_AND_VALUES)
@@ -111,15 +110,22 @@ def _split(name: str, array: np.ndarray, settings: ModelConfig) -> Iterator[tupl
     if not layer:
         yield name, array
     elif module.endswith(_PAIR):
-        yield from zip(_names(layer, "mlp", ("gate", "up"), kind), np.split(array, [settings.ffn_size]), strict=True)
+        yield from zip(_names(layer, "mlp", ("gate", "up"), kind), _cut(array, settings.ffn_size), strict=True)
     elif module.endswith(_ALL):
-        yield from zip(_names(layer, "self_attn", "qkv", kind), np.split(array, [queries, queries + keys]), strict=True)
+        parts = _cut(array, queries, queries + keys)
+        yield from zip(_names(layer, "self_attn", "qkv", kind), parts, strict=True)
     elif array.shape[0] == 2 * keys:
-        heads = array.reshape(settings.kv_heads, 2, settings.head_size, *array.shape[1:])
-        parts = (heads[:, number].reshape(keys, *array.shape[1:]) for number in range(2))
+        size = settings.head_size
+        parts = (concatenated([array[start : start + size] for start in range(number * size, 2 * keys, 2 * size)])
+                 for number in range(2))  # fmt: skip
         yield from zip(_names(layer, "self_attn", "kv", kind), parts, strict=True)
     else:
-        yield from zip(_names(layer, "self_attn", "kv", kind), np.array_split(array, 2), strict=True)
+        yield from zip(_names(layer, "self_attn", "kv", kind), _cut(array, -(-array.shape[0] // 2)), strict=True)
+
+
+def _cut(array: AnyArray, *rows: int) -> list[AnyArray]:
+    """The rows up to each of these, and the rest."""
+    return [array[start:end] for start, end in zip((0, *rows), (*rows, array.shape[0]), strict=True)]
 
 
 def _names(layer: str, home: str, parts: str | tuple[str, ...], kind: str) -> list[str]:

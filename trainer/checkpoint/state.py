@@ -29,7 +29,7 @@ from trainer.checkpoint.store import (
     passed_over,
     read_checkpoint,
 )
-from trainer.checkpoint.weights import first_of, fitting_weights, is_finite
+from trainer.checkpoint.weights import Parts, first_of, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileParts, Stages, checkpoint_stages, do_stages
 from trainer.config.schema.fields import Section, support_of
 from trainer.data.batches.loader import optimizer_steps
@@ -39,7 +39,7 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.communicator import SingleProcess
 from trainer.parallel.sharding import ArrayPart, PartOfArray, as_part, whole_array
-from trainer.storage.tensor_file import float32_entries
+from trainer.storage.tensor_file import StoredArray, float32_entries
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -85,8 +85,8 @@ class Resumed:
     """A checkpoint that fits the run."""
 
     position: Position
-    weights: dict[str, np.ndarray]  # all parameters by name
-    optimizer: Mapping[str, np.ndarray]  # by `kind.parameter`, flat where it was sharded; read when it is accessed
+    weights: dict[str, np.ndarray]  # by the names of the parameters; the parts that this rank has
+    optimizer: Mapping[str, StoredArray]  # whole arrays by `kind.parameter`, flat where it was sharded
     updates: int  # of the optimizer
     step: dict[str, Any] | None  # state of the training step (loss scale); None in an older checkpoint without it
     evaluations: EvalHistory
@@ -137,11 +137,9 @@ def save_stages(
         part, shapes = adapters.PART, adapter_shapes(config.decoder)
         found = _file_parts(weights, shapes, lambda parts: _under_names(parts, adapters.PREFIX))
         documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
-    if beside_training and saved.shares_weights:
-        copies = {name: [PartOfArray(each, np.array(array)) for each, array in pieces]
-                  for name, pieces in found.pieces.items()}  # fmt: skip
-        found = found._replace(pieces=copies)
     tensors = {part: found, OPTIMIZER: _file_parts(state_parts, optimizer_shapes(config), _under_names)}
+    if beside_training and saved.shares_memory:
+        tensors = {part: _copied(parts) for part, parts in tensors.items()}
     state = {
         "position": asdict(position),
         "optimizer": {"type": config.optimizer.type, "updates": saved.updates},
@@ -156,6 +154,12 @@ def save_stages(
         folder, position.step, tensors, state, keep_max,
         documents=documents, rank=rank, ranks=ranks, best_steps=best_steps,
     )  # fmt: skip
+
+
+def _copied(parts: FileParts) -> FileParts:
+    copies = {name: [PartOfArray(part, np.array(array)) for part, array in pieces]
+              for name, pieces in parts.pieces.items()}  # fmt: skip
+    return parts._replace(pieces=copies)
 
 
 def _under_names(parts: Mapping[str, ArrayPart], prefix: str = "") -> dict[str, list[DiskPart]]:
@@ -196,13 +200,12 @@ def save(folder: Path, *values: Any, **named: Any) -> Path:
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
-    """Sets every parameter of the model to its part of `weights`, which have been checked."""
+    """Sets every parameter of the model to its array of `weights`, which have been checked: what this rank has of it.
+    """
     from mindspore import Tensor
 
     for name, parameter in model.parameters_by_name.items():
-        whole = weights[name]
-        own = np.ascontiguousarray(whole) if model.shard is None else model.shard.part(name, whole)
-        parameter.set_data(Tensor(own))
+        parameter.set_data(Tensor(weights[name]))
     model.compute_weights.refresh()
 
 
@@ -236,26 +239,27 @@ def _resume_folder(config: Config) -> Path:
     return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
 
 
-def read_resumed(path: Path, config: Config, layout: Mapping[str, Any]) -> Resumed:
-    """Reads the checkpoint in `path` for a run of this configuration and `data_layout`.
+def read_resumed(path: Path, config: Config, layout: Mapping[str, Any], parts: Parts | None = None) -> Resumed:
+    """Reads the checkpoint in `path` for a run of this configuration and `data_layout`: the parts of the weights that
+    this rank has, or all of them.
 
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
     """
     try:
-        return _resumed(read_checkpoint(path, lazy=(OPTIMIZER,)), config, layout)
+        return _resumed(read_checkpoint(path), config, layout, parts)
     except UserError as error:
         raise (error if error.where else error.at(config.source.where(_KEY), _KEY)) from error
 
 
-def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any]) -> Resumed:
+def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any], parts: Parts | None) -> Resumed:
     path = found.path
 
     def mismatch(rule: str, fix: str) -> UserError:
         return UserError(rule, value=str(path), fix=fix)
 
     _check_part(found, config, mismatch)
-    weights = _weights_of(found, config)
+    weights = _weights_of(found, config, parts)
     state = read_state(found)
     before, now = state.optimizer.type, config.optimizer.type
     if before != now:
@@ -277,7 +281,7 @@ def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any]) -> Re
     return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notices)
 
 
-class _CheckedArrays(Mapping[str, np.ndarray]):
+class _CheckedArrays(Mapping[str, StoredArray]):
     """The optimizer's state in a checkpoint, each array checked for NaN and infinity when it is read."""
 
     def __init__(self, found: Checkpoint, config: Config) -> None:
@@ -298,11 +302,16 @@ class _CheckedArrays(Mapping[str, np.ndarray]):
                 rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
                 raise damaged(self.path, rule)
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        array = self.arrays[name]
-        if not is_finite(array):
-            raise damaged(self.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
-        return array
+    def __getitem__(self, name: str) -> StoredArray:
+        array = self.arrays.array(name)
+
+        def read(part: ArrayPart) -> np.ndarray:
+            numbers = array.read(part)
+            if not is_finite(numbers):
+                raise damaged(self.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
+            return numbers
+
+        return StoredArray(array.shape, read)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.arrays)
@@ -348,15 +357,15 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
         raise mismatch(rule, f"{change} model.model_config.pet_config, or name another checkpoint")
 
 
-def _weights_of(found: Checkpoint, config: Config) -> dict[str, np.ndarray]:
+def _weights_of(found: Checkpoint, config: Config, parts: Parts | None) -> dict[str, np.ndarray]:
     """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
-    part = _part(config)
-    where = config.source.where(_KEY)
-    if part == "model":
-        return fitting_weights(found.tensors[part], config.network, found.path, where, key=_KEY)
+    tensors, where = found.tensors[_part(config)].arrays(), config.source.where(_KEY)
+    if config.decoder.pet_config is None:
+        return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
     base = adapters.base_weights(config)
-    adapters.check_base(read_base(found), config, base)
-    return base | adapters.fitting_adapters(found.tensors[part], config, found.path, where, key=_KEY)
+    weights = base.read(parts)
+    adapters.check_base(read_base(found), config, adapters.whole_base(base, weights, parts))
+    return weights | adapters.fitting_adapters(tensors, config, found.path, where, _KEY).read(parts)
 
 
 def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:

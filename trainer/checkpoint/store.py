@@ -1,8 +1,8 @@
 """Reads checkpoints: one folder a step, which counts only when it is complete.
 
     checkpoints/step-00000100/model.safetensors      the weights, by their names
-                             /optimizer.safetensors  the optimizer's state; where ranks shard it, a file for each rank:
-                             /optimizer-00003-of-00008.safetensors
+                             /optimizer.safetensors  the optimizer's state; of ranks that share it earlier versions
+                                                     wrote a file each: optimizer-00003-of-00008.safetensors
                              /state.json             step, epoch, position in the data, settings ...
                              /COMPLETE               written last, with the length and checksum of every file:
                                                      a folder without it is ignored
@@ -48,8 +48,6 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 _OFFERED = re.compile(r"use (.+?), (the [^,()]+) \(--resume_training [^)]+\)")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
-Tensors = Mapping[str, np.ndarray]
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -58,14 +56,14 @@ class Checkpoint:
     Attributes:
         step: Optimizer steps done when it was saved.
         tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. Shards are
-            concatenated to a flat array.
+            concatenated to a flat array. They are read when they are accessed.
         state: The rest of the run's state.
         has_checksums: Whether its marker has checksums, which were compared.
     """
 
     path: Path
     step: int
-    tensors: dict[str, Tensors]
+    tensors: dict[str, StoredArrays]
     state: dict
     has_checksums: bool = True
 
@@ -208,14 +206,11 @@ def put_aside(folder: Path) -> Path | None:
     return aside
 
 
-def read_checkpoint(
-    path: Path, parts: Iterable[str] | None = None, lazy: Container[str] = (), checksums: bool = True
-) -> Checkpoint:
+def read_checkpoint(path: Path, parts: Iterable[str] | None = None, checksums: bool = True) -> Checkpoint:
     """Reads a complete checkpoint, and checks the lengths and checksums of the files that it reads.
 
     Args:
         parts: Which parts to read, for example ``("model",)``; all when None.
-        lazy: Parts whose arrays are read one by one, whenever they are accessed.
         checksums: Whether to check them, for which the files are read.
 
     Raises:
@@ -231,8 +226,8 @@ def read_checkpoint(
         if part not in files:
             raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
-        arrays = StoredArrays(path, files[part], marker if checksums else marker.model_copy(update={"checksums": None}))
-        tensors[part] = arrays if part in lazy else dict(arrays)
+        checked = marker if checksums else marker.model_copy(update={"checksums": None})
+        tensors[part] = StoredArrays(path, files[part], checked)
     return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
 
 
@@ -244,7 +239,7 @@ def check_checkpoint(path: Path) -> Checkpoint:
     """
     marker = _whole_marker(path)
     parts = _files_of_parts(path, marker)
-    found = read_checkpoint(path, parts, lazy=parts)
+    found = read_checkpoint(path, parts)
     read = {STATE, *(name for names in parts.values() for name in names)}
     for name in marker.file_bytes:
         if name not in read:
@@ -304,6 +299,8 @@ class StoredArrays(Mapping[str, np.ndarray]):
                 raise damaged(path, f"{name} cannot be read ({error})") from error
         if any(file.entries.keys() - self.files[0].entries.keys() for file in self.files[1:]):
             raise damaged(path, "the shards of some ranks hold arrays that are not in that of rank 0")
+        for name in self:
+            self._files_with(name)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.array(name).read()

@@ -1,10 +1,12 @@
-"""Reads weights by name, as float32 arrays, from our checkpoints and Hugging Face's safetensors. No MindSpore."""
+"""Reads weights by name, as float32 arrays or parts of them, from our checkpoints and Hugging Face's safetensors. No
+MindSpore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import safetensors
@@ -14,15 +16,18 @@ from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.store import behind_link, find_checkpoint, loads_weights, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
-from trainer.input_files import open_file
 from trainer.models.init import initial_value
 from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_name, parameter_shapes
-from trainer.storage.marker import MARKER, read_saved
+from trainer.parallel.sharding import ArrayPart
+from trainer.storage.marker import MARKER, check_saved
+from trainer.storage.tensor_file import BFLOAT16, AnyArray, StoredArray, TensorFile, read_part, row_blocks
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_FLOATS = ("F64", "F32", "F16", BFLOAT16)
+Parts: TypeAlias = Mapping[str, ArrayPart]
+"""The part of each parameter that a rank has; of others it has nothing."""
 # A folder with one of them is a checkpoint of this trainer, complete or not.
 _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
 _LAYERS = "model.layers."
@@ -33,24 +38,39 @@ _BUFFERS = (".rotary_emb.inv_freq",)
 
 
 def requested_weights(
-    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True
+    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True, parts: Parts | None = None
 ) -> dict[str, np.ndarray] | None:
     """The weights of `load_checkpoint`, checked against the model; None when the key is not set.
 
-    `notice` is called with a sentence about weights that are left out, and about missing ones that start from the seed.
-    Multi-token prediction modules that the file lacks are initialised from the seed with `new_modules`, as a model has
-    them even where only training reads them; otherwise they are missing here too.
+    Args:
+        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
+        new_modules: Multi-token prediction modules that the file lacks are initialised from the seed, as a model has
+            them even where only training reads them; otherwise they are missing here too.
+        parts: What is read: the parts of parameters that a rank has; None: all of all.
 
     Raises:
         UserError: The file cannot be read, or belongs to another model.
     """
+    found = stored_weights(config, notice, new_modules=new_modules)
+    return None if found is None else found.read(parts)
+
+
+def stored_weights(
+    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True
+) -> FittingWeights | None:
+    """`requested_weights` before their numbers are read."""
     if not config.load_checkpoint:
         return None
-    weights, absent, biases = _fitting_model(config, notice, new_modules=new_modules)
-    shapes = parameter_shapes(config.network)
-    found = from_disk(weights, {name: shape for name, shape in shapes.items() if name not in absent})
+    found, absent, biases = _fitting_model(config, notice, new_modules=new_modules)
+    shapes, settings, seed = parameter_shapes(config.network), config.decoder, config.seed
     new = [name for name in shapes if name in (absent if new_modules else biases)]
-    return found | {name: initial_value(name, shapes[name], config.decoder, config.seed) for name in new}
+    return found._replace(arrays=found.arrays | from_seed({name: shapes[name] for name in new}, settings, seed))
+
+
+def from_seed(shapes: Mapping[str, tuple[int, ...]], settings: ModelConfig, seed: int) -> dict[str, StoredArray]:
+    """The initial values of parameters, drawn when they are read."""
+    return {name: StoredArray(shape, partial(initial_value, name, shape, settings, seed))
+            for name, shape in shapes.items()}  # fmt: skip
 
 
 def check_files(config: Config) -> None:
@@ -59,15 +79,54 @@ def check_files(config: Config) -> None:
         _fitting_model(config, numbers=False)
 
 
+class FittingWeights(NamedTuple):
+    """Weights that fit a model and whose numbers have not been read.
+
+    Attributes:
+        arrays: By the names of the parameters.
+        tensors: What they are made of, by names on disk.
+        path, where, key: For messages.
+    """
+
+    arrays: dict[str, AnyArray]
+    tensors: Mapping[str, AnyArray]
+    path: Path
+    where: str
+    key: str
+
+    def read(self, parts: Parts | None = None) -> dict[str, np.ndarray]:
+        """The float32 numbers of these parts, or of all parameters.
+
+        Raises:
+            UserError: They are not finite, or cannot be read.
+        """
+        found = {}
+        for name, array in self.arrays.items():
+            if parts is None or name in parts:
+                numbers = read_part(array, None if parts is None else parts[name])
+                found[name] = np.ascontiguousarray(numbers, np.float32)
+                if not is_finite(found[name]):
+                    raise self._not_finite()
+        return found
+
+    def _not_finite(self) -> UserError:
+        """Names the first of the tensors, whichever parts are read."""
+        bad = [name for name, array in self.tensors.items() if not all(map(is_finite, row_blocks(array)))]
+        rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
+        fix = use_another(self.path) if (self.path / MARKER).exists() else "use another checkpoint"
+        return UserError(rule, where=self.where, key=self.key, value=str(self.path), fix=fix)
+
+
 def _fitting_model(
     config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True, numbers: bool = True
-) -> tuple[dict[str, np.ndarray], set[str], set[str]]:
-    """The tensors of `load_checkpoint`, which fit the model; the parameters that they lack, and the expert biases among
-    those."""
+) -> tuple[FittingWeights, set[str], set[str]]:
+    """The weights of `load_checkpoint`, which fit the model; the parameters that they lack, and the expert biases among
+    those. `numbers` as in `read_weights`."""
     path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
-    weights = read_weights(path, where, numbers=numbers)
+    weights, compare = read_weights(path, where, numbers=numbers), numbers
     if config.classifier is not None:
-        return _fitting(weights, parameter_shapes(config.network), config.network, path, where), set(), set()
+        shapes = parameter_shapes(config.network)
+        return _fitting(weights, shapes, config.network, path, where, compare=compare), set(), set()
     settings = config.decoder
     weights = split_joined(weights, settings)
     unused, *notices = unused_modules(weights, settings)
@@ -81,60 +140,62 @@ def _fitting_model(
             notice(text)
     used = {name: array for name, array in weights.items() if name not in unused}
     shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
-    return _fitting(used, shapes, settings, path, where), absent, biases
+    return _fitting(used, shapes, settings, path, where, compare=compare), absent, biases
 
 
 def fitting_weights(
-    weights: Mapping[str, np.ndarray],
+    weights: Mapping[str, AnyArray],
     settings: ModelConfig,
     path: Path,
     where: str = "",
     key: str = "load_checkpoint",
+    parts: Parts | None = None,
 ) -> dict[str, np.ndarray]:
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
-    `path`, `where` and `key` are for messages.
+    `path`, `where` and `key` are for messages; `parts` as in `requested_weights`.
 
     Raises:
         UserError: They belong to another model.
     """
     shapes = parameter_shapes(settings)
-    return from_disk(_fitting(split_joined(weights, settings), shapes, settings, path, where, key), shapes)
+    return _fitting(split_joined(weights, settings), shapes, settings, path, where, key).read(parts)
 
 
 def _fitting(
-    weights: Mapping[str, np.ndarray],
+    weights: Mapping[str, AnyArray],
     shapes: Mapping[str, tuple[int, ...]],
     settings: ModelConfig,
     path: Path,
     where: str,
     key: str = "load_checkpoint",
-) -> dict[str, np.ndarray]:
-    """The tensors without copies, under their names on disk; raises a UserError unless they are those of `shapes`."""
-    own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings)}
-    check_weights(own, disk_shapes(shapes, form_of(own)), path, where, key, settings)
-    return own
+    *,
+    compare: bool = True,
+) -> FittingWeights:
+    """The weights of a file, whose tensors have these shapes in memory; raises a UserError unless they are there.
+
+    `compare` False: what has the name and the shape of a copy is one, whatever its numbers.
+    """
+    own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings, compare)}
+    on_disk = disk_shapes(shapes, form_of(own))
+    check_weights(own, on_disk, path, where, key, settings)
+    return FittingWeights(from_disk(own, shapes), {name: own[name] for name in on_disk}, path, where, key)
 
 
-def _is_copy(name: str, weights: Mapping[str, np.ndarray], settings: ModelConfig) -> bool:
+def _is_copy(name: str, weights: Mapping[str, AnyArray], settings: ModelConfig, compare: bool) -> bool:
     """Whether it is a copy of a weight that layers share, or of embedding or head in a published multi-token
     prediction module."""
     if (shared := _owner(name, settings)) != name and shared in weights:
-        return _is_equal(weights[name], weights[shared])
+        return _is_equal(weights[name], weights[shared], compare)
     for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
         if name.endswith(ending) and name != main and settings.mtp_depth:
             whole = EMBEDDING if settings.tie_word_embeddings else main
-            return whole in weights and _is_equal(weights[name], weights[whole])
+            return whole in weights and _is_equal(weights[name], weights[whole], compare)
     return False
 
 
-def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and np.array_equal(_without_repeats(one), _without_repeats(other))
-
-
-def _without_repeats(array: np.ndarray) -> np.ndarray:
-    """The array; one number where it is that number everywhere in memory, as in `read_weights` without numbers."""
-    return array if any(array.strides) else array[(slice(1),) * array.ndim]
+def _is_equal(one: AnyArray, other: AnyArray, compare: bool) -> bool:
+    return one.shape == other.shape and (not compare or all(map(np.array_equal, row_blocks(one), row_blocks(other))))
 
 
 def _owner(name: str, settings: ModelConfig) -> str:
@@ -143,14 +204,14 @@ def _owner(name: str, settings: ModelConfig) -> str:
     return name if layer < 0 else parameter_name(settings, layer, name.removeprefix(layer_prefix(layer)))
 
 
-def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[str, np.ndarray]:
-    """Weights by Hugging Face name.
+def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[str, StoredArray]:
+    """Weights by Hugging Face name, read part by part when they are used.
 
     Args:
         path: A `.safetensors` file, a folder of them as Hugging Face publishes it, a checkpoint folder of this trainer,
             or a folder of checkpoints (the newest complete one).
         where: Location of the setting, for messages.
-        numbers: False: all numbers are 0 and take no memory, and no checksum is compared; only headers are read.
+        numbers: False: they are not going to be read, so no checksum is compared.
 
     Raises:
         UserError: There are no readable weights.
@@ -158,7 +219,7 @@ def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[s
     path = behind_link(path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if files and not any((path / name).exists() for name in _OUR_FILES):
-        weights: dict[str, np.ndarray] = {}
+        weights: dict[str, StoredArray] = {}
         file_of: dict[str, Path] = {}
         for file in files:
             found = read_safetensors(file, where, numbers=numbers)
@@ -179,21 +240,20 @@ def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[s
         raise loads_weights(error, where, "load_checkpoint") from error
 
 
-def model_part(path: Path, part: str, numbers: bool) -> dict[str, np.ndarray]:
+def model_part(path: Path, part: str, numbers: bool) -> dict[str, StoredArray]:
     """The weights of a complete checkpoint of this trainer; `numbers` as in `read_weights`."""
-    found = read_checkpoint(path, (part,), lazy=() if numbers else (part,), checksums=numbers).tensors[part]
-    return dict(found) if numbers else {name: _stand_in(found.about(name)[1]) for name in found}
+    return read_checkpoint(path, (part,), checksums=numbers).tensors[part].arrays()
 
 
 def check_weights(
-    weights: Mapping[str, np.ndarray],
+    weights: Mapping[str, AnyArray],
     shapes: Mapping[str, tuple[int, ...]],
     path: Path,
     where: str = "",
     key: str = "load_checkpoint",
     settings: ModelConfig | None = None,
 ) -> None:
-    """Checks that every parameter is there with its shape and is finite; the file may also contain a tied head.
+    """Checks that every parameter is there with its shape; the file may also contain a tied head.
 
     `path`, `where` and `key` are for messages; `settings` is the model section, None for adapters.
 
@@ -209,10 +269,6 @@ def check_weights(
     if other:
         theirs, ours = weights[other[0]].shape, tuple(shapes[other[0]])
         problems.append(f"has {first_of(other)} of shape {list(theirs)} where this model has {list(ours)}")
-    if not problems and (bad := [name for name in shapes if not is_finite(weights[name])]):
-        rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
-        fix = use_another(path) if (path / MARKER).exists() else "use another checkpoint"
-        raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
     if problems:
         fix = "" if settings is None or other else fix_for(missing, unknown, settings)
         fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"
@@ -222,7 +278,6 @@ def check_weights(
 
 def is_finite(array: np.ndarray) -> bool:
     """Whether no number is NaN or infinite; makes no array of its size."""
-    array = _without_repeats(array)
     with np.errstate(invalid="ignore"):
         return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
@@ -234,45 +289,36 @@ def first_of(names: list[str]) -> str:
 
 def read_safetensors(
     file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True
-) -> dict[str, np.ndarray]:
+) -> dict[str, StoredArray]:
     """The arrays of a file by name; `numbers` as in `read_weights`.
 
     Raises:
         UserError: The file cannot be read, or has tensors that are not floating-point.
     """
-    try:
-        header = _header(file)
-        entries = safetensors.deserialize(read_saved(file)) if numbers else []
-    except (OSError, safetensors.SafetensorError) as error:
+
+    def unreadable(error: Exception) -> UserError:
         fix = "name a checkpoint folder or a complete .safetensors file"
         rule = f"not a readable safetensors file ({getattr(error, 'strerror', None) or error})"
-        raise UserError(rule, where=where, key=key, value=str(file), fix=fix) from error
-    other = [f"{name} is {dtype}" for name, (dtype, _) in header.items() if dtype not in ("BF16", *_DTYPES)]
+        return UserError(rule, where=where, key=key, value=str(file), fix=fix)
+
+    try:
+        if numbers:
+            check_saved(file)
+        found = TensorFile(file)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise unreadable(error) from error
+    other = [f"{name} is {entry.code}" for name, entry in found.entries.items() if entry.code not in _FLOATS]
     if other:
         rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
         raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
-    if not numbers:
-        return {name: _stand_in(shape) for name, (_, shape) in header.items()}
-    arrays = {}
-    for name, entry in entries:
-        if entry["dtype"] == "BF16":  # numpy has no bfloat16, which is the upper half of a float32
-            values = (np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).astype(np.float32)
-        arrays[name] = values.reshape(entry["shape"])
-    return arrays
 
+    def read(name: str, part: ArrayPart) -> np.ndarray:
+        try:
+            return found.tensor(name).read(part).astype(np.float32, copy=False)
+        except OSError as error:
+            raise unreadable(error) from error
 
-def _header(file: Path) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of each tensor of a file; raises SafetensorError and OSError."""
-    open_file(file).close()  # opening a pipe would wait
-    with safetensors.safe_open(file, "numpy") as found:
-        slices = ((name, found.get_slice(name)) for name in found.offset_keys())
-        return {name: (one.get_dtype(), one.get_shape()) for name, one in slices}
-
-
-def _stand_in(shape: Sequence[int]) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), np.float32), shape)
+    return {name: StoredArray(entry.shape, partial(read, name)) for name, entry in found.entries.items()}
 
 
 # Published files have DeepSeek's MTP modules after the last layer, whether a run trains them or not. Expert biases

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,12 @@ from mindspore import Tensor
 
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.state import Position, load_weights, save
-from trainer.config.checks.parallel import degrees_of, runs_semi_auto
+from trainer.config.checks.parallel import degrees_of, micro_batches, runs_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.mnist import ImageBatch
 from trainer.dryrun.weights import leave_weights_empty
 from trainer.models.generate import Generator, Sampling
+from trainer.ops import dispatch
 from trainer.parallel import collectives
 from trainer.parallel.sharding import as_part
 from trainer.parallel.world import World
@@ -42,7 +44,17 @@ def prepare_process(config: Config, world: World) -> None:
     set_up_device(config, "Ascend", world)
     leave_weights_empty()
     mindspore.runtime.launch_blocking()
+    dispatch.exchange_counts = partial(_even_counts, config)
     collectives.DeviceGroup.all_gather = lambda group, array: np.stack([array] * group.size)
+
+
+def _even_counts(config: Config, counts: Tensor, group: collectives.Group) -> np.ndarray:
+    """As `exchange_counts`, whose counts are all zeros here, of tokens that go to all experts alike."""
+    collectives.exchange_counts(counts, group)
+    settings, section = config.decoder, config.parallel_config
+    tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
+    rows = tokens * settings.experts.num_experts_chosen // section.model_parallel
+    return np.full((2, group.size, counts.size // group.size), rows // counts.size)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -83,7 +95,7 @@ def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
     runner = run.config.runner_config
     if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
         return [batch_of(run, step.window.rows, number)]
-    count = runner.gradient_accumulation_steps
+    count = micro_batches(run.config, degrees_of(run.config, run.world))
     return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
 
 
@@ -110,15 +122,16 @@ def evaluation(run: Run) -> dict[str, Any]:
     """Evaluates batches; each is a step."""
     graph = runs_semi_auto(run.config, run.world)
     session = open_step(run) if graph else open_session(run.config, None, run.world, "Ascend")
-    if not graph:  # another rank has the losses, and it is not there
-        session.communicator.counts_losses = session.communicator.counts_tokens = True
+    if not graph:  # another rank may have the losses, and it is not there
+        session.communicator.all_sum = lambda sums: [sums[0], max(sums[1], 1), *sums[2:]]
     rows = run.config.runner_config.batch_size * (degrees_of(run.config, run.world).data_parallel if graph else 1)
-    found = None
+    found, pipeline = None, session.pipeline
+    model = session.model if pipeline is None else pipeline.evaluate
 
     def one(number: int) -> None:
         nonlocal found
         batches = [batch_of(run, rows, number)]
-        found = evaluate(session.model, session.build_inputs, batches, lambda: False, session.communicator)
+        found = evaluate(model, session.build_inputs, batches, lambda: False, session.communicator)
 
     run.measured_steps(one)
     return {"tokens": found.tokens}

@@ -10,6 +10,7 @@ from mindspore import dtype as mstype
 
 from trainer.models import classifier, decoder
 from trainer.optim.base import Optimizer
+from trainer.parallel.sharding import ArrayPart
 from trainer.run import session
 from trainer.semi_auto import shards
 
@@ -30,8 +31,10 @@ def leave_weights_empty() -> None:
     )
 
 
-def _empty_weight(name: str, shape: tuple[int, ...], settings: Any, seed: int) -> Tensor:
-    return mint.empty(shape, dtype=mstype.float32)
+def _empty_weight(
+    name: str, shape: tuple[int, ...], settings: Any, seed: int, part: ArrayPart | None = None
+) -> Tensor:
+    return mint.empty(shape if part is None else part.shape, dtype=mstype.float32)
 
 
 def _tensor(value: Any, *more: Any, **named: Any) -> Tensor:

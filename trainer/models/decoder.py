@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from trainer.config.recompute import SUBLAYERS
@@ -178,13 +177,9 @@ class Decoder(DecoderWiring):
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
         self.shard, self.tensor = shard, None if shard is None else shard.tensor
 
-        def initial(name: str, shape: tuple[int, ...]) -> np.ndarray:
-            whole = initial_value(name, shape, settings, seed)
-            return whole if shard is None else shard.part(name, whole)
-
         self.parameters_by_name = {
             name: Parameter(
-                Tensor(initial(name, shape)),
+                Tensor(initial_value(name, shape, settings, seed, None if shard is None else shard.part(name))),
                 name,
                 requires_grad=name not in frozen and not is_buffer(name),
             )
@@ -211,8 +206,7 @@ class Decoder(DecoderWiring):
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
-        expert_group = None if shard is None else shard.experts
-        self.moe = MoeLayer(settings, kernels, compiled, expert_group) if settings.moe_layers else None
+        self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
         self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled, trained)
@@ -312,10 +306,26 @@ class Decoder(DecoderWiring):
         # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
         whole = call is None and self.tensor is None
         look_up = self.kernels.gather_rows if whole else self.embedding_rows
-        x_NE = look_up(_view(self.embedding), ids_N)
-        return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
+        around, embedding, mapping = self.compute_weights.around, self.embedding, self.mapping_in
+        x_NE = around((embedding,), ids_N, lambda ids_N: look_up(_view(embedding), ids_N))
+        return x_NE if mapping is None else around((mapping,), x_NE, lambda x: self.map_embedding(x, _view(mapping)))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weights = [weight for part in self.layers[number].values() for weight in part.weights]
+        return self.compute_weights.around(weights, x_ND, lambda x_ND: self._layer(number, x_ND, call))
+
+    def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
+        weights = self.norms[module], *self.merge_weights[module]
+        return self.compute_weights.around(
+            weights, x_ND, lambda x_ND: self.merge(embedded_ND, x_ND, *map(_view, weights))
+        )
+
+    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        weights = self.norms[number], self.head_weight, self.mapping_out
+        return self.compute_weights.around(weights, x_ND, lambda x_ND: self._head(number, x_ND, call))
+
+    def _layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         inputs, dropout, statistics = call
         aux_loss = z_loss = None
         for name, part in self.layers[number].items():
@@ -330,11 +340,7 @@ class Decoder(DecoderWiring):
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
         return x_ND, aux_loss, z_loss
 
-    def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
-        return self.merge(embedded_ND, x_ND, *map(_view, (self.norms[module], *self.merge_weights[module])))
-
-    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+    def _head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         labels = call.inputs.mtp[number - 1] if number else call.inputs
         weights = _view(self.norms[number]), _view(self.head_weight)
         mapping = () if self.mapping_out is None else (_view(self.mapping_out),)

@@ -14,10 +14,14 @@ from trainer.models.rotary import rotary_angles
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.tensor import ModelShard
 
 
 class SequenceWeights(NamedTuple):
-    """Which sequence of the batch each token belongs to, for losses that are means over sequences."""
+    """Which sequence of the batch each token belongs to, for losses that are means over sequences.
+
+    The tokens are those that this rank sends to experts: tensor-parallel ranks share theirs.
+    """
 
     mean_BN: Tensor
     """float32, 1 / T where the token belongs to the sequence, else 0."""
@@ -26,7 +30,7 @@ class SequenceWeights(NamedTuple):
     tokens_B1: Tensor
     """float32, valid labels of the sequence; with gbs_aux_loss their mean over the sequences."""
     valid_N1: Tensor
-    """As in `ModelInputs`."""
+    """As in `ModelInputs`, of these tokens."""
 
 
 class MtpInputs(NamedTuple):
@@ -89,13 +93,13 @@ class InputBuilder:
     The kernels make tables and masks; positions up to seq_length or max_position_embeddings have a row.
 
     Args:
-        part: The tokens that a context-parallel rank has of each sequence of a batch; None: all. The inputs are those
-            of its tokens, but what it needs to know of the others is taken from the whole batch.
+        shard: Which tokens of each sequence of a batch the rank has; None: all. The inputs are those of its tokens, but
+            what it needs to know of the others is taken from the whole batch.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, part: SequencePart | None = None) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, shard: ModelShard | None = None) -> None:
         self.settings, self.kernels, self.masks = settings, kernels, kernels.attention_masks(settings)
-        self.part = part or SequencePart(0, 1)
+        self.part, self.tensor = (SequencePart(0, 1), None) if shard is None else (shard.tokens, shard.tensor)
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self._plain: tuple[tuple[int, int], tuple[tuple, tuple, tuple | None]] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
@@ -104,7 +108,8 @@ class InputBuilder:
         tables, mask, window_mask = self._tables_and_masks(batch)
         labels = self.part.of(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
-        valid_N1 = Tensor(valid.astype(np.float32)[:, None])
+        counts_N1 = valid.astype(np.float32)[:, None]
+        valid_N1 = Tensor(counts_N1)
         return ModelInputs(
             Tensor(self.part.of(batch.input_ids).reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
@@ -112,17 +117,21 @@ class InputBuilder:
             tables,
             mask,
             self.masks.scores_shape(*batch.input_ids.shape),
-            self._sequence_weights(batch, valid_N1) if self.settings.experts is not None else None,
+            self._sequence_weights(batch, counts_N1, valid_N1) if self.settings.experts is not None else None,
             tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.settings.mtp_depth + 1)),
             window_mask,
             self.part.rows(*batch.input_ids.shape) if self.part.ranks > 1 else None,
         )
 
-    def _sequence_weights(self, batch: Batch, valid_N1: Tensor) -> SequenceWeights:
+    def _sequence_weights(self, batch: Batch, counts_N1: np.ndarray, valid_N1: Tensor) -> SequenceWeights:
         rows, length = batch.input_ids.shape
+        own = slice(None)
+        if self.tensor is not None:
+            own = self.tensor.own_rows(valid_N1.shape[0])
+            valid_N1 = Tensor(counts_N1[own])
         if self._means is None or self._means[0] != (rows, length):
             each = np.eye(rows, dtype=np.float32) / np.float32(length)
-            mean_BN = np.repeat(each, length // self.part.ranks, axis=1)
+            mean_BN = np.ascontiguousarray(np.repeat(each, length // self.part.ranks, axis=1)[:, own])
             mean_BR = np.repeat(mean_BN, self.settings.experts.num_experts_chosen, axis=1)
             self._means = (rows, length), Tensor(mean_BN), Tensor(mean_BR)
         tokens_B1 = (batch.labels != IGNORE_INDEX).sum(axis=1, keepdims=True).astype(np.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,15 +19,17 @@ from mindspore.ops import operations as P
 
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
+from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, TokenRanks, tensors_of
 from trainer.ops.measures import device_measures
-from trainer.ops.routing import Routing, RoutingCounts, WindowLoad, rows_of_experts
-from trainer.parallel.collectives import exchange_rows
+from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
+from trainer.parallel.collectives import AllReduce, DivideRows, JoinRows
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import SequenceWeights
     from trainer.ops.kernel_set import HostKernels, KernelSet
     from trainer.parallel.collectives import Group
+    from trainer.parallel.tensor import ModelShard, TensorParallel
 
 
 @dataclass
@@ -111,9 +114,11 @@ class RouterLosses(nn.Cell):
     loss over the whole batch would change with the number of micro-batches and ranks; this one does not. gbs_aux_loss
     is that other one: f_e is E times the expert's share of the step, P_e the mean over the micro-batch.
     z loss: sum over valid tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
+
+    With `sharing`, the ranks of a micro-batch, the tokens are a rank's and the losses its part of theirs.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, sharing: Group | None = None) -> None:
         super().__init__()
         moe = settings.experts
         self.experts, self.even = moe.expert_num, moe.expert_num / moe.num_experts_chosen
@@ -124,13 +129,16 @@ class RouterLosses(nn.Cell):
         self.ones_EE = Tensor(np.ones((self.experts, self.experts), np.float32))
         self.ones_E1 = Tensor(np.ones((self.experts, 1), np.float32))
         self.no_loss = Tensor(0.0, mstype.float32)
+        self.add_up = None if sharing is None else AllReduce(sharing)
 
     def construct(self, logits_NE, scores_NE, load, mean_BN, mean_BR, tokens_B1, valid_N1):
         if self.of_step:
             load_BE = ops.stop_gradient(load * self.experts)
         else:
             assigned_RE = self.one_hot(load.reshape(-1))
-            load_BE = ops.stop_gradient(self.matmul(mean_BR, assigned_RE) * self.even)
+            load_BE = self.matmul(mean_BR, assigned_RE)
+            load_BE = load_BE if self.add_up is None else self.add_up(load_BE)
+            load_BE = ops.stop_gradient(load_BE * self.even)
         if self.normalise:
             scores_NE = scores_NE / (self.matmul(scores_NE, self.ones_EE) + 1e-20)
         uneven_BE = load_BE * self.matmul(mean_BN, scores_NE)
@@ -146,18 +154,22 @@ class RouterLosses(nn.Cell):
 class SharedExperts(nn.Cell):
     """The experts of every token, as one wide SwiGLU: (y_ND, gate_SD, up_SD, down_DS[, weight_1D]) -> [N, D].
 
-    With `weight_1D` the sum is multiplied by sigmoid(y weight^T), which is computed in float32 like the router.
+    With `weight_1D` the sum is multiplied by sigmoid(y weight^T), which is computed in float32 like the router. With
+    `rows` the ranks of a tensor group have rows of y, and of the result, and columns of the experts.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, rows: TensorParallel | None = None) -> None:
         super().__init__()
+        self.enter, self.leave = (None, None) if rows is None else (rows.enter(), rows.leave())
         self.gate, self.up, self.down = kernels.linear(), kernels.linear(), kernels.linear()
         self.swiglu, self.has_gate = kernels.swiglu(), settings.has_shared_gate
         self.score, self.sigmoid, self.spread, self.cast = kernels.router_linear(), P.Sigmoid(), P.MatMul(), P.Cast()
         self.ones_1D, self.multiply = Tensor(np.ones((1, settings.hidden_size), np.float32)), P.Mul()
 
     def construct(self, y_ND, gate_SD, up_SD, down_DS, weight_1D=None):
-        out_ND = self.down(self.swiglu(self.gate(y_ND, gate_SD), self.up(y_ND, up_SD)), down_DS)
+        whole_ND = y_ND if self.enter is None else self.enter(y_ND)
+        out_ND = self.down(self.swiglu(self.gate(whole_ND, gate_SD), self.up(whole_ND, up_SD)), down_DS)
+        out_ND = out_ND if self.leave is None else self.leave(out_ND)
         if not self.has_gate:
             return out_ND
         share_N1 = self.sigmoid(self.score(self.cast(y_ND, mstype.float32), weight_1D))
@@ -207,66 +219,27 @@ def route_of(settings: ModelConfig, kernels: KernelSet, *, safe_tokens: bool) ->
     )
 
 
-class ExpertExchange:
-    """Expert parallelism: lets the ranks that hold the experts compute rows.
-
-    As Megatron-LM's all-to-all dispatcher (`megatron/core/transformer/moe/token_dispatcher.py`): a rank's rows stand
-    sorted by expert, so those for one rank stand together. The ranks tell each other how many rows there are for each
-    expert; rows, results and both gradients then travel in all-to-alls of exactly so many rows.
-
-    Legend: R rows of this rank's tokens; S ranks; e experts of a rank; Q received rows.
-
-    Args:
-        group: Its ranks hold equally many experts each, in their order.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, rows_RD: Tensor, counts_E: np.ndarray, compute: Callable[[Tensor, Routing], Tensor]) -> Tensor:
-        """The results of all rows, in their order; zeros for those after the rows of all experts.
-
-        Args:
-            counts_E: How many rows there are for each expert.
-            compute: (rows_QD, where they go among this rank's experts) -> results_QD.
-        """
-        counts_Se = counts_E.reshape(self.group.size, -1)
-        theirs_Se = np.stack(self.group.all_to_all(list(counts_Se), [counts_Se[0].shape] * self.group.size))
-        send_S, receive_S = counts_Se.sum(1), theirs_Se.sum(1)
-        rows_QD = _RowExchange(self.group, send_S, receive_S)(rows_RD)
-        out_QD = compute(rows_QD, rows_of_experts(theirs_Se))
-        return _RowExchange(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
-
-
-class _RowExchange(nn.Cell):
-    """One all-to-all of rows [n, D], `send_S` of them to each rank and `receive_S` from each; backward, the way back.
-
-    Rows after those that are sent get zero gradients. `rows`: with so many rows, zeros after those that come back.
-    """
-
-    def __init__(self, group: Group, send_S: np.ndarray, receive_S: np.ndarray, rows: int | None = None) -> None:
-        super().__init__(auto_prefix=False)
-        self.group, self.send_S, self.receive_S, self.rows = group, send_S, receive_S, rows
-
-    def construct(self, rows_RD: Tensor) -> Tensor:
-        return exchange_rows(rows_RD, self.send_S, self.receive_S, self.group, self.rows)
-
-    def bprop(self, rows_RD: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor]:
-        return (exchange_rows(grad, self.receive_S, self.send_S, self.group, rows_RD.shape[0]),)
-
-
 class MoeLayer(nn.Cell):
     """The feed-forward sublayer of a layer with experts; one instance serves all layers, like a compiled block.
 
-    A graph can hold `train` too (`construct`). A routing is a plain tuple there, so it is indexed by numbers.
+    A graph can hold `train` too (`construct`). A routing is a plain tuple there, so it is indexed by numbers. With
+    `shard` the rank has some of the experts, or of the tokens: the ranks of a tensor group share those for the experts,
+    and each of them takes its rows of the residual stream where it has all.
     """
 
     def __init__(
-        self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled, expert_group: Group | None = None
+        self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled, shard: ModelShard | None = None
     ) -> None:
         super().__init__(auto_prefix=False)
         moe, names = settings.experts, list(moe_shapes(settings))
-        self.exchange = None if expert_group is None else ExpertExchange(expert_group)
+        tensor, sharing, expert_group = (None,) * 3 if shard is None else (shard.tensor, shard.sharing, shard.experts)
+        rows = None if tensor is None else tensor._replace(shares_rows=True)
+        self.divide = self.join = None
+        self.token_ranks = None if sharing is None else TokenRanks(sharing, shard.tokens)
+        self.sharing = 1 if sharing is None else sharing.size  # ranks that have other rows of the residual stream
+        if tensor is not None and not tensor.shares_rows:
+            self.divide, self.join = DivideRows(tensor.group, compiled=False), JoinRows(tensor.group, compiled=False)
+            self.sharing //= tensor.group.size
         self.drop_policy, self.has_shared = moe.drop_policy, settings.shared_expert_size > 0
         self.losses_of_step = moe.balances_step
         self.first = names.index("mlp.experts.gate_proj.weight")
@@ -277,8 +250,8 @@ class MoeLayer(nn.Cell):
             kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
             Gates(settings),
-            RouterLosses(settings, kernels),
-            SharedExperts(settings, kernels),
+            RouterLosses(settings, kernels, sharing),
+            SharedExperts(settings, kernels, rows),
             kernels.swiglu(),
             ExpertBiases(settings, kernels, moe.expert_num // (expert_group.size if expert_group else 1)),
         )
@@ -288,6 +261,11 @@ class MoeLayer(nn.Cell):
         self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
         self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
+        self.dispatch = None
+        if expert_group is not None and moe.moe_token_dispatcher_type == "allgather":
+            self.dispatch = AllGatherDispatcher(expert_group)
+        elif expert_group is not None:
+            self.dispatch = AllToAllDispatcher(expert_group, self.permute, self.unpermute)
         self.drop = kernels.dropout(settings.hidden_dropout)
         # Without a capacity and without safe tokens every row is one of an expert.
         fills_rows = moe.effective_capacity is None and not (moe.use_gmm and moe.enable_gmm_safe_tokens)
@@ -308,13 +286,14 @@ class MoeLayer(nn.Cell):
             routing: The routing of an earlier pass, to be repeated; None: the router decides.
             shares: For gbs_aux_loss: `WindowLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
         """
+        rows_ND = x_ND if self.divide is None else self.divide(x_ND)
         if self.cpu_router is not None:
-            y_ND = self.norm(x_ND, weights[0])
+            y_ND = self.norm(rows_ND, weights[0])
             gates_Nk, aux_loss, z_loss, routing, scores_NE = self.routed_on_host(
                 y_ND, weights, sequence_weights, capacity, routing, shares
             )
         else:
-            y_ND, logits_NE, scores_NE = self.router(x_ND, weights[0], weights[1])
+            y_ND, logits_NE, scores_NE = self.router(rows_ND, weights[0], weights[1])
             if routing is None:
                 bias_E = None if self.bias is None else weights[self.bias]
                 routing = self.route(scores_NE, bias_E, capacity, self.drop_policy)
@@ -335,14 +314,15 @@ class MoeLayer(nn.Cell):
         return (requested_E / ops.reduce_sum(requested_E)).reshape(1, -1)
 
     def experts(self, y_ND, gates_Nk, routing, weights):
-        """What routed and shared experts add to the residual stream, [N, D]."""
-        if self.exchange is None:
+        """What routed and shared experts add to the residual stream, from its rows for these experts."""
+        if self.dispatch is None:
             added_ND = self.routed(y_ND, gates_Nk, routing, weights)
         else:
-            added_ND = self.exchanged(y_ND, gates_Nk, _tensors(routing), weights)
+            run = partial(self.routed, weights=weights)
+            added_ND = self.dispatch(y_ND, gates_Nk, tensors_of(routing), run)
         if self.has_shared:
             added_ND = added_ND + self.shared(y_ND, *weights[self.first_shared :])
-        return added_ND
+        return added_ND if self.join is None else self.join(added_ND)
 
     def routed(self, y_ND, gates_Nk, routing, weights):
         """The sum of each token's experts, all of which are here, weighted by their gates."""
@@ -351,46 +331,40 @@ class MoeLayer(nn.Cell):
             added_ND = self.cpu_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
         else:
             if self.cpu_router is not None:
-                routing = _tensors(routing)
+                routing = tensors_of(routing)
             row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
             rows_RD = self.permute(y_ND, token_R, row_Nk)
             inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
             added_ND = self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, token_R, row_Nk)
         if self.down_bias is not None:
             if self.cpu_router is not None:
-                routing = _tensors(routing)
+                routing = tensors_of(routing)
             bias_ND = self.biases(gates_Nk, routing[0], routing[1], routing[3], weights[self.down_bias])
             added_ND = added_ND + ops.cast(bias_ND, added_ND.dtype)
         return added_ND
 
-    def exchanged(self, y_ND, gates_Nk, routing, weights):
-        """The same, each expert on the rank that holds it."""
-        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
-
-        def compute(rows_QD, own):
-            ones_Q1 = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32))
-            return self.routed(rows_QD, ones_Q1, own, weights)
-
-        rows_RD = self.permute(y_ND, token_R, row_Nk)
-        return self.unpermute(self.exchange(rows_RD, counts_E.asnumpy(), compute), gates_Nk, token_R, row_Nk)
-
     def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Evaluation, and prediction on a device: nothing is dropped, no losses."""
-        y_ND, _, scores_NE = self.router(x_ND, weights[0], weights[1])
+        rows_ND = x_ND if self.divide is None else self.divide(x_ND)
+        y_ND, _, scores_NE = self.router(rows_ND, weights[0], weights[1])
         bias_E = None if self.bias is None else weights[self.bias]
         routing = self.route(scores_NE, bias_E, None, self.drop_policy)
         return x_ND + self.experts(y_ND, self.gates(scores_NE, routing[0]), routing, weights)
 
     def routed_on_host(self, y_ND, weights, sequence_weights, capacity, routing, shares):
         """Gates, auxiliary and z loss, routing and scores, computed by one kernel on the host."""
+        tokens_B1, valid_N1 = sequence_weights.tokens_B1, sequence_weights.valid_N1
+        shared = None
+        if self.token_ranks is not None:
+            shared = self.token_ranks.of(tokens_B1.shape[0], y_ND.shape[0])
 
         def decide(scores_NE: np.ndarray) -> Routing:
             if routing is not None:
                 return routing
             bias_E = None if self.bias is None else weights[self.bias]
-            return self.route.of_arrays(scores_NE, bias_E, capacity, self.drop_policy)
+            return self.route.of_arrays(scores_NE, bias_E, capacity, self.drop_policy, shared)
 
-        return self.cpu_router(y_ND, weights[1], sequence_weights.tokens_B1, sequence_weights.valid_N1, decide, shares)
+        return self.cpu_router(y_ND, weights[1], tokens_B1, valid_N1, decide, shares, shared)
 
 
 class HostMoeLayer:
@@ -415,11 +389,6 @@ class HostMoeLayer:
             shared_ND = self.linear(self.swiglu(self.linear(y_ND, gate_SD), self.linear(y_ND, up_SD)), down_DS)
             added_ND = added_ND + (kernels.shared_gate(shared_ND, y_ND, *weight_1D) if self.has_gate else shared_ND)
         return x_ND + added_ND
-
-
-def _tensors(routing: Routing) -> Routing:
-    """The same routing, where it is of arrays as one of tensors."""
-    return Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
 
 
 class MoePart:
@@ -458,7 +427,7 @@ class MoePart:
         views = [weight if weight.ndim == 3 else weight.view(weight.shape) for weight in self.weights]
         if statistics is None:
             return self.function.evaluate(x_ND, views), None, None
-        capacity = self.capacity(x_ND.shape[0])
+        capacity = self.capacity(x_ND.shape[0] * self.function.sharing)
         shares = statistics.load.of_layer(self.layer) if statistics.load is not None else None
 
         def train(x_ND, views, routing=None):
@@ -469,7 +438,9 @@ class MoePart:
         else:
             argnums = [argnum for argnum, weight in enumerate(self.weights) if weight.requires_grad]
             call = _RecomputedExperts(train, views, argnums)
-            x_ND, aux_loss, z_loss = call(x_ND, *(views[argnum] for argnum in argnums))
+            # Views of all: hooks of a parameter would be called in the gradient within the cell's bprop, too.
+            trained = [views[argnum].view(views[argnum].shape) for argnum in argnums]
+            x_ND, aux_loss, z_loss = call(x_ND, *trained)
             routing, scores_NE = call.routing, call.scores_NE
         statistics.routings.append((self.layer, routing, scores_NE))
         return x_ND, aux_loss, z_loss

@@ -66,14 +66,45 @@ class RoutingRule:
         return 1 <= self.chosen_groups < self.groups
 
 
+class SharedTokens(NamedTuple):
+    """The tokens of a micro-batch that several ranks share, n each.
+
+    Attributes:
+        rows_Sn: For each rank which of the micro-batch's tokens it has, those of a sequence together.
+        rank: This one.
+        length: Tokens of a sequence.
+        gather: An array of each rank, of one shape -> [S, ...].
+    """
+
+    rows_Sn: np.ndarray
+    rank: int
+    length: int
+    gather: Callable[[np.ndarray], np.ndarray]
+
+    @property
+    def own_n(self) -> np.ndarray:
+        return self.rows_Sn[self.rank]
+
+    def whole(self, own_nX: np.ndarray) -> np.ndarray:
+        """What the ranks have for each token, in the order of the micro-batch's tokens."""
+        every_SnX = self.gather(own_nX)
+        whole_NX = np.empty((self.rows_Sn.size, *own_nX.shape[1:]), own_nX.dtype)
+        whole_NX[self.rows_Sn] = every_SnX
+        return whole_NX
+
+    def sum(self, own: np.ndarray) -> np.ndarray:
+        return self.gather(own).sum(0)
+
+
 def route(
     rule: RoutingRule,
     scores_NE: np.ndarray,
     bias_E: np.ndarray | None = None,
     capacity: int | None = None,
     drop_policy: DropPolicy = "position",
+    shared: SharedTokens | None = None,
 ) -> Routing:
-    """Experts, rows and counts of a micro-batch.
+    """Experts, rows and counts of a micro-batch, or of the tokens of it that a rank has.
 
     Args:
         scores_NE: The router's scores, float32.
@@ -81,14 +112,16 @@ def route(
         capacity: Most tokens that an expert computes; None: no bound.
         drop_policy: Over capacity an expert keeps its first tokens (position) or those with the best scores, the
             first ones among equals (probability).
+        shared: The capacity is one for the tokens of all these ranks; None: this rank has all tokens.
     """
     experts_Nk = choose_experts(rule, scores_NE, bias_E)
     flat = experts_Nk.ravel()
     requested_E = np.bincount(flat, minlength=rule.experts)
     groups = flat
-    if capacity is not None and requested_E.max(initial=0) > capacity:
+    if capacity is not None and (shared is not None or requested_E.max(initial=0) > capacity):
         probability_Nk = np.take_along_axis(scores_NE, experts_Nk, 1) if drop_policy == "probability" else None
-        groups = np.where(_over_capacity(flat, requested_E, capacity, probability_Nk), rule.experts, flat)
+        over = _over_capacity(experts_Nk, rule.experts, capacity, probability_Nk, shared)
+        groups = np.where(over, rule.experts, flat)
     kept_E = np.bincount(groups, minlength=rule.experts)[: rule.experts]
     counts_E = np.maximum(kept_E, 1) if rule.safe_tokens else kept_E
     row_Nk, token_R = _rows(groups, kept_E, counts_E, scores_NE.shape[0], rule)
@@ -119,9 +152,21 @@ def _best(scores: np.ndarray, number: int) -> np.ndarray:
 
 
 def _over_capacity(
-    experts: np.ndarray, requested_E: np.ndarray, capacity: int, probability_Nk: np.ndarray | None
+    experts_Nk: np.ndarray,
+    number: int,
+    capacity: int,
+    probability_Nk: np.ndarray | None,
+    shared: SharedTokens | None,
 ) -> np.ndarray:
-    """Whether each assignment finds its expert full."""
+    """Whether each assignment finds its expert full, one of so many."""
+    if shared is not None:
+        whole_Nk = None if probability_Nk is None else shared.whole(probability_Nk)
+        over = _over_capacity(shared.whole(experts_Nk), number, capacity, whole_Nk, None)
+        return over.reshape(-1, experts_Nk.shape[1])[shared.own_n].ravel()
+    experts = experts_Nk.ravel()
+    requested_E = np.bincount(experts, minlength=number)
+    if requested_E.max(initial=0) <= capacity:
+        return np.zeros(len(experts), bool)
     if probability_Nk is None:
         order = _sorted_by_expert(experts, len(requested_E))
     else:
@@ -150,6 +195,19 @@ def _rows(
     token_R = np.full(len(groups) + rule.experts * rule.safe_tokens, tokens, np.int32)
     token_R[row] = np.arange(len(groups)) // rule.chosen
     return row.reshape(-1, rule.chosen), token_R
+
+
+def routing_of_some(experts_Nk: np.ndarray, rank: int, number: int) -> Routing:
+    """The routing of all ranks' tokens to the `number` experts of one of them.
+
+    Args:
+        experts_Nk: Of all experts, or one more than the last where an assignment is dropped.
+    """
+    own_Nk = experts_Nk - np.int32(rank * number)
+    own_Nk[(own_Nk < 0) | (own_Nk >= number)] = number
+    counts_e = np.bincount(own_Nk.ravel(), minlength=number)[:number]
+    row_Nk, token_R = _rows(own_Nk.ravel(), counts_e, counts_e, len(own_Nk), RoutingRule(number, own_Nk.shape[1]))
+    return Routing(own_Nk, row_Nk, token_R, counts_e, counts_e, counts_e)
 
 
 def rows_of_experts(counts_Se: np.ndarray) -> Routing:

@@ -35,12 +35,12 @@ class AdamW(Optimizer):
         groups: Sequence[ParameterGroup],
         settings: OptimizerConfig,
         device: str | None = None,
-        shard: OptimizerShard | None = None,
+        shards: Mapping[str, OptimizerShard] | None = None,
     ) -> None:
         """As `Optimizer`; `device` None means MindSpore's current target."""
         on_host = (device or mindspore.get_context("device_target")) == "CPU"
         self.host = HostAdamW() if on_host else None
-        super().__init__(parameters, groups, STATE_NAMES["AdamW"], shard)
+        super().__init__(parameters, groups, STATE_NAMES["AdamW"], shards)
         self.beta1, self.beta2 = settings.betas
         self.eps = settings.eps
         self.fused = None if on_host else FusedAdamW((self.beta1, self.beta2), self.eps)
@@ -70,7 +70,9 @@ class AdamW(Optimizer):
             # On a CPU these are views of MindSpore's memory, and writing to them writes to the parameter.
             weight, gradient = parameter.asnumpy().reshape(-1), gradient.asnumpy().reshape(-1)
             if name in self.own_ranges:
-                weight, gradient = weight[self.own_ranges[name]], gradient[self.own_ranges[name]]
+                own = self.own_ranges[name]
+                gradient = gradient if gradient.size < weight.size else gradient[own]
+                weight = weight[own]
             first, second = (self.state[kind][name].reshape(-1) for kind in ("exp_avg", "exp_avg_sq"))
             keep = 1 - lr * self.decay[name]
             updates.append(ParameterUpdate(weight, first, second, gradient, scale=factor, keep=keep))

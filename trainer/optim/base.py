@@ -1,7 +1,8 @@
 """The interface of an optimizer: `update(gradients, lr, scale)` and a state of named arrays.
 
 An optimizer knows nothing about schedules or clipping. Where several ranks shard its state, each rank updates its own
-range of every large parameter, flattened; then all ranks gather what the others have updated.
+range of every large parameter, flattened; then all ranks gather what the others have updated, unless the weights are
+sharded too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from trainer.parallel.sharding import OptimizerShard
 class Optimizer(ABC):
     """Parameters by name, with their weight decay, the arrays of each that `state_names` lists, and a count of updates.
 
-    Gradients come in the order of the parameters. `shard` None keeps the whole state here.
+    Gradients come in the order of the parameters. `shards` are those of the parameters whose state is divided among
+    ranks; by default the whole state is here.
     """
 
     def __init__(
@@ -30,15 +32,13 @@ class Optimizer(ABC):
         parameters: Mapping[str, Parameter],
         groups: Sequence[ParameterGroup],
         state_names: Sequence[str],
-        shard: OptimizerShard | None = None,
+        shards: Mapping[str, OptimizerShard] | None = None,
     ) -> None:
-        self.parameters, self.shard = dict(parameters), shard
+        self.parameters, self.shards = dict(parameters), dict(shards or {})
         # A slice is a view, which copy_ refuses on a CPU; ops.assign is a legacy kernel on an Ascend.
         self.assign = ops.assign if mindspore.get_context("device_target") == "CPU" else Parameter.copy_
-        self.own_ranges: dict[str, slice] = {}  # of the parameters whose state is sharded
-        if shard is not None:
-            sizes = {name: each.size for name, each in self.parameters.items() if shard.divides(each.size)}
-            self.own_ranges = {name: shard.own_range(size) for name, size in sizes.items()}
+        # Of the parameters whose state is sharded.
+        self.own_ranges = {name: shard.own_range(self.parameters[name].size) for name, shard in self.shards.items()}
         self.own_copies: dict[str, Parameter] = {}  # for updates by operators: copies of these ranges, made when needed
         self.decay = {name: group.weight_decay for group in groups for name in group.parameters}
         self.group_of = {name: group.name for group in groups for name in group.parameters}
@@ -92,14 +92,19 @@ class Optimizer(ABC):
 
     def all_gather(self) -> None:
         """After an update: completes the sharded parameters with the ranges that the other ranks have updated."""
-        if self.own_ranges:
-            ranges = [self.own_copies[name] for name in self.own_ranges] if self.own_copies else None
-            self.shard.all_gather([self.parameters[name] for name in self.own_ranges], ranges)
+        for shard in dict.fromkeys(self.shards.values()):
+            names = [name for name, each in self.shards.items() if each == shard]
+            ranges = [self.own_copies[name] for name in names] if self.own_copies else None
+            shard.all_gather([self.parameters[name] for name in names], ranges)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Copies of the state by `kind.parameter`: for sharded parameters the rank's own range, flat."""
+        return {key: np.array(array) for key, array in self.state_views().items()}
+
+    def state_views(self) -> dict[str, np.ndarray]:
+        """`state_arrays`, on a CPU in the memory that updates change."""
         return {
-            f"{kind}.{name}": np.array(array if isinstance(array, np.ndarray) else array.asnumpy())
+            f"{kind}.{name}": array if isinstance(array, np.ndarray) else array.asnumpy()
             for kind, by_name in self.state.items()
             for name, array in by_name.items()
         }

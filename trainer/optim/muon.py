@@ -20,6 +20,8 @@ from trainer.optim.groups import ParameterGroup
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
+    from trainer.parallel.sharding import OptimizerShard
+    from trainer.parallel.tensor import MatrixParts
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: small singular values grow fastest
 _EPS = 1e-7
@@ -31,6 +33,12 @@ class Muon(Optimizer):
     r = matched_adamw_rms sqrt(max(rows, columns)) gives an update the root mean square that AdamW's has; without it
     r = sqrt(max(1, rows / columns)), Jordan's. AdamW updates the groups of another rule with the same learning rate.
     `compiled` compiles the orthogonalisation, once for each shape.
+
+    Where ranks have parts of a matrix or ranges of its momentum, they gather the direction of one matrix after the
+    other, each computes the same update, and each applies its part of it (Liu et al. 2025, section 2.3).
+
+    Args:
+        parts: Of matrices that tensor-parallel ranks share; None: they are whole.
     """
 
     def __init__(
@@ -39,12 +47,16 @@ class Muon(Optimizer):
         groups: Sequence[ParameterGroup],
         settings: OptimizerConfig,
         compiled: bool = True,
+        shards: Mapping[str, OptimizerShard] | None = None,
+        parts: MatrixParts | None = None,
     ) -> None:
-        super().__init__(parameters, groups, ())
+        super().__init__(parameters, groups, (), shards)
+        self.parts = parts
         own = {name for group in groups if group.rule == "Muon" for name in group.parameters}
         self.matrices = {name: parameter for name, parameter in self.parameters.items() if name in own}
         others = {name: parameter for name, parameter in self.parameters.items() if name not in own}
-        self.adamw = AdamW(others, groups, settings)
+        of_others = {name: shard for name, shard in self.shards.items() if name in others}
+        self.adamw = AdamW(others, groups, settings, shards=of_others)
         buffers = {name: self.new_array(self.state_shape(name), f"momentum_buffer.{name}") for name in self.matrices}
         self.state = {"momentum_buffer": buffers, **self.adamw.state}
         self.momentum, self.nesterov = scalar(settings.momentum), settings.nesterov
@@ -65,17 +77,34 @@ class Muon(Optimizer):
 
     def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: float, lr: float) -> None:
         """Updates one matrix, or the matrices of a layer's experts [E, rows, columns], in place."""
+        shard = self.shards.get(name)
+        if shard is not None:
+            gradient = self.slice_own(gradient, name)
         if scale != 1.0:
             gradient = gradient * scalar(scale)
         buffer = self.state["momentum_buffer"][name]
         buffer.copy_(buffer * self.momentum + gradient)
         direction = gradient + buffer * self.momentum if self.nesterov else buffer
+        if shard is not None:
+            direction = shard.gather(direction, matrix.size).reshape(matrix.shape)
+        if self.parts is not None:
+            direction = self.parts.whole(name, direction)
+        step = scalar(lr * self.step_length(*direction.shape[-2:]))
         if len(matrix.shape) == 3:  # each expert's matrix by itself
             direction = ops.concat([self.orthogonal(one).expand_dims(0) for one in ops.unbind(direction)])
         else:
             direction = self.orthogonal(direction)
-        kept = matrix * scalar(1 - lr * self.decay[name]) if self.decay[name] else matrix
-        matrix.copy_(kept - direction * scalar(lr * self.step_length(*matrix.shape[-2:])))
+        if self.parts is not None:
+            direction = self.parts.own(name, direction)
+        weights = matrix
+        if shard is not None and shard.shards_weights:
+            weights, direction = self.slice_own(matrix, name), self.slice_own(direction, name)
+        kept = weights * scalar(1 - lr * self.decay[name]) if self.decay[name] else weights
+        updated = kept - direction * step
+        if weights is matrix:
+            matrix.copy_(updated)
+        else:
+            shard.all_gather([matrix], [updated])
 
     def step_length(self, rows: int, columns: int) -> float:
         """r of the class docstring."""

@@ -18,6 +18,7 @@ from trainer.parallel.sharding import OptimizerShard
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
+    from trainer.parallel.tensor import MatrixParts
 
 __all__ = ["SGD", "AdamW", "Muon", "Optimizer", "build_optimizer"]
 
@@ -33,9 +34,9 @@ class SGD(Optimizer):
         parameters: Mapping[str, Parameter],
         groups: Sequence[ParameterGroup],
         settings: OptimizerConfig,
-        shard: OptimizerShard | None = None,
+        shards: Mapping[str, OptimizerShard] | None = None,
     ) -> None:
-        super().__init__(parameters, groups, STATE_NAMES["SGD"], shard)
+        super().__init__(parameters, groups, STATE_NAMES["SGD"], shards)
         self.momentum, self.nesterov = settings.momentum, settings.nesterov
         self.on_device = mindspore.get_context("device_target") != "CPU"
         self.factor, self.apply = scalar(settings.momentum), P.ApplyMomentum()
@@ -64,13 +65,12 @@ def build_optimizer(
     groups: Sequence[ParameterGroup],
     settings: OptimizerConfig,
     compiled: bool = True,
-    shard: OptimizerShard | None = None,
+    shards: Mapping[str, OptimizerShard] | None = None,
+    parts: MatrixParts | None = None,
 ) -> Optimizer:
-    """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type.
-
-    Muon needs whole matrices: its `shard` is None, and `compiled` concerns it alone.
+    """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type, `shards` as in
+    `Optimizer`. `compiled` and `parts` are for Muon.
     """
     if settings.type == "Muon":
-        assert shard is None, "the checks of the configuration refuse it"
-        return Muon(parameters, groups, settings, compiled)
-    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, shard=shard)
+        return Muon(parameters, groups, settings, compiled, shards, parts)
+    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, shards=shards)

@@ -29,7 +29,7 @@ from mindspore.ops import operations as P
 from trainer.errors import RunError
 from trainer.parallel.connections import connect
 from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, chunks, gather_chunks, range_of_rank
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, range_of_rank
 from trainer.parallel.world import World
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
@@ -165,6 +165,12 @@ def all_reduce_in_buckets(
     return sums
 
 
+def reduce_scatter_range(tensor: Tensor, group: HostGroup) -> Tensor:
+    """This rank's range (`range_of_rank`) of the sum over all ranks of a CPU's group, flat and in float32."""
+    array = tensor.asnumpy().astype(np.float32, copy=False)
+    return Tensor.from_numpy(group.reduce_scatter_range(array))
+
+
 def all_reduce(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
     """Sums each tensor over all ranks of a group, with the same bits on every rank."""
     if group.on_host:
@@ -209,6 +215,17 @@ def start_all_gather(own: Tensor, group: Group) -> Started:
     return Started(whole, ops.communication.all_gather_into_tensor(whole, own, group=group.name, async_op=True))
 
 
+def start_send(x: Tensor, group: Group, to: int) -> Started:
+    """Begins to send a tensor to the device of the group's rank `to`."""
+    return Started(x, ops.communication.isend(x, group.ranks[to], group=group.name))
+
+
+def start_receive(shape: tuple[int, ...], group: Group, source: int) -> Started:
+    """Begins to receive a float32 tensor from the device of the group's rank `source`."""
+    came = mint.empty(shape, dtype=mstype.float32)
+    return Started(came, ops.communication.irecv(came, group.ranks[source], group=group.name))
+
+
 def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -> list[Tensor]:
     """Each value summed over all ranks, in float32; they travel together, and the host does not wait."""
     tensors = [value if isinstance(value, Tensor) else Tensor(np.asarray(value, np.float32)) for value in values]
@@ -218,35 +235,46 @@ def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -
 
 
 def all_gather_ranges(
-    group: Group,
-    tensors: Sequence[Parameter],
-    own: Sequence[Tensor] | None = None,
-    chunk_bytes: int = BUCKET_BYTES,
+    group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None
 ) -> None:
     """Completes tensors in place, each rank contributing its own range (`range_of_rank`): the same bits on all ranks.
 
     Args:
         tensors: The same shapes in the same order on every rank, each with at least as many numbers as there are ranks.
         own: This rank's range of each tensor, flat; None where the tensor contains it already.
-        chunk_bytes: Limit of what arrives at once in host memory.
     """
     if not group.on_host:
         gather_ranges_on_device(group, tensors, own)
         return
-    # These are views of MindSpore's memory, and writing to them writes to the tensor.
-    flats = [tensor.asnumpy().reshape(-1) for tensor in tensors]
-    ranges = [[range_of_rank(flat.size, each, group.size) for flat in flats] for each in range(group.size)]
-    if own is not None:
-        for flat, place, tensor in zip(flats, ranges[group.rank], own, strict=True):
-            flat[place] = tensor.asnumpy()
-    length, count = gather_chunks([flat.size for flat in flats], group.size, chunk_bytes)
-    given = np.zeros(length, np.float32)
-    for of_ranks in zip(*(chunks(of_rank, length, count) for of_rank in ranges), strict=True):
-        for piece in of_ranks[group.rank]:
-            given[piece.target] = flats[piece.array][piece.source]
-        for row, pieces in zip(group.all_gather(given), of_ranks, strict=True):
-            for piece in pieces:
-                flats[piece.array][piece.source] = row[piece.target]
+    write_own_ranges(group, tensors, own)
+    group.complete_ranges([tensor.asnumpy().reshape(-1) for tensor in tensors])
+
+
+def write_own_ranges(group: HostGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+    """The part of `all_gather_ranges` that concerns this rank's ranges: where no rank needs the others now."""
+    for tensor, part in zip(tensors, own, strict=True) if own is not None else ():
+        # This is a view of MindSpore's memory, and writing to it writes to the tensor.
+        flat = tensor.asnumpy().reshape(-1)
+        flat[range_of_rank(flat.size, group.rank, group.size)] = part.asnumpy()
+
+
+def gather_range(group: Group, own: Tensor, numbers: int) -> Tensor:
+    """A flat float32 tensor of so many numbers, of which each rank has its range (`range_of_rank`)."""
+    if not group.on_host:
+        gathered = start_all_gather(_filled(own, numbers, group.size), group).wait()
+        return whole_of_rows(gathered.reshape(group.size, -1), numbers)
+    flat = np.empty(numbers, np.float32)
+    flat[range_of_rank(numbers, group.rank, group.size)] = own.asnumpy()
+    group.complete_ranges([flat])
+    return Tensor.from_numpy(flat)
+
+
+def gather_parts(group: Group, own: Tensor) -> list[Tensor]:
+    """What each rank has, tensors of one shape."""
+    if group.on_host:
+        return [Tensor.from_numpy(row) for row in group.all_gather(own.asnumpy())]
+    rows = start_all_gather(own.reshape(-1), group).wait().reshape(group.size, -1)
+    return [row.reshape(own.shape) for row in ops.unbind(rows)]
 
 
 def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
@@ -361,6 +389,20 @@ class ReduceScatter(_Pair):
         super().__init__(_reduce_scatter(group, compiled), _all_gather(group, compiled))
 
 
+class DivideRows(_Pair):
+    """[ranks n, ...], the same on all ranks: each takes its own n rows; backward, the gradients of all rows."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_own_rows(group), _all_gather(group, compiled))
+
+
+class JoinRows(_Pair):
+    """[n, ...] of each rank, concatenated for what is the same on all ranks; backward, the gradient of its own rows."""
+
+    def __init__(self, group: Group, compiled: bool = True) -> None:
+        super().__init__(_all_gather(group, compiled), _own_rows(group))
+
+
 class AllToAll(_Pair):
     """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
@@ -393,17 +435,37 @@ def receive(shape: tuple[int, ...], dtype: mstype.Type, group: Group, source: in
     return ops.Receive(0, source, list(shape), dtype, group=group.name)(Tensor(0.0))
 
 
+def exchange_counts(counts: Tensor, group: Group) -> np.ndarray:
+    """Sends the r-th part of a vector of integers to the group's rank r: what went to each rank, and what came from
+    each, [2, ranks, n]. The host waits for the device once."""
+    if group.on_host:
+        given = counts.asnumpy().reshape(group.size, -1)
+        return np.stack([given, np.stack(group.all_to_all(list(given), [given[0].shape] * group.size))])
+    given = counts.astype(mstype.int32)
+    came = mint.empty(given.size, dtype=given.dtype)
+    ops.communication.all_to_all_single(came, given, group=group.name)
+    return ops.concat((given, came)).asnumpy().reshape(2, group.size, -1)
+
+
 def exchange_rows(
-    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: HostGroup, least: int | None = None
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: Group, least: int | None = None
 ) -> Tensor:
-    """Sends rows of [n, width] to the ranks of a CPU's group, those for the first rank first, and returns what comes.
+    """Sends rows of [n, width] to the ranks of a group, those for the first rank first, and returns what comes.
 
     Args:
         send: How many rows go to each rank; rows after all of them stay here.
         receive: How many come from each.
         least: Rows of the result, zeros after what comes; None: just what comes.
     """
-    array, total = rows.asnumpy(), int(receive.sum())
+    total = int(receive.sum())
+    if not group.on_host:
+        came = mint.empty((total, *rows.shape[1:]), dtype=rows.dtype)
+        sent, sizes = int(send.sum()), (receive.tolist(), send.tolist())
+        given = mint.narrow(rows, 0, 0, sent) if 0 < sent < rows.shape[0] else rows
+        ops.communication.all_to_all_single(came, given, *sizes, group=group.name)
+        missing = (least or 0) - total
+        return ops.concat((came, ops.zeros((missing, *rows.shape[1:]), rows.dtype))) if missing > 0 else came
+    array = rows.asnumpy()
     result = np.empty((total if least is None else least, *array.shape[1:]), array.dtype)
     result[total:] = 0
     group.all_to_all_into(
@@ -436,6 +498,16 @@ def has_all_operators() -> bool:
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _own_rows(group: Group) -> Callable[[Tensor], Tensor]:
+    rank, ranks = group.rank, group.size
+
+    def own_rows(x: Tensor) -> Tensor:
+        number = x.shape[0] // ranks
+        return x[rank * number : (rank + 1) * number]
+
+    return own_rows
 
 
 def _eager(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from trainer.errors import RunError
-from trainer.parallel.gradients import SumAfterBackward, SumDuringBackward
-from trainer.parallel.layout import SUM_GROUPS, model_layout
+from trainer.parallel.gradients import GradientReducer, ScatterDuringBackward, SumAfterBackward, SumDuringBackward
+from trainer.parallel.layout import SUM_GROUPS, SumGroup
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process_groups import process_groups
 
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.parallel.collectives import Group
     from trainer.parallel.layout import ModelLayout
-    from trainer.parallel.mesh import Degrees, MeshCoordinate
+    from trainer.parallel.mesh import MeshCoordinate
     from trainer.parallel.process_groups import ProcessGroups
+
+
+_BEFORE_SCATTER: tuple[SumGroup, ...] = ("tp", "kv")
+_AFTER_SCATTER: tuple[SumGroup, ...] = ("embedding",)
 
 
 class Communicator(Protocol):
@@ -63,13 +67,18 @@ class Communicator(Protocol):
         a CPU has arrays, as `all_sum` rounds them. A single process gets its own values."""
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
-    ) -> SumAfterBackward | SumDuringBackward:
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
+    ) -> GradientReducer:
         """Sums the gradients of these parameters over the ranks, step by step; the optimizer state of those that
-        `is_sharded` names is divided among the ranks. `in_float32` False leaves each gradient in its dtype."""
+        `is_sharded` names is divided among the ranks, and with `scatters` their summed gradients are, too.
+        `in_float32` False leaves each gradient in its dtype."""
 
-    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-        """Completes parameters in place from the ranges of all ranks; see `OptimizerShard`."""
+    def state_group(self, name: str) -> Group | None:
+        """The ranks that have the same part of a parameter, and may share its optimizer state; None: no other has."""
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The data of every rank, in the order of ranks."""
@@ -111,12 +120,16 @@ class SingleProcess:
         return list(values)
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
     ) -> SumAfterBackward:
         return SumAfterBackward()
 
-    def all_gather_ranges(self, parameters: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
-        assert own is None, "one rank has all of every parameter"
+    def state_group(self, name: str) -> None:
+        return None
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -138,10 +151,8 @@ class ProcessGroup:
     divides_model = False
 
     def __init__(self, group: Group) -> None:
-        from trainer.parallel.collectives import all_gather_ranges
-
         self.group, self.rank, self.size, self.data_rank = group, group.rank, group.size, group.rank
-        self.gather_bytes, self.all_gather_ranges = group.gather_bytes, partial(all_gather_ranges, group)
+        self.gather_bytes = group.gather_bytes
         self.same_part: Communicator = self
         self.stage: Communicator = self
 
@@ -160,14 +171,36 @@ class ProcessGroup:
         return [part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, arrays, strict=True)]
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
-    ) -> SumAfterBackward | SumDuringBackward:
-        if not self.group.on_host:
-            groups = [(self.group,)] * len(parameters)
-            return SumDuringBackward(list(parameters.values()), is_sharded, groups, in_float32)
-        from trainer.parallel.collectives import all_reduce_in_buckets
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
+    ) -> GradientReducer:
+        group, leaves = self.group, list(parameters.values())
+        if not group.on_host:
+            groups = [(group,)] * len(leaves)
+            return SumDuringBackward(leaves, is_sharded, groups, in_float32, scatters_each=scatters)
+        from trainer.parallel.collectives import all_reduce_in_buckets, reduce_scatter_range
 
-        return SumAfterBackward(partial(all_reduce_in_buckets, group=self.group))
+        sum_whole = partial(all_reduce_in_buckets, group=group)
+        if not scatters:
+            return SumAfterBackward(sum_whole)
+        counted = np.array([float(sharded or group.rank == 0) for sharded in is_sharded], np.float32)
+
+        def scatter(place: int, gradient: Tensor) -> Tensor:
+            return reduce_scatter_range(gradient, group)
+
+        def sum_rest(gradients: list[Tensor]) -> list[Tensor]:
+            whole = [place for place, sharded in enumerate(is_sharded) if not sharded]
+            for place, total in zip(whole, sum_whole([gradients[place] for place in whole]), strict=True):
+                gradients[place] = total
+            return gradients
+
+        return ScatterDuringBackward(leaves, is_sharded, scatter, sum_rest, counted, in_float32)
+
+    def state_group(self, name: str) -> Group:
+        return self.group
 
     def any(self, flag: bool) -> bool:
         return self.all_sum([float(flag)])[0] > 0
@@ -199,33 +232,65 @@ class ModelParallel(ProcessGroup):
         self.counts_tokens = self.counts_losses and where.context == 0
 
     def gradient_reducer(
-        self, parameters: Mapping[str, Parameter], is_sharded: Sequence[bool], in_float32: bool = True
-    ) -> SumAfterBackward | SumDuringBackward:
-        if self.group.on_host:
-            return SumAfterBackward(partial(self.sum_gradients, list(parameters)))
-        groups = [self.groups_of(name) for name in parameters]
-        return SumDuringBackward(list(parameters.values()), is_sharded, groups, in_float32)
+        self,
+        parameters: Mapping[str, Parameter],
+        is_sharded: Sequence[bool],
+        in_float32: bool = True,
+        scatters: bool = False,
+    ) -> GradientReducer:
+        names, leaves = list(parameters), list(parameters.values())
+        if not self.group.on_host:
+            groups = [self.groups_of(name) for name in names]
+            return SumDuringBackward(leaves, is_sharded, groups, in_float32, scatters_each=scatters)
+        if not scatters:
+            return SumAfterBackward(partial(self.sum_gradients, names))
+        scattered = [name for name, sharded in zip(names, is_sharded, strict=True) if sharded]
+
+        def scatter(place: int, gradient: Tensor) -> Tensor:
+            from trainer.parallel.collectives import reduce_scatter_range
+
+            name = names[place]
+            [gradient] = self.sum_gradients([name], [gradient], _BEFORE_SCATTER)
+            return reduce_scatter_range(gradient, self.state_group(name))
+
+        def sum_rest(gradients: list[Tensor]) -> list[Tensor]:
+            return self.sum_gradients(names, gradients, scattered=scattered)
+
+        return ScatterDuringBackward(leaves, is_sharded, scatter, sum_rest, in_float32=in_float32)
+
+    def state_group(self, name: str) -> Group | None:
+        is_expert = "expert_dp" in self.layout.parameters[name].sums
+        return self.groups.expert_dp if is_expert else self.groups.dp_cp
 
     def groups_of(self, name: str) -> list[Group]:
         """The groups over which the gradient of a parameter is summed, one after the other."""
         found = (getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums)
         return [group for group in found if group is not None]
 
-    def counted(self, names: Sequence[str]) -> np.ndarray:
-        """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do."""
-        return np.array([float(self.layout.counts(name, self.where)) for name in names])
+    def counted(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
+        """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do. Of
+        the `scattered` ones it has ranges."""
+        return np.array([float(self.layout.counts(name, self.where, name in scattered)) for name in names])
 
     def writes(self, name: str, is_sharded: bool = False) -> bool:
         return self.layout.counts(name, self.where, is_sharded)
 
-    def sum_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Each gradient summed over the groups that the layout names, one after the other."""
+    def sum_gradients(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor],
+        kinds: Sequence[SumGroup] = SUM_GROUPS,
+        scattered: Collection[str] = (),
+    ) -> list[Tensor]:
+        """Each gradient summed over those groups that the layout names, one after the other. The `scattered` ones are
+        ranges, which are summed over what follows the scattering."""
         from trainer.parallel.collectives import all_reduce
 
-        found = list(gradients)
-        for kind in SUM_GROUPS:
+        found, sums = list(gradients), {name: self.layout.parameters[name].sums for name in names}
+        sums |= {name: tuple(kind for kind in sums[name] if kind in _AFTER_SCATTER) for name in scattered}
+        for kind in kinds:
             group = getattr(self.groups, kind)
-            places = [place for place, name in enumerate(names) if kind in self.layout.parameters[name].sums]
+            places = [place for place, name in enumerate(names) if kind in sums[name]]
             if group is None or not places:
                 continue
             for place, total in zip(places, all_reduce([found[place] for place in places], group), strict=True):
@@ -233,16 +298,9 @@ class ModelParallel(ProcessGroup):
         return found
 
 
-def model_parallel(
-    group: Group,
-    settings: ModelConfig,
-    degrees: Degrees,
-    sequence_parallel: bool = False,
-    stage_layers: Sequence[Sequence[int]] | None = None,
-) -> ModelParallel:
-    """The ranks of a job, `group`, that divide a model by these degrees; the other arguments as of `model_layout`."""
-    mesh = build_mesh(degrees, group.size)
-    layout = model_layout(settings, degrees, sequence_parallel=sequence_parallel, stage_layers=stage_layers)
+def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout) -> ModelParallel:
+    """The ranks of a job, `group`, that divide a model."""
+    mesh = build_mesh(layout.degrees, group.size)
     kv_heads = None if settings.multi_latent_attention else settings.kv_heads
     return ModelParallel(process_groups(group, mesh, kv_heads), layout, mesh.coordinate_of(group.rank))
 

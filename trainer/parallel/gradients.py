@@ -5,13 +5,17 @@ the step has given all gradients of a bucket, their sum over the ranks is under 
 Buckets are filled in the order in which gradients come, from the last layer to the first, and start in this order on
 every rank. Where the optimizer state of a parameter is sharded, a rank gets the sum of its own range alone
 (ReduceScatter), half of the bytes of an AllReduce.
+
+From level 2 of `enable_parallel_optimizer` on (ZeRO stage 2, Rajbhandari et al. 2020, section 5.2) a rank keeps nothing
+but its ranges of these gradients: each is summed over the ranks as soon as the backward pass of a micro-batch has given
+it, and the micro-batches add up ranges.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -38,7 +42,7 @@ class Reduced(NamedTuple):
     """The gradients of a step, summed over micro-batches and ranks.
 
     Attributes:
-        gradients: In the order of the parameters; this rank's range, flat, where the state is sharded on a device.
+        gradients: In the order of the parameters; flat, this rank's range of those that are reduced and scattered.
         counted: What this rank adds to the sum over ranks of each gradient's squares: 1 for its own range, and for
             whole gradients 1 on rank 0 and 0 elsewhere. None where each rank has all gradients whole.
         seconds: How long the sum took, with the wait for the last rank. None on a device, where the host does not wait.
@@ -49,11 +53,14 @@ class Reduced(NamedTuple):
     seconds: float | None = None
 
 
-class SumAfterBackward:
-    """Sums whole gradients over the ranks when all of them are there. `sum_gradients` None: a single process."""
+class GradientReducer(Protocol):
+    """Sums the gradients of a step over micro-batches and ranks."""
 
-    def __init__(self, sum_gradients: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
-        self.sum_gradients = sum_gradients
+    def add(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, list[Tensor]]:
+        """Runs the backward pass of a micro-batch that is not the last one; returns what `backward` did, without its
+        gradients, and the sum of these and `total`."""
 
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
@@ -63,15 +70,47 @@ class SumAfterBackward:
         The returned result of `backward`, a dataclass, keeps none of its gradients: while ranks add up theirs, there
         are two sets of them and no third.
         """
-        part = backward()
-        gradients = add_gradients(total, part.gradients)
-        part = replace(part, gradients=())
+
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        """For what computes the micro-batches in an order of its own, as a pipeline does: what is added up of the
+        gradient of a micro-batch."""
+
+    def summed(self, total: list[Tensor]) -> Reduced:
+        """For the same: the sum over the ranks of what was added up."""
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    gradients: Sequence[Tensor]
+
+
+class SumAfterBackward:
+    """Sums whole gradients over the ranks when all of them are there. `sum_gradients` None: a single process."""
+
+    def __init__(self, sum_gradients: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
+        self.sum_gradients = sum_gradients
+
+    def add(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, list[Tensor]]:
+        return _added(total, backward)
+
+    def last(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, Reduced]:
+        part, gradients = _added(total, backward)
+        return part, self.summed(gradients)
+
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def summed(self, total: list[Tensor]) -> Reduced:
         if self.sum_gradients is None:
-            return part, Reduced(gradients)
-        for gradient in gradients:
+            return Reduced(total)
+        for gradient in total:
             gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
         began = time.perf_counter()
-        return part, Reduced(self.sum_gradients(gradients), seconds=time.perf_counter() - began)
+        return Reduced(self.sum_gradients(total), seconds=time.perf_counter() - began)
 
 
 def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -85,14 +124,121 @@ def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> li
     return total
 
 
+def _added(
+    total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+) -> tuple[MicroBatch, list[Tensor]]:
+    part = backward()
+    return replace(part, gradients=()), add_gradients(total, part.gradients)
+
+
+def with_gradients_as_they_come(
+    parameters: Sequence[Parameter], arrived: Callable[[int, Tensor], None], backward: Callable[[], MicroBatch]
+) -> MicroBatch:
+    """Runs a backward pass and calls `arrived` with the place of each parameter and its gradient, as soon as this is
+    there; nothing else keeps the gradient. The result has placeholders for gradients."""
+    from mindspore import ops
+
+    came: set[int] = set()
+    nothing = ops.zeros(1)  # what the backward pass returns instead of a gradient: so this one can be let go
+
+    def hook(gradient: Tensor, place: int) -> Tensor:
+        assert place not in came, "the sum over all uses of a parameter comes once"
+        came.add(place)
+        arrived(place, gradient)
+        return nothing
+
+    hooks = [
+        parameter.register_hook(lambda gradient, place=place: hook(gradient, place))
+        for place, parameter in enumerate(parameters)
+    ]
+    try:
+        part = backward()
+    finally:
+        for each in hooks:
+            each.remove()
+    for place, gradient in enumerate(part.gradients):
+        if place not in came:  # nothing depends on the parameter in this micro-batch
+            arrived(place, gradient)
+    return replace(part, gradients=())
+
+
+class ScatterDuringBackward:
+    """Sums each gradient over the ranks of a CPU during the backward pass of each micro-batch; a rank keeps its range.
+
+    Args:
+        parameters: Those whose gradients the backward pass computes, in its order of results.
+        is_sharded: Of which of them a rank keeps a range. The others are small: they are summed at the end.
+        scatter: Number of a parameter, its gradient -> this rank's range of the sum, flat and in float32.
+        sum_rest: Sums at the end what is not summed yet of these ranges and of the others; may change the list.
+        counted: See `Reduced`.
+        in_float32: See `SumDuringBackward`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        is_sharded: Sequence[bool],
+        scatter: Callable[[int, Tensor], Tensor],
+        sum_rest: Callable[[list[Tensor]], list[Tensor]],
+        counted: np.ndarray | None = None,
+        in_float32: bool = True,
+    ) -> None:
+        self.parameters, self.is_sharded, self.scatter = parameters, is_sharded, scatter
+        self.sum_rest, self.counted, self.in_float32 = sum_rest, counted, in_float32
+        self.seconds = 0.0  # of this step, in collectives
+
+    def add(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, list[Tensor]]:
+        found: list[Any] = [None] * len(self.parameters)
+        # All ranks reduce in one order: that in which gradients come as a rule.
+        order = [place for place in range(len(found)) if self.is_sharded[place]]
+        waiting: dict[int, Tensor] = {}
+
+        def arrived(place: int, gradient: Tensor) -> None:
+            if not self.is_sharded[place]:
+                found[place] = gradient
+                return
+            waiting[place] = gradient
+            while order and order[-1] in waiting:
+                found[order[-1]] = self.own_range(order[-1], waiting.pop(order[-1]))
+                order.pop()
+
+        part = with_gradients_as_they_come(self.parameters, arrived, backward)
+        return part, add_gradients(total, found)
+
+    def last(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, Reduced]:
+        part, gradients = self.add(total, backward)
+        return part, self.summed(gradients)
+
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        return self.own_range(place, gradient) if self.is_sharded[place] else gradient
+
+    def summed(self, total: list[Tensor]) -> Reduced:
+        began = time.perf_counter()
+        gradients = self.sum_rest(total)
+        seconds, self.seconds = self.seconds + time.perf_counter() - began, 0.0
+        return Reduced(gradients, self.counted, seconds)
+
+    def own_range(self, place: int, gradient: Tensor) -> Tensor:
+        gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
+        began = time.perf_counter()
+        own = self.scatter(place, gradient)
+        self.seconds += time.perf_counter() - began
+        return own if self.in_float32 or own.dtype == gradient.dtype else own.astype(gradient.dtype)
+
+
 class SumDuringBackward:
-    """Reduces buckets of gradients during the backward pass of the last micro-batch.
+    """Reduces buckets of gradients during the backward pass of the last micro-batch, or of each one.
 
     Args:
         parameters: Those whose gradients the backward pass computes, in its order of results.
         is_sharded: Whether the optimizer state of each is divided among the ranks of its last group.
         groups: Those over which the gradient of each is summed, one after the other.
         in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
+        scatters_each: Reduce those of each micro-batch, of which a rank then keeps its ranges.
         bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
     """
 
@@ -103,32 +249,51 @@ class SumDuringBackward:
         groups: Sequence[Sequence[Group]],
         in_float32: bool = True,
         bucket_bytes: int | None = None,
+        scatters_each: bool = False,
     ) -> None:
         from trainer.parallel import collectives
 
         self.collectives, self.parameters, self.is_sharded, self.groups = collectives, parameters, is_sharded, groups
-        self.in_float32 = in_float32
+        self.in_float32, self.scatters_each = in_float32, scatters_each
         kinds = list(zip(is_sharded, map(tuple, groups), strict=True))
         counts = [sharded or not own or own[-1].rank == 0 for sharded, own in kinds]
         self.counted = np.array(counts, np.float32)
         limit = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self.buckets = plan_buckets([parameter.size for parameter in parameters], kinds, limit)
 
+    def add(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, list[Tensor]]:
+        if not self.scatters_each:
+            return _added(total, backward)
+        part, reduced = self.reduced(None, backward)
+        return part, add_gradients(total, reduced.gradients)
+
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, Reduced]:
-        """As `SumAfterBackward.last`; the result of `backward` has placeholders for gradients."""
+        if not self.scatters_each:
+            return self.reduced(total, backward)
+        part, reduced = self.reduced(None, backward)
+        return part, reduced._replace(gradients=add_gradients(total, reduced.gradients))
+
+    def kept(self, place: int, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def summed(self, total: list[Tensor]) -> Reduced:
+        return self.reduced(None, lambda: _Gradients(total))[1]
+
+    def reduced(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, Reduced]:
+        """The sum over the ranks of `total` and the gradients of a micro-batch."""
         from mindspore import dtype as mstype
-        from mindspore import ops
 
         ready: dict[int, Tensor] = {}
         dtypes: dict[int, Any] = {}
         under_way: list[Started] = []
-        # What the backward pass returns instead of a gradient that is here: so a scattered one can be let go.
-        nothing = ops.zeros(1)
 
-        def arrived(place: int, gradient: Tensor) -> Tensor:
-            assert place not in dtypes, "the sum over all uses of a parameter comes once"
+        def arrived(place: int, gradient: Tensor) -> None:
             dtypes[place] = mstype.float32 if self.in_float32 else gradient.dtype
             ready[place] = gradient if total is None else total[place] + gradient
             if total is not None:
@@ -138,20 +303,8 @@ class SumDuringBackward:
                 under_way.append(self.start(self.buckets[len(under_way)], gradients))
                 if len(under_way) > _MOST_UNDER_WAY:  # lets the memory of its inputs be used again
                     under_way[-1 - _MOST_UNDER_WAY].wait()
-            return nothing
 
-        hooks = [
-            parameter.register_hook(lambda gradient, place=place: arrived(place, gradient))
-            for place, parameter in enumerate(self.parameters)
-        ]
-        try:
-            part = backward()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for place, gradient in enumerate(part.gradients):
-            if place not in dtypes:  # nothing depends on the parameter in this micro-batch
-                arrived(place, gradient)
+        part = with_gradients_as_they_come(self.parameters, arrived, backward)
         gradients: list[Any] = [None] * len(self.parameters)
         for bucket, started in zip(self.buckets, under_way, strict=True):
             for place, gradient in zip(bucket, self.parts(bucket, started.wait()), strict=True):

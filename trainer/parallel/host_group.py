@@ -53,13 +53,29 @@ class HostGroup:
             return array
         if array.nbytes <= SMALL_BYTES:
             return _sum(self.all_gather(array))
-        flat = np.asarray(array, order="C").reshape(-1)
-        total = np.empty_like(flat)
-        ranges = [range_of_rank(flat.size, rank, self.size) for rank in range(self.size)]
-        parts = [total[each] for each in ranges]
-        parts[self.rank][...] = self._sum_of_own([flat[each] for each in ranges])
-        self._exchange([parts[self.rank]] * self.size, parts)
+        total = np.empty(array.size, array.dtype)
+        total[range_of_rank(total.size, self.rank, self.size)] = self.reduce_scatter_range(array)
+        self.complete_ranges([total])
         return total.reshape(array.shape)
+
+    def reduce_scatter_range(self, array: np.ndarray) -> np.ndarray:
+        """This rank's range (`range_of_rank`) of the sum over all ranks, flat: the same bits as `all_reduce` has."""
+        return self._sum_of_own(self._ranges(np.asarray(array, order="C").reshape(-1)))
+
+    def complete_ranges(self, flats: Sequence[np.ndarray]) -> None:
+        """Fills flat arrays in place: each rank has its own range (`range_of_rank`) of each and gets those of the
+        others."""
+        ranges = [self._ranges(flat) for flat in flats]
+        others = [(place, rank) for place, rank in enumerate(self.ranks) if place != self.rank]
+        own = [_bytes(each[self.rank]) for each in ranges]
+        self.connections.exchange(
+            {rank: own for _, rank in others},
+            {rank: [_bytes(each[place]) for each in ranges] for place, rank in others},
+        )
+
+    def _ranges(self, flat: np.ndarray) -> list[np.ndarray]:
+        """Views of each rank's range."""
+        return [flat[range_of_rank(flat.size, place, self.size)] for place in range(self.size)]
 
     def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
         """This rank's rows of the sum over all ranks of [size n, ...]: [n, ...]."""

@@ -30,7 +30,7 @@ from trainer.models.shapes import (
     layer_prefix,
 )
 from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.sharding import Shard, range_of_rank
+from trainer.parallel.sharding import ArrayPart, Shard, range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -93,6 +93,10 @@ class ModelLayout:
             start[one.dimension], shape[one.dimension] = own.start, own.stop - own.start
         return Shard(tuple(start), tuple(shape))
 
+    def part(self, name: str, where: MeshCoordinate) -> ArrayPart:
+        """`shard`, as a part of the whole."""
+        return ArrayPart(self.parameters[name].shape, self.shard(name, where))
+
     def local_shapes(self, where: MeshCoordinate) -> dict[str, tuple[int, ...]]:
         """Shapes of what a rank holds, in forward order."""
         held = (name for name, one in self.parameters.items() if where.pipeline in one.stages)
@@ -152,6 +156,11 @@ def model_layout(
         sums: tuple[SumGroup, ...] = (*one.sums, "embedding") if len(stages[name]) > 1 else one.sums
         found[name] = one._replace(sums=() if is_buffer(name) else sums, stages=stages[name])
     return ModelLayout(degrees, found)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to the experts of a layer, which are divided over ranks of their own."""
+    return f".{_EXPERTS}" in name
 
 
 def _parameter(

@@ -44,6 +44,11 @@ class Degrees(NamedTuple):
     def ranks(self) -> int:
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
+    @property
+    def divide_model(self) -> bool:
+        """Whether ranks compute a model together; otherwise each has the whole model and batches of its own."""
+        return self.ranks > self.data_parallel or self.expert_parallel > 1
+
 
 class MeshCoordinate(NamedTuple):
     pipeline: int
@@ -120,7 +125,7 @@ def group_ranks(mesh: Mesh, rank: int, kv_heads: int | None = None) -> dict[str,
     """
     degrees = mesh.degrees
     tensor, per_stage = degrees.model_parallel, mesh.size // degrees.pipeline_stage
-    first = rank - rank % per_stage
+    first, replica = rank - rank % per_stage, tensor * degrees.context_parallel
     stage = range(first, first + per_stage)
     stages, tp = mesh.group_of("pp", rank), mesh.group_of("tp", rank)
     copies = tensor // min(tensor, kv_heads or tensor)
@@ -129,6 +134,7 @@ def group_ranks(mesh: Mesh, rank: int, kv_heads: int | None = None) -> dict[str,
         "tp": tp,
         "kv": tp[at : at + copies],
         "cp": mesh.group_of("cp", rank),
+        "tp_cp": range(rank - rank % replica, rank - rank % replica + replica),
         "dp": mesh.group_of("dp", rank),
         "dp_cp": stage[rank % tensor :: tensor],
         "stage": stage,

@@ -19,6 +19,7 @@ class ProcessGroups(NamedTuple):
         tp: Tensor parallelism: the ranks that share the layers' matrices.
         kv: Those of `tp` that hold the same head of keys and values, where there are fewer heads than ranks.
         cp: Context parallelism: the ranks that share the tokens of a sequence.
+        tp_cp: `tp` and `cp` together: the ranks that share the tokens of a micro-batch for the experts.
         dp: The ranks with other sequences and the same part of the model.
         dp_cp: `dp` and `cp` together: the sum of the gradients of what is not an expert.
         stage: All ranks of this pipeline stage.
@@ -32,6 +33,7 @@ class ProcessGroups(NamedTuple):
     tp: Group | None = None
     kv: Group | None = None
     cp: Group | None = None
+    tp_cp: Group | None = None
     dp: Group | None = None
     dp_cp: Group | None = None
     stage: Group | None = None

@@ -75,6 +75,15 @@ class Schedule:
         return (part + 1 if action.kind == "forward" else part - 1) % self.stages
 
 
+def directions(stages: int, chunks: int) -> list[tuple[int, int]]:
+    """The pairs (sender, taker) of stages between which tensors travel, the same order for all stages."""
+    links = [(stage, stage + 1) for stage in range(stages - 1)]
+    # The last stage hands on to the next chunk of the first one.
+    links += [(stages - 1, 0)] if chunks > 1 else []
+    pairs = [pair for first, second in links for pair in ((first, second), (second, first))]
+    return list(dict.fromkeys(pairs))
+
+
 def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """1F1B, or with several chunks interleaved 1F1B.
 

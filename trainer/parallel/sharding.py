@@ -1,5 +1,4 @@
-"""How arrays are divided among ranks, packed into buckets and chunks to travel, and how many bytes that takes. Pure
-Python."""
+"""How arrays are divided among ranks, packed into buckets to travel, and how many bytes that takes. Pure Python."""
 
 from __future__ import annotations
 
@@ -140,6 +139,9 @@ class OptimizerShard(NamedTuple):
     threshold_bytes: int = 0  # every rank keeps the whole state of smaller parameters
     all_gather: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
     """Completes parameters in place after an update, see `trainer.parallel.collectives.all_gather_ranges`."""
+    gather: Callable[[Any, int], Any] | None = None
+    """(this rank's range of a tensor of so many numbers, flat; these) -> all of it, see `gather_range` there."""
+    shards_weights: bool = False  # a rank has no more than its range of the weights
 
     def divides(self, numbers: int) -> bool:
         """Whether a parameter of so many numbers is divided among the ranks."""
@@ -178,21 +180,6 @@ def bytes_sent(kind: Collective, given: int, ranks: int, rank: int = 0, *, on_ho
     return given - own_bytes + (own_bytes * (ranks - 1) if kind == "all_reduce" else 0)
 
 
-def gather_chunks(numbers: Sequence[int], ranks: int, chunk_bytes: int) -> tuple[int, int]:
-    """How ranks gather their ranges of arrays of so many numbers: numbers of a rank in a chunk, and how many chunks."""
-    most = sum(-(-each // ranks) for each in numbers)  # of the last rank, whose ranges are the longest
-    length = max(1, min(most, chunk_bytes // FLOAT32_BYTES // ranks))
-    return length, -(-most // length)
-
-
-class Piece(NamedTuple):
-    """A range of an array, and the range of a chunk in which it travels."""
-
-    array: int
-    source: slice  # in the flattened array
-    target: slice  # in the chunk
-
-
 def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]:
     """Groups consecutive arrays into buckets of up to so many bytes in float32; a larger array has its own bucket."""
     bucket, used = [], 0
@@ -205,17 +192,3 @@ def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]
         used += size
     if bucket:
         yield bucket
-
-
-def chunks(ranges: Sequence[slice], length: int, count: int) -> list[list[Piece]]:
-    """Divides ranges, one of each array, into `count` chunks of `length` numbers; the last ones may stay empty."""
-    found: list[list[Piece]] = [[] for _ in range(count)]
-    at = 0  # position among all numbers
-    for array, each in enumerate(ranges):
-        start = each.start
-        while start < each.stop:
-            chunk, offset = divmod(at, length)
-            taken = min(each.stop - start, length - offset)
-            found[chunk].append(Piece(array, slice(start, start + taken), slice(offset, offset + taken)))
-            start, at = start + taken, at + taken
-    return found

@@ -1,8 +1,13 @@
-"""Tensors between the stages of a pipeline on CPUs, over sockets of their own.
+"""Tensors between the stages of a pipeline: on CPUs over sockets of their own, on devices by MindSpore's collectives.
 
-A stage sends without waiting: a thread for each other stage writes what is queued for it, while this stage computes or
-waits for another one. So no order of sends and receives can block the stages in a circle, and what a stage needs is
-under way as soon as it exists. The threads know bytes alone: MindSpore computes in one thread only.
+On a CPU a stage sends without waiting: a thread for each other stage writes what is queued for it, while this stage
+computes or waits for another one. So no order of sends and receives can block the stages in a circle, and what a stage
+needs is under way as soon as it exists. The threads know bytes alone: MindSpore computes in one thread only.
+
+A device waits in a transfer until the other one has come to its end of it. So that no stages wait for each other in a
+circle, each direction between two stages has a group, and with it a stream, of its own: there a tensor that is sent
+waits for its receiver, while the stage computes on. Within a direction tensors are received in the order in which they
+are sent. So a schedule has no other waits than on CPUs.
 """
 
 from __future__ import annotations
@@ -12,12 +17,15 @@ import select
 import socket
 import struct
 import threading
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
 
+from trainer.parallel.collectives import DeviceGroup, start_receive, start_send
 from trainer.parallel.connections import connect, lost
 from trainer.parallel.host_group import HostGroup
+from trainer.parallel.schedule import directions
 
 _HEADER = struct.Struct("<4sqq")  # dtype, rows, columns
 _CONNECT_SECONDS = 60
@@ -47,8 +55,8 @@ class StageLink:
         """As `send`; the array must not change until it is sent. `owner` is the tensor whose memory it is."""
         self.senders[stage].put(array, owner)
 
-    def receive(self, stage: int) -> Tensor:
-        """Waits until the other stage has sent.
+    def receive(self, stage: int, tokens: int) -> Tensor:
+        """Waits until the other stage has sent the rows of so many tokens; they say their number themselves.
 
         Raises:
             RunError: It has ended.
@@ -126,3 +134,39 @@ def _wait(connection: socket.socket, event: int) -> None:
     poll = select.poll()
     poll.register(connection, event)
     poll.poll()
+
+
+class DeviceLink:
+    """As `StageLink` on devices, for the float32 rows of the residual stream and their gradients.
+
+    Args:
+        group: One rank of each stage, in the order of stages; all of them make their links at the same time.
+        width: Numbers of a row.
+        shares: Ranks of a stage that share the rows of a token group; see `TensorParallel.shares_rows`.
+    """
+
+    def __init__(self, group: DeviceGroup, chunks: int, width: int, shares: int = 1) -> None:
+        self.stage, self.width, self.shares = group.rank, width, shares
+        self.groups: dict[tuple[int, int], DeviceGroup] = {}
+        self.sends: list[Any] = []
+        for sender, taker in directions(group.size, chunks):
+            if self.stage in (sender, taker):
+                pair = group.ranks[sender], group.ranks[taker]
+                self.groups[sender, taker] = group.part(sorted(pair), "rank-{}-to-{}".format(*pair))
+
+    def send(self, stage: int, tensor: Tensor) -> None:
+        """Dispatches the transfer; neither the host nor what is computed next waits for it."""
+        group = self.groups[self.stage, stage]
+        self.sends.append(start_send(tensor, group, 1 - group.rank).handle)
+
+    def receive(self, stage: int, tokens: int) -> Tensor:
+        """The rows of so many tokens; what is computed next waits for them on the device, the host does not."""
+        group = self.groups[stage, self.stage]
+        return start_receive((tokens // self.shares, self.width), group, 1 - group.rank).wait()
+
+    def end_sends(self) -> None:
+        """What is computed next waits until all is sent. For the end of a window, when no stage needs more of this one:
+        MindSpore forbids to drop the handle of a transfer that nothing has waited for."""
+        for handle in self.sends:
+            handle.wait()
+        self.sends.clear()

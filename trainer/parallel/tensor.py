@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from mindspore import nn, ops
 from mindspore.ops import operations as P
 
@@ -24,10 +23,13 @@ from trainer.parallel.collectives import (
     Group,
     LeaveTensorParallel,
     ReduceScatter,
+    gather_parts,
 )
 from trainer.parallel.sharding import ArrayPart, range_of_rank
 
 if TYPE_CHECKING:
+    from mindspore import Tensor
+
     from trainer.parallel.layout import ModelLayout
     from trainer.parallel.mesh import MeshCoordinate
 
@@ -52,7 +54,11 @@ class TensorParallel(NamedTuple):
 
     def rows(self, tokens: int) -> slice:
         """The token rows of the residual stream that this rank has."""
-        return range_of_rank(tokens, self.group.rank, self.group.size) if self.shares_rows else slice(0, tokens)
+        return self.own_rows(tokens) if self.shares_rows else slice(0, tokens)
+
+    def own_rows(self, tokens: int) -> slice:
+        """The token rows that this rank sends to experts."""
+        return range_of_rank(tokens, self.group.rank, self.group.size)
 
     def columns(self, width: int) -> slice:
         """The columns that this rank has of what is cut by columns."""
@@ -88,6 +94,7 @@ class ModelShard(NamedTuple):
         tensor: None where the rank computes whole matrices.
         experts: The ranks that hold all experts together; None where it has all of them.
         tokens: Those of each sequence that it has.
+        sharing: The ranks that share the tokens of a micro-batch for the experts; None where it has all of them.
     """
 
     layout: ModelLayout
@@ -95,15 +102,38 @@ class ModelShard(NamedTuple):
     tensor: TensorParallel | None = None
     experts: Group | None = None
     tokens: SequencePart = SequencePart(0, 1)
+    sharing: Group | None = None
 
     def holds(self, name: str) -> bool:
         """Whether the rank has this parameter, whole or a part of it."""
         return self.layout.holds(name, self.where)
 
-    def array_part(self, name: str) -> ArrayPart:
-        """What the rank has of a parameter, as a part of the whole."""
-        return ArrayPart(self.layout.parameters[name].shape, self.layout.shard(name, self.where))
+    def part(self, name: str) -> ArrayPart:
+        """What the rank has of a parameter."""
+        return self.layout.part(name, self.where)
 
-    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """What the rank holds of a parameter, of its value or of an array like it."""
-        return np.ascontiguousarray(self.layout.shard(name, self.where).of(whole))
+
+class MatrixParts(NamedTuple):
+    """Matrices that tensor-parallel ranks share, for an update that needs them whole.
+
+    Attributes:
+        shard: What this rank has of them.
+    """
+
+    shard: ModelShard
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The matrix, or a tensor like it, of which each rank has such a part; all ranks call it."""
+        one, group = self.shard.layout.parameters[name], self.shard.tensor.group
+        if not self._is_cut(name):
+            return part
+        parts = gather_parts(group, part)
+        return ops.concat(parts[:: group.size // one.parts], one.dimension)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of it."""
+        return whole[self.shard.part(name).shard.slices] if self._is_cut(name) else whole
+
+    def _is_cut(self, name: str) -> bool:
+        one = self.shard.layout.parameters[name]
+        return one.by == "tp" and one.parts > 1

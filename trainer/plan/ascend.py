@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trainer.config.checks.parallel import sharing_level
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.device_defaults import with_device_defaults
 from trainer.ops.precision import resolve_precision
@@ -19,12 +20,41 @@ _MODEL = "model.model_config"
 
 def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """What keeps a job of these degrees, in explicit mode, from running on an Ascend."""
-    for name in ("pipeline_stage", "expert_parallel"):
-        if getattr(degrees, name) > 1:
-            rule = "outside semi-automatic mode it runs on CPUs alone so far"
-            yield problem(config, f"parallel_config.{name}", rule, f"set parallel.parallel_mode to 1, or {name} to 1")
-    if degrees.context_parallel > 1 and config.classifier is None:
+    if config.classifier is not None:
+        return
+    if degrees.pipeline_stage > 1:
+        yield from _pipeline_problems(config, degrees)
+    if config.decoder.experts is not None:
+        yield from _expert_problems(config, degrees)
+    shares = config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
+    if config.trains and shares and sharing_level(config) == "level3":
+        key = "parallel.parallel_optimizer_config.optimizer_level"
+        rule = "level3 (parallel_optimizer_comm_recompute means it, too) runs on CPUs or in semi-automatic mode"
+        yield problem(config, key, rule, "write level2, or set parallel.parallel_mode to 1")
+    if degrees.context_parallel > 1:
         yield from _context_problems(with_device_defaults(config, "Ascend"))
+
+
+def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    key, settings = "parallel_config.pipeline_stage", config.decoder
+    if config.run_mode in ("predict", "chat"):
+        fix = "set it to 1, or add --use_parallel False to run alone"
+        yield problem(config, key, "prediction goes through a pipeline on CPUs alone", fix)
+    shares = config.trains and config.parallel.enable_parallel_optimizer
+    copies = settings.tie_word_embeddings or settings.mtp_depth
+    if shares and copies and degrees.data_parallel * degrees.context_parallel > 1:
+        rule = "not yet supported on an Ascend with an embedding that two stages of a pipeline have"
+        yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
+
+
+def _expert_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    moe = config.decoder.experts
+    if degrees.expert_parallel > 1 and moe.moe_token_dispatcher_type == "allgather":
+        key, rule = f"{_MODEL}.moe_config.moe_token_dispatcher_type", "not yet supported on an Ascend"
+        yield problem(config, key, rule, "write alltoall")
+    if degrees.model_parallel * degrees.context_parallel > 1 and moe.effective_capacity is not None:
+        rule = "not yet supported where ranks of an Ascend share the tokens of a sequence"
+        yield problem(config, f"{_MODEL}.moe_config.capacity_factor", rule, "set it to -1: no bound")
 
 
 def _context_problems(config: Config) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 Weights and optimizer state are exact. In semi-automatic mode MindSpore shards them: matrices by model_parallel, experts
 by expert_parallel too, layers by stage, and with enable_parallel_optimizer weights and optimizer state by data_parallel
-and context_parallel. In explicit mode every rank has all weights.
+and context_parallel. In explicit mode a rank has what `trainer.parallel.layout` gives it.
 
 The peak is at the end of the forward pass, when all activations are kept, or at the end of the backward pass, when all
 gradients are there; with several micro-batches gradients are there all the time. Activations are counted array by
@@ -28,13 +28,15 @@ from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_target
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.layout import local_settings
+from trainer.plan.division import Held, held_parts, micro_batch_tokens
 from trainer.plan.graph_memory import graph_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainer.config import Config, ModelConfig
+    from trainer.parallel.mesh import Degrees
     from trainer.parallel.world import World
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -52,13 +54,11 @@ def device_memory(
     Args:
         states: Arrays of a weight's size that each update rule keeps.
     """
-    if not runs_semi_auto(config, world):
-        return _stage(config, world, Degrees(), trains, states, 0)
     degrees = degrees_of(config, world)
     stages = range(degrees.pipeline_stage) if stage is None else [stage]
-    return max(
-        (_stage(config, world, degrees, trains, states, one) for one in stages), key=lambda parts: parts["total"]
-    )
+    held = None if runs_semi_auto(config, world) else held_parts(config, world)
+    every = (_stage(config, world, degrees, trains, states, one, held[one] if held else None) for one in stages)
+    return max(every, key=lambda parts: parts["total"])
 
 
 def fixed_bytes(parts: dict[str, int]) -> int:
@@ -67,27 +67,32 @@ def fixed_bytes(parts: dict[str, int]) -> int:
 
 
 def _stage(
-    config: Config, world: World, degrees: Degrees, trains: bool, states: dict[str, int], stage: int
+    config: Config,
+    world: World,
+    degrees: Degrees,
+    trains: bool,
+    states: dict[str, int],
+    stage: int,
+    own: Held | None,
 ) -> dict[str, int]:
-    settings, stages = config.decoder, degrees.pipeline_stage
-    is_graph = runs_semi_auto(config, world)
-    layers = stage_layers(config)[stage] if stages > 1 else list(range(settings.num_layers))
-    if stage == stages - 1:
-        layers = [*layers, *range(settings.num_layers, settings.num_layers + settings.mtp_depth)]
-    held, own = all_shapes(settings), set(layers)
-    names = [name for name in held if _is_of_stage(name, own, stage == 0, stage == stages - 1)]
-    if stage == stages - 1 and stage > 0 and settings.tie_word_embeddings:
-        names = [name for name in names if name != EMBEDDING]
+    """`own`: what a rank has in explicit mode; None in semi-automatic mode."""
+    settings, stages, is_graph = config.decoder, degrees.pipeline_stage, own is None
+    held = all_shapes(settings) if own is None else own.shapes
+    names = _names_of_stage(config, stage, stages) if own is None else list(held)
     least = shard_threshold_bytes(config)
     shares_weights = is_graph and trains and config.parallel.enable_parallel_optimizer
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
 
     def size(name: str, shared: bool) -> int:
-        parts = _parts(held[name], degrees)
+        parts = _parts(held[name], degrees) if is_graph else 1
         whole = math.prod(held[name]) * _FLOAT32_BYTES // parts
         # Ranks that share a sequence have the same weights, as ranks with other data have.
-        same = min(degrees.data_parallel * degrees.context_parallel, degrees.ranks // degrees.pipeline_stage // parts)
-        return -(-whole // (same if is_graph else world.size)) if shared and whole >= least else whole
+        same = degrees.data_parallel * degrees.context_parallel
+        if is_graph:
+            same = min(same, degrees.ranks // degrees.pipeline_stage // parts)
+        elif ".experts." in name:
+            same = degrees.ranks // degrees.pipeline_stage // degrees.expert_parallel
+        return -(-whole // same) if shared and whole >= least else whole
 
     parts = {"weights": sum(size(name, shares_weights) for name in names)}
     half = resolve_precision(settings, config.amp_level, "Ascend").compute.dtype != "float32"
@@ -102,7 +107,8 @@ def _stage(
     of_trained = [name for name in trained if not is_buffer(name)]
     micro_batches = config.parallel_config.micro_batch_num if stages > 1 else 1
     adds_up = max(config.runner_config.gradient_accumulation_steps, micro_batches) > 1
-    shares_sums = shares_weights and (not adds_up or sharing_level(config) != "level1")
+    level = sharing_level(config)
+    shares_sums = shares_state and level != "level1" or shares_weights and not adds_up
     parts["gradients"] = sum(size(name, shares_sums) for name in of_trained)
     if half and not is_graph and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         parts["gradients"] -= sum(matrices.get(name, 0) for name in of_trained if name != EMBEDDING) // 2
@@ -114,7 +120,7 @@ def _stage(
         graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
         copies, kept, parts["masks and tables"] = graph.copies, graph.activations, graph.constants
     else:
-        kept = _activations(config, layers, half, _gradients_of_layer(of_trained, matrices, half))
+        kept = _activations(config, degrees, own, half, _gradients_of_layer(of_trained, matrices, half))
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
     parts["activations"] = kept if adds_up else max(kept - parts["gradients"], 0)
@@ -130,11 +136,17 @@ def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], hal
     return max(sizes.values(), default=0) * (3 if half else 2) // 2
 
 
-def _is_of_stage(name: str, layers: set[int], first: bool, last: bool) -> bool:
-    layer = _layer_of(name)
-    if layer is not None:
-        return layer in layers
-    return first if name == EMBEDDING else last
+def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
+    """The parameters of a stage in semi-automatic mode, in which the first one alone has a tied embedding."""
+    settings, last = config.decoder, stage == stages - 1
+    layers = set(stage_layers(config)[stage] if stages > 1 else range(settings.num_layers))
+    layers |= set(range(settings.num_layers, settings.num_layers + settings.mtp_depth) if last else ())
+    found = []
+    for name in all_shapes(settings):
+        layer = _layer_of(name)
+        if layer in layers if layer is not None else stage == 0 if name == EMBEDDING else last:
+            found.append(name)
+    return found
 
 
 def _layer_of(name: str) -> int | None:
@@ -149,24 +161,26 @@ def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
     return degrees.expert_parallel if len(shape) == 3 else degrees.model_parallel
 
 
-def _activations(config: Config, layers: Sequence[int], half: bool, gradients_of_layer: int) -> int:
+def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradients_of_layer: int) -> int:
     """Bytes in explicit mode: at the end of the forward pass, or while the backward pass computes a layer again, whose
     gradients come then."""
-    settings = config.decoder
-    tokens = config.runner_config.batch_size * settings.seq_length
+    settings = local_settings(config.decoder, degrees.model_parallel)
+    tokens = micro_batch_tokens(config, degrees)
+    rows = degrees.model_parallel if config.parallel_config.use_seq_parallel else 1
     again = recomputed_parts(config) + ("",) * settings.mtp_depth
     first = first_trained_layer(config, frozen_names(config))
     kept = largest = again_largest = 0
-    for layer in layers:
+    for layer, passes in own.passes.items():
         if layer < first:
             continue
-        sizes = _kept_of_layer(settings, layer, half)
+        sizes = _kept_of_layer(settings, layer, half, rows, degrees.context_parallel)
         sizes["block"] = sum(sizes.values())
         part = again[layer]
-        kept += sizes["block"] - (sizes[part] - settings.hidden_size * _FLOAT32_BYTES if part else 0)
+        remains = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows if part else 0
+        kept += passes * (sizes["block"] - remains)
         largest = max(largest, 0 if part else sizes["block"])
         again_largest = max(again_largest, sizes[part] if part else 0)
-    head = _head(settings, tokens, half)
+    head = _head(settings, tokens, half) if own.has_head else 0
     held = _constants(settings, tokens, half)
     # The compiled forward and backward pass each hold the constants that they were given last.
     head += 2 * held
@@ -203,13 +217,21 @@ def _constants(settings: ModelConfig, tokens: int, half: bool) -> int:
     return tokens * (tables + 3 * settings.num_heads * settings.seq_length)
 
 
-def _kept_of_layer(settings: ModelConfig, layer: int, half: bool) -> dict[str, int]:
+def _kept_of_layer(
+    settings: ModelConfig, layer: int, half: bool, rows: int = 1, sequence_ranks: int = 1
+) -> dict[str, int]:
     """What each sublayer of a layer keeps for a token in explicit mode; residuals are float32.
 
     The results of both output projections too, and of queries and keys what enters and leaves their norm.
+
+    Args:
+        settings: Those of the rank.
+        rows: Ranks that share the rows of the residual stream.
+        sequence_ranks: Those that share a sequence: each gathers keys and values of all its tokens.
     """
     width, hidden = 2 if half else 4, settings.hidden_size
-    streams = (4 + width) * hidden  # residual stream and its norm
+    streams = (4 + width) * hidden // rows  # residual stream and its norm
+    streams += width * hidden * (rows > 1)  # gathered
     queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
     values = settings.num_heads * settings.value_size
     if settings.multi_latent_attention:
@@ -222,10 +244,12 @@ def _kept_of_layer(settings: ModelConfig, layer: int, half: bool) -> dict[str, i
         scores = settings.num_heads * 64  # largest score and sum of the softmax, eight times each
     else:
         scores = settings.num_heads * settings.seq_length * 4
+    if sequence_ranks > 1:  # in the order of the sequence, up to the last token of either half of the rank's tokens
+        scores += (2 * sequence_ranks + 1) * keys * width
     if settings.pet_config is not None and settings.pet_config.lora_dropout and layer < settings.num_layers:
         # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.
         heads += width * hidden * sum(sublayer_of(name) == "attention" for name in layer_targets(settings, layer))
-    projected = width * hidden
+    projected = width * hidden // rows
     attention = streams + projected + heads + width * values + scores
     widens = _widens(settings, half)
     if not settings.is_moe_layer(layer):

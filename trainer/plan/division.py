@@ -8,21 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.parallel import degrees_of, runs_semi_auto
 from trainer.config.layer_ranges import layer_text
 from trainer.config.stages import chunk_layers, stage_layers
-from trainer.models.shapes import EMBEDDING, is_buffer
+from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer
 from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
+from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
 from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.parallel.world import World
 
-_GROUPS = ("tp", "cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
+_GROUPS = ("tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
 """Named as in Megatron-Core's ProcessGroupCollection; see `trainer.parallel.process_groups.ProcessGroups`."""
 
 
@@ -82,7 +83,7 @@ class Division:
 def division(config: Config, world: World) -> Division | None:
     """None where each rank has the whole model and batches of its own."""
     degrees = degrees_of(config, world)
-    if degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1 or config.classifier is not None:
+    if not degrees.divide_model or config.classifier is not None:
         return None
     mesh, layout = Mesh(degrees), layout_of(config, world)
     return Division(
@@ -113,9 +114,44 @@ def fullest_rank(degrees: Degrees, stage: int) -> MeshCoordinate:
     return MeshCoordinate(stage, 0, 0, degrees.model_parallel - 1)
 
 
+class Held(NamedTuple):
+    """What a rank has of the model.
+
+    Attributes:
+        shapes: Its parameters.
+        passes: For each layer of it how many forward passes wait for their backward pass at the most.
+        has_head: Whether it computes the logits.
+        tensor: How many ranks share its matrices.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    passes: dict[int, int]
+    has_head: bool = True
+    tensor: int = 1
+
+
+def held_parts(config: Config, world: World) -> list[Held]:
+    """Of the fullest rank of each stage of a pipeline; without one that of every rank."""
+    settings, degrees = config.decoder, degrees_of(config, world)
+    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
+    if config.classifier is not None or runs_semi_auto(config, world):
+        return [Held(all_shapes(config.network), dict.fromkeys((*range(settings.num_layers), *modules), 1))]
+    stages, layout, found = degrees.pipeline_stage, layout_of(config, world), []
+    rows = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
+    schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
+    for stage, chunks in enumerate(rows):
+        is_last = stage == stages - 1
+        counts = [1 if stages == 1 else most_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
+        passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
+        passes |= dict.fromkeys(modules, counts[-1]) if is_last else {}
+        shapes = layout.local_shapes(fullest_rank(degrees, stage))
+        found.append(Held(shapes, passes, is_last, degrees.model_parallel))
+    return found
+
+
 def _groups(config: Config, mesh: Mesh, layout: ModelLayout) -> list[GroupPlan]:
     """Of more than one rank; kinds with the same ranks have one entry."""
-    unused = () if config.decoder.experts else ("ep", "expert_dp")
+    unused = () if config.decoder.experts else ("tp_cp", "ep", "expert_dp")
     unused += ("embedding",) if len(layout.parameters[EMBEDDING].stages) == 1 else ()
     found: dict[tuple[Sequence[int], Sequence[int]], GroupPlan] = {}
     for_first, for_last = (group_ranks(mesh, rank) for rank in (0, mesh.size - 1))

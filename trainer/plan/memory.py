@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from trainer.config.checks.parallel import degrees_of, micro_batches, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import (
+    degrees_of,
+    micro_batches,
+    shard_threshold_bytes,
+    shards_optimizer,
+    sharing_level,
+)
 from trainer.config.recompute import recomputed_parts
-from trainer.config.stages import chunk_layers, stage_layers
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
-from trainer.models.shapes import all_shapes, attention_shapes, layer_targets, mlp_shapes, sublayer_of
+from trainer.models.shapes import attention_shapes, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
-from trainer.parallel.layout import local_settings, model_layout
-from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
+from trainer.parallel.layout import is_expert, local_settings
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
+from trainer.plan.division import Held, held_parts
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -35,7 +39,8 @@ _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
 _SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
 _HALF_KEEPS = 5  # eighths of a block's activations with half precision: residuals and norms stay float32
-_FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full
+_FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full; where ranks
+# divide matrices or layers, none was seen
 _OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  # arrays of a weight's size
 
 
@@ -49,7 +54,7 @@ def memory_estimate(
     """
     if device == "Ascend" and config.classifier is None:
         return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
-    held = _held_parts(config, degrees_of(config, world))
+    held = held_parts(config, world)
     every = (_host_memory(config, trains, device, world, one) for one in (held if stage is None else [held[stage]]))
     found = max(every, key=lambda parts: parts["total"])
     if device == "Ascend":  # of a classifier: MindSpore and its code are in the host's memory
@@ -58,46 +63,10 @@ def memory_estimate(
     return found
 
 
-class _Held(NamedTuple):
-    """What a rank has of the model.
-
-    Attributes:
-        shapes: Its parameters.
-        passes: For each layer of it how many forward passes wait for their backward pass at the most.
-        has_head: Whether it computes the logits.
-        tensor: How many ranks share its matrices.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    passes: dict[int, int]
-    has_head: bool = True
-    tensor: int = 1
-
-
-def _held_parts(config: Config, degrees: Degrees) -> list[_Held]:
-    """Of the ranks of each stage of a pipeline; without one that of every rank."""
-    shapes, settings = all_shapes(config.network), config.decoder
-    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
-    stages, tensor = degrees.pipeline_stage, degrees.model_parallel
-    if stages == 1 or config.classifier is not None:
-        if tensor > 1 or degrees.expert_parallel > 1:
-            shapes = model_layout(settings, degrees).local_shapes(MeshCoordinate(0, 0, 0, 0))
-        return [_Held(shapes, dict.fromkeys((*range(settings.num_layers), *modules), 1), tensor=tensor)]
-    rows, found = chunk_layers(config), []
-    layout = model_layout(settings, Degrees(), stage_layers=stage_layers(config))
-    schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
-    for stage, chunks in enumerate(rows):
-        own = {name: shapes[name] for name, one in layout.parameters.items() if stage in one.stages}
-        counts = [most_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
-        passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
-        is_last = stage == stages - 1
-        found.append(_Held(own, passes | (dict.fromkeys(modules, counts[-1]) if is_last else {}), is_last))
-    return found
-
-
-def _host_memory(config: Config, trains: bool, device: str, world: World, held: _Held) -> dict[str, int]:
+def _host_memory(config: Config, trains: bool, device: str, world: World, held: Held) -> dict[str, int]:
     settings, network = config.decoder, config.network
-    weights = _bytes(held.shapes)
+    own_bytes = _OwnBytes(config, world)
+    weights = own_bytes.weights(held.shapes) if trains else _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
@@ -106,30 +75,59 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         labels = config.runner_config.batch_size * network.labels_per_sequence // shared
         copies = 1 if micro_batches(config, degrees_of(config, world)) == 1 else 2
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
-        parts["gradients"] = _bytes(trained) * copies
-        parts["optimizer state"] = _optimizer_state_bytes(config, world, trained)
+        parts["gradients"] = own_bytes.gradients(trained, copies)
+        parts["optimizer state"] = own_bytes.optimizer_state(trained)
         parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
-        parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
+        if held.tensor == 1 and len(held.passes) == settings.num_layers + settings.mtp_depth:
+            parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
         if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
             parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
     return parts | {"total": sum(parts.values())}
 
 
-def _optimizer_state_bytes(config: Config, world: World, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Of one rank with these parameters; ranks that share the state have equal parts of every one above the threshold.
-    """
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    parts = world.size if shards_optimizer(config, world) else 1
-    least = shard_threshold_bytes(config)
+class _OwnBytes:
+    """What a rank has of what enable_parallel_optimizer divides: equal parts of every parameter above the threshold."""
 
-    def state(name: str, arrays: int) -> int:
-        size = _bytes({name: shapes[name]})
-        return arrays * (size if size < least else -(-size // parts))
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.degrees = config, degrees_of(config, world)
+        self.level = sharing_level(config) if shards_optimizer(config, world) else ""
+        self.least = shard_threshold_bytes(config)
 
-    return sum(state(name, _OPTIMIZER_STATES[group.rule]) for group in groups for name in group.parameters)
+    def part(self, name: str, shape: tuple[int, ...]) -> int:
+        """Bytes of the rank's range of a parameter."""
+        size, degrees = _bytes({name: shape}), self.degrees
+        ranks = degrees.data_parallel * degrees.context_parallel
+        if is_expert(name):
+            ranks = ranks * degrees.model_parallel // degrees.expert_parallel
+        return size if size < self.least or not self.level else -(-size // ranks)
+
+    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        if self.level != "level3":
+            return _bytes(shapes)
+        return sum(self.part(name, shape) for name, shape in shapes.items()) + _largest_unit(shapes)
+
+    def gradients(self, shapes: Mapping[str, tuple[int, ...]], copies: int) -> int:
+        """Of trained parameters; `copies` 2: sums over micro-batches, and the gradients of one of them."""
+        if self.level in ("", "level1"):
+            return _bytes(shapes) * copies
+        return sum(self.part(name, shape) for name, shape in shapes.items()) * copies + _largest_unit(shapes)
+
+    def optimizer_state(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        groups = parameter_groups(shapes, self.config.optimizer.weight_decay, self.config.optimizer.type)
+        arrays = {name: _OPTIMIZER_STATES[group.rule] for group in groups for name in group.parameters}
+        return sum(number * self.part(name, shapes[name]) for name, number in arrays.items())
 
 
-def _activations_of_label(config: Config, device: str, held: _Held) -> int:
+def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of the largest layer, or of the embedding or head: what is whole at once where the rest is divided."""
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        unit = ".".join(name.split(".")[:3])
+        sizes[unit] = sizes.get(unit, 0) + _bytes({name: shape})
+    return max(sizes.values(), default=0)
+
+
+def _activations_of_label(config: Config, device: str, held: Held) -> int:
     """Float32 values kept for each label between forward and backward pass, at the peak."""
     if config.classifier is not None:
         return 3 * sum(config.classifier.sizes)  # each layer: input, product and its gradient

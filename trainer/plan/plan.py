@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import config_notices
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
 from trainer.data.batches.blend import SourceShare
@@ -218,8 +218,10 @@ def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]
 def _optimizer_sharing(config: Config, world: World) -> str:
     if not shards_optimizer(config, world):
         return ""
-    parts, least = degrees_of(config, world).data_parallel, shard_threshold_bytes(config)
-    return f"1/{parts} on each rank" + (f"; parameters below {least >> 10} KiB whole on all" if least else "")
+    degrees, least, level = degrees_of(config, world), shard_threshold_bytes(config), sharing_level(config)
+    more = {"level2": ", and of the gradients", "level3": ", and of the gradients and weights"}.get(level, "")
+    shares = f"1/{degrees.data_parallel * degrees.context_parallel} on each rank{more}"
+    return shares + (f"; parameters below {least >> 10} KiB whole on all" if least else "")
 
 
 def _attention(settings: ModelConfig) -> str:

@@ -12,7 +12,7 @@ Legend: N tokens of a micro-batch on a rank, D hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,21 +22,25 @@ from trainer.config.checks.parallel import (
     runs_semi_auto,
     shard_threshold_bytes,
     shards_optimizer,
+    sharing_level,
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
-from trainer.models.shapes import EMBEDDING, MAPPING_IN
+from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
-from trainer.parallel.layout import SUM_GROUPS, ModelLayout, local_settings
+from trainer.optim.groups import parameter_groups
+from trainer.parallel.layout import SUM_GROUPS, ModelLayout, is_expert, local_settings
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
-from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, gather_chunks
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, range_of_rank
 from trainer.plan.division import fullest_rank, layout_of, micro_batch_tokens
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.parallel.world import World
 
+_MODULE_NORM = "shared_head.norm.weight"
+EVEN_ROWS = "rows of experts, if routed evenly"
 _COUNT_BYTES = 8  # of the number of rows for an expert
 
 
@@ -133,11 +137,15 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
     number = micro_batches(config, degrees)
     for call in _calls_of_micro_batch(config, degrees, device, where, facts):
         yield call._replace(times=call.times * number)
-    names = [name for name in layout.parameters if name in facts.trained and layout.holds(name, where)]
-    sizes = {name: math.prod(layout.shard(name, where).shape) for name in names}
-    yield from _sums_of_gradients(layout, sizes)
-    if shards_optimizer(config, world):
-        yield from _gathered_parameters(config, degrees, list(sizes.values()), device)
+    held = [name for name in layout.parameters if layout.holds(name, where) and not is_buffer(name)]
+    sizes = {name: math.prod(layout.shard(name, where).shape) for name in held}
+    trained = {name: size for name, size in sizes.items() if name in facts.trained}
+    shared = _Shared.of(config, world, layout, where, sizes)
+    scattered = {name for name in trained if name in shared.ranges} if shared.level > "level1" else set()
+    yield from _sums_of_gradients(layout, trained, shared, scattered, number)
+    if shared.level == "level3":
+        yield from _gathered_weights(config, facts, shared, where, number)
+    yield from _calls_of_update(config, layout, shared, trained)
 
 
 def _calls_of_micro_batch(
@@ -153,9 +161,9 @@ def _calls_of_micro_batch(
         part = facts.again[min(layer, settings.num_layers - 1)]
         passes = _Passes(layer >= facts.first, part, config.context.mode == 0)
         yield from _tensor_calls(settings, sizes, layer, passes)
-        yield from _context_calls(config, degrees, sizes, passes)
+        yield from _context_calls(config, degrees, device, sizes, passes)
         if settings.is_moe_layer(layer):
-            yield from _expert_calls(settings, sizes, passes)
+            yield from _expert_calls(config, degrees, sizes, passes)
     lookups = (where.pipeline == 0) + len(modules)
     stream = sizes._replace(width=FLOAT32_BYTES)  # the residual stream
     yield from _leave(stream, "embedding", settings.embedding_width, lookups, lookups * looks_up)
@@ -245,12 +253,21 @@ def _tensor_calls(settings: ModelConfig, sizes: _Sizes, layer: int, passes: _Pas
         yield from _leave(sizes, "layers", settings.hidden_size, 1 + leaves_again, passes.backward)
 
 
-def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
-    """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py."""
+def _context_calls(
+    config: Config, degrees: Degrees, device: str, sizes: _Sizes, passes: _Passes
+) -> Iterator[_Call]:
+    """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py. On an Ascend
+    they are gathered."""
     ranks, own, tokens, what = degrees.context_parallel, sizes.own, sizes.tokens, "keys and values"
     heads = own.num_heads
     kv_heads = heads if own.multi_latent_attention else own.kv_heads
     times = 1 + passes.backward + passes.again("attention")
+    if device != "CPU":
+        size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
+        again = passes.again("attention")
+        yield _Call("cp", what, "all_gather", size, 1 + again, sizes.width)
+        yield _Call("cp", what, "reduce_scatter", ranks * size, passes.backward, sizes.width)
+        return
     if config.parallel_config.context_parallel_algo != "ulysses_cp":
         size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
         yield _Call("cp", what, "send", size, times * (ranks - 1), sizes.width)
@@ -260,17 +277,43 @@ def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Pas
         yield _Call("cp", what, "all_to_all", ranks * tokens * width * sizes.width, times, sizes.width)
 
 
-def _expert_calls(settings: ModelConfig, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
-    """Counts, rows and results: see `trainer.models.moe.ExpertExchange`."""
-    moe, again = settings.experts, passes.again("mlp")
-    tokens = sizes.tokens
-    capacity = moe.capacity(tokens)
-    rows = moe.num_experts_chosen * tokens
-    rows = rows if capacity is None else min(rows, capacity * moe.expert_num)
-    yield _Call("ep", "counts of rows", "all_to_all", moe.expert_num * _COUNT_BYTES, 1 + again, _COUNT_BYTES)
-    size = rows * settings.hidden_size * sizes.width
-    yield _Call("ep", "rows of experts, if routed evenly", "all_to_all", size, 2 * (1 + passes.backward + again),
-                sizes.width)  # fmt: skip
+def _expert_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
+    """The ranks of a tensor group share the tokens for the experts; see `trainer.ops.dispatch` too."""
+    settings, moe, hidden = config.decoder, config.decoder.experts, config.decoder.hidden_size
+    own, forward = sizes.tokens // sizes.tensor, 1 + passes.again("mlp")
+    yield from _router_calls(config, degrees, own, forward)
+    if not sizes.shares_rows:
+        yield _Call("tp", "rows of experts", "all_gather", own * hidden * FLOAT32_BYTES, passes.backward)
+        yield _Call("tp", "rows of experts", "all_gather", own * hidden * sizes.width, forward, sizes.width)
+    if settings.shared_expert_size:
+        rows = sizes._replace(shares_rows=True)
+        yield from _enter(rows, "shared experts", hidden, forward, passes.backward)
+        yield from _leave(rows, "shared experts", hidden, forward, passes.backward)
+    chosen, row = moe.num_experts_chosen, hidden * sizes.width
+    if moe.moe_token_dispatcher_type == "allgather":
+        what, ranks = "tokens of experts", degrees.expert_parallel
+        yield _Call("ep", what, "all_gather", own * chosen * FLOAT32_BYTES, 2 * forward)  # experts, and gates
+        yield _Call("ep", what, "reduce_scatter", ranks * own * chosen * FLOAT32_BYTES, passes.backward)
+        yield _Call("ep", what, "all_gather", own * row, forward + passes.backward, sizes.width)
+        yield _Call("ep", what, "reduce_scatter", ranks * own * row, forward + passes.backward, sizes.width)
+        return
+    group = degrees.model_parallel * degrees.context_parallel
+    capacity = moe.capacity(own * group)
+    rows = chosen * own if capacity is None else min(chosen * own, capacity * moe.expert_num // group)
+    yield _Call("ep", "counts of rows", "all_to_all", moe.expert_num * _COUNT_BYTES, forward, _COUNT_BYTES)
+    yield _Call("ep", EVEN_ROWS, "all_to_all", rows * row, 2 * (forward + passes.backward), sizes.width)
+
+
+def _router_calls(config: Config, degrees: Degrees, own: int, forward: int) -> Iterator[_Call]:
+    """What the ranks of a micro-batch tell each other of their tokens: the load of each expert, for the balance loss;
+    with a capacity the choices of each token, and where the best ones stay their scores."""
+    moe, what = config.decoder.experts, "choices of routers"
+    if not moe.balances_step:
+        size = config.runner_config.batch_size * moe.expert_num * _COUNT_BYTES
+        yield _Call("tp_cp", what, "all_gather", size, forward, _COUNT_BYTES)
+    if moe.capacity(own * degrees.model_parallel * degrees.context_parallel) is not None:
+        choices = own * moe.num_experts_chosen * FLOAT32_BYTES
+        yield _Call("tp_cp", what, "all_gather", choices, 1 + (moe.drop_policy == "probability"))
 
 
 def _stage_calls(
@@ -294,19 +337,102 @@ class _Numbers(NamedTuple):
     size: int
 
 
-def _sums_of_gradients(layout: ModelLayout, sizes: dict[str, int]) -> Iterator[_Call]:
-    """In buckets, over one group after the other."""
+class _Shared(NamedTuple):
+    """What ranks with the same part of the model divide.
+
+    Attributes:
+        level: See `sharing_level`; empty for nothing.
+        ranges: By the name of a divided parameter how many of its numbers this rank has.
+    """
+
+    layout: ModelLayout
+    level: str
+    ranges: dict[str, int]
+
+    @classmethod
+    def of(
+        cls, config: Config, world: World, layout: ModelLayout, where: MeshCoordinate, sizes: Mapping[str, int]
+    ) -> _Shared:
+        if not shards_optimizer(config, world):
+            return cls(layout, "", {})
+        degrees, least, ranges = layout.degrees, shard_threshold_bytes(config), {}
+        ranks, place = degrees.data_parallel * degrees.context_parallel, where.data * degrees.context_parallel
+        for name, size in sizes.items():
+            group, own = ranks, place + where.context
+            if is_expert(name):
+                group = ranks * degrees.model_parallel // degrees.expert_parallel
+                own = (own * degrees.model_parallel + where.tensor) // degrees.expert_parallel
+            if 1 < group <= size and size * FLOAT32_BYTES >= least:
+                part = range_of_rank(size, own, group)
+                ranges[name] = part.stop - part.start
+        return cls(layout, sharing_level(config), ranges)
+
+    def kind(self, name: str) -> str:
+        """The group that divides a parameter."""
+        return "expert_dp" if is_expert(name) else "dp_cp"
+
+
+def _sums_of_gradients(
+    layout: ModelLayout, sizes: Mapping[str, int], shared: _Shared, scattered: Collection[str], times: int
+) -> Iterator[_Call]:
+    """In buckets, over one group after the other; the `scattered` ones so many times, each by itself."""
+    what = "sums of gradients"
+    for name in sizes:
+        if name in scattered:
+            for kind in layout.parameters[name].sums:
+                if kind in ("tp", "kv"):
+                    yield _Call(kind, what, "all_reduce", sizes[name] * FLOAT32_BYTES, times)
+            yield _Call(shared.kind(name), what, "reduce_scatter", sizes[name] * FLOAT32_BYTES, times)
     for kind in SUM_GROUPS:
-        own = [_Numbers(size) for name, size in sizes.items() if kind in layout.parameters[name].sums]
+        own = []
+        for name, size in sizes.items():
+            if kind in layout.parameters[name].sums and (name not in scattered or kind == "embedding"):
+                own.append(_Numbers(shared.ranges[name] if name in scattered else size))
         for bucket in buckets(own, BUCKET_BYTES):
-            yield _Call(kind, "sums of gradients", "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
+            yield _Call(kind, what, "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
 
 
-def _gathered_parameters(config: Config, degrees: Degrees, sizes: Sequence[int], device: str) -> Iterator[_Call]:
-    """Weights that a rank has updated for the others."""
-    ranks = degrees.data_parallel * degrees.context_parallel
-    least = shard_threshold_bytes(config)
-    numbers = [size for size in sizes if size >= ranks and size * FLOAT32_BYTES >= least]
-    if numbers:
-        length, count = gather_chunks(numbers, ranks, BUCKET_BYTES)
-        yield _Call("dp_cp", "updated weights", "all_gather", length * FLOAT32_BYTES, count)
+def _calls_of_update(
+    config: Config, layout: ModelLayout, shared: _Shared, sizes: Mapping[str, int]
+) -> Iterator[_Call]:
+    """Updated weights for the other ranks; whole directions of the matrices that Muon updates."""
+    shapes = {name: layout.parameters[name].shape for name in sizes}
+    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    by_muon = {name for group in groups if group.rule == "Muon" for name in group.parameters}
+    for name in sizes:
+        one = layout.parameters[name]
+        if name in by_muon and name in shared.ranges:
+            yield _Call(shared.kind(name), "Muon", "all_gather", shared.ranges[name] * FLOAT32_BYTES, 1)
+        if name in by_muon and one.by == "tp" and one.parts > 1:
+            yield _Call("tp", "Muon", "all_gather", sizes[name] * FLOAT32_BYTES, 1)
+    for kind in ("dp_cp", "expert_dp") if shared.level in ("level1", "level2") else ():
+        own = sum(shared.ranges.get(name, 0) for name in sizes if shared.kind(name) == kind and name not in by_muon)
+        yield _Call(kind, "updated weights", "all_gather", own * FLOAT32_BYTES, bool(own))
+
+
+def _gathered_weights(
+    config: Config, facts: _Facts, shared: _Shared, where: MeshCoordinate, micro_batches: int
+) -> Iterator[_Call]:
+    """The weights of each part of the model, before its forward and its backward pass."""
+    settings, is_last = config.decoder, where.pipeline == shared.layout.degrees.pipeline_stage - 1
+    modules = settings.mtp_depth * is_last
+    lookups = (where.pipeline == 0) + modules
+    looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
+    head = EMBEDDING if settings.tie_word_embeddings else HEAD
+    heads, last_module = (1 + modules) * is_last, settings.num_layers + modules - 1
+    uses = {
+        EMBEDDING: lookups,  # the gradient of a look-up needs no values
+        MAPPING_IN: lookups * (1 + looks_up),
+        MAPPING_OUT: 2 * heads,
+        FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
+    }
+    head = EMBEDDING if settings.tie_word_embeddings else HEAD
+    uses[head] = uses.get(head, 0) + 2 * heads
+    for name, size in shared.ranges.items():
+        times = uses.get(name)
+        if times is None:
+            layer = int(name.split(".")[2])
+            times = 1 + (layer >= facts.first)
+            times *= 2 if name.endswith(_MODULE_NORM) and layer < last_module else 1
+        yield _Call(shared.kind(name), "weights for their use", "all_gather", size * FLOAT32_BYTES,
+                    times * micro_batches)  # fmt: skip

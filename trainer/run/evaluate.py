@@ -18,6 +18,7 @@ from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.metrics import EvalMetrics
+from trainer.run.prepare import held_parts
 from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def evaluate_now(
         return session.communicator.any(bool(stop)) if together else bool(stop)
 
     batches = data.loader.epoch(0)
-    with contextlib.closing(batches):
+    # Ranks may evaluate unequal numbers of batches, so they cannot gather the weights of each.
+    with contextlib.closing(batches), session.model.compute_weights.whole():
         some = _each_told(itertools.islice(batches, data.max_batches), on_batch)
         found = evaluate(
             session.model if pipeline is None else pipeline.evaluate,
@@ -75,7 +77,8 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
     console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
     for notice in plan.notices:
         console.on_notice(notice)
-    weights, folder = starting_weights(config, console.on_notice), Path(config.output_dir).expanduser()
+    weights = starting_weights(config, console.on_notice, parts=held_parts(config, world))
+    folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.

@@ -41,7 +41,7 @@ from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan.render import plan_text
 from trainer.run.evaluate import eval_run, evaluate_now
-from trainer.run.prepare import Prepared, prepare
+from trainer.run.prepare import Prepared, held_parts, prepare
 from trainer.run.stop_signals import EXIT_CODES, StopSignals
 
 if TYPE_CHECKING:
@@ -159,8 +159,14 @@ class _Training:
         if again := self.info.restarted:
             notices.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
         # A run that resumes takes its weights from the checkpoint it resumes from.
-        self.weights = self.resumed.weights if self.resumed else starting_weights(self.config, notices.append)
-        self.base = base_record(self.config, self.weights) if self.config.decoder.pet_config is not None else None
+        parts = held_parts(self.config, self.world)
+        if self.resumed:
+            self.weights = dict(self.resumed.weights)
+            self.resumed.weights.clear()  # who prepared the run keeps them otherwise, in memory that it needs
+        else:
+            self.weights = starting_weights(self.config, notices.append, parts=parts)
+        adapted = self.config.decoder.pet_config is not None
+        self.base = base_record(self.config, self.weights, parts) if adapted else None
         self.files = folder_files(self.config) if self.world.rank == 0 and self.base is None else {}
         if self.world.rank == 0:
             self.held.enter_context(claimed_folder(self.folder, self.config.source.where("output_dir")))
@@ -191,7 +197,9 @@ class _Training:
 
         backend = self.plan.backend
         schedule = build_schedule(self.config.lr_schedule, self.plan.total_steps, where=self.config.source.where)
-        self.step = backend.open(schedule, self.weights, self.plan.device)
+        weights, self.weights = self.weights, None  # the model has them then
+        self.step = backend.open(schedule, weights, self.plan.device)
+        del weights
         step = self.step
         self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together, step.pipeline)
         backend.check_layout(self.layout, self.session.communicator)
@@ -201,7 +209,7 @@ class _Training:
             self.step.load_optimizer(self.resumed.optimizer, self.resumed.updates)
         if self.resumed and self.resumed.step:
             self.step.load_state(self.resumed.step)
-        self.weights = self.resumed = None  # the model has them now
+        self.resumed = None
 
     def agree(self, stop: StopSignals, counts: Sequence[float] | None = None) -> None:
         """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting.

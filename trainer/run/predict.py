@@ -29,6 +29,7 @@ from trainer.run.generation import (
     print_text,
     sampling_of,
 )
+from trainer.run.prepare import held_parts
 from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -151,7 +152,8 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
 
     for notice in template.notices if template else ():
         tell(notice)
-    weights, folder = starting_weights(config, tell), Path(config.output_dir).expanduser()
+    weights = starting_weights(config, tell, parts=held_parts(config, world))
+    folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     ends = end_ids(config, tokenizer, template)
     generator, session = open_generator(config, weights, ends, world, device)

@@ -18,6 +18,7 @@ from trainer.launch import heartbeat
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.ascend import ascend_problems
+from trainer.plan.division import layout_of
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from trainer.checkpoint.state import Resumed
+    from trainer.checkpoint.weights import Parts
     from trainer.config import Config
     from trainer.plan.backend import TrainingBackend
     from trainer.step.train_step import TrainStep
@@ -126,8 +128,17 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     layout = data_layout(backend.data_config, plan.data.dataset, backend.data_ranks[1])
     if resume_from is None:
         return Prepared(config, plan, layout, None, None)
-    resumed = read_resumed(resume_from, config, layout)
+    resumed = read_resumed(resume_from, config, layout, held_parts(config, world))
     return Prepared(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
+
+
+def held_parts(config: Config, world: World) -> Parts | None:
+    """The part of each parameter that this rank has; None: all of all, or MindSpore decides."""
+    degrees = degrees_of(config, world)
+    if not degrees.divide_model or runs_semi_auto(config, world):
+        return None
+    layout, where = layout_of(config, world), Mesh(degrees).coordinate_of(world.rank)
+    return {name: layout.part(name, where) for name in layout.parameters if layout.holds(name, where)}
 
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:

@@ -6,16 +6,16 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import mindspore
 import numpy as np
 
 from trainer.checkpoint.state import load_weights
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
-from trainer.config.stages import stage_layers
 from trainer.data.batches.context import SequencePart
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
@@ -23,6 +23,7 @@ from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
+from trainer.models.shapes import is_buffer
 from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -30,7 +31,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import start
+from trainer.parallel.collectives import all_gather_ranges, gather_range, start, write_own_ranges
 from trainer.parallel.communicator import (
     Communicator,
     ModelParallel,
@@ -40,13 +41,17 @@ from trainer.parallel.communicator import (
     model_parallel,
 )
 from trainer.parallel.sharding import OptimizerShard
-from trainer.parallel.tensor import ModelShard, TensorParallel
+from trainer.parallel.tensor import MatrixParts, ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.plan.division import layout_of
 from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
+    from mindspore import Parameter
+
     from trainer.config import Config
+    from trainer.parallel.collectives import Group
 
 Model: TypeAlias = Decoder | Classifier
 
@@ -69,12 +74,14 @@ def open_session(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
+    group: Group | None = None,
 ) -> Session:
     """Sets up the device, finds the other ranks and builds the model.
 
     Args:
         weights: Checked to fit; None for those of `seed`.
         device: That of the plan; None finds out which, for notebooks.
+        group: The ranks of `world`, where they have met already.
 
     Raises:
         UserError: The device is not there.
@@ -82,7 +89,7 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = _communicator(config, world)
+    communicator = SingleProcess() if world.size == 1 else _communicator(config, world, group or start(world))
     config = with_device_defaults(config, device)
     precision = resolve_precision(config.network, config.amp_level, device)
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
@@ -103,15 +110,11 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
     return parameter_groups(trained_shapes(config), config.optimizer.weight_decay, config.optimizer.type)
 
 
-def _communicator(config: Config, world: World) -> Communicator:
-    """Joins the other ranks of the job, where there are some."""
-    if world.size == 1:
-        return SingleProcess()
-    degrees, group = degrees_of(config, world), start(world)
-    if degrees.ranks == degrees.data_parallel and degrees.expert_parallel == 1:
+def _communicator(config: Config, world: World, group: Group) -> Communicator:
+    """The ranks of a job, by what they share."""
+    if not degrees_of(config, world).divide_model:
         return ProcessGroup(group)
-    layers = stage_layers(config) if degrees.pipeline_stage > 1 else None
-    return model_parallel(group, config.decoder, degrees, config.parallel_config.use_seq_parallel, layers)
+    return model_parallel(group, config.decoder, layout_of(config, world))
 
 
 def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
@@ -122,7 +125,7 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
     ranks, in_ring = communicator.layout.degrees.context_parallel, section.context_parallel_algo != "ulysses_cp"
     tokens = SequencePart(where.context, ranks, in_ring)
-    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens)
+    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp)
 
 
 def build_model(
@@ -141,7 +144,7 @@ def build_model(
     model = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return model, InputBuilder(model.settings, kernels, None if shard is None else shard.tokens)
+    return model, InputBuilder(model.settings, kernels, shard)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:
@@ -164,27 +167,34 @@ def open_training(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
+    group: Group | None = None,
 ) -> TrainStep:
     """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
 
     Args:
         schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
-        weights, device: As in `open_session`.
+        weights, device, group: As in `open_session`.
 
     Raises:
         UserError: The device is not there, or `freeze` names no weight.
         RunError: As in `open_session`.
     """
-    session, groups = open_session(config, weights, world, device), parameter_groups_of(config)
+    session, groups = open_session(config, weights, world, device, group), parameter_groups_of(config)
     parameters = session.model.parameters_by_name
     trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
-    shard = None
+    shards = {}
     if shards_optimizer(config, world):
-        same = session.communicator.same_part
-        shard = OptimizerShard(same.rank, same.size, shard_threshold_bytes(config), same.all_gather_ranges)
+        make_shards = partial(optimizer_shards, session.communicator, shard_threshold_bytes(config))
+        if sharing_level(config) == "level3":
+            session.model.compute_weights.shard(make_shards(parameters))
+            shards = make_shards(trained, write_own_ranges)
+        else:
+            shards = make_shards(trained)
+    own = session.model.shard
+    parts = None if own is None or own.tensor is None else MatrixParts(own)
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shard),
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, parts),
         schedule,
         session.build_inputs,
         config.runner_wrapper,
@@ -192,7 +202,35 @@ def open_training(
         communicator=session.communicator,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         pipeline=session.pipeline,
+        scatters=bool(shards) and sharing_level(config) != "level1",
     )
+
+
+def optimizer_shards(
+    communicator: Communicator,
+    threshold_bytes: int,
+    parameters: Mapping[str, Parameter],
+    all_gather: Callable = all_gather_ranges,
+) -> dict[str, OptimizerShard]:
+    """This rank's shards of those parameters that the ranks with the same part of them divide.
+
+    Args:
+        all_gather: (group, parameters, own ranges) -> nothing: what `OptimizerShard.all_gather` does.
+    """
+    made: dict[int, OptimizerShard] = {}  # one for each group: what it shares travels together
+    found = {}
+    for name, parameter in parameters.items():
+        group = None if is_buffer(name) else communicator.state_group(name)
+        if group is None:
+            continue
+        if id(group) not in made:
+            made[id(group)] = OptimizerShard(
+                group.rank, group.size, threshold_bytes, partial(all_gather, group), partial(gather_range, group),
+                shards_weights=all_gather is write_own_ranges,
+            )  # fmt: skip
+        if made[id(group)].divides(parameter.size):
+            found[name] = made[id(group)]
+    return found
 
 
 def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) -> None:

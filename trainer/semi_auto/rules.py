@@ -37,6 +37,8 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
     yield from pipeline_notices(config)
     if config.context.mode == 1:
         yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
+    if config.decoder.experts is not None and config.decoder.experts.moe_token_dispatcher_type == "allgather":
+        yield Notice("moe_token_dispatcher_type allgather: no effect, this mode sends tokens by alltoall", "ignored")
     if config.network.labels_text == "tokens":
         parts = "multi-token prediction modules" if config.decoder.mtp_depth else ""
         if config.decoder.moe_layers:

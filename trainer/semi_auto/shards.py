@@ -16,7 +16,8 @@ from trainer.models.shapes import all_shapes
 from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.communicator import check_same_values
-from trainer.parallel.sharding import Shard
+from trainer.parallel.sharding import ArrayPart, Shard
+from trainer.storage.tensor_file import AnyArray, read_part
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -149,9 +150,9 @@ class ShardedParameters:
         for total, shape in self.sums.values():
             _set(total, np.zeros(shape, np.float32))
 
-    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
+    def part(self, name: str, whole: AnyArray) -> np.ndarray:
         """This rank's shard of a whole array that is sharded like this parameter."""
-        return self.shards[name].of(whole.reshape(self.shapes[name]))
+        return read_part(whole, ArrayPart(self.shapes[name], self.shards[name]))
 
     def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Gathers arrays that are sharded like these parameters, on rank 0; all ranks must call it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import Config
 from trainer.config.checks.problem import value_of
 from trainer.config.read.dump import dump_values, values
+from trainer.smoke.degrees import Layout
 
 
 class Setup(NamedTuple):
@@ -21,6 +22,8 @@ class Setup(NamedTuple):
     device: str  # that it runs on
     missing: dict[str, str]  # data set sections whose data is not here -> the path that is written, or empty
     large: frozenset[str] = frozenset()  # sections whose text takes long to tokenize
+    layout: Layout = Layout()  # of the processes
+    left_out: Mapping[str, str] = {}  # kinds of parallelism that the layout has not -> why
 
 
 class Change(NamedTuple):

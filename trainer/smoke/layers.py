@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.recompute import SUBLAYERS, recomputed_parts
+from trainer.config.recompute import SUBLAYERS, gathered_again, recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.models.shapes import all_shapes, layer_prefix
 from trainer.optim.freeze import frozen_names
@@ -24,13 +24,16 @@ _REMAIN = "the layers that remain"
 _NUMBERED = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def kept_layers(config: Config) -> list[int]:
-    """The layers that stay, in order; multi-token prediction modules are not among them."""
+def kept_layers(config: Config, fewest: int = 1) -> list[int]:
+    """The layers that stay, in order; multi-token prediction modules are not among them. `fewest`: for all stages of a
+    pipeline."""
     kinds = _kinds(config)
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     frequent = Counter(kinds).most_common(1)[0][0]
-    again = [layer for layer, kind in enumerate(kinds) if kind == frequent][1:2]
-    return sorted({*first, *again})
+    again = [layer for layer, kind in enumerate(kinds) if kind == frequent and layer not in first]
+    kept = {*first, *again[:1]}
+    more = [layer for layer in (*again, *range(len(kinds))) if layer not in kept]
+    return sorted({*kept, *list(dict.fromkeys(more))[: max(0, fewest - len(kept))]})
 
 
 def _kinds(config: Config) -> list[Any]:
@@ -53,8 +56,8 @@ def _kinds(config: Config) -> list[Any]:
     ]
 
 
-def layer_changes(config: Config, kept: Sequence[int]) -> Iterator[Change]:
-    """What the keys about layers are for those that remain."""
+def layer_changes(config: Config, kept: Sequence[int], stages: int = 1) -> Iterator[Change]:
+    """What the keys about layers are for those that remain, in a pipeline of so many stages."""
     decoder = config.decoder
     why = "a layer of each kind, and a second one of the most frequent kind"
     yield from changed(config, f"{_MODEL}.num_layers", len(kept), why)
@@ -68,7 +71,7 @@ def layer_changes(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     if decoder.layers_group > 1:  # so that one layer shares its attention with the next, and another does not
         yield from changed(config, f"{_MODEL}.layers_group", 2, _REMAIN)
     yield from _expert_layers(config, kept)
-    yield from _recompute(config, kept)
+    yield from _recompute(config, kept, stages)
     yield from _freeze(config, kept)
     yield from _adapters(config, kept)
 
@@ -87,14 +90,22 @@ def _expert_layers(config: Config, kept: Sequence[int]) -> Iterator[Change]:
         yield from changed(config, f"{_EXPERTS}.mlp_only_layers", None, "moe_layer_freq says it")
 
 
-def _recompute(config: Config, kept: Sequence[int]) -> Iterator[Change]:
+def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Change]:
     """Choices by layer are written anew; True, False and patterns stay."""
     settings = config.recompute_config
+
+    def written(layers: Collection[int]) -> list[int] | list[str]:
+        own = [new for new, old in enumerate(kept) if old in layers]
+        return own if stages == 1 else [str(layer) for layer in own]  # numbers would count layers of each stage
+
+    if _numbers_layers(settings.select_comm_recompute):
+        again = written(gathered_again(config)) or False
+        yield from changed(config, "recompute_config.select_comm_recompute", again, _REMAIN)
     names = ("recompute", "select_recompute", "select_recompute_exclude")
     if not any(_numbers_layers(getattr(settings, name)) for name in names):
         return
     parts = recomputed_parts(config)
-    of = {part: [new for new, old in enumerate(kept) if parts[old] == part] for part in ("block", *SUBLAYERS)}
+    of = {part: written([layer for layer in kept if parts[layer] == part]) for part in ("block", *SUBLAYERS)}
     selected = {part: of[part] for part in SUBLAYERS if of[part]}
     for name, value in zip(names, (of["block"] or False, selected or False, False), strict=True):
         yield from changed(config, f"recompute_config.{name}", value, _REMAIN)

@@ -24,13 +24,16 @@ _HEAD_SIZE, _MANY_HEADS = 16, 8
 _MULTIPLE = 8
 _EXPERT_NUM, _LORA_RANK = 8, 4
 _SMALLER = "small enough for this machine"
+CHUNKS = 2
+"""Most chunks of layers that a stage of a pipeline keeps."""
 
 
 def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
     """The sizes, the layers, the experts, the adapters and the dtypes."""
     decoder = config.decoder
-    kept = kept_layers(config)
-    yield from layer_changes(config, kept)
+    stages = setup.layout.degrees.pipeline_stage
+    kept = kept_layers(config, _fewest_layers(config, stages))
+    yield from layer_changes(config, kept, stages)
     if decoder.hidden_size > LARGEST_KEPT_WIDTH:
         yield from _widths(config, vocab_size)
     yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
@@ -44,6 +47,14 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
     yield from _adapters(config)
     if setup.device == "CPU":
         yield from _dtypes(config)
+
+
+def _fewest_layers(config: Config, stages: int) -> int:
+    """A layer for each chunk of each stage; two where layers share their attention, which one stage has."""
+    decoder = config.decoder
+    if stages == 1:
+        return 1
+    return stages * min(decoder.pp_interleave_num, CHUNKS) * (2 if decoder.layers_group > 1 else 1)
 
 
 def seq_length(config: Config) -> int:
@@ -118,6 +129,7 @@ def _expert_number(config: Config) -> Iterator[Change]:
     number = groups * min(of_group, size)
     if groups == 1:
         number = max(number, min(_EXPERT_NUM, moe.expert_num))
+    number += number % 2 * groups * (number < moe.expert_num)  # so that two ranks can share them
     why = f"{_SMALLER}; a token goes to {moe.num_experts_chosen}, as before"
     why += f", in {reached} of {groups} groups" if groups > 1 else ""
     yield from changed(config, f"{_EXPERTS}.expert_num", number, why)

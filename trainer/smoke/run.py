@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.config import Config, load_config
+from trainer.config import Config, load_config, parse_config
 from trainer.config.checks.parallel import in_job
 from trainer.config.checks.problem import SeveralProblems
 from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
-from trainer.parallel.world import SINGLE_PROCESS
+from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
+from trainer.smoke.degrees import asked_kinds, layouts, reason, refusals
 from trainer.smoke.execute import CONFIG, LOG, execute, results
 from trainer.smoke.model import NO_SIZES, model_changes
 from trainer.smoke.needs import needs
@@ -110,7 +111,23 @@ def smoke(
 
 
 def smoke_changes(config: Config, setup: Setup) -> list[Change]:
-    """All that the smoke run of a file changes; the file has passed its plan."""
+    """All that the smoke run of a file changes; the file has passed its plan. Of the kinds of parallelism in the file
+    it keeps as many as its ranks can have and the trainer has together."""
+    asked, refused, few = asked_kinds(config, _own_job(config)), list[str](), f"--ranks {setup.ranks}: too few for it"
+    choices = layouts(asked, setup.ranks)
+    for layout in choices:
+        missing = [kind for kind in asked if kind not in layout.kinds()] if setup.ranks > 1 else ()
+        left_out = {kind: reason(kind, refused) if kind in choices[0].kinds() else few for kind in missing}
+        changes = _changes(config, setup._replace(layout=layout, left_out=left_out))
+        small = parse_config(CONFIG, smoke_text(config, changes), [], [])
+        found = list(refusals(small, setup.ranks, setup.device))
+        if not found:
+            break
+        refused = refused or found
+    return changes
+
+
+def _changes(config: Config, setup: Setup) -> list[Change]:
     vocab_size = vocabulary(config, setup)
     model = list(model_changes(config, setup, vocab_size)) if config.classifier is None else []
     is_smaller = any(not change.key.endswith(NO_SIZES) for change in model)
@@ -118,20 +135,24 @@ def smoke_changes(config: Config, setup: Setup) -> list[Change]:
     return list({change.key: change for change in changes}.values())
 
 
+def _own_job(config: Config) -> World:
+    from trainer.run.plan_file import described_world
+
+    return described_world(config, SINGLE_PROCESS)
+
+
 def _plan(config: Config, told: list[Problem]) -> Plan:
-    from trainer.run.plan_file import described_world, plan_file
+    from trainer.run.plan_file import plan_file
 
     try:
-        return plan_file(config, described_world(config, SINGLE_PROCESS), told, opens_data=False)
+        return plan_file(config, _own_job(config), told, opens_data=False)
     except SeveralProblems as problems:
         raise problems.short from None
 
 
 def _in_own_job(config: Config) -> Config:
     """The file with the micro-batches of its own job, and an end that `steps` can say."""
-    from trainer.run.plan_file import described_world
-
-    config = in_job(config, described_world(config, SINGLE_PROCESS))
+    config = in_job(config, _own_job(config))
     changes = {"global_batch_size": None, "max_steps": None}
     return config.model_copy(update={"runner_config": config.runner_config.model_copy(update=changes)})
 

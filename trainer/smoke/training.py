@@ -8,8 +8,9 @@ from pathlib import Path
 from trainer.config import Config
 from trainer.config.checks.parallel import DATA_PARALLEL
 from trainer.config.schema.callbacks import CheckpointMonitor
-from trainer.parallel.mesh import Degrees
 from trainer.smoke.changes import Change, Setup, changed
+from trainer.smoke.degrees import SHARING
+from trainer.smoke.model import CHUNKS
 
 _BATCH_SIZE, _MICRO_BATCHES = 2, 2
 _SHARDED_KIB = 1
@@ -33,7 +34,7 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
     yield from _steps(config, setup)
     yield from _schedule(config, setup.steps)
     yield from _checkpoints(config, setup.steps)
-    yield from _parallel(config, setup.ranks)
+    yield from _parallel(config, setup)
     yield from _device(config, setup)
     yield from _weights(config, is_smaller)
     yield from changed(config, "output_dir", str(setup.folder))
@@ -44,7 +45,7 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
 
 def rows_of_a_step(config: Config, setup: Setup) -> int:
     """Sequences of an optimizer step of the smoke run, over all ranks."""
-    return batch_size(config) * micro_batches(config) * setup.ranks
+    return batch_size(config) * micro_batches(config) * setup.layout.degrees.data_parallel
 
 
 def batch_size(config: Config) -> int:
@@ -52,7 +53,7 @@ def batch_size(config: Config) -> int:
 
 
 def micro_batches(config: Config) -> int:
-    """Micro-batches of a step: those that are accumulated, or those of a pipeline, which it accumulates too."""
+    """Micro-batches of a step: those that are accumulated, or those of a pipeline."""
     parallel = config.parallel_config
     of_pipeline = parallel.micro_batch_num if config.use_parallel and parallel.pipeline_stage > 1 else 1
     return min(max(config.runner_config.gradient_accumulation_steps, of_pipeline), _MICRO_BATCHES)
@@ -65,11 +66,15 @@ def _steps(config: Config, setup: Setup) -> Iterator[Change]:
                        f"{setup.steps} steps")
     yield from changed(config, f"{runner}.stop_step", setup.steps, f"{setup.steps} steps")
     yield from changed(config, f"{runner}.batch_size", batch_size(config), _SMALLER)
-    accumulated = config.runner_config.gradient_accumulation_steps
-    pipelined = micro_batches(config) > accumulated
-    why = f"in place of micro_batch_num {config.parallel_config.micro_batch_num} of the pipeline"
-    yield from changed(config, f"{runner}.gradient_accumulation_steps", micro_batches(config),
-                       why if pipelined else _SMALLER)
+    accumulated, section = config.runner_config.gradient_accumulation_steps, config.parallel_config
+    if setup.layout.degrees.pipeline_stage > 1:
+        yield from changed(config, "parallel_config.micro_batch_num", _MICRO_BATCHES, _SMALLER)
+        yield from changed(config, f"{runner}.gradient_accumulation_steps", 1, "in a pipeline it is micro_batch_num")
+    else:
+        pipelined = micro_batches(config) > accumulated
+        why = f"in place of micro_batch_num {section.micro_batch_num} of the pipeline" if pipelined else _SMALLER
+        yield from changed(config, "parallel_config.micro_batch_num", 1)
+        yield from changed(config, f"{runner}.gradient_accumulation_steps", micro_batches(config), why)
     yield from changed(config, "resume_training", after=False, why="it trains first, and resumes that training")
 
 
@@ -97,39 +102,47 @@ def _checkpoints(config: Config, steps: int) -> Iterator[Change]:
     yield Change(f"callbacks.{len(config.callbacks)}", None, monitor, "it saves, and resumes")
 
 
-def _parallel(config: Config, ranks: int) -> Iterator[Change]:
-    """All ranks are data-parallel ones."""
-    section = config.parallel_config
+def _parallel(config: Config, setup: Setup) -> Iterator[Change]:
+    """The degrees of the layout, in explicit mode."""
+    section, ranks, degrees = config.parallel_config, setup.ranks, setup.layout.degrees
     in_force = config.use_parallel is not False
     job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
     if config.use_parallel or ranks > 1:
         yield from changed(config, "use_parallel", ranks > 1, job)
     shown = in_force and (ranks, section.data_parallel) != (1, None)
-    yield from changed(config, "parallel_config.data_parallel", ranks, job if shown else "")
-    # Explicit mode has none of them with enable_parallel_optimizer or with each other, as most files have them.
-    instead = "data_parallel in its place"
-    for name in (name for name in Degrees._fields if name != "data_parallel"):
-        yield from changed(config, f"parallel_config.{name}", 1, instead if in_force else "")
-    yield from changed(config, "parallel_config.micro_batch_num", 1)  # its accumulation is among the steps
-    decoder = config.decoder
-    if section.pipeline_stage > 1:
-        yield from changed(config, "model.model_config.offset", 0, "one stage has all layers")
-        yield from changed(config, "model.model_config.pp_interleave_num", 1, "one stage has all layers")
-    elif isinstance(decoder.offset, list):
-        yield from changed(config, "model.model_config.offset", 0)
-    yield from _mode(config, ranks)
+    yield from changed(config, "parallel_config.data_parallel", degrees.data_parallel, job if shown else "")
+    for name, degree in degrees._asdict().items():
+        if name != "data_parallel":
+            why = f"{job}, {degree} for each kind of parallelism" if degree > 1 else setup.left_out.get(name, job)
+            yield from changed(config, f"parallel_config.{name}", degree, why if in_force else "")
+    yield from _pipeline(config, degrees.pipeline_stage)
+    yield from _mode(config, setup)
 
 
-def _mode(config: Config, ranks: int) -> Iterator[Change]:
-    mode = config.parallel.parallel_mode
+def _pipeline(config: Config, stages: int) -> Iterator[Change]:
+    """Layers of the stages, in equal shares."""
+    decoder, model = config.decoder, "model.model_config"
+    if isinstance(decoder.offset, list) or config.parallel_config.pipeline_stage > 1:
+        why = "equal shares" if stages > 1 else "one stage has all layers"
+        yield from changed(config, f"{model}.offset", 0, why)
+    if config.parallel_config.pipeline_stage > 1:
+        chunks, why = (min(decoder.pp_interleave_num, CHUNKS), _SMALLER) if stages > 1 else (1, "one stage")
+        yield from changed(config, f"{model}.pp_interleave_num", chunks, why)
+    if stages > 1:
+        key = "parallel.pipeline_config.pipeline_scheduler"
+        yield from changed(config, key, "1f1b", "explicit mode has no other one")
+
+
+def _mode(config: Config, setup: Setup) -> Iterator[Change]:
+    mode, ranks = config.parallel.parallel_mode, setup.ranks
     if mode not in (*DATA_PARALLEL, *(("stand_alone",) if ranks == 1 else ())):
         yield from changed(config, "parallel.parallel_mode", 0, "explicit mode: the others run on an Ascend only")
     yield from changed(config, "parallel.parallel_fallback", None)
     if ranks == 1 or not config.parallel.enable_parallel_optimizer:
         return
     threshold = config.parallel.parallel_optimizer_config.parallel_optimizer_threshold
-    if config.optimizer.type == "Muon":
-        why = "Muon needs whole matrices: each rank keeps its whole state"
+    if not setup.layout.shares:
+        why = setup.left_out.get(SHARING, "")
         yield from changed(config, "parallel.enable_parallel_optimizer", after=False, why=why)
     elif threshold > _SHARDED_KIB:
         yield from changed(config, "parallel.parallel_optimizer_config.parallel_optimizer_threshold", _SHARDED_KIB,

@@ -18,7 +18,7 @@ from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates, RoutingCounts
 from trainer.parallel.communicator import Communicator, SingleProcess
-from trainer.parallel.gradients import Reduced, SumAfterBackward, SumDuringBackward, add_gradients
+from trainer.parallel.gradients import GradientReducer, Reduced, SumAfterBackward
 from trainer.step.clip import GradientNorms, NormGroups
 
 Votes: TypeAlias = Callable[[], Sequence[float]]
@@ -108,7 +108,7 @@ def accumulate(
     loss_scale: float = 1.0,
     communicator: Communicator | None = None,
     skips_empty: bool = True,
-    reducer: SumAfterBackward | SumDuringBackward | None = None,
+    reducer: GradientReducer | None = None,
     norm_groups: NormGroups | None = None,
     votes: Votes | None = None,
     share: RankShare | None = None,
@@ -144,7 +144,7 @@ def accumulate(
     results = WindowResults()
     if pipelined is not None:
         total, results.waits = pipelined(taken, factor, results)
-        _, reduced = reducer.last(None, lambda: MicroBatch(None, {}, None, total))
+        reduced = reducer.summed(total)
     else:
         reduced = _in_turn(micro_batches, taken, backward, factor, reducer, results)
     return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes, share)
@@ -155,7 +155,7 @@ def _in_turn(
     taken: Sequence[int],
     backward: Callable[[Batch, int, Tensor], MicroBatch],
     factor: Tensor,
-    reducer: SumAfterBackward | SumDuringBackward,
+    reducer: GradientReducer,
     results: WindowResults,
 ) -> Reduced:
     """One micro-batch after the other."""
@@ -165,11 +165,8 @@ def _in_turn(
         if number == taken[-1]:
             part, reduced = reducer.last(total, run)
         else:
-            part = run()
-            total = add_gradients(total, part.gradients)
+            part, total = reducer.add(total, run)
         results.add(part)
-        # Each set of gradients is dropped at once: memory does not grow with the number of micro-batches.
-        del part
     return reduced
 
 
@@ -219,7 +216,8 @@ def _window(
     if squares is not None and share is not None:
         sums[_SQUARES] = measures.spread(squares, share.factors, share.places)
     elif squares is not None and reduced.counted is not None:
-        sums[_SQUARES] = squares * Tensor(reduced.counted)
+        on_host = isinstance(squares, np.ndarray)
+        sums[_SQUARES] = squares * (reduced.counted if on_host else Tensor(reduced.counted))
     sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
     squares, to_read = sums.pop(_SQUARES, squares), {_TOTALS: totals}
     if routing is not None:

@@ -30,16 +30,17 @@ from trainer.optim.freeze import trained_shapes
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.schedule import Action, Schedule, forward_only, one_forward_one_backward
-from trainer.parallel.stage_link import StageLink
+from trainer.parallel.stage_link import DeviceLink, StageLink
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.models.decoder import Decoder
-    from trainer.parallel.host_group import HostGroup
+    from trainer.parallel.collectives import Group
 
 T = TypeVar("T")
-Passes: TypeAlias = Generator[int, Tensor, T]
-"""Yields the stage that the next tensor must come from, and is sent that tensor; returns its result."""
+Passes: TypeAlias = Generator[tuple[int, int], Tensor, T]
+"""Yields the stage that the next tensor must come from and of how many tokens it is, and is sent that tensor; returns
+its result."""
 
 
 Done: TypeAlias = Callable[[int, LossSums, DecoderCall, bool], None]
@@ -146,6 +147,7 @@ class Stage:
         send: Callable[[int, Tensor], None],
         done: Done,
         totals: dict[str, Tensor],
+        kept: Callable[[str, Tensor], Tensor],
     ) -> Passes[None]:
         """All forward and backward passes of a window.
 
@@ -155,26 +157,29 @@ class Stage:
             send: See `StageLink.send`.
             done: Called after each forward pass of a chunk.
             totals: Takes the sums of the gradients over the micro-batches, by the names of the parameters.
+            kept: Name of a parameter, its gradient -> what is added up of it.
         """
         schedule, last = self.schedule(micro_batches), len(self.parts) - 1
         under_way: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         calls: dict[int, DecoderCall] = {}
+        tokens = 0  # of a micro-batch of the window
         for action in schedule.actions[self.stage]:
             number, chunk = action.micro_batch, action.chunk
             part, needed = self.parts[chunk], schedule.needed(self.stage, action)
             if action.kind == "backward":
                 if part.trains:
                     x, has_own = under_way.pop((number, chunk))
-                    sens = factor if needed is None else (yield needed.sender)
+                    sens = factor if needed is None else (yield needed.sender, tokens)
                     sens = (sens, factor) if has_own else sens
-                    grad_ND = self._add_gradients(chunk, x, sens, totals)
+                    grad_ND = self._add_gradients(chunk, x, sens, totals, kept)
                     if part.reached:
                         send(schedule.taker(self.stage, action), grad_ND)
                 continue
             if chunk == 0:
                 calls[number] = call_of(number)
+                tokens = calls[number].inputs.ids_N.shape[0]
             call = calls.pop(number) if chunk == last else calls[number]
-            x = call.inputs.ids_N if needed is None else (yield needed.sender)
+            x = call.inputs.ids_N if needed is None else (yield needed.sender, tokens)
             result, sums = self.cells[chunk].pass_of(x, call)
             has_own = isinstance(result, tuple)
             if part.trains:
@@ -188,13 +193,20 @@ class Stage:
         schedule, sums = forward_only(self.schedule(1).stages, 1, len(self.parts)), LossSums(None, None)
         for action in schedule.actions[self.stage]:
             needed, taker = schedule.needed(self.stage, action), schedule.taker(self.stage, action)
-            x = inputs.ids_N if needed is None else (yield needed.sender)
+            x = inputs.ids_N if needed is None else (yield needed.sender, inputs.ids_N.shape[0])
             result, sums = self.evaluated[action.chunk].pass_of(x, DecoderCall(inputs))
             if taker is not None:
                 send(taker, result)
         return sums
 
-    def _add_gradients(self, chunk: int, x: Tensor, sens: Tensor | tuple, totals: dict[str, Tensor]) -> Tensor | None:
+    def _add_gradients(
+        self,
+        chunk: int,
+        x: Tensor,
+        sens: Tensor | tuple,
+        totals: dict[str, Tensor],
+        kept: Callable[[str, Tensor], Tensor],
+    ) -> Tensor | None:
         """The backward pass of the forward pass with this input; the gradient of the input, if it has one."""
         part, grad_ND = self.parts[chunk], None
         if part.is_empty:
@@ -203,7 +215,8 @@ class Stage:
         if part.reached:
             inputs, found = found if part.trained else (found, ())
             grad_ND = inputs[0] if isinstance(inputs, tuple) else inputs
-        for name, gradient in zip(part.trained, found, strict=True):
+        for name, whole in zip(part.trained, found, strict=True):
+            gradient = kept(name, whole)
             totals[name] = ops.add(totals[name], gradient) if name in totals else gradient
         return grad_ND
 
@@ -217,8 +230,8 @@ class Pipeline:
     """
 
     stage: Stage
-    link: StageLink
-    group: HostGroup
+    link: StageLink | DeviceLink
+    group: Group
 
     def train(
         self,
@@ -227,13 +240,22 @@ class Pipeline:
         factor: Tensor,
         done: Done,
         names: Sequence[str],
-    ) -> tuple[list[Tensor], float]:
+        kept: Callable[[int, Tensor], Tensor],
+    ) -> tuple[list[Tensor], float | None]:
         """The gradients of these parameters, summed over the micro-batches, and the share of the time that was spent
-        waiting for other stages. See `Stage.train`."""
+        waiting for other stages; None on a device, for which the host does not wait. See `Stage.train`; `kept` takes
+        the place of a name in `names`."""
         began, totals = time.perf_counter(), dict[str, Tensor]()
-        passes = self.stage.train(micro_batches, call_of, factor, self.link.send, done, totals)
-        _, waited = run_with(self.link, passes)
+        places = {name: place for place, name in enumerate(names)}
+
+        def kept_of(name: str, gradient: Tensor) -> Tensor:
+            return kept(places[name], gradient)
+
+        passes = self.stage.train(micro_batches, call_of, factor, self.link.send, done, totals, kept_of)
+        _, waited = self._run(passes)
         gradients = [totals.pop(name) for name in names]
+        if not self.group.on_host:
+            return gradients, None
         for gradient in gradients:
             gradient.asnumpy()  # waits until it is computed
         share = waited / (time.perf_counter() - began)
@@ -266,25 +288,31 @@ class Pipeline:
 
     def evaluate(self, inputs: ModelInputs) -> LossSums:
         """A batch of an evaluation, which all stages compute together: its losses on the last stage."""
-        sums, _ = run_with(self.link, self.stage.evaluate(inputs, self.link.send))
+        sums, _ = self._run(self.stage.evaluate(inputs, self.link.send))
         return sums
 
+    def _run(self, passes: Passes[T]) -> tuple[T, float]:
+        found = run_with(self.link, passes)
+        if not self.group.on_host:
+            self.link.end_sends()
+        return found
 
-def run_with(link: StageLink, passes: Passes[T]) -> tuple[T, float]:
+
+def run_with(link: StageLink | DeviceLink, passes: Passes[T]) -> tuple[T, float]:
     """Runs the passes of this stage; returns their result and the seconds in which it waited for other stages."""
     waited = 0.0
     try:
-        stage = next(passes)
+        awaited = next(passes)
         while True:
             began = time.perf_counter()
-            tensor = link.receive(stage)
+            tensor = link.receive(*awaited)
             waited += time.perf_counter() - began
-            stage = passes.send(tensor)
+            awaited = passes.send(tensor)
     except StopIteration as end:
         return end.value, waited
 
 
-def build_pipeline(config: Config, model: Decoder, group: HostGroup, on_one_host: bool = True) -> Pipeline:
+def build_pipeline(config: Config, model: Decoder, group: Group, on_one_host: bool = True) -> Pipeline:
     """Connects the stages; all ranks of the job call it.
 
     Args:
@@ -294,4 +322,9 @@ def build_pipeline(config: Config, model: Decoder, group: HostGroup, on_one_host
     trained = trained_shapes(config) if config.trains else {}
     parts = model_parts(config.decoder, chunk_layers(config), trained)[group.rank]
     schedule = partial(one_forward_one_backward, group.size, chunks=config.decoder.pp_interleave_num)
-    return Pipeline(Stage(model, parts, schedule, group.rank), StageLink(group, on_one_host), group)
+    if group.on_host:
+        link = StageLink(group, on_one_host)
+    else:
+        shares = model.tensor.group.size if model.tensor is not None and model.tensor.shares_rows else 1
+        link = DeviceLink(group, config.decoder.pp_interleave_num, config.decoder.hidden_size, shares)
+    return Pipeline(Stage(model, parts, schedule, group.rank), link, group)

@@ -88,7 +88,7 @@ class Saved(NamedTuple):
     weights: Mapping[str, np.ndarray | PartOfArray]  # by the names of the parameters
     optimizer: Mapping[str, np.ndarray | PartOfArray]  # by `kind.parameter`
     updates: int
-    shares_weights: bool = False  # they are the memory in which the training goes on; the optimizer's arrays are copies
+    shares_memory: bool = False  # in which the training goes on
 
 
 class _OwnArrays(Mapping[str, np.ndarray]):
@@ -122,6 +122,7 @@ class TrainStep:
         communicator: Reaches the other ranks; data-parallel ones draw other dropout masks. None: a single process.
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
         pipeline: Where the model is a stage of one.
+        scatters: The ranks that share the optimizer's state share the summed gradients, too.
     """
 
     computes_together = False  # each rank evaluates batches of its own
@@ -138,25 +139,29 @@ class TrainStep:
         communicator: Communicator | None = None,
         stop_at_bad_loss: bool = False,
         pipeline: Pipeline | None = None,
+        scatters: bool = False,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
         self.communicator = SingleProcess() if communicator is None else communicator
         self.pipeline, self.share, own = pipeline, None, self.communicator
         names = every = list(optimizer.parameters)
+        scattered = optimizer.own_ranges if scatters else ()
         if isinstance(own, ModelParallel):
             every = [name for name in own.layout.parameters if name in optimizer.group_of]
             places = [names.index(name) if name in optimizer.parameters else len(names) for name in every]
-            self.share = RankShare(own.counts_losses, own.counted(names), places, own.counts_tokens)
+            self.share = RankShare(own.counts_losses, own.counted(names, scattered), places, own.counts_tokens)
         self.norm_groups = norm_groups(every, wrapper, optimizer.group_of)
         sharded = [name in optimizer.own_ranges for name in names]
         model.compute_weights.refresh()
         leaves = model.compute_weights.leaves(names)
         in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
         by_name = dict(zip(names, leaves, strict=True))
-        self.reducer = own.gradient_reducer(by_name, sharded, in_fp32)
+        self.reducer = own.gradient_reducer(by_name, sharded, in_fp32, scatters)
         experts = model.settings.experts
         self.load = WindowLoad(own.stage.sums) if experts and experts.balances_step else None
+        # Otherwise the ranks communicate in each micro-batch: none may leave one out.
+        self.skips_empty = self.load is None and own.skips_empty and not scatters
 
         self.sums: LossSums | None = None  # of the micro-batch at hand
 
@@ -183,9 +188,10 @@ class TrainStep:
         pipelined = None if self.pipeline is None else partial(self.pipelined, micro_batches)
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator,
-            skips_empty=self.load is None and self.communicator.skips_empty,
+            skips_empty=self.skips_empty,
             reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
         )  # fmt: skip
+        self.model.compute_weights.release()  # those of layers whose input has no gradient
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
             self.model.compute_weights.refresh(self.optimizer.parameters)
@@ -228,8 +234,9 @@ class TrainStep:
                 routing = device_measures().of_all_layers(call.statistics.counts(), layers, experts.expert_num)
             results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
 
-        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, list(self.optimizer.parameters))
-        return in_float32(gradients) if self.wrapper.accumulate_allreduce_grads_in_fp32 else gradients, waited
+        names, in_fp32 = list(self.optimizer.parameters), self.wrapper.accumulate_allreduce_grads_in_fp32
+        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, names, self.reducer.kept)
+        return in_float32(gradients) if in_fp32 else gradients, waited
 
     def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
         """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
@@ -251,18 +258,21 @@ class TrainStep:
 
     def to_save(self) -> Saved:
         """What this rank writes of a checkpoint."""
-        communicator, parameters = self.communicator, self.model.parameters_by_name
-        weights = {name: PartOfArray(self.part_of(name), parameter.asnumpy())
-                   for name, parameter in parameters.items() if communicator.writes(name)}  # fmt: skip
-        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_arrays().items())
+        communicator, ranges = self.communicator, self.model.compute_weights.own_ranges
+        parameters = ((name, each.asnumpy()) for name, each in self.model.parameters_by_name.items()
+                      if communicator.writes(name, name in ranges))  # fmt: skip
+        weights = {name: PartOfArray(self.part_of(name)._replace(flat=ranges.get(name)),
+                                     array.reshape(-1)[ranges[name]] if name in ranges else array)
+                   for name, array in parameters}  # fmt: skip
+        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_views().items())
         state = {key: PartOfArray(self.state_part(name), array) for key, name, array in named
                  if communicator.writes(name, name in self.optimizer.own_ranges)}  # fmt: skip
-        return Saved(weights, state, self.optimizer.updates, shares_weights=True)
+        return Saved(weights, state, self.optimizer.updates, shares_memory=True)
 
     def part_of(self, name: str) -> ArrayPart:
         """The part of a parameter that this rank has."""
         shard = self.model.shard
-        return whole_array(self.model.parameters_by_name[name].shape) if shard is None else shard.array_part(name)
+        return whole_array(self.model.parameters_by_name[name].shape) if shard is None else shard.part(name)
 
     def state_part(self, name: str) -> ArrayPart:
         """The part of a parameter of which this rank has the optimizer's state."""

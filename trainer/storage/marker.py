@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from trainer.input_files import read_bytes
-from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes
+from trainer.input_files import open_file, read_bytes
+from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file
 from trainer.storage.json_files import Count, Document, JsonError, parse_json
 
 MARKER = "COMPLETE"
@@ -67,15 +68,26 @@ def read_saved(path: Path, limit: int | None = None) -> bytes:
         OSError: As `trainer.input_files.read_bytes`, or the file is not what was saved.
     """
     content = read_bytes(path, limit)
+    _check(path, len(content), lambda: checksum_of_bytes(content))
+    return content
+
+
+def check_saved(path: Path) -> None:
+    """`read_saved` for a file that may be large, without its content."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    _check(path, size, lambda: checksum_of_file(path))
+
+
+def _check(path: Path, size: int, checksum_of: Callable[[], str]) -> None:
+    """Raises an OSError where a file was saved with a checkpoint, and not with this length and checksum."""
     try:
         marker = parse_json(read_bytes(path.with_name(MARKER)), Marker, MARKER)
     except FileNotFoundError:
-        return content
+        return
     except (OSError, JsonError) as error:
         raise OSError(errno.EIO, f"the checkpoint that it belongs to is damaged: {error}") from None
-    expected_bytes = marker.file_bytes.get(path.name, len(content))
     checksum = (marker.checksums or {}).get(path.name)
-    if len(content) != expected_bytes or (checksum is not None and checksum_of_bytes(content) != checksum):
+    if size != marker.file_bytes.get(path.name, size) or (checksum is not None and checksum_of() != checksum):
         what = "length" if checksum is None else "checksum"
         raise OSError(errno.EIO, f"it is not what was saved with the checkpoint: its {what} differs")
-    return content

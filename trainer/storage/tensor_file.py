@@ -206,6 +206,16 @@ def read_part(array: AnyArray, part: ArrayPart | None = None) -> np.ndarray:
     return own if part.flat is None else own.reshape(-1)[part.flat]
 
 
+def row_blocks(array: AnyArray) -> Iterator[np.ndarray]:
+    """All of an array, some rows (of its first axis) at a time."""
+    if not isinstance(array, StoredArray):
+        yield array
+        return
+    rows = max(1, _SPAN_BYTES // (4 * math.prod(array.shape[1:]) or 1))
+    for start in range(0, array.shape[0] if array.shape else 1, rows):
+        yield array[start : start + rows].read() if array.shape else array.read()
+
+
 def stacked(arrays: Sequence[AnyArray]) -> AnyArray:
     """numpy.stack."""
     if not isinstance(arrays[0], StoredArray):

@@ -53,8 +53,6 @@ def context_problems(config: Config) -> Iterator[Problem]:
         rule = f"seq_length {settings.seq_length} is not divisible by {twice}context_parallel"
         near = max(1, round(settings.seq_length / (chunks * ranks))) * chunks * ranks
         yield problem(config, key, rule, f"set seq_length to {near}, or change context_parallel")
-    if settings.experts is not None:
-        yield problem(config, key, "not yet supported with experts", "set it to 1")
     if chunks > 1:
         return
     heads = settings.num_heads // section.model_parallel
@@ -71,12 +69,14 @@ def expert_problems(config: Config) -> Iterator[Problem]:
         if section.expert_parallel > 1:
             yield problem(config, key, "the model has no experts", "set it to 1")
         return
-    number, tokens = settings.experts.expert_num, config.runner_config.batch_size * settings.seq_length
+    number = settings.experts.expert_num
+    tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if number % section.expert_parallel:
         rule = f"the ranks of a group share the {number} experts of a layer equally"
         yield problem(config, key, rule, _set_to(number))
     if tokens % section.model_parallel:
-        rule = f"its ranks share the {tokens} tokens of a micro-batch for the experts, which it must divide"
+        of_rank = " that a rank has" if section.context_parallel > 1 else ""
+        rule = f"its ranks share the {tokens} tokens of a micro-batch{of_rank} for the experts, which it must divide"
         yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
 
 

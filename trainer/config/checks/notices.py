@@ -77,36 +77,35 @@ def _has_float32_products(config: Config) -> bool:
     return config.classifier is not None or asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
 
 
-def _recomputes_in_graph(config: Config) -> bool | None:
-    """Whether semi-automatic mode computes a part again; None in explicit mode and without a decoder."""
-    trains = is_semi_auto(config) and config.trains and config.classifier is None
-    return any(recomputed_parts(config)) if trains else None
+def _recomputes(config: Config) -> bool:
+    """Whether a training computes a part of a decoder again, or nothing of the kind is at hand."""
+    return not config.trains or config.classifier is not None or any(recomputed_parts(config))
 
 
 _GRAPH_ALONE, _NOT_SHARED = "only semi-automatic mode has it", "parallel.enable_parallel_optimizer is False"
 _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
-    _Unused("parallel.parallel_optimizer_config",
-            "optimizer_weight_shard_size optimizer_level gradient_accumulation_shard",
-            lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size", lambda c: not is_semi_auto(c),
+            _GRAPH_ALONE),
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler", lambda c: not is_semi_auto(c),
             _GRAPH_ALONE),
     _Unused("parallel_config", "gradient_aggregation_group", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
-    _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size optimizer_level"
-            " gradient_accumulation_shard",
+    _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size",
             lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
-    _Unused("parallel.parallel_optimizer_config", "parallel_optimizer_threshold",
-            lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
+    _Unused("parallel.parallel_optimizer_config", "optimizer_level gradient_accumulation_shard"
+            " parallel_optimizer_threshold", lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler",
             lambda c: is_semi_auto(c) and c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
     _Unused("parallel_config", "use_seq_parallel",
             lambda c: c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
-    _Unused("recompute_config", "select_comm_recompute mp_comm_recompute parallel_optimizer_comm_recompute"
-            " recompute_slice_activation", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("recompute_config", "select_comm_recompute mp_comm_recompute recompute_slice_activation",
+            lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("recompute_config", "parallel_optimizer_comm_recompute",
-            lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
-    _Unused("recompute_config", "parallel_optimizer_comm_recompute mp_comm_recompute recompute_slice_activation",
-            lambda c: _recomputes_in_graph(c) is False, "nothing is computed again"),
+            lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
+    _Unused("recompute_config", "parallel_optimizer_comm_recompute", lambda c: not _recomputes(c),
+            "nothing is computed again"),
+    _Unused("recompute_config", "mp_comm_recompute recompute_slice_activation",
+            lambda c: is_semi_auto(c) and not _recomputes(c), "nothing is computed again"),
     _Unused("optimizer", "betas eps ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "SGD",
             "optimizer.type is SGD"),
     _Unused("optimizer", "momentum nesterov ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "AdamW",

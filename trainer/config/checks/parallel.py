@@ -65,8 +65,9 @@ def _batch_problems(config: Config, world: World) -> Iterator[Problem]:
 
 
 def shards_optimizer(config: Config, world: World) -> bool:
-    """Whether the data-parallel ranks share the optimizer state instead of having a copy each."""
-    return config.parallel.enable_parallel_optimizer and degrees_of(config, world).data_parallel > 1
+    """Whether the ranks with the same part of the model share the optimizer state instead of having a copy each."""
+    degrees = degrees_of(config, world)
+    return config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
 
 
 def shard_threshold_bytes(config: Config) -> int:
@@ -117,32 +118,21 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
 
 def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """What the trainer's own tensor, context and expert parallelism cannot do."""
-    names = ("model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
+    names = ("model_parallel", "context_parallel", "expert_parallel")
     divided = [name for name in names if getattr(degrees, name) > 1]
-    if not divided or divided == ["pipeline_stage"]:
+    if not divided:
         return
-    key, rule = f"parallel_config.{divided[0]}", "not yet supported {} outside semi-automatic mode"
+    key = f"parallel_config.{divided[0]}"
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
         return
-    if not config.trains:
+    if config.run_mode in ("predict", "chat"):
         fix = "set it to 1, or add --use_parallel False to run alone: checkpoints are those of one rank"
-        yield problem(config, key, "ranks divide a model in a training only", fix)
-    if degrees.pipeline_stage > 1:
-        yield problem(config, key, rule.format("together with pipeline_stage"), "set one of the two to 1")
-    if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
-        where = "parallel.enable_parallel_optimizer"
-        yield problem(config, where, rule.format(f"with {divided[0]}"), "set it to False")
+        yield problem(config, key, "ranks divide a model in trainings and evaluations only", fix)
     if degrees.model_parallel > 1:
-        if config.decoder.experts is not None:
-            yield problem(config, key, rule.format("with experts"), "set it to 1")
-        if config.optimizer.type == "Muon":
-            more = "with model_parallel, because it needs whole matrices,"
-            yield problem(config, "optimizer.type", rule.format(more), "use AdamW or SGD")
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
-    if degrees.expert_parallel > 1:
-        yield from expert_problems(config)
+    yield from expert_problems(config)
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
@@ -153,9 +143,6 @@ def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", alone)
         return
-    if config.parallel.enable_parallel_optimizer and degrees.data_parallel > 1:
-        rule = "not yet supported with a pipeline outside semi-automatic mode"
-        yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
     if config.parallel.pipeline_config.pipeline_scheduler != "1f1b":
         rule = "outside semi-automatic mode there is 1f1b alone, interleaved with pp_interleave_num"
         yield problem(config, "parallel.pipeline_config.pipeline_scheduler", rule, "write 1f1b")
@@ -179,7 +166,6 @@ def _several_ranks(config: Config, world: World) -> Iterator[Problem]:
     if mode not in (*DATA_PARALLEL, *SEMI_AUTO):
         rule = f"runs one rank alone, and this job has {world.size}" if mode == "stand_alone" else "not yet supported"
         yield problem(config, "parallel.parallel_mode", rule, "set it to 0, data parallelism, or leave it out")
-    if config.parallel.enable_parallel_optimizer and config.optimizer.type == "Muon" and config.trains:
-        fix = "use optimizer.type AdamW, or set it to False: every rank then keeps Muon's whole state"
-        rule = "not yet supported with optimizer.type Muon, which needs whole matrices"
-        yield problem(config, "parallel.enable_parallel_optimizer", rule, fix)
+    if config.classifier is not None and shards_optimizer(config, world) and sharing_level(config) == "level3":
+        key = "parallel.parallel_optimizer_config.optimizer_level"
+        yield problem(config, key, "the weights of a classifier are not divided", "write level2")

@@ -260,8 +260,7 @@ def _parallelism(work: _Work) -> None:
         work.put("use_parallel", True, f"parallelism.{above}")
         work.put("parallel.parallel_mode", 1, f"parallelism.{above}")
     key = "parallelism.data_parallel_shard"
-    # Muon needs whole matrices.
-    if section.data_parallel_shard != 1 and work.config.optimizer.get("type") != "Muon":
+    if section.data_parallel_shard != 1:
         work.put("parallel.enable_parallel_optimizer", True, key)
         if section.data_parallel_shard > 1:
             text = f"{key} {section.data_parallel_shard}: the optimizer state is shared by all data-parallel ranks"

@@ -87,6 +87,12 @@ class MoEConfig(Section):
         " (probability, or probs). Default null: probability; with enable_sdrop position.", aliases="drop_policy")
     output_router_logits: bool | None = setting(
         None, "Hugging Face: False leaves the balance loss out there; here aux_loss_factor alone decides.")
+    moe_token_dispatcher_type: Literal[
+        "alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", "allgather"
+    ] = setting(
+        "alltoall", "How tokens meet experts of other ranks (expert_parallel): alltoall sends each token to the ranks"
+        " of its experts, as the other two of that name do here; with allgather every rank gets all tokens and adds up"
+        " what its experts give. The numbers are the same. Default alltoall.")
     callback_moe_droprate: bool = setting(
         False, "Report the dropped tokens of every layer (with callback MoEDropRateCallback).")
 

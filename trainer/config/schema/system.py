@@ -54,10 +54,10 @@ class ParallelOptimizerConfig(Section):
         -1, "Semi-automatic mode: ranks that share the state of a weight. Default -1: all that have a copy of it.",
         ge=-1, le=RANKS)
     optimizer_level: Literal["level1", "level2", "level3"] = setting(
-        "level1", "Semi-automatic mode: level1 cuts weights and optimizer state, level2 also the sums of gradients over"
-        " micro-batches; with level3 the backward pass gathers weights again.")
-    gradient_accumulation_shard: bool = setting(
-        False, "Semi-automatic mode: as optimizer_level level2, its older name.")
+        "level1", "level1 cuts optimizer state, level2 also the summed gradients, level3 also the weights, which are"
+        " gathered for each use. Semi-automatic mode cuts weights from level1 on; with level3 its backward pass gathers"
+        " them again.")
+    gradient_accumulation_shard: bool = setting(False, "As optimizer_level level2, its older name.")
 
 
 class PipelineConfig(Section):
@@ -79,7 +79,8 @@ class ParallelSection(Section):
         None, "explicit: data parallelism, the trainer's own, in the place of semi-automatic mode. Default null: none.")
     full_batch: bool = setting(True, "Semi-automatic mode: a rank hands MindSpore the whole batch, or its own part.")
     enable_parallel_optimizer: bool = setting(
-        False, "The data-parallel ranks share the optimizer state instead of having a copy each.")
+        False, "The data-parallel ranks share the optimizer state instead of having a copy each; optimizer_level says"
+        " what else.")
     parallel_optimizer_config: ParallelOptimizerConfig = section(ParallelOptimizerConfig, "How optimizer state is cut.")
     pipeline_config: PipelineConfig = section(PipelineConfig, "Order of a pipeline's micro-batches.")
     comm_fusion: dict[str, Any] | None = setting(
@@ -126,7 +127,7 @@ class RecomputeConfig(Section):
     mp_comm_recompute: bool = setting(
         True, "Semi-automatic mode: recomputation repeats the communication of model_parallel too.")
     parallel_optimizer_comm_recompute: bool = setting(
-        False, "Semi-automatic mode: the backward pass gathers weights again, as optimizer_level level3.")
+        False, "With recomputation: as optimizer_level level3.")
     recompute_slice_activation: bool = setting(
         False, "Semi-automatic mode: the ranks of model_parallel share what recomputation keeps.")
 

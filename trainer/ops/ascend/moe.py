@@ -125,8 +125,8 @@ class GroupedMatmul(nn.Cell):
         if self.fills_rows:
             return product(x_RI, cast_EOI, counts_E)
         # The operator leaves rows after the last group as they were in memory, and so does its gradient.
-        in_group_R1 = (mint.arange(x_RI.shape[0], dtype=mstype.int64) < counts_E.sum()).expand_dims(1)
-        return _rows_or_zeros(in_group_R1, product(_rows_or_zeros(in_group_R1, x_RI), cast_EOI, counts_E))
+        after_R1 = (mint.arange(x_RI.shape[0], dtype=mstype.int64) >= counts_E.sum()).expand_dims(1)
+        return ops.masked_fill(product(ops.masked_fill(x_RI, after_R1, 0.0), cast_EOI, counts_E), after_R1, 0.0)
 
 
 class _GroupedMatmulCore(nn.Cell):
@@ -153,9 +153,7 @@ class _GroupedMatmulCore(nn.Cell):
         if self.reaches_all:
             return grad_x, grad_weight, no_grad_E
         # Zero for experts without rows, whatever the operator leaves there.
-        has_rows_EOI = ops.broadcast_to((counts_E > 0).reshape(-1, 1, 1), weight_EOI.shape)
-        grad_weight = ops.select(has_rows_EOI, grad_weight, ops.zeros(weight_EOI.shape, weight_EOI.dtype))
-        return grad_x, grad_weight, no_grad_E
+        return grad_x, ops.masked_fill(grad_weight, (counts_E == 0).reshape(-1, 1, 1), 0.0), no_grad_E
 
 
 def grouped_product(x, weight, counts_E, group_type: int):
@@ -165,10 +163,6 @@ def grouped_product(x, weight, counts_E, group_type: int):
     return ops.auto_generate.grouped_matmul_v4(
         [x], [weight], None, None, None, None, None, None, counts_E, None, None, None, 3, group_type, 1
     )[0]
-
-
-def _rows_or_zeros(there_R1, x_RD):
-    return ops.select(ops.broadcast_to(there_R1, x_RD.shape), x_RD, ops.zeros(x_RD.shape, x_RD.dtype))
 
 
 class Permute(nn.Cell):

@@ -28,7 +28,7 @@ from trainer.ops.cpu.arrays import (
     parts,
     take_tokens,
 )
-from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
+from trainer.ops.routing import DropPolicy, Routing, RoutingRule, SharedTokens, route
 
 _MOST_ROWS = 512  # of one product
 
@@ -49,11 +49,16 @@ class Route(nn.Cell):
         return Routing(*map(Tensor.from_numpy, self.of_arrays(on_host(scores_NE), bias_E, capacity, drop_policy)))
 
     def of_arrays(
-        self, scores_NE: np.ndarray, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
+        self,
+        scores_NE: np.ndarray,
+        bias_E: Tensor | None,
+        capacity: int | None,
+        drop_policy: DropPolicy,
+        shared: SharedTokens | None = None,
     ) -> Routing:
-        """The same from an array of scores, as arrays."""
+        """The same from an array of scores, as arrays; `shared` as in `route`."""
         bias = None if bias_E is None else on_host(bias_E)
-        return route(self.rule, scores_NE, bias, capacity, drop_policy)
+        return route(self.rule, scores_NE, bias, capacity, drop_policy, shared)
 
 
 class GroupedMatmul(nn.Cell):

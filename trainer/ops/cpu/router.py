@@ -15,7 +15,7 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from trainer.ops.cpu.arrays import cast, empty, on_host
-from trainer.ops.routing import Routing
+from trainer.ops.routing import Routing, SharedTokens
 
 if TYPE_CHECKING:
     from trainer.config.schema.moe import MoEConfig
@@ -57,7 +57,7 @@ class CpuRouter:
     """(y_ND, router_ED, tokens_B1, valid_N1, decide) -> `Routed`.
 
     The same as Router without its norm, Gates and RouterLosses of `trainer.models.moe`, where the formulas are, with
-    the choice between them.
+    the choice between them. `shared`: these are some of the tokens of a micro-batch; the losses are their part of its.
     """
 
     def __init__(self, moe: MoEConfig) -> None:
@@ -71,8 +71,9 @@ class CpuRouter:
         valid_N1: Tensor,
         decide: Decide,
         shares: Shares | None = None,
+        shared: SharedTokens | None = None,
     ) -> Routed:
-        call = _RouterCall(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide, shares)
+        call = _RouterCall(self.moe, tokens_B1.asnumpy(), valid_N1.asnumpy(), decide, shares, shared)
         gates_Nk, aux_loss, z_loss = call(y_ND, router_ED)
         return Routed(gates_Nk, aux_loss, z_loss, call.routing, call.scores_NE)
 
@@ -81,12 +82,22 @@ class _RouterCall(nn.Cell):
     """One call. It keeps arrays of [N, E] for its backward pass."""
 
     def __init__(
-        self, moe: MoEConfig, tokens_B1: np.ndarray, valid_N1: np.ndarray, decide: Decide, shares: Shares | None
+        self,
+        moe: MoEConfig,
+        tokens_B1: np.ndarray,
+        valid_N1: np.ndarray,
+        decide: Decide,
+        shares: Shares | None,
+        shared: SharedTokens | None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.moe, self.tokens_B1, self.valid_N1, self.decide, self.shares = moe, tokens_B1, valid_N1, decide, shares
         self.is_sigmoid, self.with_z = moe.score_function == "sigmoid", moe.z_loss_factor > 0
         self.routing: Routing | None = None
+        self.shared, rows = shared, len(tokens_B1)
+        self.length, self.tokens_B = len(valid_N1) // rows, np.full(rows, len(valid_N1) // rows)
+        if shared is not None:
+            self.length, self.tokens_B = shared.length, np.bincount(shared.own_n // shared.length, minlength=rows)
 
     def construct(self, y_ND, router_ED):
         moe = self.moe
@@ -110,22 +121,24 @@ class _RouterCall(nn.Cell):
     def aux_loss(self) -> float:
         """Keeps its gradient by the normalised scores, which is the same for all tokens of a sequence."""
         rows, experts = len(self.tokens_B1), self.moe.expert_num
+        ends = np.cumsum(self.tokens_B)[:-1]
         if self.shares is None:
-            assigned_BA = self.routing.experts_Nk.reshape(rows, -1)
-            load_BE = np.stack([np.bincount(assigned_A, minlength=experts) for assigned_A in assigned_BA])
-            load_BE = load_BE * (experts / assigned_BA.shape[1])
+            assigned = np.split(self.routing.experts_Nk, ends)
+            load_BE = np.stack([np.bincount(experts_nk.ravel(), minlength=experts) for experts_nk in assigned])
+            load_BE = load_BE if self.shared is None else self.shared.sum(load_BE)
+            load_BE = load_BE * (experts / (self.length * self.moe.num_experts_chosen))
         else:
             load_BE = np.tile(self.shares(self.routing.requested_E) * experts, (rows, 1))
         self.score_sums_N1 = self.scores_NE.sum(1, keepdims=True) + _TINY if self.is_sigmoid else None
         self.normalised_NE = self.scores_NE if self.score_sums_N1 is None else self.scores_NE / self.score_sums_N1
-        normalised_BTE = self.normalised_NE.reshape(rows, -1, experts)
-        by_normalised_BE = self.tokens_B1 * load_BE / normalised_BTE.shape[1]
+        by_normalised_BE = self.tokens_B1 * load_BE / self.length
         self.by_normalised_BE = by_normalised_BE.astype(np.float32)
-        return float((by_normalised_BE * normalised_BTE.sum(1, dtype=np.float64)).sum())
+        sums_BE = np.stack([part.sum(0, dtype=np.float64) for part in np.split(self.normalised_NE, ends)])
+        return float((by_normalised_BE * sums_BE).sum())
 
     def bprop(self, y_ND, router_ED, out, grads):
         grad_gates, grad_aux_loss, grad_z_loss = (on_host(grad) for grad in grads)
-        grad_NE = np.repeat(self.by_normalised_BE * grad_aux_loss, len(self.scores_NE) // len(self.tokens_B1), 0)
+        grad_NE = np.repeat(self.by_normalised_BE * grad_aux_loss, self.tokens_B, 0)
         if self.score_sums_N1 is not None:
             grad_NE = _through_quotient(grad_NE, self.normalised_NE, self.score_sums_N1)
         grad_Nk = grad_gates * np.float32(self.moe.routed_scaling_factor)

@@ -1,0 +1,171 @@
+"""Parts of arrays: which numbers they are, how they are read and written, and how initial weights are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from golden_files import load_model_case
+from test_expert_names import fused, golden
+from test_joined_names import as_chatglm
+from test_joined_names import golden as golden_of_family
+
+from trainer.checkpoint.expert_names import disk_parts, to_disk
+from trainer.checkpoint.hugging_face import as_bfloat16
+from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_weights
+from trainer.config.schema.model import ModelConfig
+from trainer.models import init
+from trainer.models.init import initial_value
+from trainer.models.shapes import parameter_shapes
+from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
+from trainer.storage import tensor_file
+from trainer.storage.tensor_file import (
+    Entry,
+    StoredArray,
+    concatenated,
+    float32_entries,
+    make_file,
+    read_part,
+    stacked,
+    write_pieces,
+    write_tensors,
+)
+
+SHAPES = [(), (1,), (7,), (5, 6), (6, 1), (3, 4, 5), (4, 3, 2, 5)]
+
+
+def parts_of(shape: tuple[int, ...], seed: int = 0, count: int = 12) -> Iterator[ArrayPart]:
+    """Shards and ranges of them, drawn at random; the first is all of the array."""
+    draw = np.random.default_rng(seed)
+    yield whole_array(shape)
+    for number in range(count):
+        ends = [sorted(draw.integers(0, size + 1, 2)) for size in shape]
+        ends = [[int(low), int(high) + (low == high and high < size)] for (low, high), size in
+                zip(ends, shape, strict=True)]  # fmt: skip
+        shard = Shard(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+        part = ArrayPart(shape, shard)
+        low, high = sorted(map(int, draw.integers(0, part.size + 1, 2)))
+        yield part if number % 2 else part._replace(flat=slice(low, high))
+
+
+def numbers(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+def right(array: np.ndarray, part: ArrayPart) -> np.ndarray:
+    own = array[part.shard.slices]
+    return own if part.flat is None else own.reshape(-1)[part.flat]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts_are_read_from_a_file_and_written_to_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(tensor_file, "_SPAN_BYTES", 64)  # so that scattered numbers take several reads
+    before, array, path = numbers((3,)), numbers(shape), tmp_path / "x.safetensors"
+    entries = float32_entries({"a": (3,), "b": shape})
+    write_tensors(path, entries, [before, array])
+    whole = path.read_bytes()
+    stored = tensor_file.TensorFile(path).tensor("b")
+    for part in parts_of(shape):
+        found = stored.read(part)
+        assert found.shape == part.shape
+        np.testing.assert_array_equal(found, right(array, part))
+        np.testing.assert_array_equal(read_part(array, part), found)
+        make_file(path, entries)
+        total = write_pieces(path, entries, {"b": [PartOfArray(part, found)]})
+        again = safetensors.numpy.load_file(path)["b"]
+        np.testing.assert_array_equal(right(again, part), found)
+        assert np.count_nonzero(again) == np.count_nonzero(found)
+        assert total == int(np.ascontiguousarray(found).view("<u4").sum(dtype=np.uint64))
+        write_tensors(path, entries, [before, array])
+        assert path.read_bytes() == whole
+
+
+def test_what_is_made_of_stored_arrays_is_read_part_by_part() -> None:
+    rows = [numbers((4, 5)) + number for number in range(3)]
+    read: list[int] = []
+
+    def stored(array: np.ndarray) -> StoredArray:
+        return StoredArray(array.shape, lambda part: read.append(part.size) or read_part(array, part))
+
+    made = {
+        "slices": (stored(rows[0])[1:4, 2:], rows[0][1:4, 2:]),
+        "stacked": (stacked([stored(row) for row in rows]), np.stack(rows)),
+        "concatenated": (concatenated([stored(row) for row in rows]), np.concatenate(rows)),
+        "both": (stacked([stored(row) for row in rows])[:, 1:3], np.stack(rows)[:, 1:3]),
+    }
+    for name, (found, expected) in made.items():
+        assert found.shape == expected.shape and found.ndim == expected.ndim
+        np.testing.assert_array_equal(np.asarray(found), expected, name)
+        for part in parts_of(expected.shape):
+            read.clear()
+            np.testing.assert_array_equal(found.read(part), right(expected, part), name)
+            assert sum(read) == part.size
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "x.lora_A.weight", "model.norm.weight"])
+def test_a_part_of_the_initial_weights_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    settings = golden("experts_mixtral")[1]
+    shape = (9,) if "norm" in name else (6, 5, 7)
+    whole = initial_value(name, shape, settings, 3)
+    monkeypatch.setattr(init, "_BLOCK", 11)
+    for part in parts_of(shape):
+        np.testing.assert_array_equal(initial_value(name, shape, settings, 3, part), right(whole, part))
+
+
+def forms(folder: Path) -> Iterator[tuple[str, dict[str, np.ndarray], ModelConfig, str]]:
+    """Files of every form: name, tensors, settings, class."""
+    for case in ("experts_mixtral", "experts_glm4_moe", "mtp_2"):
+        weights, settings = golden(case)
+        yield case, weights, settings, "MixtralForCausalLM" if case == "experts_mixtral" else "Qwen3MoeForCausalLM"
+        yield f"{case}, fused", fused(weights, settings), settings, ""
+    for case in ("model_glm", "experts_qwen2_moe"):
+        weights, settings, kind = golden_of_family(case, folder)
+        yield case, weights, settings, kind
+    weights = dict(load_model_case("model_glm").weights)
+    settings = golden_of_family("model_glm", folder)[1]
+    separate = fitting_weights(weights, settings, Path("file"))
+    yield "chatglm", as_chatglm(separate, joined=True), settings, ""
+
+
+def test_a_rank_reads_its_part_of_each_form_and_writes_it(tmp_path: Path) -> None:
+    for form in forms(tmp_path):
+        assert_form(tmp_path, *form)
+
+
+def assert_form(folder: Path, name: str, weights: dict[str, np.ndarray], settings: ModelConfig, kind: str) -> None:
+    entries = {key: Entry("BF16", array.shape, 2 * array.size) for key, array in weights.items()}
+    write_tensors(folder / "model.safetensors", entries, map(as_bfloat16, weights.values()))
+    whole = fitting_weights(read_weights(folder), settings, Path(name))
+    assert {key: array.shape for key, array in whole.items()} == parameter_shapes(settings)
+    every = {key: list(parts_of(array.shape, seed, 3))[1:] for seed, (key, array) in enumerate(whole.items())}
+    for number in range(3):
+        parts = {key: found[number] for key, found in every.items()}
+        skipped = parts.popitem()[0]
+        read = fitting_weights(read_weights(folder), settings, Path(name), parts=parts)
+        assert read.keys() == parts.keys() and skipped not in read
+        for key, array in read.items():
+            assert array.flags.c_contiguous and array.dtype == np.float32
+            np.testing.assert_array_equal(array, right(whole[key], parts[key]), f"{name}: {key}")
+        if kind:
+            on_disk = to_disk(whole, kind)
+            for tensor, pieces in disk_parts(parts, kind).items():
+                for one, own, part in pieces:
+                    found = read[one].reshape(-1)[own]
+                    np.testing.assert_array_equal(found, right(on_disk[tensor], part).reshape(-1), f"{name}: {tensor}")
+
+
+def test_the_tensor_that_is_not_finite_is_named_whatever_part_is_read() -> None:
+    good, bad = numbers((4, 3)), numbers((4, 3))
+    bad[3, 1] = np.nan
+    arrays = {"stack": np.stack([good, bad])}
+    weights = FittingWeights(arrays, {"first": good, "second": bad}, Path("file"), "", "load_checkpoint")
+    upper = ArrayPart((2, 4, 3), Shard((0, 0, 0), (2, 2, 3)))
+    assert weights.read({"stack": upper})["stack"].shape == (2, 2, 3)
+    for parts in (None, {"stack": upper._replace(shard=Shard((0, 2, 0), (2, 2, 3)))}):
+        with pytest.raises(Exception, match="not finite: second has NaN"):
+            weights.read(parts)

@@ -1,0 +1,114 @@
+"""How tokens meet experts where ranks share both: token dispatchers, and what all ranks of a micro-batch have counted.
+
+Megatron-LM's dispatchers (`megatron/core/transformer/moe/token_dispatcher.py`), by their names there: "alltoall" sends
+each token to the ranks of its experts, "allgather" lets every rank have all tokens and add up what its experts give.
+Both compute the same.
+
+Legend: N tokens of a rank, D hidden, E experts, k chosen by a token, S ranks that hold all experts, e = E / S experts
+of a rank, R rows of this rank's tokens, Q received rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from trainer.data.batches.context import SequencePart
+from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
+from trainer.parallel.collectives import AllGather, Group, ReduceScatter, exchange_counts, exchange_rows
+
+Compute: TypeAlias = Callable[[Tensor, Tensor, Routing], Tensor]
+"""(tokens [N, D], gates [N, k], where they go among this rank's experts) -> the weighted sums of their experts."""
+
+
+def tensors_of(routing: Routing) -> Routing:
+    """The same routing, where it is of arrays as one of tensors."""
+    return Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
+
+
+class AllToAllDispatcher:
+    """Sends rows to the ranks of their experts, and results back.
+
+    A rank's rows stand sorted by expert, so those for one rank stand together. The ranks tell each other how many rows
+    there are for each expert; rows, results and both gradients then travel in all-to-alls of exactly so many rows.
+
+    Args:
+        group: Its ranks hold equally many experts each, in their order.
+        permute, unpermute: Kernels.
+    """
+
+    def __init__(self, group: Group, permute: nn.Cell, unpermute: nn.Cell) -> None:
+        self.group, self.permute, self.unpermute = group, permute, unpermute
+
+    def __call__(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """The weighted sums of all experts of each token, [N, D]; `routing` has tensors."""
+        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
+        rows_RD = self.permute(y_ND, token_R, row_Nk)
+        counts_Se, theirs_Se = exchange_counts(counts_E, self.group)
+        send_S, receive_S = counts_Se.sum(1), theirs_Se.sum(1)
+        rows = None
+        if not self.group.on_host and not receive_S.any():
+            theirs_Se[0, 0] = rows = 1  # a row of zeros: an Ascend's operators may not take none
+        rows_QD = _RowExchange(self.group, send_S, receive_S, rows)(rows_RD)
+        ones_Q1, own = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32)), rows_of_experts(theirs_Se)
+        out_QD = compute(rows_QD, ones_Q1, own if self.group.on_host else tensors_of(own))
+        out_RD = _RowExchange(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
+        return self.unpermute(out_RD, gates_Nk, token_R, row_Nk)
+
+
+class AllGatherDispatcher:
+    """Gathers tokens and gates of all ranks; each rank adds up what its experts give to every token, and the sums of
+    all ranks go back to the rank of the token. The ranks have equally many tokens."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.gather, self.scatter = AllGather(group, compiled=False), ReduceScatter(group, compiled=False)
+
+    def __call__(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """As `AllToAllDispatcher`."""
+        experts_Nk, row_Nk, counts_E = (routing[place].asnumpy() for place in (0, 1, 3))
+        experts = len(counts_E)
+        kept_Nk = np.where(row_Nk < counts_E.sum(), experts_Nk, np.int32(experts))
+        own = routing_of_some(self.group.all_gather_rows(kept_Nk), self.group.rank, experts // self.group.size)
+        return self.scatter(compute(self.gather(y_ND), self.gather(gates_Nk), own))
+
+
+class _RowExchange(nn.Cell):
+    """One all-to-all of rows [n, D], `send_S` of them to each rank and `receive_S` from each; backward, the way back.
+
+    Rows after those that are sent get zero gradients. `rows`: with so many rows, zeros after those that come back.
+    """
+
+    def __init__(self, group: Group, send_S: np.ndarray, receive_S: np.ndarray, rows: int | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.group, self.send_S, self.receive_S, self.rows = group, send_S, receive_S, rows
+
+    def construct(self, rows_RD: Tensor) -> Tensor:
+        return exchange_rows(rows_RD, self.send_S, self.receive_S, self.group, self.rows)
+
+    def bprop(self, rows_RD: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor]:
+        return (exchange_rows(grad, self.receive_S, self.send_S, self.group, rows_RD.shape[0]),)
+
+
+class TokenRanks:
+    """The ranks that share the tokens of each micro-batch: a capacity and a balance loss are of all of them.
+
+    Args:
+        group: Those of a context group with their tensor-parallel ranks, which are neighbours and each have as many of
+            their common token rows.
+        tokens: Those of each sequence that this rank and its tensor-parallel ones have.
+    """
+
+    def __init__(self, group: Group, tokens: SequencePart) -> None:
+        self.group, self.tokens, self.of = group, tokens, functools.cache(self._of)
+
+    def _of(self, sequences: int, tokens: int) -> SharedTokens:
+        """For a micro-batch of so many sequences, of which each rank has so many tokens."""
+        length = tokens * self.group.size // sequences
+        parts = (self.tokens._replace(rank=rank) for rank in range(self.tokens.ranks))
+        rows = np.stack([part.rows(sequences, length) for part in parts]).reshape(self.group.size, -1)
+        return SharedTokens(rows, self.group.rank, length, self.group.all_gather)
