@@ -50,7 +50,7 @@ def test_experts_with_a_module_for_another_token_on_megatron_data(tmp_path, caps
     code = dispatch(["smoke", "--config", write(tmp_path, EXPERTS), *arguments])
     printed = capsys.readouterr().out
     assert code == 0 and "PASS (" in printed
-    assert "parallel_config.expert_parallel  " in printed and "data_parallel in its place" in printed
+    assert "parallel_config.expert_parallel  " in printed and "one process; --ranks starts several" in printed
     assert "resumed after step 1: step 2 has the loss" in printed
 
 

@@ -2,7 +2,8 @@
 
 As installed, MindSpore 2.10 on a machine with few cores runs operators in the calling thread, which hands the work to
 a pool and then polls for its end, and its queues poll while they are empty. Each poller takes time from the threads
-that compute: on two cores a step takes up to twice as long.
+that compute: on two cores a step takes up to twice as long. A rank that has one core, and waits for others, would give
+a third of it to polling.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import threadpoolctl
 
 _RUNTIME_SETTINGS = "MS_DEV_RUNTIME_CONF"
+_FEWEST_DISPATCH_THREADS = 2
 _MOST_DISPATCH_THREADS = 5  # MindSpore's own default where there are cores enough
 _MOST_HOST_THREADS = 8  # more do not help: memory is the limit
 
@@ -34,14 +36,14 @@ def set_up_cpu_threads() -> None:
     - No runtime pipeline: its launch queue polls at full speed.
     """
     mindspore.runtime.launch_blocking()
-    cores = len(os.sched_getaffinity(0))
-    if cores < 2 or _RUNTIME_SETTINGS in os.environ:
-        return  # nothing to share, or the user knows better
+    if _RUNTIME_SETTINGS in os.environ:
+        return  # the user knows better
+    threads = min(max(_FEWEST_DISPATCH_THREADS, len(os.sched_getaffinity(0))), _MOST_DISPATCH_THREADS)
     os.environ[_RUNTIME_SETTINGS] = "pipeline:False"
     try:
         # MindSpore reads the setting when the first graph runs, and then announces it and its thread numbers.
         with _silent():
-            mindspore.runtime.dispatch_threads_num(min(cores, _MOST_DISPATCH_THREADS))
+            mindspore.runtime.dispatch_threads_num(threads)
             _twice(mindspore.Tensor(np.ones(1, np.float32))).asnumpy()
     finally:
         del os.environ[_RUNTIME_SETTINGS]  # while it stands, every compilation is announced

@@ -51,7 +51,7 @@ def evaluate_now(
 
     batches = data.loader.epoch(0)
     # Ranks may evaluate unequal numbers of batches, so they cannot gather the weights of each.
-    with contextlib.closing(batches), session.model.compute_weights.whole():
+    with contextlib.closing(batches), session.whole_weights():
         some = _each_told(itertools.islice(batches, data.max_batches), on_batch)
         found = evaluate(
             session.model if pipeline is None else pipeline.evaluate,

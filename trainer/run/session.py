@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Mapping
@@ -67,6 +68,11 @@ class Session:
     """Whether the ranks evaluate each batch together; otherwise each has batches of its own."""
     pipeline: Pipeline | None = None
     """Where the model is a stage of one."""
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Within it ranks that share weights (level 3 of `enable_parallel_optimizer`) have all of them; all enter it
+        together. A graph of semi-automatic mode gathers its own."""
+        return contextlib.nullcontext() if self.computes_together else self.model.compute_weights.whole()
 
 
 def open_session(
