@@ -1,4 +1,4 @@
-"""`benchmark.py parallel`: two ranks that divide a model, against two data-parallel ranks with the same tokens a step."""
+"""`benchmark.py parallel`: two ranks that divide a model, against two data-parallel ones with as many tokens."""
 
 from __future__ import annotations
 
