@@ -28,8 +28,10 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_a_dense_file_passes_and_the_verdict_is_json(tmp_path, capsys):
-    """MindRecord data with labels and masks, an evaluation, float16, a loss scale, accumulation, recomputation."""
-    code = dispatch(["smoke", "--config", write(tmp_path, DENSE), "--output_dir", str(tmp_path), "--json"])
+    """MindRecord data with labels and masks, an evaluation, float16, a loss scale, accumulation, recomputation. Its own
+    job needs more memory than its devices have, which keeps no small copy from running."""
+    text = DENSE.replace("max_device_memory: 58GB", "max_device_memory: 1GB")
+    code = dispatch(["smoke", "--config", write(tmp_path, text), "--output_dir", str(tmp_path), "--json"])
     printed, progress = capsys.readouterr()
     verdict = json.loads(printed)
     assert (code, verdict["result"], verdict["problem"]) == (0, "pass", "")
@@ -41,7 +43,7 @@ def test_a_dense_file_passes_and_the_verdict_is_json(tmp_path, capsys):
     needs = "\n".join(verdict["needs"])
     assert "data: train_dataset.data_loader (MindDataset): its path is not written" in needs
     assert "devices: 16 x Ascend (pipeline_stage 2, data_parallel 2, model_parallel 4)" in needs
-    assert "GiB a rank, activations (estimated) included, of the 58 GiB of max_device_memory" in needs
+    assert "GiB a rank, activations (estimated) included, more than the 1 GiB of max_device_memory" in needs
     assert 0 < verdict["peak_rss_bytes"] < 3 << 30
 
 
@@ -70,7 +72,6 @@ def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
         ("run_mode: finetune", "run_mode: {", "not valid YAML"),
         ("hidden_size: 3584", "hiden_size: 3584", "you probably mean model.model_config.hidden_size"),
         ("num_heads: 28", "num_heads: 27", "must divide hidden_size"),
-        ("max_device_memory: 58GB", "max_device_memory: 1GB", "optimizer state of a rank alone take"),
         ("run_mode: finetune", "run_mode: eval", "smoke is for trainings"),
     ],
 )

@@ -46,6 +46,10 @@ JOB_SECONDS = 200  # two cores that other tests use as well
 # Where nothing depends on it, the ranks compile nothing: that is a third of a short job's time.
 EAGER = {"context.mode": 1}
 SAVED_EVERY = 5
+DEGREES = {
+    2: {"context_parallel": 2},
+    4: {"pipeline_stage": 2, "micro_batch_num": 2, "model_parallel": 2, "use_seq_parallel": True},
+}
 
 
 def launch(folder: Path, ranks: int, config: Path, *flags: object, forked: bool = True, **environment: str) -> Launcher:
@@ -149,10 +153,11 @@ def assert_same_training(ours: Path, right: Path, ended_at: set[int]) -> None:
 def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: Path) -> None:
     """8 -> 2 -> 4 -> 1 ranks, more than fifty steps in all (half of them on one rank, where they cost least), with
     masked prompts (unequal tokens), accumulation, last batches that do not reach all ranks, and evaluation. 8 ranks
-    shard the optimizer's state, 2 ranks hold it whole, 4 ranks are two pairs that share matrices and rows, and a single
-    one needs no msrun.
+    shard the optimizer's state, 2 ranks share each sequence, 4 ranks are two stages of two that share matrices and
+    rows, and a single one needs no msrun.
 
-    One of the 2 ranks is killed, and the job starts again from its newest checkpoint. Then they are ended by SIGTERM
+    One of the 2 ranks is killed, while the other one waits for it in a ring or soon will, and the job starts again from
+    its newest checkpoint. Then they are ended by SIGTERM
     (bug 17 of trainers: agreed by all ranks at a step's end, saved, exit code 143), the 4 ranks by Ctrl-C, a signal
     that MindSpore takes for itself."""
     data = write_instructions(tmp_path / "eight.jsonl", records=19)
@@ -175,9 +180,9 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
     }
     done, ended_at = 0, set()
     for ranks, steps, ended_by in ((8, 12, None), (2, 12, signal.SIGTERM), (4, 3, signal.SIGINT), (1, 25, None)):
-        rows = 8 // ranks * (2 if ranks == 4 else 1)
+        rows = 1 if ranks == 8 else 8
         own = {"runner_config.batch_size": rows, "output_dir": str(output)} | (sharded if ranks == 8 else {})
-        own |= {"parallel_config": {"model_parallel": 2, "use_seq_parallel": True}} if ranks == 4 else {}
+        own |= {"parallel_config": DEGREES[ranks]} if ranks in DEGREES else {}
         own |= EAGER if ranks in (2, 4) else {}
         if ranks in (8, 2):  # written beside the training, in the case of 8 ranks also in the middle of it
             every = 10 if ranks == 8 else SAVED_EVERY

@@ -1,4 +1,4 @@
-"""`smoke --ranks 2` starts two processes, which share the matrices as the file says, save, and resume."""
+"""`smoke --ranks 2` starts two processes, which share the experts as the file says, save, and resume."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from trainer.launch import command
 FILE = """\
 use_parallel: True
 parallel: {parallel_mode: 1, enable_parallel_optimizer: True}
-parallel_config: {data_parallel: 4, model_parallel: 2}
+parallel_config: {data_parallel: 8, expert_parallel: 4}
 context: {mode: 1, device_target: Ascend}
 runner_config: {batch_size: 1}
-model: {model_config: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 64, seq_length: 16}}
+model:
+  model_config:
+    {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 64, seq_length: 16,
+     moe_config: {expert_num: 4, num_experts_chosen: 2}}
 train_dataset:
   data_loader: {type: BlendedMegatronDatasetDataLoader, sizes: [900, 0, 0], config: {data_path: [/nowhere/a]}}
 """
@@ -38,7 +41,8 @@ def test_two_processes_train_and_resume(
     assert (code, verdict["result"], verdict["ranks"]) == (0, "pass", 2), progress
     assert verdict["resumed_loss"] == verdict["losses"]["2"]
     changed = {change["key"]: change for change in verdict["changes"]}
-    assert changed["parallel_config.data_parallel"]["after"] == 1 and "parallel_config.model_parallel" not in changed
+    degrees = {key: changed[f"parallel_config.{key}"]["after"] for key in ("data_parallel", "expert_parallel")}
+    assert degrees == {"data_parallel": 2, "expert_parallel": 2}
     assert "launching 2 workers" in progress and "resumed: step 2 of 2" in progress
     step = tmp_path / "smoke" / "file" / "checkpoints" / "step-00000002"
     assert [each.name for each in step.glob("optimizer*")] == ["optimizer.safetensors"]  # which both have written

@@ -36,8 +36,8 @@ def set_up_cpu_threads() -> None:
     - No runtime pipeline: its launch queue polls at full speed.
     """
     mindspore.runtime.launch_blocking()
-    if _RUNTIME_SETTINGS in os.environ:
-        return  # the user knows better
+    if _RUNTIME_SETTINGS in os.environ or os.environ.get("MS_ROLE") == "MS_SCHED":
+        return  # the user knows better, or msrun's scheduler computes nothing
     threads = min(max(_FEWEST_DISPATCH_THREADS, len(os.sched_getaffinity(0))), _MOST_DISPATCH_THREADS)
     os.environ[_RUNTIME_SETTINGS] = "pipeline:False"
     try:

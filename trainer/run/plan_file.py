@@ -50,13 +50,16 @@ def described_world(config: Config, world: World) -> World:
     return world_of(degrees.ranks)
 
 
-def plan_file(config: Config, world: World, told: list[Problem], opens_data: bool = True) -> Plan:
+def plan_file(
+    config: Config, world: World, told: list[Problem], opens_data: bool = True, checks_memory: bool = True
+) -> Plan:
     """Plans a configuration whose own problems are `told`.
 
     A file for Ascend is planned on any machine: its data, weights and model folder are looked at where they are here.
 
     Args:
         opens_data: False for a plan that does not look at them, and so takes no time: of steps it knows nothing.
+        checks_memory: Whether what a rank needs must be within `max_device_memory`.
 
     Raises:
         UserError: The run could not start on its machine; with all problems.
@@ -95,14 +98,14 @@ def plan_file(config: Config, world: World, told: list[Problem], opens_data: boo
         plan = plan_run(config, world, backend, device, memory_bytes, show_build, opens_data and not away)
         for section in away if opens_data else ():
             _check_data(config, section, is_away=True)
-        of_memory = _memory_notices(config, memory_bytes) if has_sizes else []
+        of_memory = _memory_notices(config, memory_bytes) if has_sizes and checks_memory else []
     except UserError as error:
         problems = wrong or [_located(config, error)]
         broken = {one.error.key.partition(".")[0] for one in wrong}
         if opens_data and not broken & _OF_DATA:
             for section in sections:
                 collect(partial(_check_data, backend.data_config, section, section in away))
-        if elsewhere and has_sizes and not broken & _OF_MEMORY:
+        if elsewhere and has_sizes and checks_memory and not broken & _OF_MEMORY:
             collect(lambda: _memory_notices(config, _memory(config, world)))
         raise_problems(list({str(one.error): one for one in problems}.values()))
     missing = [f"{name}.data_loader {path or '(no path is written)'}" for name, path in away.items()]
