@@ -27,7 +27,6 @@ PyTorch needs an environment of its own: `python -m venv torch-env && torch-env/
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -49,12 +48,11 @@ from benchmark_tools import (  # noqa: E402
     Line,
     Measurement,
     RunFailed,
-    describe_machine,
+    conclude,
     last_json,
     mb,
     median_of,
     paired_ratio,
-    render,
     run_process,
     run_torch,
     run_trainer,
@@ -150,17 +148,13 @@ def dense(options: argparse.Namespace, console: Console) -> int:
         program = ROOT / "scripts" / "benchmark_bare.py"
         bare = last_json(run_process([sys.executable, program, "--config", options.config]))
     lines = dense_lines(ours, theirs["eager"], theirs["compile"], compilation, accumulated, bare)
-    render("Trainer on MindSpore against PyTorch and its targets", lines, console)
-    machine = {**describe_machine(), "torch": said["torch"], "torch_python": said["python"],
-               "matmul_gflops": said["matmul_gflops"]}
     runs = {"trainer": ours, **{f"torch_{mode}": theirs[mode] for mode in modes},
             "compilation": list(compilation.values()), "accumulated": [accumulated]}
-    print(json.dumps({
-        "benchmark": "dense", "machine": machine, "sizes": sizes,
-        "lines": [{**asdict(line), "verdict": line.verdict} for line in lines],
-        "runs": {name: [asdict(run) for run in group] for name, group in runs.items()}, "bare": bare,
-    }, indent=2))
-    return int(any(line.verdict == "FAIL" for line in lines))
+    return conclude(
+        "dense", "Trainer on MindSpore against PyTorch and its targets", lines, console, sizes=sizes,
+        machine={"torch": said["torch"], "torch_python": said["python"], "matmul_gflops": said["matmul_gflops"]},
+        runs={name: [asdict(run) for run in group] for name, group in runs.items()}, bare=bare,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

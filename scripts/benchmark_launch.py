@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmark_tools import (
@@ -19,11 +17,10 @@ from benchmark_tools import (
     SETTLING_STEPS,
     Line,
     RunFailed,
-    describe_machine,
+    conclude,
     mb,
     measure_metrics_file,
     paired_ratio,
-    render,
     run_process,
 )
 from rich.console import Console
@@ -132,12 +129,7 @@ def launch(options: argparse.Namespace, console: Console) -> int:
     )
     detail = f"{mb(part)} / {mb(whole)}, vocabulary 32,768"
     lines.append(Line(f"memory of a rank, state shared by {FEW} / whole", part / whole, 1.0, False, detail))
-    render("Several ranks", lines, console)
-    print(json.dumps({
-        "benchmark": "launch", "machine": describe_machine(),
-        "lines": [{**asdict(line), "verdict": line.verdict} for line in lines], "steps": jobs,
-    }, indent=2))
-    return int(any(line.verdict == "FAIL" for line in lines))
+    return conclude("launch", "Several ranks", lines, console, steps=jobs)
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

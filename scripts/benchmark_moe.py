@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,9 +15,8 @@ from benchmark_tools import (
     Line,
     Measurement,
     RunFailed,
-    describe_machine,
+    conclude,
     paired_ratio,
-    render,
     run_torch,
     run_trainer,
     torch_sizes,
@@ -110,15 +108,12 @@ def moe(options: argparse.Namespace, console: Console) -> int:
         for layers in (LAYERS_FEW, LAYERS_MANY)
     }
     lines = moe_lines(runs, compilation, config.decoder.experts.expert_num)
-    render("A model with experts", lines, console)
-    print(json.dumps({
-        "benchmark": "moe", "sizes": sizes,
-        "machine": {**describe_machine(), "torch": said["torch"], "matmul_gflops": said["matmul_gflops"]},
-        "lines": [{**asdict(line), "verdict": line.verdict} for line in lines],
-        "runs": {name: [asdict(run) for run in group] for name, group in runs.items()},
-        "compilation": {str(layers): asdict(run) for layers, run in compilation.items()},
-    }, indent=2))
-    return int(any(line.verdict == "FAIL" for line in lines))
+    return conclude(
+        "moe", "A model with experts", lines, console, sizes=sizes,
+        machine={"torch": said["torch"], "matmul_gflops": said["matmul_gflops"]},
+        runs={name: [asdict(run) for run in group] for name, group in runs.items()},
+        compilation={str(layers): asdict(run) for layers, run in compilation.items()},
+    )
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

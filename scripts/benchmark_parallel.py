@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmark_launch import launched, steady
-from benchmark_tools import ROOT, SETTLING_STEPS, Line, describe_machine, paired_ratio, render
+from benchmark_tools import ROOT, SETTLING_STEPS, Line, conclude, paired_ratio
 from rich.console import Console
 
 RANKS = 2
@@ -73,12 +71,7 @@ def parallel(options: argparse.Namespace, console: Console) -> int:
         name = f"tokens/s, {one.name} / data parallelism, {RANKS} ranks"
         lines.append(Line(name, ratio, one.limit or 0.0, True, detail, binding=one.limit is not None))
         steps[one.name] = jobs
-    render("Ranks that divide a model", lines, console)
-    print(json.dumps({
-        "benchmark": "parallel", "machine": describe_machine(),
-        "lines": [{**asdict(line), "verdict": line.verdict} for line in lines], "steps": steps,
-    }, indent=2))
-    return int(any(line.verdict == "FAIL" for line in lines))
+    return conclude("parallel", "Ranks that divide a model", lines, console, steps=steps)
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -15,12 +15,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benchmark_tools import Line, RunFailed, describe_machine, last_json, render, run_process  # noqa: E402
+from benchmark_tools import Line, RunFailed, conclude, last_json, run_process  # noqa: E402
 
 from trainer.config import Override, parse_config  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics  # noqa: E402
@@ -173,10 +172,7 @@ def soak(options: argparse.Namespace, console: Any) -> int:
                             "--steps", str(options.steps), "--warm_up", str(options.warm_up)])
         runs[name] = last_json(text)["samples"]
         lines += soak_lines(name, growth(runs[name]))
-    render("Growth of a process", lines, console)
-    print(json.dumps({"benchmark": "soak", "machine": describe_machine(), "runs": runs,
-                      "lines": [{**asdict(line), "verdict": line.verdict} for line in lines]}, indent=2))
-    return int(any(line.verdict == "FAIL" for line in lines))
+    return conclude("soak", "Growth of a process", lines, console, runs=runs)
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,11 @@ from benchmark_tools import (
     SETTLING_STEPS,
     Line,
     Measurement,
-    describe_machine,
+    conclude,
     last_json,
     mb,
     median_of,
     paired_ratio,
-    render,
     run_process,
     run_trainer,
 )
@@ -104,14 +102,11 @@ def step(options: argparse.Namespace, console: Console) -> int:
         Line("AdamW / copying weights, gradients and moments once", adamw["ratio"], 1.5, False,
              f"{1000 * adamw['adamw_seconds']:.1f} / {1000 * adamw['copy_seconds']:.1f} ms"),
     ]
-    render("The training step", lines, console)
-    print(json.dumps({
-        "benchmark": "step", "machine": describe_machine(),
-        "lines": [{**asdict(line), "verdict": line.verdict} for line in lines],
-        "runs": {str(number): [asdict(run) for run in group] for number, group in runs.items()},
-        "variants": seconds, "adamw": adamw, "activation_bytes": memory,
-    }, indent=2))
-    return int(any(line.verdict == "FAIL" for line in lines))
+    return conclude(
+        "step", "The training step", lines, console,
+        runs={str(number): [asdict(run) for run in group] for number, group in runs.items()},
+        variants=seconds, adamw=adamw, activation_bytes=memory,
+    )
 
 
 def run_script(name: str, *arguments: str) -> dict:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -216,3 +216,13 @@ def render(title: str, lines: Sequence[Line], console: Console) -> None:
                       f"{'>=' if line.at_least else '<='} {line.limit:g}", line.verdict, line.detail,
                       style=style[line.verdict])
     console.print(table)
+
+
+def conclude(benchmark: str, title: str, lines: Sequence[Line], console: Console, **more: Any) -> int:
+    """Shows the result, prints it as JSON with the machine and whatever else was measured, and returns the exit code.
+    `machine` among the latter adds to what is said of the machine."""
+    render(title, lines, console)
+    machine = {**describe_machine(), **more.pop("machine", {})}
+    judged = [{**asdict(line), "verdict": line.verdict} for line in lines]
+    print(json.dumps({"benchmark": benchmark, "machine": machine, "lines": judged, **more}, indent=2))
+    return int(any(line.verdict == "FAIL" for line in lines))

@@ -39,13 +39,11 @@ class GroupedMatmul(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, x_RI, weight_EOI, counts_E):
-        counts_E = counts_E.astype(mstype.float32)
-        ends_E, place_R = ops.cumsum(counts_E, 0), ops.arange(x_RI.shape[0]).astype(mstype.float32)
-        out_RO = 0
-        for expert in range(weight_EOI.shape[0]):
-            inside_R = ops.logical_and(place_R < ends_E[expert], place_R >= ends_E[expert] - counts_E[expert])
-            out_RO += ops.matmul(x_RI * inside_R.astype(x_RI.dtype).expand_dims(-1), weight_EOI[expert].T)
-        return out_RO
+        counts_E1 = counts_E.astype(mstype.float32).expand_dims(1)
+        ends_E1, place_R = ops.cumsum(counts_E1, 0), ops.arange(x_RI.shape[0]).astype(mstype.float32)
+        inside_ER = ops.logical_and(place_R < ends_E1, place_R >= ends_E1 - counts_E1)
+        rows_ERI = x_RI.expand_dims(0) * inside_ER.astype(x_RI.dtype).expand_dims(-1)
+        return ops.matmul(rows_ERI, weight_EOI.swapaxes(1, 2)).sum(0)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ The process of such a command stands for the forked one, which has the same inpu
 and exit code. It hands signals on, and the other does not outlive it. Not for tests of what the two cannot share: a
 terminal, SIGSTOP, what happens while MindSpore is imported, and variables that MindSpore reads then.
 
-Such a command imports the standard library alone, so it starts within some hundredths of a second.
+Such a command imports little of the standard library, so it starts within some hundredths of a second: what only the
+server needs is imported where it is used.
 """
 
 from __future__ import annotations
@@ -18,17 +19,15 @@ import atexit
 import contextlib
 import json
 import os
-import runpy
-import selectors
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import selectors
 
 FORKED = Path(__file__).resolve()
 """Stands for Python in a command: [sys.executable, FORKED, script, ...]."""
@@ -40,7 +39,9 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 USAGE_VARIABLE = "RUN_TRAINER_FORK_USAGE"
 """Environment variable with a file that gets the `End` of each process, as a line of JSON."""
 _READY = b"ready\n"
-# While MindSpore compiles, glibc spends a tenth of the time on freed memory; with longer lists of it, a thirtieth.
+# While MindSpore compiles, glibc spends a tenth of the time on freed memory; with longer lists of it, a thirtieth. But
+# a thread then keeps up to 65,535 blocks of each size that it frees and another one allocates: a training grows by
+# 0.1 MB a step, and by nothing without it. What measures memory must not start here.
 _TUNABLES = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=65535"}
 
 
@@ -60,6 +61,9 @@ def ensure_server() -> None:
 
 def start_server(environment: Mapping[str, str]) -> str:
     """Starts a server, which ends with this process; returns the path of its socket."""
+    import subprocess
+    import tempfile
+
     folder = tempfile.TemporaryDirectory(prefix="fork_server-")
     path = os.path.join(folder.name, "socket")
     server = subprocess.Popen(
@@ -87,6 +91,9 @@ def serve(path: str) -> None:
     sys.path[0] = str(REPOSITORY)
     atexit.register(_end_at_once)  # the first that is registered runs last
     import gc
+    import runpy  # noqa: F401  here, for all processes
+    import selectors
+    import shutil
 
     import mindspore  # noqa: F401  here, since the trainer imports it late
     import pytest  # noqa: F401
@@ -94,7 +101,9 @@ def serve(path: str) -> None:
     import trainer.cli.main
     import trainer.run.loop
     import trainer.run.session  # noqa: F401
+    from trainer.config import parse_config
 
+    parse_config("any.yaml", "{model: {model_config: {num_layers: 1}}}")  # builds the validators, once for all
     gc.freeze()  # a process that collects garbage need not copy what it shares
     gc.set_threshold(20_000, 20, 20)  # as in conftest.py
     awake, wake = os.pipe()
@@ -163,6 +172,8 @@ def _request(client: socket.socket) -> tuple[dict, list[int]]:
 
 def _become(request: dict, descriptors: list[int]) -> None:
     """Makes the new process what its client stands for, and runs the script."""
+    import runpy
+
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, *HANDED_ON):
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else signal.SIG_DFL)

@@ -15,7 +15,9 @@ LEGACY = {"AddN": "MindSpore's differentiation of a compiled block adds gradient
 LEGACY_OF_GRAPH = frozenset(("AddN", "Gather", "OneHot", "RealDiv", "ReduceSum", "StridedSlice", "UnsortedSegmentSum"))
 LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "TensorMove", "ZerosLike"))
 LEGACY_OF_CLASSIFIER = LEGACY_OF_STAGES | {"BiasAdd", "BiasAddGrad"}
-"""Those of dense models in semi-automatic mode, and beside them of its pipelines and of the classifier."""
+LEGACY_OF_PLAIN_KERNELS = frozenset(("BiasAdd", "StridedSliceGrad"))
+"""Those of dense models in semi-automatic mode, and beside them of its pipelines, of the classifier, and of models with
+kernels that are not fused and biases."""
 
 _SWITCHES = {
     "compute_dtype": "bfloat16", "use_flash_attention": True, "use_fused_rope": True, "use_fused_swiglu": True,

@@ -1,14 +1,16 @@
-"""What `test_step.py` runs on the dry backend."""
+"""What `test_step.py` and the tests of semi-automatic mode run on the dry backend."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from trainer.dryrun.tasks import train
+from trainer.config.checks.parallel import degrees_of
+from trainer.dryrun.tasks import batch_of, open_step, train, windows
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel import collectives
 from trainer.parallel.gradients import SumDuringBackward
+from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -76,3 +78,21 @@ def overlapped(run: Run) -> dict[str, Any]:
 def micro_batches(run: Run) -> dict[str, Any]:
     """How many micro-batches a step has."""
     return {"micro_batches": run.config.runner_config.gradient_accumulation_steps}
+
+
+def sharded(run: Run) -> dict[str, Any]:
+    """A training in semi-automatic mode, and an evaluation after it where the option `evaluates` asks for one.
+
+    Returns:
+        shapes: Of this rank's part of each parameter, those that add up gradients too.
+        operators: How often the last step starts each operator.
+    """
+    step = open_step(run)
+    results = []
+    run.measured_steps(lambda number: results.append(step(windows(run, step, number))))
+    shapes = {name: list(parameter.shape) for name, parameter in step.parameters.own.items()}
+    shapes |= {total.name: list(total.shape) for total in step.sums.values()}
+    if run.options.get("evaluates"):
+        batches = [batch_of(run, degrees_of(run.config, run.world).data_parallel, 0)]
+        evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator)
+    return {"updated": results[-1].updated, "shapes": shapes, "operators": dict(run.kernels)}

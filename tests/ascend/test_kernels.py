@@ -33,24 +33,22 @@ NO_SWITCH = {
     "compute_dtype": None, "use_flash_attention": None, "use_fused_rope": False, "use_fused_swiglu": False,
     "moe_config": {"use_gmm": None, "use_fused_ops_permute": False},
 }  # fmt: skip
-# Compiling takes most of the time: two models with many parts are compiled, the others run operator by operator.
+# Compiling takes most of the time: one model with many parts is compiled, the others run operator by operator. Experts
+# recomputed: see test_explicit.py.
 PLAIN, PLAIN_EXPERTS = ({**base, "context": {**base["context"], "mode": 1}} for base in (DENSE, EXPERTS))
 WITH_EXPERTS = {
-    "groups, bias, shared expert, z loss": on_ascend(EXPERTS, model=moe(**DEEPSEEK)),
-    "experts": on_ascend(PLAIN_EXPERTS),
+    "all parts": on_ascend(EXPERTS, model=LATENT | {"tie_word_embeddings": True} | moe(**DEEPSEEK)),
     "experts by default": on_ascend(PLAIN_EXPERTS, model=NO_SWITCH),
     "safe tokens": on_ascend(PLAIN_EXPERTS, model=moe(**SAFE)),
     "capacity by position": on_ascend(PLAIN_EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="position")),
     "capacity by probability": on_ascend(PLAIN_EXPERTS, model=moe(**CAPACITY, moe_token_drop_policy="probability")),
     "loss of the step": on_ascend(PLAIN_EXPERTS, model=moe(moe_router_load_balancing_type="gbs_aux_loss")),
-    "experts recomputed": on_ascend(EXPERTS, {"recompute_config": {"recompute": True}}),
     "experts frozen": on_ascend(PLAIN_EXPERTS, {"freeze": {"include": ["*.mlp.experts.*"]}}),
     "experts by Muon": on_ascend(PLAIN_EXPERTS, {"optimizer": {"type": "Muon"}}),
     "experts evaluated": on_ascend(PLAIN_EXPERTS, task="trainer.dryrun.tasks:evaluation"),
     "experts predicted": on_ascend(PLAIN_EXPERTS, task="trainer.dryrun.tasks:prediction", steps=3),
 }
 OTHERS = {
-    "latent attention": on_ascend(DENSE, model=LATENT | {"tie_word_embeddings": True}),
     "latent attention predicted": on_ascend(PLAIN, model=LATENT, task="trainer.dryrun.tasks:prediction", steps=3),
     "bias in the projections": on_ascend(PLAIN, model={"qkv_has_bias": True}),
     "nothing fused": on_ascend(PLAIN, model={

@@ -27,7 +27,7 @@ CASES = {
     "window over documents": on_ascend(DENSE, EAGER, model=WINDOW, documents=3),
     "dropout over documents": on_ascend(DENSE, EAGER, model=DROPOUT, documents=3),
     "dropout without flash attention": on_ascend(DENSE, EAGER, model={**DROPOUT, "use_flash_attention": False}),
-    "dropout, recomputed": on_ascend(DENSE, {"recompute_config": {"recompute": True}}, model=DROPOUT),
+    "dropout, recomputed": on_ascend(DENSE, EAGER | {"recompute_config": {"recompute": True}}, model=DROPOUT),
     "latent attention over documents": on_ascend(EXPERTS, EAGER, model=LATENT, documents=3),
     "tied embeddings, gradients in bfloat16": on_ascend(
         DENSE, {**EAGER, "runner_wrapper": {"accumulate_allreduce_grads_in_fp32": False}},

@@ -1,11 +1,10 @@
-"""Settings of semi-automatic mode on the dry Ascend backend: ranks of the first, a middle and the last stage of
-pipelines, and a rank without one. A case has as much at once as goes together: compiling is what costs.
+"""Settings of semi-automatic mode, and experts, on the dry Ascend backend: ranks of the first, a middle and the last
+stage of pipelines, and a rank without one. A case has as much at once as goes together: compiling is what costs.
 
 Every case has a process of its own: MindSpore 2.10 takes the shards of one graph for those of the next one."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -26,10 +25,10 @@ STAGES = {
 TIED = {"tie_word_embeddings": True, "mtp_depth": 1}
 INTERLEAVED = {
     "parallel": {"pipeline_config": {"pipeline_interleave": True}},
-    "parallel_config": {"data_parallel": 2, "pipeline_stage": 4, "micro_batch_num": 4},
+    "parallel_config": {"data_parallel": 4, "pipeline_stage": 2, "micro_batch_num": 2},
     "recompute_config": {"select_recompute": True},
 }  # fmt: skip
-ONE = {"num_layers": 1}  # where no stage needs more: of each layer the graph costs seconds
+MIDDLE = {"parallel_config": {"data_parallel": 8, "pipeline_stage": 3, "micro_batch_num": 3}}
 PARTS = {
     "parallel": {
         "enable_parallel_optimizer": True, "full_batch": False,
@@ -39,28 +38,40 @@ PARTS = {
     "runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2},
     "recompute_config": {"recompute": True, "select_comm_recompute": True},
 }  # fmt: skip
+MOE = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "use_gmm": True, "aux_loss_factor": 0.001}
 WINDOW = {
-    "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, **ONE,
-    "hidden_dropout": 0.1, "attention_dropout": 0.1,
-    "pet_config": {"lora_rank": 8, "lora_dropout": 0.1, "target_modules": ".*(q|o|up|down)_proj"},
+    "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "num_layers": 1,
+    "hidden_dropout": 0.1, "attention_dropout": 0.1, "moe_config": MOE | {"shared_expert_num": 1},
 }  # fmt: skip
-MOE = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 64, "use_gmm": True}
+BALANCED = {
+    "use_gating_sigmoid": True, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.001, "n_group": 4,
+    "topk_group": 2, "z_loss_factor": 0.001,
+}  # fmt: skip
+EXPERT_STAGES = {
+    "parallel_config": {
+        "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "expert_parallel": 4,
+    },
+}  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+STAGED = {"moe_config": MOE | BALANCED, "hidden_dropout": 0.1, "attention_dropout": 0.1, **LATENT}
 CASES = {
     "first stage": on_ascend(SEMI, STAGES, model=TIED, ranks=8, rank=1, process="first stage"),
-    "last stage": on_ascend(SEMI, STAGES, model=TIED, ranks=8, rank=6, process="last stage"),
-    "a middle stage": on_ascend(
-        SEMI, INTERLEAVED, model={"num_layers": 8, "pp_interleave_num": 2}, ranks=8, rank=2, process="middle stage"
+    "last stage": on_ascend(
+        SEMI, STAGES, model=TIED | {"moe_config": MOE}, ranks=8, rank=6, process="last stage"
     ),
-    "shared gradients": on_ascend(SEMI, PARTS, model=WINDOW, ranks=8, rank=3, process="shared gradients"),
-    "evaluation of parts": on_ascend(
-        SEMI, PARTS, model=ONE | {"moe_config": MOE, "embedding_size": 64}, ranks=8, rank=4, process="evaluation",
-        task="trainer.dryrun.tasks:evaluation", steps=1,
+    "first stage with experts": on_ascend(SEMI, EXPERT_STAGES, model=STAGED, ranks=8, rank=0, process="experts"),
+    "a middle stage": on_ascend(SEMI, MIDDLE, model={"num_layers": 3}, ranks=24, rank=8, process="middle stage"),
+    "two parts of a stage": on_ascend(
+        SEMI, INTERLEAVED, model={"num_layers": 4, "pp_interleave_num": 2}, ranks=8, rank=1, process="two parts"
+    ),
+    "shared gradients, evaluated": on_ascend(
+        SEMI, PARTS, model=WINDOW, ranks=8, rank=3, process="shared gradients",
+        task="tests.ascend.step_tasks:sharded", evaluates=True,
     ),
 }  # fmt: skip
-
-
-def collectives_of(found: Measurement) -> Counter[str]:
-    return Counter(each.name for each in found.collectives)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -69,3 +80,23 @@ def test_it_runs(bench: Bench, name: str) -> None:
     assert found.failure is None
     assert found.found.get("updated", True), found.found
     assert found.host_bytes < 100_000, found.host_reads
+
+
+def test_the_losses_of_routers_travel_with_the_residual_stream(bench: Bench) -> None:
+    """One number for each micro-batch, and its gradient back."""
+    moves = [each for each in bench("first stage with experts").collectives if each.bytes == 4]
+    assert [sum(each.name == way for each in moves) for way in ("Send", "Receive")] == [2, 2]
+
+
+def others_of(found: Measurement, rank: int, way: str) -> set[int]:
+    """The ranks that this rank sends to, or receives from."""
+    return {other for each in found.collectives if each.name == way for other in each.ranks} - {rank}
+
+
+def test_stages_hand_their_micro_batches_on(bench: Bench) -> None:
+    """Each to the stage after it, or of two parts from the last stage to the first once more; gradients the other way.
+    """
+    middle, parts = bench("a middle stage"), bench("two parts of a stage")
+    for way in ("Send", "Receive"):
+        assert others_of(middle, 8, way) >= {0, 16}
+        assert 5 in others_of(parts, 1, way)

@@ -21,17 +21,18 @@ DEEPSEEK = {
 SHARED = {
     "parallel": {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
 }
+PLAIN = {"context": {"mode": 1}}
 EVERY_NORM = {"runner_wrapper": {"clip_by_group": True, "local_norm": True}}
 OVERLAPPED = {"task": "tests.ascend.step_tasks:overlapped", "bucket_bytes": BUCKET_BYTES, "ranks": RANKS, "rank": 3}
+# Compiled blocks alone: see test_explicit.py.
 READS_ONCE = {
-    "one read, dense": on_ascend(DENSE),
-    "one read, every norm": on_ascend(DENSE, EVERY_NORM),
-    "one read, experts and MTP": on_ascend(EXPERTS, model={"mtp_depth": 1, "moe_config": DEEPSEEK}),
+    "one read, every norm": on_ascend(DENSE, PLAIN | EVERY_NORM),
+    "one read, experts and MTP": on_ascend(EXPERTS, PLAIN, model={"mtp_depth": 1, "moe_config": DEEPSEEK}),
     "one read, 8 ranks": on_ascend(DENSE, **OVERLAPPED),
-    "one read, 8 ranks with shared state": on_ascend(DENSE, SHARED, **OVERLAPPED),
+    "one read, 8 ranks with shared state": on_ascend(DENSE, PLAIN | SHARED, **OVERLAPPED),
     # The matrix of the embedding is used four times, and its gradient comes once.
     "one read, 8 ranks with experts": on_ascend(
-        EXPERTS, model={"mtp_depth": 1, "tie_word_embeddings": True, "moe_config": DEEPSEEK}, ranks=RANKS, rank=3
+        EXPERTS, PLAIN, model={"mtp_depth": 1, "tie_word_embeddings": True, "moe_config": DEEPSEEK}, ranks=RANKS, rank=3
     ),
 }
 CASES = dict(READS_ONCE)

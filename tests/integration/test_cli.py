@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_lines import Answer, answers_of
 from run_helpers import (
     PROGRAM,
     REPOSITORY,
@@ -37,17 +38,26 @@ WATCHED = """if True:
 """
 QUICK = {
     "help": ["--help"],
-    "train help": ["train", "--help"],
     "plan help": ["plan", "--help"],
-    "launch help": ["launch", "--help"],
-    "status help": ["status", "--help"],
-    "export help": ["export", "--help"],
-    "doctor help": ["doctor", "--help"],
-    "schema help": ["schema", "--help"],
     "plan": ["plan", "--config", str(QUICKSTART)],
     "plan json": ["plan", "--json", "--config", str(QUICKSTART)],
     "schema": ["schema"],
 }
+# These are asked in one process.
+HELPED = ("train", "plan", "export", "launch", "status", "doctor", "schema")
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    (["plam"], ["plam", "no such command", "use plan"]),
+    (["fit"], ["no such command", "plan, smoke, data, launch, status, stop, verify, export, convert, doctor"]),
+    (["--btach_size", "3"], ["--btach_size", "unknown flag", "--batch_size"]),
+    (["plan", "--epoch", "3"], ["--epoch", "unknown flag", "--epochs"]),
+    (["doctor", "--jsn"], ["--jsn", "--json"]),
+    (["schema", "--json"], ["--json"]),
+    (["--json", "--config", str(QUICKSTART)], ["--json"]),
+    (["plan", "--config", str(QUICKSTART), "--options", "seed=3", "x.y=1"], ["x: unknown key"]),
+    (["plan", "extra", "--config", str(QUICKSTART)], ["extra"]),
+    (["plan"], ["--config", "needs its YAML file", "configs/quickstart.yaml"]),
+    (["--config"], ["--config", "needs a value"]),
+]
 
 
 def children_seconds() -> float:
@@ -83,25 +93,35 @@ def test_answers_quickly_and_without_mindspore(name: str, tmp_path: Path) -> Non
     assert not any(tmp_path.rglob("*.yaml")) and not (tmp_path / "output").exists()
 
 
-def test_help_has_room_for_every_flag(tmp_path: Path) -> None:
-    for command in ([], ["train"], ["plan"], ["export"]):
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), *command, "--help"],
-            cwd=tmp_path,
-            env={"COLUMNS": "80"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    folder = tmp_path_factory.mktemp("answers")
+    lines = {command: [command, "--help"] for command in HELPED} | {"": ["--help"]}
+    lines |= {repr(arguments): arguments for arguments, _ in MISTAKES}
+    found = answers_of(lines, folder, HOME=str(folder), COLUMNS="80")
+    assert not any(folder.rglob("*"))
+    return found
+
+
+@pytest.mark.parametrize("command", HELPED)
+def test_every_command_helps(command: str, answers: dict[str, Answer]) -> None:
+    found = answers[command]
+    assert (found.code, found.errors, found.loaded_mindspore) == (0, "", False) and command in found.output
+    assert found.cpu_seconds < 0.8
+
+
+def test_help_has_room_for_every_flag(answers: dict[str, Answer]) -> None:
+    for command in ("", "train", "plan", "export"):
+        output = answers[command].output
         for flag in ["config", "options", *(flag.name for flag in FLAGS)]:
-            assert f"--{flag} " in done.stdout, flag
-        lines = done.stdout.splitlines()
+            assert f"--{flag} " in output, flag
+        lines = output.splitlines()
         assert max(map(len, lines)) <= 80
         last = lines[next(n for n, line in enumerate(lines) if NO_EFFECT in line) :]
         one_line_each = last[1 : len(PANELS[NO_EFFECT]) + 1]
         assert all(re.match(r"│ --\w+ .*(ignored|not yet)\.", line) for line in one_line_each), last
         acting = [title for title in PANELS if title != NO_EFFECT]
-        titles = re.findall("╭─ (.+?) ─", done.stdout)
+        titles = re.findall("╭─ (.+?) ─", output)
         assert titles == ["Options", *acting, *([] if command else ["Commands"]), NO_EFFECT]
 
 
@@ -127,7 +147,8 @@ def test_a_plan_says_what_a_run_would_do(tmp_path: Path) -> None:
 
 def test_a_plan_and_the_run_after_it_have_the_same_data(tmp_path: Path) -> None:
     """The number of steps, for text whose number of tokens nothing but tokenizing tells; and it is tokenized once."""
-    changes = {"train_dataset.data_loader.type": "JsonlDataset", "do_eval": True, "runner_config.batch_size": 2}
+    changes = {"train_dataset.data_loader.type": "JsonlDataset", "do_eval": True, "runner_config.batch_size": 2,
+               "context": {"mode": 1}}  # fmt: skip
     path = write_config(tmp_path, write_instructions(tmp_path / "data.jsonl", 12), changes)
     code, output, errors = call("plan", "--json", "--config", path, cwd=tmp_path)
     plan = json.loads(output)
@@ -159,28 +180,15 @@ def test_the_schema_is_a_json_schema_of_the_configuration(tmp_path: Path) -> Non
     assert {"runner_config", "model", "train_dataset", "lr_schedule"} <= set(schema["properties"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["plam"], ["plam", "no such command", "use plan"]),
-        (["fit"], ["no such command", "plan, smoke, data, launch, status, stop, verify, export, convert, doctor"]),
-        (["--btach_size", "3"], ["--btach_size", "unknown flag", "--batch_size"]),
-        (["plan", "--epoch", "3"], ["--epoch", "unknown flag", "--epochs"]),
-        (["doctor", "--jsn"], ["--jsn", "--json"]),
-        (["schema", "--json"], ["--json"]),
-        (["--json", "--config", str(QUICKSTART)], ["--json"]),
-        (["plan", "--config", str(QUICKSTART), "--options", "seed=3", "x.y=1"], ["x: unknown key"]),
-        (["plan", "extra", "--config", str(QUICKSTART)], ["extra"]),
-        (["plan"], ["--config", "needs its YAML file", "configs/quickstart.yaml"]),
-        (["--config"], ["--config", "needs a value"]),
-    ],
-)
-def test_a_mistaken_command_line_is_explained(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
-    done = watched(arguments, tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and "mindspore loaded: False" in done.stderr and not done.stdout
+@pytest.mark.parametrize(("arguments", "parts"), MISTAKES)
+def test_a_mistaken_command_line_is_explained(
+    arguments: list[str], parts: list[str], answers: dict[str, Answer]
+) -> None:
+    found = answers[repr(arguments)]
+    assert (found.code, found.output, found.loaded_mindspore) == (2, "", False), found.errors
+    assert "Traceback" not in found.errors
     for part in ["error: ", *parts]:
-        assert part in done.stderr, (part, done.stderr)
+        assert part in found.errors, (part, found.errors)
 
 
 def test_paths_count_from_the_working_directory(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_resumed_equals_never_stopped(ended: tuple[Path, str], path: Path, home:
     output = train(path, output_dir=home / f"from{stop_step}", runner_config__stop_step=stop_step)
     last = eval_records(whole)[-1]["step"]
     while complete_checkpoints(output / "checkpoints")[-1].name < f"step-{last:08d}":
-        stop_step += 4
+        stop_step += 8
         train(path, output_dir=output, resume_training=True, runner_config__stop_step=min(stop_step, last + 20))
     assert figures(output) == figures(whole)
     assert_same_bits(arrays_of(output), arrays_of(whole))

@@ -31,6 +31,7 @@ DEEPSEEK = {
     f"{MOE}use_gmm": True,
     "model.model_config.mtp_depth": 1,
     "model.model_config.hidden_dropout": 0.1,
+    "context": {"mode": 1},
     "callbacks": [{"type": "MoEDropRateCallback", "expert_num": 4, "num_layers": 2, "mtp_depth": 1}],
 }
 _LINE = re.compile(r"^layer: (\d+), drop_rate: (\d\.\d{5})$", re.MULTILINE)
@@ -85,30 +86,34 @@ def test_capacity_resumes_bit_for_bit(home: Path, capacity: tuple[Path, str]) ->
     assert_same_bits(arrays_of(folder / "output"), arrays_of(capacity[0]))
 
 
-def test_recomputing_counts_every_token_once(home: Path, capacity: tuple[Path, str]) -> None:
-    """Correctness 12."""
-    folder = home / "again"
-    run(folder, home / "data", CAPACITY | {"recompute_config.recompute": True}, 6)
-    assert column(step_records(folder / "output"), "drop_rate") == column(step_records(capacity[0]), "drop_rate")
-    assert figures(folder / "output") == figures(capacity[0])
+def test_recomputing_counts_every_token_once(home: Path) -> None:
+    """Correctness 12. Operator by operator: tests/parity/test_moe_training.py compiles what is computed again."""
+    kept, again = home / "kept", home / "again"
+    for folder, recompute in ((kept, False), (again, True)):
+        changes = {"recompute_config.recompute": recompute, "context": {"mode": 1}}
+        run(folder, home / "data", CAPACITY | changes, 3)
+    names = ("drop_rate", "load_imbalance", "router_entropy")
+    for name in names:
+        assert column(step_records(again / "output"), name) == column(step_records(kept / "output"), name)
+    assert figures(again / "output") == figures(kept / "output")
 
 
 def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) -> None:
     whole, parts = home / "deepseek", home / "deepseek_parts"
-    printed = run(whole, home / "data", DEEPSEEK, 6)
+    printed = run(whole, home / "data", DEEPSEEK, 4)
     assert "the drop rate will be 0.00000 in every layer: use_gmm computes every token" in printed
     # Layer 0 is dense; the multi-token prediction module counts on after layer 1.
-    assert _LINE.findall(printed) == [("1", "0.00000"), ("2", "0.00000")] * 6
+    assert _LINE.findall(printed) == [("1", "0.00000"), ("2", "0.00000")] * 4
     assert "| mtp_loss " in printed and "| aux_loss " in printed
     for record in step_records(whole / "output"):
         assert record["drop_rate"] == [0.0, 0.0] and len(record["load_imbalance"]) == 2
         assert 0 < record["mtp_loss"] < 10
-    run(parts, home / "data", DEEPSEEK, 3)
-    run(parts, home / "data", DEEPSEEK, 6, resume_training=True)
+    run(parts, home / "data", DEEPSEEK, 2)
+    run(parts, home / "data", DEEPSEEK, 4, resume_training=True)
     assert figures(parts / "output") == figures(whole / "output")
     assert_same_bits(arrays_of(parts / "output"), arrays_of(whole / "output"))
     biases = [array for name, array in arrays_of(whole / "output").items() if "e_score_correction_bias" in name]
-    assert len(biases) == 2 and all(np.any(bias) and np.all(np.abs(bias) <= 0.0601) for bias in biases)
+    assert len(biases) == 2 and all(np.any(bias) and np.all(np.abs(bias) <= 0.0401) for bias in biases)
 
 
 def test_a_trained_mixture_is_evaluated_and_continues_a_text(home: Path, capacity: tuple[Path, str]) -> None:

@@ -214,7 +214,7 @@ def test_settings_that_changed_since_the_checkpoint_are_told(
         " set, amp_level not set -> O2, runner_wrapper.scale_sense not set -> 128"
     )
     assert expected in plan_of(path, capsys, **flags)["notices"]
-    train(path, **flags, runner_config__stop_step=HALF + 1)
+    train(path, **flags, runner_config__stop_step=HALF + 1, context__mode=1)
     assert expected in capsys.readouterr().out
     assert "resumes" in (output / "plan.txt").read_text()
     flags["resume_training"] = True  # its checkpoint remembers what it was made with
@@ -390,7 +390,7 @@ def test_nothing_to_resume(path: Path, home: Path) -> None:
 
 
 def test_two_runs_do_not_write_to_one_folder(home: Path) -> None:
-    path = write_config(home / "busy", home / "data", {})
+    path = write_config(home / "busy", home / "data", {"context": {"mode": 1}})
     output = train(path, runner_config__stop_step=2)
     before = files_below(output)
     with claimed_folder(output):

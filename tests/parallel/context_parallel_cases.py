@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 from trainer.config.schema.model import ModelConfig  # noqa: E402
 from trainer.data.batches.context import SequencePart  # noqa: E402
+from trainer.models.decoder import DropoutParts  # noqa: E402
 from trainer.models.recompute import compile_cell  # noqa: E402
 from trainer.ops.context import over_context  # noqa: E402
 from trainer.ops.dropout import DropoutKey  # noqa: E402
@@ -22,6 +23,9 @@ from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import FLOAT32  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
+from trainer.parallel.mesh import Degrees, build_mesh  # noqa: E402
+from trainer.parallel.process_groups import process_groups  # noqa: E402
+from trainer.parallel.tensor import ModelShard  # noqa: E402
 
 RANKS, ROWS, LENGTH, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE = 4, 2, 32, 8, 2, 6, 4
 SCALE, RATE, KEY, SITE = 0.5, 0.3, DropoutKey(1, 0, 2, 3), 4
@@ -37,8 +41,17 @@ CASES = {
     "causal": Case(),
     "documents": Case(documents=True),
     "window": Case(documents=True, window=5),
-    "dropout": Case(documents=True, dropout=True),
+    "dropout": Case(documents=True, window=9, dropout=True),
 }
+
+
+LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 4), (4, 2))
+"""Number of ranks, and how many of them exchange heads: a ring, Ulysses attention, or both."""
+
+
+def runs(case: Case, size: int, ulysses: int) -> bool:
+    """Each case that has a graph of its own costs a compilation."""
+    return case.dropout if (size, ulysses) == (4, 2) else not case.dropout or (size, ulysses) == (2, 1)
 
 
 def segments_of(case: Case) -> np.ndarray:
@@ -82,30 +95,34 @@ class ResultAndGradients(nn.Cell):
 
 
 def on_rank(world: HostGroup) -> dict[tuple[str, int, bool], list[np.ndarray]]:
-    """By case, number of ranks and whether in a ring: result and gradients. Two ranks run operator by operator, four
-    run one graph. Then a ring of four with a mistake: keys and values go the wrong way round ("direction"), or the
-    ranks see all that comes before, also in other documents ("mask")."""
-    pairs = world.part([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
+    """By case, number of ranks and how many of them exchange heads: result and gradients. A ring of pairs runs one
+    graph, the others operator by operator. Then a ring of four with a mistake: keys and values go the wrong way round
+    ("direction"), or the ranks see all that comes before, also in other documents ("mask")."""
     found = {}
-    for group, in_ring in ((pairs, True), (pairs, False), (world, True), (world, False)):
-        attention = Attention(group, in_ring, compiled=group is world)
+    for size, ulysses in LAYOUTS:
+        attention = Attention(world, size, ulysses, compiled=1 < ulysses < size)
         for name, case in CASES.items():
-            if not case.dropout or group is pairs and in_ring:
-                found[name, group.size, in_ring] = attention(case)
-    attention = Attention(world, True, compiled=False)
-    found["mask", world.size, True] = attention(CASES["documents"]._replace(documents=False))
-    world.rotate = lambda array, places: HostGroup.rotate(world, array, -places)
-    found["direction", world.size, True] = attention(CASES["causal"])
+            if runs(case, size, ulysses):
+                found[name, size, ulysses] = attention(case)
+    attention = Attention(world, RANKS, 1, compiled=False)
+    found["mask", RANKS, 1] = attention(CASES["documents"]._replace(documents=False))
+    rotate = HostGroup.rotate
+    HostGroup.rotate = lambda group, array, places: rotate(group, array, -places)
+    found["direction", RANKS, 1] = attention(CASES["causal"])
+    HostGroup.rotate = rotate
     return found
 
 
 class Attention:
     """Case -> result and gradients of a rank."""
 
-    def __init__(self, group: HostGroup, in_ring: bool, compiled: bool) -> None:
+    def __init__(self, world: HostGroup, size: int, ulysses: int, compiled: bool) -> None:
+        degrees = Degrees(data_parallel=world.size // size, context_parallel=size)
+        groups = process_groups(world, build_mesh(degrees, world.size), ulysses=ulysses)
         plain = load_kernels(select_kernels(settings(), "CPU"), FLOAT32)
-        self.part = SequencePart(group.rank, group.size, in_ring)
-        self.kernels = over_context(plain, group, self.part, compiled)
+        self.part = SequencePart(groups.cp.rank, size, ulysses)
+        self.kernels = over_context(plain, groups, self.part, compiled)
+        self.heads = DropoutParts(settings(), ModelShard(None, None, tokens=self.part)).heads
         self.masks = self.kernels.attention_masks(settings())
         cell = self.kernels.attention(HEADS, KV_HEADS, HEAD_SIZE, value_size=VALUE_SIZE, scale=SCALE)
         self.run = compile_cell(ResultAndGradients(cell), compiled)
@@ -115,5 +132,5 @@ class Attention:
         mask, dropout = self.masks(segments_of(case), case.window), None
         if case.dropout:
             shape = self.masks.scores_shape(ROWS, LENGTH)
-            dropout = self.kernels.draw_attention_mask(KEY, SITE, shape, RATE)
+            dropout = self.kernels.draw_attention_mask(KEY, SITE, shape, RATE, self.heads)
         return [each.asnumpy() for each in self.run(dout, *qkv, *mask, dropout)]

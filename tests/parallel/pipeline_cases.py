@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,40 +34,43 @@ LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "
 SGD = {"type": "SGD", "momentum": 0.9}  # AdamW's first updates are of one size, also where a gradient is but rounding
 RECOMPUTED = {"recompute_config": {"recompute": True}}
 TENSOR, ROWS = {"model_parallel": 2}, {"model_parallel": 2, "use_seq_parallel": True}
+BY_GROUP = {"runner_wrapper": CLIP | {"clip_by_group": True, "local_norm": True}}
+SCALED = {"runner_wrapper": CLIP | SCALE}
+TWO_LAYERS = {"num_layers": 2, "tie_word_embeddings": True}
+STEPS, LONG = 2, 20
 CASES: dict[str, dict[str, Any]] = {
-    # ranks (4 by default), stages, other degrees than data_parallel, chunks of a stage, micro-batches, and what of the
-    # configuration differs
-    "dense": {"stages": 4, "micro_batches": 6, "model": DROPOUT},
-    "uneven": {"stages": 2, "chunks": 2, "micro_batches": 5, "model": {"offset": [[0, 2], [-1, 0]]},  # an empty chunk
-               "sections": {"runner_wrapper": CLIP | {"clip_by_group": True, "local_norm": True}}},
+    # ranks (4 by default), steps, stages, other degrees than data_parallel, chunks of a stage, micro-batches, and what
+    # of the configuration differs
+    "dense": {"ranks": 2, "steps": LONG, "stages": 2, "micro_batches": 2, "model": TWO_LAYERS, "sections": SCALED},
+    "interleaved": {"ranks": 2, "steps": LONG, "stages": 2, "chunks": 2, "micro_batches": 2,
+                    "model": {"offset": [[0, 1], [-1, 0]]}, "sections": BY_GROUP},  # an empty chunk
     "frozen, load of the step": {"stages": 4, "micro_batches": 4, "model": {"moe_config": EXPERTS | OF_STEP},
                                  "sections": {"freeze": {"include": ["embeddings", "layers: 0-1"]}}},
-    "tensor, compiled": {"stages": 2, "degrees": ROWS, "micro_batches": 2, "compiled": True,
-                         "model": {"num_layers": 2}},
     "tensor, tied": {"stages": 2, "degrees": TENSOR, "micro_batches": 2,
-                     "model": {"tie_word_embeddings": True, "mtp_depth": 1} | DROPOUT,
+                     "model": TWO_LAYERS | {"num_layers": 3, "offset": [1, 0], "mtp_depth": 1} | DROPOUT,
                      "sections": {"freeze": {"include": ["layers: 1"]}, "runner_wrapper": CLIP | {"local_norm": True}}},
     "tensor with rows, adapters": {"stages": 2, "chunks": 2, "degrees": ROWS, "micro_batches": 2,
                                    "model": {"pet_config": LORA, "use_qk_norm": True} | DROPOUT,
                                    "sections": {"seed": 6}},  # with 5 a key is close to zero, where its norm is steep
     "tensor with rows, latent attention": {"stages": 2, "degrees": ROWS, "micro_batches": 2,
-                                           "model": LATENT | DROPOUT, "sections": RECOMPUTED},
-    "experts": {"stages": 2, "chunks": 2, "degrees": {"expert_parallel": 2}, "micro_batches": 3,
-                "model": {"moe_config": EXPERTS | BIASED, "mtp_depth": 1, "tie_word_embeddings": True},
-                "sections": RECOMPUTED},
-    "context": {"stages": 2, "chunks": 2, "degrees": {"context_parallel": 2}, "micro_batches": 3,
-                "model": {"mtp_depth": 1, "attention_dropout": 0.1, "sliding_window": 5},
-                "sections": RECOMPUTED | {"runner_wrapper": CLIP | SCALE}},
-    "tensor and data": {"ranks": 8, "stages": 2, "degrees": ROWS, "micro_batches": 3,
-                        "model": {"tie_word_embeddings": True, "mtp_depth": 1},
-                        "sections": {"runner_wrapper": CLIP | SCALE}},
+                                           "model": LATENT | DROPOUT | {"num_layers": 2}, "sections": RECOMPUTED},
+    "experts of context ranks": {
+        "stages": 2, "chunks": 2, "degrees": {"expert_parallel": 2, "context_parallel": 2}, "micro_batches": 3,
+        "model": {"moe_config": EXPERTS | BIASED, "mtp_depth": 1, "tie_word_embeddings": True,
+                  "attention_dropout": 0.1, "sliding_window": 5},
+        "sections": RECOMPUTED | SCALED,
+    },
+    "tensor and data, compiled": {"ranks": 8, "steps": LONG, "stages": 2, "degrees": ROWS, "micro_batches": 2,
+                                  "compiled": True, "model": TWO_LAYERS, "sections": SCALED},
 }  # fmt: skip
+SAME = {"tensor and data, compiled": "dense"}
+"""Cases of which one process trains the same."""
 PREDICTING = [name for name, case in CASES.items() if "degrees" not in case]
 
 
 def config_of_case(name: str, **sections: Any) -> Config:
     case = CASES[name]
-    model = {"num_layers": 5, "pp_interleave_num": case.get("chunks", 1), **case.get("model", {})}
+    model = {"num_layers": 4, "pp_interleave_num": case.get("chunks", 1), **case.get("model", {})}
     parallel = {"pipeline_stage": case["stages"], "micro_batch_num": case["micro_batches"]} | case.get("degrees", {})
     interleaves = {"pipeline_config": {"pipeline_interleave": "chunks" in case}}
     given = {"optimizer": SGD, "runner_wrapper": CLIP, "context": {"mode": 0 if case.get("compiled") else 1}}
@@ -128,10 +131,18 @@ def trained(
     return found | {"eval loss": evaluated.loss, "eval tokens": evaluated.tokens}
 
 
-def all_trained(group: HostGroup, name: str, steps: int) -> dict[str, dict[str, Any]]:
-    """Of the case, and of it with each of its `MUTATIONS`."""
-    broken = {mistake: trained(group, name, 1, mutate) for mistake, mutate in MUTATIONS.get(name, {}).items()}
-    return {name: trained(group, name, steps)} | broken
+def all_trained(group: HostGroup, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Of these cases, and of each with each of its `MUTATIONS`."""
+    found = {}
+    for name in names:
+        found[name] = trained(group, name, steps_of(name))
+        for mistake, mutate in MUTATIONS.get(name, {}).items():
+            found[mistake] = trained(group, name, 1, mutate)
+    return found
+
+
+def steps_of(name: str) -> int:
+    return CASES[name].get("steps", STEPS)
 
 
 def _forgets_tied_sum(step: TrainStep) -> None:
@@ -157,5 +168,5 @@ def _forgets_routers(step: TrainStep) -> None:
 MUTATIONS: dict[str, dict[str, Callable[[TrainStep], None]]] = {
     "tensor, tied": {"no tied sum": _forgets_tied_sum, "norm counted twice": _counts_norm_twice},
     "tensor with rows, latent attention": {"no tensor sum": _forgets_tensor_sum},
-    "experts": {"no losses of routers": _forgets_routers},
+    "experts of context ranks": {"no losses of routers": _forgets_routers},
 }

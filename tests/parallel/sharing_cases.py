@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,12 +27,13 @@ from trainer.run import session  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
-STEPS = 3
+STEPS, RESUMED_AT = 2, 20
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1}
 CASES: dict[str, dict[str, Any]] = {
     # The scale is too large for the first step.
     "clipped, frozen, overflowing": {
+        "model": {"num_layers": 1},
         "runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True,
                            "scale_sense": {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 2.0**70,
                                            "scale_factor": 2**20}},
@@ -43,14 +44,14 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "SGD", "momentum": 0.9, "nesterov": True},
         "recompute_config": {"recompute": True}, "threshold": 1,
     },
-    "matrices and rows": {
-        "degrees": {"model_parallel": 2, "use_seq_parallel": True, "data_parallel": 2},
-        "model": {"n_kv_heads": 1, "use_qk_norm": True}, "optimizer": {"type": "Muon"}, **CLIPPED,
+    "matrices, rows and experts": {
+        "degrees": {"expert_parallel": 2, "model_parallel": 2, "use_seq_parallel": True, "data_parallel": 2},
+        "model": {"n_kv_heads": 1, "use_qk_norm": True, "moe_config": EXPERTS},
+        "optimizer": {"type": "Muon", "ns_steps": 2}, **CLIPPED,
     },
-    "experts over ranks": {"degrees": {"expert_parallel": 2, "model_parallel": 2, "data_parallel": 2},
-                           "model": {"moe_config": EXPERTS}, "optimizer": {"type": "Muon"}, **CLIPPED},
-    "stages": {
-        "degrees": {"pipeline_stage": 2, "data_parallel": 2, "micro_batch_num": 2},
+    "stages of matrices": {
+        "degrees": {"pipeline_stage": 2, "model_parallel": 2, "use_seq_parallel": True, "data_parallel": 2,
+                    "micro_batch_num": 2},
         "model": {"mtp_depth": 1, "tie_word_embeddings": True}, **CLIPPED,
     },
     "sequences": {"degrees": {"context_parallel": 2}, **CLIPPED},
@@ -84,13 +85,14 @@ def open_step(config: Config, group: Group, weights: Mapping[str, np.ndarray] | 
     """As a run opens it, with these ranks in the place of MindSpore's."""
     world = SINGLE_PROCESS if group.size == 1 else World(group.rank, group.size, group.rank, group.size)
     ready = mock.patch.object(session, "set_up_device", lambda *_: mindspore.set_context(mode=mindspore.PYNATIVE_MODE))
-    with mock.patch.object(session, "start", lambda _: group), ready:
+    ahead = mock.patch.object(session, "gathers_ahead", lambda _: True)  # although a rank has one core here
+    with mock.patch.object(session, "start", lambda _: group), ready, ahead:
         return session.open_training(config, lambda update: 0.004, weights, world, "CPU")
 
 
 def window(step: int, rank: int) -> list[Any]:
-    """Two micro-batches of a data-parallel rank; the second one may have no label."""
-    counts = 2 * TOKENS - 5, 0 if (rank, step) == (1, 1) else 7
+    """Two micro-batches of a data-parallel rank, of which the second one may have no label; one in later steps."""
+    counts = [2 * TOKENS - 5, 0 if (rank, step) == (1, 1) else 7][: 2 if step <= STEPS else 1]
     return [make_batch(100 * step + 10 * rank + micro, count, rows=2) for micro, count in enumerate(counts)]
 
 
@@ -99,20 +101,26 @@ def data_ranks(case: str) -> int:
     return degrees.get("data_parallel", 1)
 
 
-def trained(group: Group, case: str, levels: list[str]) -> list[Trained]:
-    """A training for each level: "" shares nothing; "level3 level1" goes on with level1 after the second step. A rank
-    that is alone has the sequences of all."""
+def trained(group: Group, case: str, levels: Sequence[str], steps: Sequence[int]) -> list[Trained]:
+    """A training for each level, of so many steps: "" shares nothing; "level3 level1" goes on with level1 after
+    `RESUMED_AT` steps. A rank that is alone has the sequences of all."""
     # Who uses memory that was given back, gets what is no number.
     with mock.patch.object(compute_weights, "_give_back", lambda flat: flat.fill(np.nan)):
-        return [_trained(group, case, level.split()) for level in levels or [""]]
+        return [_trained(group, case, level.split(), count) for level, count in zip(levels, steps, strict=True)]
 
 
-def _trained(group: Group, case: str, levels: list[str]) -> Trained:
+def all_trained(group: Group, jobs: Mapping[str, Sequence[Any]], broken: str = "") -> dict[str, Any]:
+    """Trainings by case, and those with a mistake of the case `broken`."""
+    found: dict[str, Any] = {case: trained(group, case, *job) for case, job in jobs.items()}
+    return found | (mistaken(group, broken) if broken else {})
+
+
+def _trained(group: Group, case: str, levels: Sequence[str], steps: int) -> Trained:
     alone = group.size == 1
     step, results = open_step(config(case, levels[0] if levels else "", alone), group), []
     own = range(data_ranks(case)) if alone else [step.communicator.data_rank]
-    for number in range(STEPS):
-        if number == 2 and len(levels) > 1:
+    for number in range(steps):
+        if number == RESUMED_AT and len(levels) > 1:
             step = resumed(step, config(case, levels[1]), group)
         with mock.patch.object(step.optimizer, "update", wraps=step.optimizer.update) as update:
             results.append(step([batch for rank in own for batch in window(number, rank)]))
@@ -178,7 +186,7 @@ def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
     for name, (level, mistake) in mistakes.items():
         with mistake:
             try:
-                [found[name]] = trained(group, case, [level])
+                [found[name]] = trained(group, case, [level], [STEPS + 1])
             except RunError as error:
                 found[name] = str(error)
     return found

@@ -16,9 +16,9 @@ from tiny_trainer import TinyTrainer, join, make_batch  # noqa: E402
 
 from trainer.data import IGNORE_INDEX, Batch  # noqa: E402
 
-ROWS, STEPS, LONG = 4, 3, 50
+ROWS, STEPS, LONG = 4, 3, 20
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
-MODELS = {"dense": {}, "experts": {"moe_config": EXPERTS, "mtp_depth": 1}}
+MODELS = {"dense": {}, "experts": {"num_layers": 1, "moe_config": EXPERTS, "mtp_depth": 1}}
 ADAMW = {"type": "AdamW", "weight_decay": 0.1}
 CLIP = {"use_clip_grad": True, "max_grad_norm": 0.5}
 SCALE = {"scale_sense": {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 65536}}

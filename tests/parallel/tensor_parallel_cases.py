@@ -1,13 +1,18 @@
-"""What a rank of test_tensor_parallel.py trains: a tiny model whose matrices or experts the ranks share."""
+"""What a rank of test_tensor_parallel.py trains: a tiny model whose matrices, experts or sequences the ranks share.
+
+What is guarded is how a model is divided, so a model has one layer where that shows it; most run operator by operator,
+since to compile a block costs more than twenty steps of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 from mindspore import Tensor
@@ -17,27 +22,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
-from trainer.data.batches.context import SequencePart  # noqa: E402
 from trainer.models.shapes import all_shapes  # noqa: E402
-from trainer.ops.context import over_context  # noqa: E402
-from trainer.ops.kernel_set import load_kernels  # noqa: E402
-from trainer.ops.precision import resolve_precision  # noqa: E402
 from trainer.ops.routing import SharedTokens  # noqa: E402
-from trainer.ops.select import select_kernels  # noqa: E402
-from trainer.optim.freeze import trained_shapes  # noqa: E402
-from trainer.optim.groups import parameter_groups  # noqa: E402
-from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
-from trainer.parallel.communicator import ModelParallel, SingleProcess, model_parallel  # noqa: E402
-from trainer.parallel.layout import ModelLayout, model_layout  # noqa: E402
-from trainer.parallel.mesh import Degrees, Mesh  # noqa: E402
-from trainer.parallel.tensor import ModelShard, TensorParallel  # noqa: E402
-from trainer.run.session import build_model, check_same_weights  # noqa: E402
+from trainer.parallel.communicator import ModelParallel  # noqa: E402
+from trainer.parallel.layout import ModelLayout  # noqa: E402
+from trainer.parallel.mesh import Mesh  # noqa: E402
+from trainer.parallel.tensor import ModelShard  # noqa: E402
+from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
+from trainer.run.session import open_training  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
 VOCABULARY = 21  # parts of unequal size
 ROWS = 3  # sequences: two ranks that share their tokens share one of the sequences
+ACCUMULATING = 2  # steps of two micro-batches; the later ones have one
 COUNTED_TWICE, NOT_COUNTED = "counted twice", "tokens of other ranks not counted"
 EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True,
               "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
@@ -46,48 +45,39 @@ LORA = {"pet_config": {"target_modules": ".*", "lora_rank": 3, "lora_dropout": 0
 LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
           "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
-SMOOTH = {"optimizer": {"eps": 1e-5}}  # AdamW's update for gradients that are nothing but rounding
-IN_TURN = {"context": {"mode": 1}}  # operator by operator: nothing is compiled
+# AdamW divides a gradient by its size: one that is nothing but rounding would move a weight as far as any other.
+SMOOTH = {"optimizer": {"eps": 1e-5}}
+COMPILED = {"context": {"mode": 0}}
 CASES: dict[str, dict[str, Any]] = {
-    "biases, norms, dropout, clipping": {"model": EVERY_KIND | DROPOUT, **CLIPPED},
-    "one key head, adapters": {"model": LORA | DROPOUT | {"n_kv_heads": 1, "use_qk_norm": True}, **IN_TURN},
-    "tied, mapped, recomputed": {
-        "model": {"tie_word_embeddings": True, "embedding_size": 12} | DROPOUT,
-        "recompute_config": {"recompute": True},
+    "dense": {
+        "model": EVERY_KIND | DROPOUT | {"tie_word_embeddings": True, "embedding_size": 12},
+        "recompute_config": {"recompute": True}, **CLIPPED, **SMOOTH,
     },
-    "multi-token prediction, frozen": {
-        "model": {"mtp_depth": 1}, "freeze": {"include": ["*embed_tokens*", "*q_proj*"]}, **IN_TURN,
-    },
-    "latent attention, adapters": {"model": LATENT | LORA | DROPOUT, **IN_TURN},
-    "capacity, shared gate": {
-        "model": {"mtp_depth": 1, "moe_config": {
+    "one key head, adapters": {"model": LORA | DROPOUT | {"n_kv_heads": 1, "use_qk_norm": True}},
+    "latent attention, adapters": {"model": LATENT | LORA | DROPOUT},
+    "Mixtral, shared gate, frozen": {
+        "model": {"moe_config": {
             "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "moe_shared_expert_intermediate_size": 20, "use_shared_expert_gating": True, "z_loss_factor": 0.1,
-            "aux_loss_factor": 0.3, "capacity_factor": 1.0, "norm_topk_prob": False}} | DROPOUT,
-        **IN_TURN, **CLIPPED, **SMOOTH,
+            "aux_loss_factor": 0.3, "capacity_factor": 1.0, "norm_topk_prob": False}},
+        "freeze": {"include": ["*q_proj*", "model.norm.weight"]}, **CLIPPED, **SMOOTH,
     },
-    "latent attention, sigmoid, bias": {
-        "model": LATENT | {"mtp_depth": 1, "moe_config": {
+    "DeepSeek": {  # a dense layer, and experts in that of multi-token prediction
+        "model": LATENT | DROPOUT | {"mtp_depth": 1, "moe_config": {
             "expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 8, "shared_expert_num": 2,
             "use_gating_sigmoid": True, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.01,
             "n_group": 4, "topk_group": 2, "aux_loss_factor": 0.3, "first_k_dense_replace": 1,
-            "moe_token_dispatcher_type": "allgather"}},
-        "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED, **SMOOTH,
+            "moe_token_dispatcher_type": "allgather"}}, **CLIPPED, **SMOOTH,
     },
     "compiled experts, load of the step": {
-        "model": {"num_layers": 1, "sliding_window": 5, "moe_config": {
+        "model": {"sliding_window": 5, "moe_config": {
             "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "capacity_factor": 1.2, "enable_sdrop": True, "aux_loss_factor": 0.3,
             "moe_router_load_balancing_type": "gbs_aux_loss"}} | DROPOUT,
-        "recompute_config": {"recompute": True}, **CLIPPED, **SMOOTH,
-    },
-    "experts": {
-        "model": {"mtp_depth": 1, "moe_config": {
-            "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
-            "aux_loss_factor": 0.3, "capacity_factor": 1.5, "first_k_dense_replace": 1}},
-        "recompute_config": {"recompute": True}, **IN_TURN, **CLIPPED,
+        "recompute_config": {"recompute": True}, **COMPILED, **CLIPPED, **SMOOTH,
     },
 }  # fmt: skip
+CASES["DeepSeek, recomputed"] = CASES["DeepSeek"] | {"recompute_config": {"recompute": True}}
 
 
 class Trained(NamedTuple):
@@ -95,18 +85,12 @@ class Trained(NamedTuple):
 
     losses: list[float]
     norms: list[float]
-    local_norms: dict[str, float]
+    local_norms: list[Mapping[str, float]]  # of each step
     evaluated: float
     weights: dict[str, np.ndarray]
     saved: dict[str, np.ndarray]  # whole weights and optimizer state
     others: list[list[float]]  # auxiliary losses of each step
     routers: np.ndarray  # drop rates, imbalance of the load and entropy of each step
-
-
-def config(name: str, in_turn: bool = False) -> Config:
-    sections = CASES[name] | (IN_TURN if in_turn else {})
-    model = {"vocab_size": VOCABULARY} | sections["model"]
-    return config_of(**({"context": {"mode": 0}} | sections | {"model": model}))
 
 
 class Layout(NamedTuple):
@@ -119,88 +103,107 @@ class Layout(NamedTuple):
     in_ring: bool = True
     experts: int = 1
 
-    def degrees(self, ranks: int) -> Degrees:
-        return Degrees(1, self.data(ranks), self.context, self.tensor, self.experts)
-
     def data(self, ranks: int) -> int:
         return ranks // self.tensor // self.context
 
+    def keys(self, ranks: int) -> dict[str, Any]:
+        """Those of parallel_config."""
+        return {
+            "data_parallel": self.data(ranks), "model_parallel": self.tensor, "use_seq_parallel": self.rows,
+            "context_parallel": self.context, "expert_parallel": self.experts,
+            "context_parallel_algo": "colossalai_cp" if self.in_ring else "ulysses_cp",
+        }  # fmt: skip
+
+
+ALONE = Layout()
+
+
+def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -> Config:
+    """One rank neither compiles nor recomputes: that would take longer and change no number."""
+    sections = dict(CASES[name])
+    model = {"vocab_size": VOCABULARY, "num_layers": layers} | sections.pop("model")
+    if ranks > 1:
+        sections |= {"use_parallel": True, "parallel_config": layout.keys(ranks)}
+    else:
+        sections = {name: section for name, section in sections.items() if name not in ("context", "recompute_config")}
+    return config_of(**({"context": {"mode": 1}} | sections | {"model": model}))
+
 
 def parted(
-    world: Group, names: list[str], layout: dict, steps: int, mistakes: Sequence[str] = ()
-) -> dict[str, Trained]:
-    """Trainings by ranks, then one of the first case with each mistake, under its name."""
+    world: Group, layout: dict[str, Any], cases: dict[str, int], mistakes: dict[str, list[str]]
+) -> tuple[dict[str, Trained], dict[str, Trained]]:
+    """Trainings of so many steps by ranks; then a step with each mistake, by the mistake."""
     how = Layout(**layout)
-    found = {name: trained(name, steps, world, how) for name in names}
-    return found | {mistake: trained(names[0], steps, world, how, mistake=mistake) for mistake in mistakes}
+    data = how.data(world.size)
+    right = {name: trained(name, {steps}, data, world, how)[steps] for name, steps in cases.items()}
+    wrong = {}
+    for name, every in mistakes.items():
+        for mistake in every:
+            with mistaken(mistake):
+                wrong[mistake] = trained(name, {1}, data, world, how)[1]
+    return right, wrong
 
 
-def make_mistake(communicator: ModelParallel, mistake: str) -> None:
+def mistaken(mistake: str) -> contextlib.AbstractContextManager:
     """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them, or leaves out the
-    tokens of other ranks from the load of experts: that for the rest of the process."""
+    tokens of other ranks from the load of experts."""
     if mistake == COUNTED_TWICE:
-        communicator.counted = lambda names, scattered: np.ones(len(names))
-    elif mistake == NOT_COUNTED:
-        SharedTokens.sum = lambda shared, own: own
-    elif mistake:
-        parameters = dict(communicator.layout.parameters)
-        one = parameters[mistake]
-        parameters[mistake] = one._replace(sums=tuple(kind for kind in one.sums if kind == "dp_cp"))
-        communicator.layout = replace(communicator.layout, parameters=parameters)
+        return mock.patch.object(ModelParallel, "counted", lambda self, names, scattered=(): np.ones(len(names)))
+    if mistake == NOT_COUNTED:
+        return mock.patch.object(SharedTokens, "sum", lambda self, own: own)
+    groups_of = ModelParallel.groups_of
+
+    def without(self: ModelParallel, name: str) -> dict[str, Group]:
+        return {kind: group for kind, group in groups_of(self, name).items() if name != mistake or kind == "dp_cp"}
+
+    return mock.patch.object(ModelParallel, "groups_of", without)
 
 
-def whole(world: Group, names: list[str], data: int, steps: int) -> dict[str, Trained]:
-    """The same trainings by one rank, with the sequences of `data` ranks as micro-batches."""
-    return {name: trained(name, steps, None, Layout(), data) for name in names}
+def whole(world: Group, wanted: list[tuple[str, int, list[int]]]) -> list[dict[int, Trained]]:
+    """Trainings by one rank: a case, the data-parallel ranks whose sequences are its micro-batches, and after which
+    steps to tell what there is."""
+    return [trained(name, stops, data) for name, data, stops in wanted]
 
 
 def trained(
-    name: str, steps: int, world: Group | None, layout: Layout, data: int = 1, mistake: str = ""
-) -> Trained:
-    """A training by the ranks of `world`; None: by one rank with the sequences of `data` data-parallel ranks."""
-    one = config(name, in_turn=world is None)  # to compile what one rank trains costs most of its time
-    settings, communicator, shard = one.decoder, SingleProcess(), None
-    kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
-    if world is not None:
-        parts = model_layout(settings, layout.degrees(world.size), sequence_parallel=layout.rows)
-        communicator = model_parallel(world, settings, parts)
-        make_mistake(communicator, mistake)
-        groups, where, data = communicator.groups, communicator.where, layout.data(world.size)
-        tensor = TensorParallel(groups.tp, layout.rows) if layout.tensor > 1 else None
-        tokens = SequencePart(where.context, layout.context, layout.in_ring)
-        shard = ModelShard(communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp)
-        if layout.context > 1:
-            kernels = over_context(kernels, groups.cp, tokens, one.context.mode == 0)
-    model, build_inputs = build_model(one, kernels, shard=shard)
-    spread(model, settings, shard)
-    check_same_weights(model, communicator)
-    shapes = trained_shapes(one)
-    groups = parameter_groups(shapes, one.optimizer.weight_decay, one.optimizer.type)
-    weights = {name: model.parameters_by_name[name] for name in shapes}
-    optimizer = build_optimizer(weights, groups, one.optimizer, compiled=False)
-    step = TrainStep(model, optimizer, lambda update: 0.004, build_inputs, one.runner_wrapper, seed=one.seed,
-                     communicator=communicator)  # fmt: skip
-    results = []
-    for number in range(steps):
-        # A window of two micro-batches on every data-parallel rank; the last has fewer labels.
-        window = [[make_batch(10 * number + 2 * rank + micro, 2 * TOKENS - 5 * micro, ROWS) for micro in range(2)]
-                  for rank in range(data)]  # fmt: skip
-        own = sum(window, []) if world is None else window[communicator.data_rank]
-        results.append(step(own))
-    # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
-    batches = [make_batch(99, 9 if world is None or communicator.data_rank == 0 else 0, ROWS)]
-    found = evaluate(model, build_inputs, batches, lambda: False, communicator)
+    name: str, stops: Collection[int], data: int, group: Group | None = None, layout: Layout = ALONE
+) -> dict[int, Trained]:
+    """A training by the ranks of `group`, or by one with the sequences of `data` data-parallel ranks; as it is after
+    each of these numbers of steps."""
+    ranks = 1 if group is None else group.size
+    one = config(name, layout, ranks)
+    world = SINGLE_PROCESS if group is None else World(group.rank, ranks, group.rank, ranks)
+    step = open_training(one, lambda update: 0.004, None, world, "CPU", group)
+    spread(step.model, one.decoder, step.model.shard)
+    results, found = [], {}
+    for number in range(max(stops)):
+        # The second micro-batch of a window has fewer labels.
+        window = [[make_batch(10 * number + 2 * rank + micro, 2 * TOKENS - 5 * micro, ROWS)
+                   for micro in range(2 if number < ACCUMULATING else 1)] for rank in range(data)]  # fmt: skip
+        results.append(step(sum(window, []) if group is None else window[step.communicator.data_rank]))
+        if number + 1 in stops:
+            found[number + 1] = told(step, results, one, group)
+    return found
+
+
+def told(step: TrainStep, results: Sequence[Any], one: Config, group: Group | None) -> Trained:
+    evaluated = np.nan
+    if one.context.mode == 1:  # compiled, it would be compiled a second time
+        # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
+        batches = [make_batch(99, 9 if step.communicator.data_rank == 0 else 0, ROWS)]
+        evaluated = evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator).loss
     routed = [result.router_rates for result in results if result.router_rates is not None]
     routers = np.array([[one.drop_rate, one.load_imbalance, one.entropy] for one in routed])
     others = [list(result.losses.values()) for result in results]
-    last = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
+    weights = {name: parameter.asnumpy().copy() for name, parameter in step.model.parameters_by_name.items()}
     losses, norms = ([getattr(result, field) for result in results] for field in ("loss", "global_norm"))
+    local_norms = [dict(result.local_norms or {}) for result in results]
     kept = saved(step)
-    if world is not None:  # what is saved can be loaded again, by all ranks
-        step.load_optimizer({key: array.reshape(-1) for key, array in kept.items() if key not in last}, steps)
+    if group is not None:  # what is saved can be loaded again, by all ranks
+        step.load_optimizer({key: array.reshape(-1) for key, array in kept.items() if key not in weights}, len(results))
         again = saved(step)
         assert all(np.array_equal(array, again[key]) for key, array in kept.items())
-    return Trained(losses, norms, dict(results[-1].local_norms or {}), found.loss, last, kept, others, routers)
+    return Trained(losses, norms, local_norms, evaluated, weights, kept, others, routers)
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:

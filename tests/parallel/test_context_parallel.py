@@ -12,6 +12,7 @@ from context_parallel_cases import (
     HEADS,
     KEY,
     KV_HEADS,
+    LAYOUTS,
     LENGTH,
     RANKS,
     RATE,
@@ -20,6 +21,7 @@ from context_parallel_cases import (
     SITE,
     VALUE_SIZE,
     inputs,
+    runs,
     segments_of,
 )
 from rank_job import on_rank_processes
@@ -64,27 +66,26 @@ def right(name: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "in_ring"),
-    [(name, size, in_ring) for size in (2, 4) for in_ring in (True, False) for name, case in CASES.items()
-     if not case.dropout or size == 2 and in_ring],
-)  # fmt: skip
-def test_ranks_compute_what_one_rank_does(found: list[dict], name: str, size: int, in_ring: bool) -> None:
-    assert max(errors(found, name, size, in_ring)) < 1
+    ("name", "size", "ulysses"),
+    [(name, *layout) for layout in LAYOUTS for name, case in CASES.items() if runs(case, *layout)],
+)
+def test_ranks_compute_what_one_rank_does(found: list[dict], name: str, size: int, ulysses: int) -> None:
+    assert max(errors(found, name, size, ulysses)) < 1
 
 
 @pytest.mark.parametrize(("wrong", "name"), [("direction", "causal"), ("mask", "documents")])
 def test_mistakes_are_found(found: list[dict], wrong: str, name: str) -> None:
-    found = [{(name, RANKS, True): of_rank[wrong, RANKS, True]} for of_rank in found]
-    assert max(errors(found, name, RANKS, True)) > 1000
+    found = [{(name, RANKS, 1): of_rank[wrong, RANKS, 1]} for of_rank in found]
+    assert max(errors(found, name, RANKS, 1)) > 1000
 
 
-def errors(found: list[dict], name: str, size: int, in_ring: bool) -> list[float]:
+def errors(found: list[dict], name: str, size: int, ulysses: int) -> list[float]:
     """Of the result and of the gradients, the largest of any rank, as multiples of what rounding may cause."""
     worst = []
     for rank, of_rank in enumerate(found):
-        part = SequencePart(rank % size, size, in_ring)
+        part = SequencePart(rank % size, size, ulysses)
         wanted = [part.of(each) for each in right(name)]
-        pairs = zip(of_rank[name, size, in_ring], wanted, _LIMITS, strict=True)
+        pairs = zip(of_rank[name, size, ulysses], wanted, _LIMITS, strict=True)
         worst.append([np.abs(ours.reshape(whole.shape) - whole).max() / np.abs(whole).max() / limit for
                       ours, whole, limit in pairs])  # fmt: skip
     return np.max(worst, 0).tolist()

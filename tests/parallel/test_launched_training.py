@@ -1,5 +1,5 @@
 """Trainings started with `run_trainer.py launch` and MindSpore's own msrun: the same results as one process, uneven
-data, signals, failures, a hang, prediction.
+data, signals, failures, a hang, prediction. A job of msrun_launcher.sh, as users start it: test_mnist_run.py.
 
 Promised: loss and norm of the first step are those of one process with the same global batch but for rounding
 (tolerances.py), and those of every later step within 1e-4.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -18,11 +17,11 @@ from pathlib import Path
 
 import pytest
 from fork_server import ensure_server
-from launch_helpers import LIMIT_SECONDS, PROGRAM, REPOSITORY, Launcher
+from launch_helpers import LIMIT_SECONDS, PROGRAM, Launcher
 from tolerances import DecoderLimits, decoder_limits
 
 from trainer.errors import EXIT_HANG
-from trainer.launch.msrun import pick_free
+from trainer.launch.msrun import MSRUN_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 
@@ -41,37 +40,28 @@ from run_helpers import (  # noqa: E402
 # One job at a time: processes of MindSpore on the same cores make each other many times slower.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
-SCRIPT = REPOSITORY / "scripts" / "msrun_launcher.sh"
 JOB_SECONDS = 200  # two cores that other tests use as well
 # Where nothing depends on it, the ranks compile nothing: that is a third of a short job's time.
 EAGER = {"context.mode": 1}
 SAVED_EVERY = 5
-DEGREES = {
-    2: {"context_parallel": 2},
-    4: {"pipeline_stage": 2, "micro_batch_num": 2, "model_parallel": 2, "use_seq_parallel": True},
-}
+SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
+STAGES = {"pipeline_stage": 2, "micro_batch_num": 2, "model_parallel": 2, "use_seq_parallel": True}
 
 
 def launch(folder: Path, ranks: int, config: Path, *flags: object, forked: bool = True, **environment: str) -> Launcher:
     """Starts a job whose logs lie in `folder`. `forked`: its workers have imported MindSpore already."""
     words = ["launch", "--nproc", ranks, "--log_dir", "logs", "--force", "--config", config, *flags]
+    program = PROGRAM
     if forked:
         ensure_server()
-    program = Path(__file__).with_name("forked_workers.py") if forked else PROGRAM
+        program = Path(__file__).with_name("forked_workers.py")
+        environment = {MSRUN_VARIABLE: str(Path(__file__).with_name("forked_msrun.py"))} | environment
     return Launcher(folder, [sys.executable, str(program), *map(str, words)], environment)
 
 
 def run(folder: Path, ranks: int, config: Path, *flags: object, **environment: str) -> Launcher:
     """Runs a job that ends well; no process of it is left."""
     job = launch(folder, ranks, config, *flags, **environment)
-    assert job.end(JOB_SECONDS) == 0, job.errors + job.printed
-    return job
-
-
-def from_the_peer_s_script(folder: Path, ranks: int, order: str) -> Launcher:
-    """Runs a job as users of MindSpore Transformers start one."""
-    command = ["bash", str(SCRIPT), order, str(ranks), str(pick_free()), "logs", "True", "100"]
-    job = Launcher(folder, command, {"PYTHON": sys.executable})
     assert job.end(JOB_SECONDS) == 0, job.errors + job.printed
     return job
 
@@ -151,16 +141,16 @@ def assert_same_training(ours: Path, right: Path, ended_at: set[int]) -> None:
 
 
 def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: Path) -> None:
-    """8 -> 2 -> 4 -> 1 ranks, more than fifty steps in all (half of them on one rank, where they cost least), with
-    masked prompts (unequal tokens), accumulation, last batches that do not reach all ranks, and evaluation. 8 ranks
-    shard the optimizer's state, 2 ranks share each sequence, 4 ranks are two stages of two that share matrices and
-    rows, and a single one needs no msrun.
+    """4 -> 2 -> 4 -> 1 ranks, more than fifty steps in all (half of them on one rank, where they cost least), with
+    masked prompts (unequal tokens), accumulation, last batches that do not reach all ranks, and evaluation. The
+    first 4 ranks shard the optimizer's state, 2 ranks share each sequence, 4 ranks are two stages of two that share
+    matrices and rows, and a single one needs no msrun.
 
     One of the 2 ranks is killed, while the other one waits for it in a ring or soon will, and the job starts again from
     its newest checkpoint. Then they are ended by SIGTERM
     (bug 17 of trainers: agreed by all ranks at a step's end, saved, exit code 143), the 4 ranks by Ctrl-C, a signal
     that MindSpore takes for itself."""
-    data = write_instructions(tmp_path / "eight.jsonl", records=19)
+    data = write_instructions(tmp_path / "instructions.jsonl", records=19)
     changes = {
         "train_dataset.data_loader": {"type": "JsonlDataset", "dataset_dir": str(data)},
         "train_dataset.drop_remainder": False,
@@ -169,31 +159,29 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
         "runner_config.epochs": 100,
         "runner_wrapper": {"use_clip_grad": True},
         "do_eval": True,
-        "eval_step_interval": 4,
+        "eval_step_interval": 6,
     }
     alone, output = tmp_path / "alone" / "output", tmp_path / "together" / "output"
-    sharded = {
-        "parallel": {
-            "enable_parallel_optimizer": True,
-            "parallel_optimizer_config": {"parallel_optimizer_threshold": 1},
-        }
-    }
     done, ended_at = 0, set()
-    for ranks, steps, ended_by in ((8, 12, None), (2, 12, signal.SIGTERM), (4, 3, signal.SIGINT), (1, 25, None)):
-        rows = 1 if ranks == 8 else 8
-        own = {"runner_config.batch_size": rows, "output_dir": str(output)} | (sharded if ranks == 8 else {})
-        own |= {"parallel_config": DEGREES[ranks]} if ranks in DEGREES else {}
-        own |= EAGER if ranks in (2, 4) else {}
-        if ranks in (8, 2):  # written beside the training, in the case of 8 ranks also in the middle of it
-            every = 10 if ranks == 8 else SAVED_EVERY
+    parts: list[tuple[int, int, signal.Signals | None, dict]] = [
+        # ranks, steps, signal that ends them, settings
+        (4, 12, None, {"runner_config.batch_size": 2, "parallel": SHARED}),
+        (2, 12, signal.SIGTERM, {"parallel_config": {"context_parallel": 2}, **EAGER}),
+        (4, 3, signal.SIGINT, {"parallel_config": STAGES, **EAGER}),
+        (1, 25, None, {}),
+    ]
+    for number, (ranks, steps, ended_by, differs) in enumerate(parts):
+        own = {"runner_config.batch_size": 8, "output_dir": str(output)} | differs
+        if number < 2:  # written beside the training, in the first case also in the middle of it
+            every = SAVED_EVERY if number else 10
             own["callbacks"] = [{"type": "CheckpointMonitor", "save_checkpoint_steps": every, "async_save": True,
-                                 "keep_checkpoint_max": 1 if ranks == 8 else 3}]  # fmt: skip
-        folder, last = tmp_path / f"on-{ranks}", done + steps
+                                 "keep_checkpoint_max": 3 if number else 1}]  # fmt: skip
+        folder, last = tmp_path / f"part-{number}", done + steps
         flags = ["--resume_training"] if done else []
         config = write_config(folder, tmp_path, changes | own)
         kept = checkpoints(output)
         if ended_by is None:
-            more = {"RUN_TRAINER_MSRUN": "absent.py"} if ranks == 1 else {}
+            more = {MSRUN_VARIABLE: "absent.py"} if ranks == 1 else {}
             job = run(folder, ranks, config, *flags, "--stop_step", last, **more)
             assert "finished at step" in job.printed and re.search(f"step +{last}/", job.printed)
         else:
@@ -219,7 +207,7 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
     single = write_config(alone.parent, tmp_path, changes | {"runner_config.batch_size": 8})
     train(single, runner_config__stop_step=done)
     assert len(step_records(alone)) == done and len(set(column(step_records(alone), "tokens"))) > 1
-    assert len(set(column(step_records(alone)[:12], "epoch"))) > 2  # the 8 ranks come past the ends of epochs
+    assert len(set(column(step_records(alone)[:12], "epoch"))) > 2  # the first ranks come past the ends of epochs
     assert_same_training(output, alone, ended_at)
     right = arrays_of(alone)
     for name, array in arrays_of(output).items():
@@ -250,8 +238,6 @@ def test_ranks_share_prompts_and_evaluation(tmp_path: Path) -> None:
     assert together == alone and len(alone.splitlines()) == 3
     assert "[3/3]" in job.printed
     train(config, output_dir=tmp_path / "e1", run_mode="eval", **trained)
-    words = ["run_mindformer.py", "--config", config, *flags, tmp_path / "e2", "--run_mode", "eval", "--use_parallel"]
-    job = from_the_peer_s_script(tmp_path / "eval", 2, shlex.join([*map(str, words), "True"]))
-    assert "run_mindformer.py is taken as run_trainer.py" in job.errors
+    run(tmp_path / "eval", 2, config, *flags, tmp_path / "e2", "--run_mode", "eval")
     one, two = (json.loads((tmp_path / name / "eval.json").read_text()) for name in ("e1", "e2"))
     assert two["tokens"] == one["tokens"] and two["loss"] == pytest.approx(one["loss"], rel=limits_of(config).loss)

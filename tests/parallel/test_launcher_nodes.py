@@ -6,12 +6,11 @@ import contextlib
 import signal
 import socket
 import stat
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher
+from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher, python_program
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
 from trainer.launch.control.nodes import LOST_SECONDS
@@ -22,19 +21,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_gr
 ALL = range(4)
 
 
-def start_node(folder: Path, node: int, port: int, *words: object, workers: int = 4, **more: str) -> Launcher:
+def start_node(
+    folder: Path, node: int, port: int, *words: object, workers: int = 4, forked: bool = True, **more: str
+) -> Launcher:
     """A launcher with msrun_launcher.sh's nine arguments; the nodes share the folder of logs."""
+    own = folder / f"node-{node}"
+    own.mkdir()
     order = " ".join([str(WORKER), *map(str, words)])
     numbers = [workers, 2, "127.0.0.1", port, node, folder / "logs", "True", 60]
     script = str(REPOSITORY / "scripts" / "msrun_launcher.sh")
     command = ["bash", script, order, *map(str, numbers)]
-    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": sys.executable, **more}
-    return Launcher(folder / f"node-{node}", command, environment)
+    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": python_program(own, forked), **more}
+    return Launcher(own, command, environment)
 
 
-def start_both(folder: Path, *words: object, **more: str) -> tuple[Launcher, Launcher]:
+def start_both(folder: Path, *words: object, forked: bool = True, **more: str) -> tuple[Launcher, Launcher]:
     port = pick_free()
-    return start_node(folder, 0, port, *words, **more), start_node(folder, 1, port, *words, **more)
+    first, second = (start_node(folder, node, port, *words, forked=forked, **more) for node in range(2))
+    return first, second
 
 
 def log(folder: Path, rank: int) -> str:
@@ -48,7 +52,7 @@ def wait_for_step(launcher: Launcher, folder: Path, step: int) -> None:
 
 
 def test_both_end_well_together(tmp_path: Path) -> None:
-    first, second = start_both(tmp_path, 10, "0@10:exit=0")
+    first, second = start_both(tmp_path, 10, "0@10:exit=0", forked=False)
     assert [second.end(), first.end()] == [0, 0]
     assert [f"rank {rank} did step" in log(tmp_path, rank) for rank in ALL] == [True] * 4
     assert '"RANK_ID": "3"' in log(tmp_path, 3) and '"RUN_TRAINER_LOCAL_SIZE": "2"' in log(tmp_path, 3)
@@ -106,7 +110,7 @@ def test_a_lost_node_ends_the_other(tmp_path: Path, killed: int) -> None:
 
 
 def test_a_silent_node_counts_as_lost(tmp_path: Path) -> None:
-    first, second = start_both(tmp_path, 1000, RUN_TRAINER_TIME_SCALE="0.5")
+    first, second = start_both(tmp_path, 1000, forked=False, RUN_TRAINER_TIME_SCALE="0.5")
     wait_for_step(first, tmp_path, 2)
     second.process.send_signal(signal.SIGSTOP)  # as when a cable is cut: no word, and no end either
     began = time.monotonic()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import MSRUN, REPOSITORY, WORKER, Launcher, call
+from launch_helpers import MSRUN, REPOSITORY, WORKER, Launcher, call, python_program
 
 from trainer.errors import EXIT_BAD_INPUT
 from trainer.launch.msrun import pick_free
@@ -28,14 +27,14 @@ TRICKY = [
 ]
 
 
-def script(folder: Path, *words: object, **more: str) -> Launcher:
-    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": sys.executable, **more}
+def script(folder: Path, *words: object, forked: bool = True, **more: str) -> Launcher:
+    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": python_program(folder, forked), **more}
     return Launcher(folder, ["bash", str(SCRIPT), *map(str, words)], environment)
 
 
 def test_nothing_in_the_order_is_run_by_a_shell(tmp_path: Path) -> None:
     order = shlex.join([str(WORKER), "2", *TRICKY])
-    job = script(tmp_path, order, 2, pick_free(), "logs", True, 60)
+    job = script(tmp_path, order, 2, pick_free(), "logs", True, 60, forked=False)
     assert job.end() == 0
     for rank in range(2):
         assert job.facts(rank)["arguments"] == ["2", *TRICKY]
@@ -47,7 +46,7 @@ def test_one_argument_starts_eight_workers_in_the_background(tmp_path: Path) -> 
     worker = folder / "worker.py"
     folder.mkdir()
     worker.write_text("import os, time\nprint('rank', os.environ['RANK_ID'], flush=True)\ntime.sleep(60)\n")
-    job = script(folder, "python worker.py", MF_LOG_SUFFIX="mine")
+    job = script(folder, "python worker.py", forked=False, MF_LOG_SUFFIX="mine")
     assert job.process.wait(60) == 0
     logs = folder / "output" / "msrun_log_mine"
     assert job.printed.startswith(f"job: {logs}/job\n")

@@ -25,7 +25,7 @@ SHORT = {"RUN_TRAINER_TIME_SCALE": "0.3"}
 
 
 def test_a_job_that_ends_well(tmp_path: Path) -> None:
-    job = launch(tmp_path, 3, *TRICKY, STAND_IN_SCHEDULER="yes")
+    job = launch(tmp_path, 3, *TRICKY, forked=False, STAND_IN_SCHEDULER="yes")
     assert job.end() == 0
     lines = job.printed.splitlines()
     assert lines[-3:] == ["rank 0 did step 1", "rank 0 did step 2", "rank 0 did step 3"]  # rank 0's, nobody else's
@@ -262,7 +262,7 @@ def test_logs_of_earlier_jobs_stay(tmp_path: Path) -> None:
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000)
+    job = launch(tmp_path, 1000, forked=False)
     job.wait_for_step(1)
     second = Launcher(tmp_path / "second", [*job.process.args, "--log_dir", str(job.logs)], {})
     assert second.end() == EXIT_BAD_INPUT
@@ -272,7 +272,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_in_the_background(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, options=("--join", False))
+    job = launch(tmp_path, 1000, options=("--join", False), forked=False)
     assert job.process.wait(60) == 0
     assert job.printed.startswith(f"job: {job.logs}/job\n")
     job.wait_for_step(3)
@@ -323,6 +323,7 @@ def test_odd_places(tmp_path: Path) -> None:
     """A folder for temporary files that is too deep for a socket, a log folder with spaces, signs no terminal knows."""
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    job = launch(tmp_path, 1, "größe", options=("--log_dir", "my logs ü"), TMPDIR=str(deep), LC_ALL="C", LANG="C")
+    here = {"TMPDIR": str(deep), "LC_ALL": "C", "LANG": "C"}
+    job = launch(tmp_path, 1, "größe", options=("--log_dir", "my logs ü"), forked=False, **here)
     assert job.end() == 0
     assert "did step 1" in (tmp_path / "my logs ü" / "rank-1.log").read_text()

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from rank_job import on_rank_processes
-from sharing_cases import CASES, Trained
+from sharing_cases import CASES, RESUMED_AT, STEPS, Trained, trained
 
-CLIPPED, EXPERTS, *DIVIDED = CASES
-LEVELS = {CLIPPED: ["", "level1", "level2 level3", "level3 level1"], EXPERTS: ["level2", "level3"]}
+from trainer.device.threads import set_up_cpu_threads
+from trainer.parallel.connections import Connections
+from trainer.parallel.host_group import HostGroup
+
+set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
+
+CLIPPED, EXPERTS, MATRICES, STAGES, SEQUENCES = CASES
+LONG = RESUMED_AT + 2
+JOBS: dict[int, dict[str, tuple[list[str], list[int]]]] = {
+    # ranks -> case -> levels and the steps of each
+    2: {
+        CLIPPED: (["", "level1", "level2 level3", "level3 level1"], [STEPS + 1, STEPS + 1, LONG, LONG]),
+        EXPERTS: (["level2", "level3"], [STEPS] * 2),
+        SEQUENCES: (["level1", "level3"], [STEPS] * 2),
+    },
+    4: {MATRICES: (["level1", "level3"], [STEPS] * 2)},
+    8: {STAGES: (["level1", "level3"], [STEPS] * 2)},
+}
 
 
-@pytest.mark.parametrize("case", LEVELS)
+@functools.cache
+def of_ranks(ranks: int) -> list[dict[str, Any]]:
+    """What each rank has trained: one job for all cases."""
+    return on_rank_processes(ranks, "sharing_cases:all_trained", JOBS[ranks], CLIPPED if ranks == 2 else "")
+
+
+@functools.cache
+def of_one_rank(case: str) -> Trained:
+    [one] = trained(HostGroup(Connections(0, {}), [0]), case, [""], [LONG if case == CLIPPED else STEPS])
+    return one
+
+
+@pytest.mark.parametrize("case", [CLIPPED, EXPERTS])
 def test_losses_norms_and_weights_are_those_of_one_rank(case: str) -> None:
-    [[one]] = on_rank_processes(1, "sharing_cases:trained", case, [])
-    levels = LEVELS[case]
-    first, second = on_rank_processes(2, "sharing_cases:trained", case, levels)
+    one, levels = of_one_rank(case), JOBS[2][case][0]
+    first, second = (rank[case] for rank in of_ranks(2))
     for level, ours, theirs in zip(levels, first, second, strict=True):
         compare(ours, one)
         same(ours, theirs)
         check_shares(case, ours, one, level.split())
         if case == CLIPPED:
-            assert ours.overflows == [True, False, False]
-    same_weights(first[1], first[0])  # these two make the same sums in the same order
+            assert ours.overflows == [number == 0 for number in range(len(ours.losses))]
+    if case == CLIPPED:
+        same_weights(first[1], first[0])  # these two make the same sums in the same order
 
 
-@pytest.mark.parametrize("case", DIVIDED)
-def test_ranks_that_divide_the_model_share_too(case: str) -> None:
-    [[one]] = on_rank_processes(1, "sharing_cases:trained", case, [])
-    ranks, levels = 2 if case == "sequences" else 4, ("level1", "level3")
-    for ours in (every := on_rank_processes(ranks, "sharing_cases:trained", case, levels)):
+@pytest.mark.parametrize(("ranks", "case"), [(4, MATRICES), (8, STAGES), (2, SEQUENCES)])
+def test_ranks_that_divide_the_model_share_too(ranks: int, case: str) -> None:
+    one, every, levels = of_one_rank(case), [rank[case] for rank in of_ranks(ranks)], JOBS[ranks][case][0]
+    for ours in every:
         for level, found, first in zip(levels, ours, every[0], strict=True):
             compare(found, one)
             same(found, first)
@@ -41,22 +69,26 @@ def test_ranks_that_divide_the_model_share_too(case: str) -> None:
 
 
 def test_mistakes_are_seen() -> None:
-    [[one]] = on_rank_processes(1, "sharing_cases:trained", CLIPPED, [])
-    found, _ = on_rank_processes(2, "sharing_cases:mistaken", CLIPPED)
-    assert len(found) == 3
-    for mistake, result in found.items():
-        if isinstance(result, str):
+    one, first = of_one_rank(CLIPPED), of_ranks(2)[0]
+    mistakes = first.keys() - JOBS[2].keys()
+    assert len(mistakes) == 3
+    for mistake in mistakes:
+        if isinstance(result := first[mistake], str):
             assert "the loss is nan" in result, mistake
             continue
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
             compare(result, one)
 
 
 def compare(ours: Trained, one: Trained) -> None:
-    close(ours.losses, one.losses, 1e-5)
-    close(ours.norms, one.norms, 1e-4)
+    """All steps, and what is there after them unless the one rank has done more."""
+    steps = len(ours.losses)
+    close(ours.losses, one.losses[:steps], 1e-5)
+    close(ours.norms, one.norms[:steps], 1e-4)
+    assert ours.overflows == one.overflows[:steps] and ours.local_norms.keys() == one.local_norms.keys()
+    if steps < len(one.losses):
+        return
     close(ours.evaluated, one.evaluated, 1e-5)
-    assert ours.overflows == one.overflows and ours.local_norms.keys() == one.local_norms.keys()
     close(list(ours.local_norms.values()), list(one.local_norms.values()), 1e-3)
     assert ours.weights.keys() == one.weights.keys()
     for name, weight in one.weights.items():

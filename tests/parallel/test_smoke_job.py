@@ -11,6 +11,7 @@ from fork_server import FORKED, REPOSITORY, ensure_server
 
 from trainer.cli.main import dispatch
 from trainer.launch import command
+from trainer.launch.msrun import MSRUN_VARIABLE
 
 FILE = """\
 use_parallel: True
@@ -33,6 +34,7 @@ def test_two_processes_train_and_resume(
     ensure_server()
     workers = [sys.executable, "-u", str(FORKED), str(REPOSITORY / "run_trainer.py")]
     monkeypatch.setattr(command, "trainer_command", lambda: workers)
+    monkeypatch.setenv(MSRUN_VARIABLE, str(Path(__file__).with_name("forked_msrun.py")))
     (tmp_path / "file.yaml").write_text(FILE)
     arguments = ["--ranks", "2", "--steps", "2", "--json", "--output_dir", str(tmp_path)]
     code = dispatch(["smoke", "--config", str(tmp_path / "file.yaml"), *arguments])

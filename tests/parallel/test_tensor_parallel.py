@@ -2,90 +2,112 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from rank_job import on_rank_processes
-from tensor_parallel_cases import COUNTED_TWICE, NOT_COUNTED, Layout, Trained, assembled, config
+from tensor_parallel_cases import COUNTED_TWICE, NOT_COUNTED, Layout, Trained, assembled, config, parted, whole
 
-from trainer.parallel.layout import model_layout
+from trainer.parallel.world import World
+from trainer.plan.division import layout_of
 
-STEPS = 3
-_EXPERTS, _TOKENS = "experts of four ranks, each twice", "tokens for experts of two ranks"
-_SUITES: dict[str, tuple[int, dict[str, Any], list[str], int]] = {
-    # ranks, how they divide the model, cases, steps
-    "long": (2, {"tensor": 2, "rows": True}, ["biases, norms, dropout, clipping"], 20),
-    "two ranks with rows": (
-        2, {"tensor": 2, "rows": True}, ["tied, mapped, recomputed", "latent attention, adapters"], STEPS,
+LONG, SHORT = 20, 2
+DENSE, MIXTRAL = "dense", "Mixtral, shared gate, frozen"
+DEEPSEEK, RECOMPUTED = "DeepSeek", "DeepSeek, recomputed"
+ADAPTERS, LATENT_ADAPTERS = "one key head, adapters", "latent attention, adapters"
+COMPILED = "compiled experts, load of the step"
+_ATTENTION, _MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
+
+
+class Suite(NamedTuple):
+    """What so many ranks train that divide a model in one way.
+
+    Attributes:
+        cases: How many steps of each.
+        mistakes: Of a case those that must be seen in its first step: see `tensor_parallel_cases.mistaken`.
+    """
+
+    ranks: int
+    layout: dict[str, Any]
+    cases: dict[str, int]
+    mistakes: Mapping[str, list[str]] = {}
+
+    @property
+    def data(self) -> int:
+        return Layout(**self.layout).data(self.ranks)
+
+
+SUITES = {
+    "tensor with rows": Suite(2, {"tensor": 2, "rows": True}, {DENSE: LONG, LATENT_ADAPTERS: SHORT}),
+    "tensor": Suite(2, {"tensor": 2}, {ADAPTERS: 1, MIXTRAL: 1}, {
+        # Summed over all ranks, and over those with the same key head.
+        ADAPTERS: [f"{_ATTENTION}{one}.weight" for one in ("q_proj.lora_A", "o_proj.lora_B", "v_proj.lora_B")] + [
+            COUNTED_TWICE],
+        MIXTRAL: [f"{_MLP}gate.weight", f"{_MLP}shared_expert_gate.weight", NOT_COUNTED],
+    }),
+    "tensor of four": Suite(4, {"tensor": 4}, {ADAPTERS: SHORT}),
+    "context": Suite(2, {"context": 2}, {MIXTRAL: LONG}),
+    "experts, each on two ranks": Suite(
+        4, {"experts": 2}, {MIXTRAL: LONG}, {MIXTRAL: [f"{_MLP}experts.up_proj.weight"]},
     ),
-    "four ranks": (4, {"tensor": 4}, ["one key head, adapters"], STEPS),
-    "beside data parallelism": (4, {"tensor": 2, "rows": True}, ["multi-token prediction, frozen"], STEPS),
-    _EXPERTS: (4, {"experts": 2}, ["experts"], STEPS),
-    _TOKENS: (2, {"tensor": 2}, ["capacity, shared gate"], 1),
-    "all three in a ring": (
-        4, {"tensor": 2, "context": 2, "experts": 2}, ["latent attention, sigmoid, bias", "capacity, shared gate"], 2,
+    "experts with tensor and data": Suite(4, {"tensor": 2, "rows": True, "experts": 4}, {MIXTRAL: LONG}),
+    "context in a ring with tensor and experts": Suite(
+        4, {"tensor": 2, "rows": True, "context": 2, "experts": 2}, {DEEPSEEK: LONG},
     ),
-    "all three with Ulysses attention": (
-        4, {"tensor": 2, "rows": True, "context": 2, "in_ring": False, "experts": 4},
-        ["one key head, adapters", "experts"], 2,
+    "context by heads with tensor and experts": Suite(
+        4, {"tensor": 2, "context": 2, "in_ring": False, "experts": 4}, {ADAPTERS: SHORT, RECOMPUTED: SHORT},
     ),
-    "all three compiled": (
-        4, {"tensor": 2, "rows": True, "context": 2, "experts": 2}, ["compiled experts, load of the step"], STEPS,
-    ),
-    "experts beside data parallelism": (4, {"tensor": 2, "rows": True, "experts": 4}, ["experts"], 2),
-    "experts of context-parallel ranks": (2, {"context": 2}, ["capacity, shared gate"], 20),
+    "compiled ring with experts": Suite(2, {"context": 2, "experts": 2}, {COMPILED: SHORT}),
 }  # fmt: skip
-_MISTAKES = {
-    _EXPERTS: ["model.layers.1.mlp.experts.up_proj.weight"],
-    _TOKENS: ["model.layers.1.mlp.gate.weight", "model.layers.1.mlp.shared_expert_gate.weight", NOT_COUNTED],
-}
-"""What trainings more do wrong, which must be seen: see `make_mistake`."""
 
 
-@pytest.mark.parametrize("suite", _SUITES)
-def test_losses_norms_and_weights_are_those_of_one_rank(suite: str) -> None:
-    ranks, how, names, steps = _SUITES[suite]
-    mistakes, layout = _MISTAKES.get(suite, ()), Layout(**how)
-    parts = on_rank_processes(ranks, "tensor_parallel_cases:parted", names, how, steps, mistakes)
-    for name in names:
-        compare(name, of_one_rank(name, layout.data(ranks), steps), [part[name] for part in parts], layout)
-    for mistake in mistakes:
-        with pytest.raises(AssertionError):
-            right = of_one_rank(names[0], layout.data(ranks), steps)
-            compare(names[0], right, [part[mistake] for part in parts], layout)
+@pytest.fixture(scope="module")
+def one_rank() -> dict[tuple[str, int], dict[int, Trained]]:
+    """By case and number of data-parallel ranks: the same by one rank, after each number of steps that is asked for."""
+    stops: dict[tuple[str, int], set[int]] = {}
+    for suite in SUITES.values():
+        for name, steps in suite.cases.items():
+            stops.setdefault((name, suite.data), set()).add(steps)
+    wanted = [(*key, sorted(each)) for key, each in stops.items()]
+    [found] = on_rank_processes(1, f"{whole.__module__}:whole", wanted)
+    return dict(zip(stops, found, strict=True))
 
 
-@functools.cache
-def of_one_rank(name: str, data: int, steps: int) -> Trained:
-    """The same by one rank with the sequences of so many data-parallel ones."""
-    [found] = on_rank_processes(1, "tensor_parallel_cases:whole", [name], data, steps)
-    return found[name]
+@pytest.mark.parametrize("name", SUITES)
+def test_losses_norms_and_weights_are_those_of_one_rank(name: str, one_rank: dict) -> None:
+    suite = SUITES[name]
+    found = on_rank_processes(suite.ranks, f"{parted.__module__}:parted", suite.layout, suite.cases, suite.mistakes)
+    for case, steps in suite.cases.items():
+        right, parts = one_rank[case, suite.data][steps], [right[case] for right, _ in found]
+        compare_steps(case, right, parts)
+        compare_ends(case, right, parts, suite)
+    for case, mistakes in suite.mistakes.items():
+        for mistake in mistakes:
+            right = one_rank[case, suite.data][suite.cases[case]]
+            with pytest.raises(AssertionError):
+                compare_steps(case, right, [wrong[mistake] for _, wrong in found])
 
 
-def test_a_forgotten_sum_and_a_norm_counted_twice_are_seen() -> None:
-    name, layer = "one key head, adapters", "model.layers.0.self_attn."
-    sums = ["q_proj.lora_A", "o_proj.lora_B", "v_proj.lora_B"]  # over all ranks, and over those with the same key head
-    mistakes = [*(f"{layer}{one}.weight" for one in sums), COUNTED_TWICE]
-    parts = on_rank_processes(2, "tensor_parallel_cases:parted", [name], {"tensor": 2}, 1, mistakes)
-    right = of_one_rank(name, 1, 1)
-    compare(name, right, [part[name] for part in parts], Layout(tensor=2))
-    for mistake in mistakes:
-        with pytest.raises(AssertionError):
-            compare(name, right, [part[mistake] for part in parts], Layout(tensor=2))
-
-
-def compare(name: str, one: Trained, parts: list[Trained], how: Layout) -> None:
-    layout = model_layout(config(name).decoder, how.degrees(len(parts)), sequence_parallel=how.rows)
+def compare_steps(name: str, one: Trained, parts: list[Trained]) -> None:
+    """Of the steps that the ranks have done."""
+    steps = len(parts[0].losses)
     for part in parts:
-        close(part.losses, one.losses, 1e-5, name)
-        close(part.norms, one.norms, 1e-4, name)
-        close(part.evaluated, one.evaluated, 1e-5, name)
-        close(part.others, one.others, 1e-5, name)
-        close(part.routers, one.routers, 1e-5, name)
-        assert part.local_norms.keys() == one.local_norms.keys()
-        close(list(part.local_norms.values()), list(one.local_norms.values()), 1e-3, name)
+        close(part.losses, one.losses[:steps], 1e-5, name)
+        close(part.norms, one.norms[:steps], 1e-4, name)
+        close(part.others, one.others[:steps], 1e-5, name)
+        close(part.routers, one.routers[:steps], 1e-5, name)
+        for ours, right in zip(part.local_norms, one.local_norms[:steps], strict=True):
+            assert ours.keys() == right.keys()
+            close(list(ours.values()), list(right.values()), 1e-3, name)
+
+
+def compare_ends(name: str, one: Trained, parts: list[Trained], suite: Suite) -> None:
+    how = config(name, Layout(**suite.layout), suite.ranks)
+    layout = layout_of(how, World(0, suite.ranks, 0, suite.ranks))
+    if how.context.mode == 1:
+        close([part.evaluated for part in parts], one.evaluated, 1e-5, name)
     found, saved = assembled(layout, parts), parts[0].saved
     assert saved.keys() == one.saved.keys()
     for key, array in saved.items():

@@ -10,8 +10,9 @@ from traffic_cases import CASES, Sent, config_of_case
 
 from trainer.config import Config
 from trainer.config.checks.parallel import degrees_of
-from trainer.parallel.mesh import Mesh, group_ranks
+from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import world_of
+from trainer.plan.division import groups_of
 from trainer.plan.traffic import EVEN_ROWS, rank_traffic
 
 _KINDS = {"all_gather_rows": "all_gather", "all_to_all_rows": "all_to_all", "all_to_all_into": "all_to_all",
@@ -53,8 +54,7 @@ def planned(config: Config, rank: int, ranks: int) -> tuple[Counter[tuple], int]
     """By ranks of the group and collective what a rank sends; and what for experts."""
     world = world_of(ranks)
     mesh, found, of_experts = Mesh(degrees_of(config, world)), Counter[tuple](), 0
-    settings = config.decoder
-    groups = group_ranks(mesh, rank, None if settings.multi_latent_attention else settings.kv_heads)
+    groups = groups_of(config, world, rank)
     for one in rank_traffic(config, world, "CPU", mesh.coordinate_of(rank)):
         if one.what == EVEN_ROWS:
             of_experts += one.bytes

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from launch_helpers import MSRUN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = REPOSITORY / "scripts" / "msrun_launcher.sh"
@@ -53,13 +54,15 @@ class Host:
     folder: Path
     node: int
 
-    def start(self, script: Path, *arguments: object, master: str, workers: int = 4) -> subprocess.Popen:
-        """Starts the launcher there, as its user would, with nine arguments."""
+    def start(self, script: Path, *arguments: object, master: str, real: bool = False) -> subprocess.Popen:
+        """Starts the launcher there, as its user would, with nine arguments, and with MindSpore's msrun if `real`."""
+        workers = 4
         order = " ".join([str(script), *map(str, arguments)])
         words = [order, workers, workers // 2, master, PORT, self.node, "logs", True, 60]
         command = ["ip", "netns", "exec", self.name, "bash", str(LAUNCHER), *map(str, words)]
         environment = {**os.environ, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
         environment["RUN_TRAINER_SECRET"] = "that both hosts know"  # they share no folder
+        environment |= {} if real else {"RUN_TRAINER_MSRUN": str(MSRUN)}
         with (self.folder / "terminal").open("wb") as terminal:
             return subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal
@@ -155,7 +158,7 @@ def _end(jobs: list[subprocess.Popen], hosts: list[Host], seconds: float) -> lis
 @pytest.mark.slow
 def test_killing_the_workers_of_one_host_ends_those_of_the_other(hosts: list[Host], tmp_path: Path) -> None:
     script, (first, second) = _script(tmp_path, _SUMS), hosts
-    jobs = [host.start(script, tmp_path, master=first.address) for host in hosts]
+    jobs = [host.start(script, tmp_path, master=first.address, real=True) for host in hosts]
     _wait(lambda: len(list(tmp_path.glob("ready-*"))) == 4, 150, hosts, "the start of four workers")
     for host, ranks in ((first, (0, 1)), (second, (2, 3))):
         for place, rank in enumerate(ranks):

@@ -39,14 +39,17 @@ CASES: dict[str, dict[str, Any]] = {
     # degrees; further keys of parallel_config; the model's; other sections
     "rows": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
              "model": {"n_kv_heads": 1, "use_qk_norm": True, "post_mlp_layernorm": True},
-             "sections": {"recompute_config": {"recompute": [1], "select_recompute": {"attention": [0]}}}},
-    "Muon": {"degrees": {"model_parallel": 2, "data_parallel": 2}, "model": {"n_kv_heads": 1},
-             "sections": _EAGER | {"optimizer": {"type": "Muon"}, "parallel": _SHARED}},
+             "sections": {"recompute_config": {"recompute": [1], "select_recompute": {"attention": [0]}}} | _EAGER},
+    "rows, compiled": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
+                       "model": {"num_layers": 1}},
+    "Muon": {"degrees": {"model_parallel": 2, "data_parallel": 2}, "model": {"n_kv_heads": 1, "num_layers": 1},
+             "sections": _EAGER | {"optimizer": {"type": "Muon", "ns_steps": 1}, "parallel": _SHARED}},
     "latent": {"degrees": {"model_parallel": 2}, "model": _LATENT | {"mtp_depth": 1},
                "sections": _AGAIN | {"runner_config": {"gradient_accumulation_steps": 2}}},
-    "ulysses": {"degrees": {"context_parallel": 2}, "more": {"context_parallel_algo": "ulysses_cp"},
-                "model": {"n_kv_heads": 1}, "sections": _AGAIN},
-    "shared state": {"degrees": {"data_parallel": 2}, "sections": _EAGER | {"parallel": _SHARED}},
+    "ulysses, shared state": {"degrees": {"context_parallel": 2}, "more": {"context_parallel_algo": "ulysses_cp"},
+                              "model": {"n_kv_heads": 1}, "sections": _AGAIN | {"parallel": _SHARED}},
+    "ring of pairs": {"degrees": {"context_parallel": 4}, "sections": _AGAIN,
+                      "more": {"context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}},
     "shared weights": {"degrees": {"data_parallel": 2}, "model": {"mtp_depth": 2, "tie_word_embeddings": True},
                        "sections": _AGAIN | {"freeze": {"include": ["*embed*", "*layers.0*"]},
                                              "runner_config": {"gradient_accumulation_steps": 2},
@@ -54,17 +57,17 @@ CASES: dict[str, dict[str, Any]] = {
     "experts of a context group": {
         "degrees": {"context_parallel": 2, "model_parallel": 2, "expert_parallel": 4}, "sections": _AGAIN,
         "more": {"use_seq_parallel": True},
-        "model": {"num_layers": 3, "moe_config": _EXPERTS | {"moe_token_dispatcher_type": "allgather"}},
+        "model": {"moe_config": _EXPERTS | {"moe_token_dispatcher_type": "allgather"}},
     },
     "experts of stages": {
-        "degrees": {"pipeline_stage": 2, "model_parallel": 2, "expert_parallel": 2}, "more": {"micro_batch_num": 3},
+        "degrees": {"pipeline_stage": 2, "model_parallel": 2, "expert_parallel": 2}, "more": {"micro_batch_num": 2},
         "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1,
                   "compute_dtype": "float16",
                   "moe_config": _EXPERTS | {"capacity_factor": 1.5, "drop_policy": "probability"}},
         "sections": _AGAIN | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}},
     },
-    "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 3},
-               "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2, "mtp_depth": 1},
+    "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 2},
+               "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2},
                "sections": _EAGER | {"parallel": {"pipeline_config": {"pipeline_interleave": True}} | _SHARED_WEIGHTS}},
 }  # fmt: skip
 
@@ -86,6 +89,10 @@ class CountedGroup(HostGroup):
 
     def part(self, ranks: Sequence[int], name: str = "") -> CountedGroup:
         return CountedGroup(self.connections, ranks)
+
+    def beside(self, on_one_host: bool) -> CountedGroup:
+        found = super().beside(on_one_host)
+        return CountedGroup(CountedConnections(found.connections, self.connections.sent), self.ranks)
 
 
 @contextlib.contextmanager
@@ -135,11 +142,12 @@ def config_of_case(name: str) -> Config:
 
 
 def counted(world: HostGroup, names: Sequence[str]) -> dict[str, Sent]:
-    """What this rank sends in the second step of each case."""
-    return {name: _second_step(world, config_of_case(name)) for name in names}
+    """What this rank sends in a step of each case."""
+    return {name: _step(world, config_of_case(name)) for name in names}
 
 
-def _second_step(world: HostGroup, config: Config) -> Sent:
+def _step(world: HostGroup, config: Config) -> Sent:
+    """The second step, where the first one may leave weights whole; else the first one."""
     sent: Sent = Counter()
     group = CountedGroup(CountedConnections(world.connections, sent), world.ranks)
     session.start = lambda _: group
@@ -155,7 +163,7 @@ def _second_step(world: HostGroup, config: Config) -> Sent:
         step = session.open_training(config, lambda update: 1e-3, None, job, "CPU")
         degrees = degrees_of(config, job)
         where, rows = Mesh(degrees).coordinate_of(world.rank), config.runner_config.batch_size
-        for number in range(2):
+        for number in range(config.parallel.parallel_optimizer_config.optimizer_level != "level3", 2):
             sent.clear()
             window = [make_batch(100 * number + 10 * where.data + place, rows * TOKENS, rows) for place in
                       range(micro_batches(config, degrees))]  # fmt: skip

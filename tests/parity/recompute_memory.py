@@ -19,7 +19,7 @@ from trainer.device.threads import set_up_cpu_threads
 
 LAYERS, ROWS, TOKENS = 16, 2, 256
 SIZES = {
-    "num_layers": LAYERS, "hidden_size": 256, "num_heads": 8, "n_kv_heads": 8, "intermediate_size": 688,
+    "num_layers": LAYERS, "hidden_size": 128, "num_heads": 8, "n_kv_heads": 8, "intermediate_size": 344,
     "seq_length": TOKENS, "initializer_range": 0.02,
 }
 VARIANTS = {

@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import mindspore
 import pytest
-from mindspore import nn
 
 from trainer.audit import report
 from trainer.audit.graph import Node, export_step, trained_names
@@ -22,19 +20,24 @@ from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
 from trainer.models.shapes import layer_prefix
 from trainer.ops.ascend.support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
-from trainer.ops.cpu.kernels import Linear
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 
 SIZES = {
-    "num_layers": 6, "hidden_size": 64, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 96, "vocab_size": 101,
-    "seq_length": 32, "compute_dtype": "bfloat16",
+    "num_layers": 6, "hidden_size": 8192, "num_heads": 64, "n_kv_heads": 8, "intermediate_size": 28672,
+    "vocab_size": 128256, "seq_length": 32, "compute_dtype": "bfloat16",
 }  # fmt: skip
+"""Of a model with 70 billion weights, which nobody allocates."""
 FUSED = {"use_fused_rope": True, "use_fused_swiglu": True, "use_flash_attention": True}
 EXPERTS = {
     "expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "shared_expert_num": 1,
+}  # fmt: skip
+
+
+LATENT_SIZES = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24,
 }  # fmt: skip
 
 
@@ -59,7 +62,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 OF_LAYERS = frozenset((
     "use_fused_rope", "use_fused_swiglu", "use_flash_attention", "use_qk_norm", "post_self_attn_layernorm",
-    "post_mlp_layernorm", "moe_config", "mtp_depth", "pet_config",
+    "post_mlp_layernorm", "moe_config", "mtp_depth", "pet_config", "multi_latent_attention", *LATENT_SIZES,
 ))  # fmt: skip
 """Settings that a step without layers does not depend on."""
 _exported: dict[tuple, list[Node]] = {}
@@ -75,7 +78,9 @@ def export_once(settings, kernels, layers, trained, *shape) -> list[Node]:
         if prefix is None or prefix in prefixes:
             learn.add((prefixes.get(prefix), name.removeprefix(prefix or "")))
     kinds = tuple((settings.is_moe_layer(layer), layer >= settings.num_layers) for layer in layers)
-    apart = {"num_layers"} if layers else {"num_layers", *OF_LAYERS}
+    apart = {"num_layers", *OF_LAYERS} if not layers else {"num_layers"}
+    if not any(has_experts or is_module for has_experts, is_module in kinds):
+        apart |= {"moe_config", "mtp_depth"}
     key = settings.model_dump_json(exclude=apart), kinds, frozenset(learn), shape
     if key not in _exported:
         _exported[key] = export_step(settings, kernels, layers, trained, *shape)
@@ -87,12 +92,6 @@ def each_graph_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "export_step", export_once)
 
 
-@pytest.fixture
-def with_other_kernels(monkeypatch: pytest.MonkeyPatch, each_graph_is_exported_once: None) -> None:
-    """For tests that replace kernels: their graphs are not those of the settings."""
-    monkeypatch.setattr(report, "export_step", export_step)
-
-
 ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttentionScore", 6), both("Swiglu", 6)
 
 
@@ -100,21 +99,18 @@ ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttent
     ("changes", "expected"),
     [
         ({}, ROPE | ATTENTION | SWIGLU | both("RmsNorm", 13)),
-        ({"use_fused_rope": False, "use_fused_swiglu": False}, ATTENTION | both("RmsNorm", 13)),
-        ({"use_flash_attention": False, "use_qk_norm": True, "post_self_attn_layernorm": True,
-          "post_mlp_layernorm": True}, ROPE | SWIGLU | both("RmsNorm", 37)),
+        # Without Swiglu alone: see the experts with a capacity.
+        ({"use_fused_rope": False, "use_flash_attention": False, "use_qk_norm": True, "post_self_attn_layernorm": True,
+          "post_mlp_layernorm": True}, SWIGLU | both("RmsNorm", 37)),
     ],
-    ids=["all", "without rope and swiglu", "without attention, all norms"],
+    ids=["all", "without rope and attention, all norms"],
 )
 def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
     audit = audit_ascend(config_of(**changes))
     assert counted(audit) == expected and not audit.missing
 
 
-LATENT = {
-    "multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 24, "num_layers": 1,
-}  # fmt: skip
+LATENT = {"multi_latent_attention": True, "num_layers": 1, **LATENT_SIZES}
 
 
 def test_latent_attention_keeps_the_fused_operators() -> None:
@@ -165,51 +161,40 @@ def test_experts_with_a_capacity_stay_on_the_device() -> None:
     assert not audit.missing
 
 
-class FirstExpert(nn.Cell):
-    """All rows times the first expert's weight."""
-
-    def __init__(self, fills_rows: bool) -> None:
-        super().__init__()
-        self.linear = Linear()
-
-    def construct(self, x_RI, weight_EOI, counts_E):
-        return self.linear(x_RI, weight_EOI[0].astype(x_RI.dtype))
-
-
-@pytest.mark.usefixtures("with_other_kernels")
-def test_kernels_that_are_taken_out_are_missing() -> None:
-    """All at once; GroupedMatmul and Swiglu alone: below."""
+def test_kernels_that_are_not_there_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of({"use_gmm": True, "first_k_dense_replace": 0}, num_layers=1)
-    precision = resolve_precision(config.decoder, None, "Ascend")
-    plain = load_kernels(select_kernels(config.decoder, "CPU", precision), precision)
-    taken = ("rotary", "rotary_tables", "swiglu", "attention", "attention_masks", "attention_options", "rms_norm")
-    others = {name: getattr(plain, name) for name in taken} | {"grouped_matmul": FirstExpert}
-    audit = audit_ascend(config, lambda kernels: replace(kernels, **others))
     missing = [
         name + end
         for name in ("RotaryPositionEmbedding", "Swiglu", "FlashAttentionScore", "RmsNorm")
         for end in ("", "Grad")
     ]
-    assert sorted(audit.missing) == sorted((*missing, "GroupedMatmulV4"))
+    missing.append("GroupedMatmulV4")
+    monkeypatch.setattr(
+        report, "export_step", lambda *step: [node for node in export_once(*step) if node.operator not in missing]
+    )
+    audit = audit_ascend(config)
+    assert sorted(audit.missing) == sorted(missing)
     assert all(each.note == "missing in the graph" and each.found == 0 for each in audit.fused if each.missing)
     assert audit_sections(audit)[-1][1][1] == (f"missing: {', '.join(audit.missing)}",)
 
 
-LORA = {"pet_config": {"pet_type": "lora", "lora_rank": 4, "target_modules": ".*wq"}}
+LORA = {"pet_config": {"pet_type": "lora", "lora_rank": 4, "lora_dropout": 0.1, "target_modules": ".*wq|.*w2"}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "top", "asked", "gradients"),
+    ("dense", "changes", "top", "asked", "swiglus", "gradients"),
     [
-        (LORA, {}, 12, 4),  # of each layer three products forwards, and three back to the adapters of its attention
-        ({}, {"freeze": {"include": [{"layers": 0}]}}, 15, 4),  # through the frozen layer to the embedding: no weights
-        ({}, {"freeze": {"include": ["embeddings", {"layers": 0}]}}, 12, 2),  # of layer 0 the forward pass alone
-        ({}, {"freeze": {"include": ["embeddings", {"layers": 0}, "*.1.self_attn.*", "*.1.*norm*"]}}, 10, 0),
+        # A dense layer, and one whose products are three forwards and three back to the adapters of its attention.
+        (1, LORA, {}, 6, 3, 3),
+        # Through the frozen layer to the embedding: no weights.
+        (0, {}, {"freeze": {"include": [{"layers": 0}]}}, 15, 4, 4),
+        (0, {}, {"freeze": {"include": ["embeddings", {"layers": 0}]}}, 12, 4, 2),  # of layer 0 the forward pass alone
+        (0, {}, {"freeze": {"include": ["embeddings", {"layers": 0}, "*.1.self_attn.*", "*.1.*norm*"]}}, 10, 4, 0),
     ],
     ids=["adapters", "one layer", "from below", "the experts alone"],
 )
 def test_products_and_gradients_where_a_part_is_trained(
-    changes: dict, top: dict, asked: int, gradients: int, monkeypatch: pytest.MonkeyPatch
+    dense: int, changes: dict, top: dict, asked: int, swiglus: int, gradients: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = {}
 
@@ -222,7 +207,7 @@ def test_products_and_gradients_where_a_part_is_trained(
         gone = ("GroupedMatmulV4", "Swiglu", "SwigluGrad")
         return [node for node in exported[tuple(layers), trained] if node.operator not in gone]
 
-    config = config_of({"use_gmm": True, "first_k_dense_replace": 0}, top, num_layers=2, **changes)
+    config = config_of({"use_gmm": True, "first_k_dense_replace": dense}, top, num_layers=2, **changes)
     monkeypatch.setattr(report, "export_step", export)
     audit = audit_ascend(config)
     assert counted(audit)["GroupedMatmulV4"] == (asked, asked) and not audit.missing
@@ -230,7 +215,7 @@ def test_products_and_gradients_where_a_part_is_trained(
     audit = audit_ascend(config)
     # In each layer the experts and the shared expert have one. Gradients pass through a frozen layer to the embedding,
     # and from the adapters of a layer through its experts; of the first trained layer some are asked for only if found.
-    expected = {"GroupedMatmulV4": asked, "Swiglu": 4} | ({"SwigluGrad": gradients} if gradients else {})
+    expected = {"GroupedMatmulV4": asked, "Swiglu": swiglus} | ({"SwigluGrad": gradients} if gradients else {})
     assert {each.operator: each.asked for each in audit.fused if each.missing} == expected
     assert all(each.found == 0 for each in audit.fused if each.missing)
 
@@ -241,26 +226,19 @@ def test_what_an_ascend_would_refuse_of_the_context_is_refused() -> None:
 
 
 def test_gradients_end_at_frozen_layers() -> None:
-    audit = audit_ascend(config_of(top={"freeze": {"include": ["embeddings", {"layers": "0-3"}]}}))
+    """Its graphs are those of "from below", and of a step without anything frozen."""
+    top = {"freeze": {"include": ["embeddings", {"layers": "0-3"}]}}
+    audit = audit_ascend(config_of({"use_gmm": True, "first_k_dense_replace": 0}, top))
     assert not audit.missing
     found = {each.operator: each.found for each in audit.fused}
-    assert (found["Swiglu"], found["SwigluGrad"], found["RmsNormGrad"]) == (6, 2, 5)
-    assert audit.layers == (("dense, frozen", 4), ("dense", 1), ("dense", 1))
-
-
-def test_adapters_are_audited_too() -> None:
-    pet = {"pet_type": "lora", "lora_rank": 4, "lora_dropout": 0.1, "target_modules": ".*wq|.*w2"}
-    audit = audit_ascend(config_of(pet_config=pet, num_layers=1))
-    assert not audit.missing
-    assert {each.operator: each.found for each in audit.fused}["SwigluGrad"] == 1
+    assert (found["Swiglu"], found["SwigluGrad"], found["RmsNormGrad"]) == (12, 4, 5)
+    assert audit.layers == (("experts, frozen", 4), ("experts", 1), ("experts", 1))
 
 
 def test_weights_of_any_size_are_only_described(monkeypatch: pytest.MonkeyPatch) -> None:
     """70 billion weights: none is allocated. And a package without Ascend libraries says so."""
     monkeypatch.setattr(report, "kernel_sources", lambda operators: None)
-    audit = audit_ascend(config_of(
-        num_layers=80, hidden_size=8192, num_heads=64, n_kv_heads=8, intermediate_size=28672, vocab_size=128256,
-    ))  # fmt: skip
+    audit = audit_ascend(config_of(num_layers=80))
     assert {each.operator: each.found for each in audit.fused}["FlashAttentionScore"] == 80
     assert audit.others == () and any("brings no Ascend libraries" in text for text in audit.limits)
 
@@ -322,7 +300,8 @@ def test_the_command_exits_with_1_where_an_operator_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the Ascend backend, and in this process where that cannot be had."""
-    model = {"model": {"model_config": SIZES | FUSED | {"num_layers": 1}}}
+    small = {"hidden_size": 64, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 96, "vocab_size": 101}
+    model = {"model": {"model_config": SIZES | FUSED | small | {"num_layers": 1}}}
     divided = {"use_parallel": True, "context": {"mode": 1}, "parallel_config": {"model_parallel": 2}}
     flags = ("--model.model_config.compute_dtype", "float32", "--ranks", "4", "--rank", "3")
     code, out, _ = run_plan(tmp_path, capsys, model | divided, "ascend", *flags)

@@ -30,7 +30,6 @@ from trainer.models.shapes import is_buffer
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
 
-MODES = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 SAFE_TOKENS = {"use_gmm": True, "enable_gmm_safe_tokens": True}
 
 
@@ -93,7 +92,10 @@ def check_gradients(found: dict[str, np.ndarray], built: Built) -> None:
 
 
 EXPERTS = model_case_names("experts")
-HOW = {"eager": (False, {}, EXPERTS), "compiled": (True, {}, [name for name in EXPERTS if "packed" not in name]),
+# Compiled, the family with the most in a block: sigmoid scores in groups, dense layers and shared experts. All are
+# compared operator by operator; test_moe_training.py has a module for a further token compiled.
+COMPILED = ["experts_deepseek_v3"]
+HOW = {"eager": (False, {}, EXPERTS), "compiled": (True, {}, COMPILED),
        "safe tokens": (False, SAFE_TOKENS, [name for name in EXPERTS if "deepseek" not in name])}  # fmt: skip
 
 
@@ -111,10 +113,9 @@ def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool,
     check_gradients(gradients, built)
 
 
-@MODES
 @pytest.mark.parametrize("name", model_case_names("mtp"))
-def test_mtp_modules_equal_deepseeks_equations(name: str, compiled: bool) -> None:
-    built = build(name, compiled)
+def test_mtp_modules_equal_deepseeks_equations(name: str) -> None:
+    built = build(name, compiled=False)
     case = built.case
     logits = built.model.logits(built.build_inputs(built.batch)).asnumpy()
     assert distance(logits.reshape(case.logits.shape), case.logits) < built.limits.loss

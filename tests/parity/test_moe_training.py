@@ -63,6 +63,12 @@ def deepseek() -> TinyTrainer:
     return TinyTrainer(moe_config=DEEPSEEK)
 
 
+def eager(name: str) -> TinyTrainer:
+    """`tiny` or `deepseek` operator by operator, with which further shapes cost no compilation."""
+    keys = {"tiny": {"moe_config": ALL_LOSSES, "mtp_depth": 1}, "deepseek": {"moe_config": DEEPSEEK}}
+    return shared_trainer(compiled=False, **keys[name])
+
+
 @pytest.fixture(scope="module")
 def window() -> list[Batch]:
     return [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 5, 7))]
@@ -81,9 +87,10 @@ def gradients_of(trainer: TinyTrainer, batches: list[Batch]) -> dict[str, np.nda
 def test_losses_of_the_router_and_of_mtp_do_not_change_with_accumulation(
     name: str, window: list[Batch], request: pytest.FixtureRequest
 ) -> None:
-    """Bug 11 of trainers: an auxiliary loss over the micro-batch changes with the number of micro-batches."""
-    step = request.getfixturevalue(name).step()
-    parts, whole = accumulate(window, step.backward), accumulate([join(window, 4)], step.backward)
+    """Bug 11 of trainers: an auxiliary loss over the micro-batch changes with the number of micro-batches. Compiled
+    blocks against one batch operator by operator."""
+    parts = accumulate(window, request.getfixturevalue(name).step().backward)
+    whole = accumulate([join(window, 4)], eager(name).step().backward)
     assert parts.loss == pytest.approx(whole.loss, rel=LIMITS.loss)
     assert parts.others == pytest.approx(whole.others, rel=LIMITS.loss)
     assert set(parts.others) == ({"aux_loss", "z_loss", "mtp_loss"} if name == "tiny" else {"aux_loss"})
@@ -116,9 +123,9 @@ def test_few_kernels_or_many_make_one_training(
 
 def test_experts_in_half_precision(tiny: TinyTrainer, window: list[Batch]) -> None:
     """A chain of kernels, since what flows between them is rounded; close to float32, but not equal."""
-    half = TinyTrainer(moe_config=ALL_LOSSES, mtp_depth=1, compute_dtype="float16")
+    half = TinyTrainer(compiled=False, moe_config=ALL_LOSSES, mtp_depth=1, compute_dtype="float16")
     assert half.model.moe.cpu_experts is None
-    found, right = (accumulate(window, trainer.step().backward) for trainer in (half, tiny))
+    found, right = (accumulate(window[:2], trainer.step().backward) for trainer in (half, tiny))
     assert found.loss == pytest.approx(right.loss, rel=2e-3) and found.loss != right.loss
     for ours, exact in zip(found.gradients, right.gradients, strict=True):
         assert distance(ours.asnumpy(), exact.asnumpy()) < 0.05
@@ -248,7 +255,7 @@ def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(m
 
 
 def test_the_load_of_a_step_is_that_of_all_ranks_and_counts_a_recomputed_layer_once(window: list[Batch]) -> None:
-    found = []
+    found, window = [], window[:2]
     for recompute in (False, True):
         sections = {"recompute_config": {"recompute": recompute}}
         trainer = TinyTrainer(compiled=False, sections=sections, moe_config=GLOBAL)
@@ -256,7 +263,7 @@ def test_the_load_of_a_step_is_that_of_all_ranks_and_counts_a_recomputed_layer_o
         assert results[0].losses == pytest.approx(results[1].losses, rel=LIMITS.loss)
         step = trainer.step()
         results += [step(window), step(window)]
-        assert step.load.requested[0].sum() == 2 * 4 * TOKENS  # of one step: 2 experts for each token of 4 batches
+        assert step.load.requested[0].sum() == 2 * 2 * TOKENS  # of one step: 2 experts for each token of 2 batches
         found.append((results[0].losses, results[3].losses))
     assert found[0] == found[1]
 
@@ -273,32 +280,42 @@ def test_a_micro_batch_without_labels_takes_part_in_the_load_of_the_step(window:
 CAPACITY = {"moe_config": ALL_LOSSES | {"capacity_factor": 0.7}, "mtp_depth": 1, "hidden_dropout": 0.1}
 
 
-def two_steps(window: list[Batch], recompute: dict) -> tuple[list[StepResult], dict[str, np.ndarray]]:
+def two_steps(window: list[Batch], recompute: dict, compiled: bool) -> tuple[list[StepResult], dict[str, np.ndarray]]:
     """Results of two steps, and everything that they change."""
-    trainer = TinyTrainer(sections={"recompute_config": recompute}, **CAPACITY)
+    trainer = TinyTrainer(compiled, sections={"recompute_config": recompute}, **CAPACITY)
     step = trainer.step(optimizer={"type": "AdamW"})
-    return [step(window) for _ in range(2)], state_of(step.optimizer, trainer)
+    # Operator by operator each micro-batch costs a tenth of a second.
+    return [step(window if compiled else window[:2]) for _ in range(2)], state_of(step.optimizer, trainer)
 
 
 @pytest.fixture(scope="module")
-def kept(window: list[Batch]) -> tuple[list[StepResult], dict[str, np.ndarray]]:
-    return two_steps(window, {})
+def kept(window: list[Batch], request: pytest.FixtureRequest) -> tuple[bool, list[StepResult], dict[str, np.ndarray]]:
+    return request.param, *two_steps(window, {}, request.param)
 
 
-@pytest.mark.parametrize("part", [True, {"mlp": True}, {"attention": True}], ids=["block", "experts", "attention"])
-def test_recomputation_changes_no_bit_and_counts_once(window: list[Batch], kept: tuple, part) -> None:
+COMPUTED_AGAIN = {
+    "block and experts": {"recompute": 1, "select_recompute": {"mlp": [1]}},  # a layer of each
+    "attention": {"select_recompute": ["attention"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("kept", "part"), [(True, "block and experts"), (False, "block and experts"), (False, "attention")],
+    indirect=["kept"], ids=["compiled", "eager", "attention, eager"],
+)
+def test_recomputation_changes_no_bit_and_counts_once(window: list[Batch], kept: tuple, part: str) -> None:
     """Bug 12 of trainers: counting again in the backward pass."""
-    results, state = two_steps(window, {"recompute": True} if part is True else {"select_recompute": part})
-    assert_same_bits(state, kept[1])
-    for mine, right in zip(results, kept[0], strict=True):
+    compiled, right_results, right_state = kept
+    results, state = two_steps(window, COMPUTED_AGAIN[part], compiled)
+    assert_same_bits(state, right_state)
+    for mine, right in zip(results, right_results, strict=True):
         assert (mine.loss, mine.losses) == (right.loss, right.losses)
         assert (mine.routing.kept == right.routing.kept).all()
-        assert (mine.routing.requested.sum(1) == 4 * TOKENS * 2).all()
+        assert (mine.routing.requested.sum(1) == (4 if compiled else 2) * TOKENS * 2).all()
 
 
 def test_compiled_and_operator_by_operator_agree(tiny: TinyTrainer, window: list[Batch]) -> None:
-    eager = TinyTrainer(compiled=False, moe_config=ALL_LOSSES, mtp_depth=1)
-    ours, right = (accumulate(window, trainer.step().backward) for trainer in (tiny, eager))
+    ours, right = (accumulate(window, trainer.step().backward) for trainer in (tiny, eager("tiny")))
     assert ours.loss == pytest.approx(right.loss, rel=LIMITS.loss)
     for mine, exact in zip(ours.gradients, right.gradients, strict=True):
         assert distance(mine.asnumpy(), exact.asnumpy()) < LIMITS.gradients

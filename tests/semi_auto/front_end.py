@@ -6,8 +6,8 @@ calls would look for the device's libraries. This knows how MindSpore 2.10 lies 
 ABI in the object behind `MSContext`), and is only for processes that do nothing else.
 
 What is not known without the device: MindSpore takes every group for one of 2048 ranks where it folds the sum of a
-constant over ranks, which it does with the 1 that a gradient starts from. Gradients come out 2048 / data_parallel times
-too large then; with micro-batches nothing is folded.
+constant over ranks, which it does with the 1 that a gradient starts from. With data parallelism gradients come out
+2048 / data_parallel times too large then, except with micro-batches, where nothing is folded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from trainer.parallel.world import World
 from trainer.semi_auto.network import SemiAuto, build_semi_auto
 from trainer.semi_auto.training import window_of
 
-FOLDED_RANKS = 2048
-"""Of every group, where MindSpore folds the sum of a constant."""
-
 _NAMES = []  # memory that MindSpore's context points to
 _HEADER, _OBJECT_BYTES = 24, 1024
 
@@ -46,15 +43,14 @@ class ShardedGraph(NamedTuple):
     """The graph, as a file of MindIR holds it."""
 
 
-def sharded_graph(config: Config, world: World, kernels_of: str = "Ascend") -> ShardedGraph:
-    """Builds the network and has MindSpore shard it for an Ascend.
+def sharded_graph(config: Config, world: World) -> ShardedGraph:
+    """Builds the network with the kernels of a CPU and has MindSpore shard it as for an Ascend.
 
     Args:
         config: In semi-automatic mode.
         world: The rank whose graph is wanted.
-        kernels_of: The device whose kernels are in the graph; with those of a CPU it can be computed here.
     """
-    built, window = build_semi_auto(config, world, kernels_of), window_of(config, world)
+    built, window = build_semi_auto(config, world, "CPU"), window_of(config, world)
     batch = window.tensors([], 0.0)
     network = built.network
     network._device_num, network._global_rank = world.size, world.rank

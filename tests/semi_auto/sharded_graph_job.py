@@ -16,11 +16,10 @@ take_a_core()
 
 import mindspore  # noqa: E402
 import numpy as np  # noqa: E402
-from front_end import FOLDED_RANKS, ShardedGraph, sharded_graph  # noqa: E402
+from front_end import ShardedGraph, sharded_graph  # noqa: E402
 from mindspore import Tensor, nn  # noqa: E402
 
-from trainer.config import Config, parse_config  # noqa: E402
-from trainer.config.checks.parallel import degrees_of  # noqa: E402
+from trainer.config import parse_config  # noqa: E402
 from trainer.device.threads import set_up_cpu_threads  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import ProcessGroup  # noqa: E402
@@ -36,7 +35,7 @@ def main(folder: Path) -> None:
     # Before the device is set: from then on MindSpore keeps its name elsewhere. The scheduler runs this script as well
     # as far as the workers' meeting, and has no graph.
     scheduler = os.environ.get("MS_ROLE") == "MS_SCHED"
-    graphs = {} if scheduler else {name: sharded_graph(config, world, "CPU") for name, config in configs.items()}
+    graphs = {} if scheduler else {name: sharded_graph(config, world) for name, config in configs.items()}
     mindspore.set_device("CPU")
     set_up_cpu_threads()
     communicator = ProcessGroup(collectives.start(world))
@@ -55,8 +54,7 @@ def main(folder: Path) -> None:
         batch = {each: array[own] for each, array in np.load(folder / f"{name}.npz").items()}
         loss, gradients = computed(graph, parameters, batch, folder, world.rank)
         names = [weight.name for weight in graph.built.step.weights]
-        folded = folded_factor(config, graph, world)
-        parts = {each: gradient / folded for each, gradient in zip(names, gradients, strict=True)}
+        parts = dict(zip(names, gradients, strict=True))
         own = np.array([(part**2).sum(dtype=np.float64) for part in parts.values()])
         [squares] = communicator.sums([parameters.squares(list(parts), own)])
         whole = parameters.whole(parts, parts)
@@ -95,12 +93,6 @@ def computed(
         own = {each.name.rpartition(":")[2]: each for each in network.get_parameters()}
         gradients = [own[total.name] for total in graph.built.step.sums]
     return loss.asnumpy(), [gradient.asnumpy() for gradient in gradients]
-
-
-def folded_factor(config: Config, graph: ShardedGraph, world) -> float:
-    """See front_end.py."""
-    degrees = degrees_of(config, world)
-    return 1.0 if graph.built.step.sums or degrees.data_parallel == 1 else FOLDED_RANKS / degrees.data_parallel
 
 
 if __name__ == "__main__":

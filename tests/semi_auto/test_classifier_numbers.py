@@ -7,12 +7,14 @@ import json
 
 import numpy as np
 import pytest
+from mindspore import Tensor
 from numpy_kernels import distance
 from tolerances import rounding_limit
 
 from trainer.config import Config, parse_config
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.source.mnist import ImageBatch
+from trainer.errors import RunError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.network import build_semi_auto
@@ -62,6 +64,27 @@ def test_steps_and_evaluations_are_those_of_explicit_mode() -> None:
     mine, right = (evaluate(each.model, each.build_inputs, batches, lambda: False) for each in (step, run))
     assert mine.loss == pytest.approx(right.loss, rel=OF_LOSSES)
     assert (mine.tokens, mine.accuracy) == (right.tokens, right.accuracy) and 0 < mine.accuracy < 1
+
+
+def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
+    wrapper = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 1e-6, "scale_sense": 16.0}
+    config = config_of(runner_wrapper=wrapper, runner_config={"batch_size": ROWS})
+    step = open_semi_auto_training(config, lambda update: 0.1, None, SINGLE_PROCESS, "CPU")
+    before = {name: array.copy() for name, array in step.to_save().weights.items()}
+    spike = step([images(1)])
+    assert not spike.updated and spike.skipped.startswith("spike: norm")
+    empty = step([images(1, padding=ROWS)])
+    assert (empty.updated, empty.skipped, empty.tokens) == (False, "no token with a loss", 0)
+    last = [name for name in before if name.endswith(".weight")][-1]
+    step.parameters.own[last].set_data(Tensor(before[last] * np.float32(np.inf)))
+    overflow = step([images(1)])
+    assert (overflow.updated, overflow.overflow, step.optimizer.updates) == (False, True, 0)
+    for name, array in step.to_save().weights.items():
+        assert name == last or np.array_equal(array, before[name]), name
+    step.guards.wrapper = step.guards.wrapper.model_copy(update={"use_skip_data_by_global_norm": False})
+    step.guards.loss_scale.value = 1.0
+    with pytest.raises(RunError, match="not finite first in the gradient of"):
+        step([images(1)])
 
 
 def test_the_batch_is_sharded_and_nothing_else() -> None:

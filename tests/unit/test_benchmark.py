@@ -150,7 +150,7 @@ def test_cpu_model(tmp_path):
 def test_table_names_every_line():
     console = Console(width=160, record=True, file=io.StringIO())
     lines = [benchmark.Line("speed", 0.5, 0.9, True, "a / b"), benchmark.Line("step", None, 1.03, False, "left out")]
-    benchmark.render("Title", lines, console)
+    benchmark_tools.render("Title", lines, console)
     text = console.export_text()
     assert all(part in text for part in ("speed", "0.500", ">= 0.9", "FAIL", "a / b", "<= 1.03", "not measured"))
 

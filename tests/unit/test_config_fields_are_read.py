@@ -96,6 +96,7 @@ ELSEWHERE = {
     "parallel_config.model_parallel",
     "parallel_config.context_parallel",
     "parallel_config.context_parallel_algo",
+    "parallel_config.ulysses_degree_in_cp",
     "parallel_config.expert_parallel",
     "parallel_config.pipeline_stage",
     "parallel_config.micro_batch_num",

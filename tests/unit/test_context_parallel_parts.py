@@ -12,12 +12,16 @@ from trainer.data.batches.context import SequencePart
 from trainer.ops.dropout import DropoutKey, MaskPart, dropout_mask
 
 
-@pytest.mark.parametrize("in_ring", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ranks_share_the_tokens_of_every_sequence(ranks: int, in_ring: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "ulysses"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 3), (4, 4), (4, 2), (6, 3), (6, 2)],
+)  # fmt: skip
+def test_ranks_share_the_tokens_of_every_sequence(ranks: int, ulysses: int) -> None:
     length = 12 * ranks
     whole = Batch(*np.random.default_rng(ranks).integers(0, 99, (4, 3, length), dtype=np.int32))
-    parts = [SequencePart(rank, ranks, in_ring) for rank in range(ranks)]
+    parts = [SequencePart(rank, ranks, ulysses) for rank in range(ranks)]
+    for part in parts:  # neighbours have together what a rank of a ring has
+        together = np.concatenate([each.positions(length) for each in parts if each.ring == part.ring])
+        np.testing.assert_array_equal(together, part.ring.positions(length))
     places = np.concatenate([part.positions(length) for part in parts])
     assert sorted(places) == list(range(length))
     for cut, array in zip(zip(*(part.of_batch(whole) for part in parts), strict=True), whole, strict=True):
@@ -57,12 +61,27 @@ def test_a_rank_sees_what_one_rank_does_in_the_order_of_the_ring(ranks: int, win
         ("{context_parallel: 2, context_parallel_algo: ulysses_cp}", None),
         ("{context_parallel_algo: hybrid_cp}", None),
         ("{context_parallel: 6}", "context_parallel = 6: seq_length 32 is not divisible by 2 x context_parallel."),
-        ("{context_parallel: 32}", "is not divisible by 2 x context_parallel.\n  Fix: set seq_length to 64"),
+        (
+            "{context_parallel: 32}",
+            "is not divisible by 2 x context_parallel.\n  Fix: set it to 1, 2, 4, 8 or 16, or seq_length to 64",
+        ),
         (
             "{context_parallel: 8, context_parallel_algo: ulysses_cp}",
-            "context_parallel = 8: with ulysses_cp its ranks share the 4 heads and 4 heads of keys and values.",
+            "context_parallel = 8: with ulysses_cp its ranks share the 4 heads and 4 heads of keys and values."
+            "\n  Fix: change it, or write hybrid_cp and ulysses_degree_in_cp 1, 2 or 4.",
         ),
-        ("{context_parallel: 2, context_parallel_algo: hybrid_cp}", "algo = 'hybrid_cp': not yet supported."),
+        ("{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}", None),
+        ("{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 4}", None),
+        (
+            "{context_parallel: 6, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 4}",
+            "ulysses_degree_in_cp = 4: must divide context_parallel 6, and so many ranks share the 4 heads and 4 heads"
+            " of keys and values.\n  Fix: set it to 1 or 2.",
+        ),
+        (
+            "{context_parallel: 12, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}",
+            "context_parallel = 12: seq_length 32 is not divisible by context_parallel."
+            "\n  Fix: set it to 1, 2, 4, 8, 16 or 32, or seq_length to 36",
+        ),
     ],
 )
 def test_what_context_parallelism_fits(text: str, rule: str | None) -> None:
@@ -70,12 +89,12 @@ def test_what_context_parallelism_fits(text: str, rule: str | None) -> None:
     assert len(problems) == (rule is not None) and all(rule in each for each in problems), problems
 
 
-@pytest.mark.parametrize("in_ring", [True, False])
-def test_ranks_drop_what_one_rank_drops(in_ring: bool) -> None:
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_ranks_drop_what_one_rank_drops(ulysses: int) -> None:
     key, shape = DropoutKey(1, 0, 2, 3), (2 * 8, 6)
     whole, found = dropout_mask(key, 4, shape, 0.3), np.full(shape, np.nan)
     for rank in range(2):
-        rows = SequencePart(rank, 2, in_ring).rows(2, 8)
+        rows = SequencePart(rank, 2, ulysses).rows(2, 8)
         for number, columns in enumerate((slice(0, 3), slice(3, 6))):
             part = MaskPart(2 * rank + number, (rows, columns))
             found[rows, columns] = own = dropout_mask(key, 4, shape, 0.3, part)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_lines import answers_of
 from data_helpers import jsonl, line_of, make_config
+from fork_server import FORKED, ensure_server
 from megatron_cases import CASES, DOCUMENTS, EOD, documents_of
 
 from trainer.data import IGNORE_INDEX
@@ -264,9 +266,9 @@ def test_what_only_documents_to_tokenize_have_is_an_error(tmp_path, files):
 # The writer, the commands and a run
 
 
-def run(*words: str, code: str = "") -> subprocess.CompletedProcess:
-    words = ["-c", code, *words] if code else list(words)
-    return subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True)
+def run(*words: str) -> subprocess.CompletedProcess:
+    ensure_server()
+    return subprocess.run([sys.executable, FORKED, *words], cwd=REPOSITORY, capture_output=True, text=True)
 
 
 def test_make_megatron_writes_what_this_trainer_reads(tmp_path):
@@ -296,19 +298,24 @@ def test_make_megatron_refuses_what_the_files_cannot_hold(tmp_path):
 
 
 def test_data_shows_token_ids_and_plan_the_files(tmp_path, files):
-    config_of(tmp_path, files, "1", "a", "3", "b", loader={"sizes": [60, 0, 0]})
-    done = run("run_trainer.py", "data", "--config", str(tmp_path / "run.yaml"), "--json", "--rows", "2")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    tokens = dataset_of(tmp_path, files, "1", "a", "3", "b", loader={"sizes": [60, 0, 0]}).batch([0]).input_ids[0]
+    def written(name: str, *arguments, **sections) -> Path:
+        config_of(tmp_path, *arguments, **sections)
+        return (tmp_path / "run.yaml").rename(tmp_path / f"{name}.yaml")
+
+    gone = files.parent / "gone"
+    gone.mkdir(exist_ok=True)
+    sizes = {"sizes": [60, 0, 0]}
+    answers = answers_of({
+        "shown": ["data", "--config", written("both", files, "1", "a", "3", "b", loader=sizes), "--json", "--rows", 2],
+        "planned": ["plan", "--config", written("one", files, "a", loader=sizes)],
+        "refused": ["plan", "--config", written("gone", gone, "a")],
+    }, REPOSITORY)  # fmt: skip
+    assert not any(answer.loaded_mindspore for answer in answers.values())
+    shown, planned, refused = answers.values()
+    assert shown.code == 0, shown.errors
+    found = json.loads(shown.output)
+    tokens = dataset_of(tmp_path, files, "1", "a", "3", "b", loader=sizes).batch([0]).input_ids[0]
     assert found["rows"][0]["segments"][0]["text"].split() == [str(token) for token in tokens]
     assert [source["epoch_sequences"] for source in found["statistics"]["sources"]] == [15, 45]
-    config_of(tmp_path, files, "a", loader={"sizes": [60, 0, 0]})
-    code = "import sys; from trainer.cli.main import main\ntry:\n main(sys.argv[1:])\n"
-    code += "finally:\n assert 'mindspore' not in sys.modules"
-    planned = run("plan", "--config", str(tmp_path / "run.yaml"), code=code)
-    assert planned.returncode == 0 and "60 sequences an epoch, 1.3" in " ".join(planned.stdout.split()), planned.stdout
-    (files.parent / "gone").mkdir(exist_ok=True)
-    config_of(tmp_path, files.parent / "gone", "a")
-    refused = run("plan", "--config", str(tmp_path / "run.yaml"), code=code)
-    assert refused.returncode == 2 and "a.idx: there is no such file" in refused.stderr, refused.stderr
+    assert planned.code == 0 and "60 sequences an epoch, 1.3" in " ".join(planned.output.split()), planned.output
+    assert refused.code == 2 and "a.idx: there is no such file" in refused.errors, refused.errors

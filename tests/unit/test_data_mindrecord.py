@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_lines import answers_of
 from data_helpers import jsonl, make_config
+from fork_server import FORKED, ensure_server
 
 from trainer.data import IGNORE_INDEX
 from trainer.data.batches.batch import Batch
@@ -343,7 +345,8 @@ def test_make_mindrecord_writes_what_this_trainer_reads(tmp_path):
     config = make_config(tmp_path, path, loader={"type": "JsonlDataset"}, model={"seq_length": 128})
     expected, _ = build_datasets(config)
     out = tmp_path / "made" / "a.mindrecord"
-    done = run("scripts/make_mindrecord.py", str(out), "--config", str(tmp_path / "run.yaml"))
+    ensure_server()
+    done = run(str(FORKED), "scripts/make_mindrecord.py", str(out), "--config", str(tmp_path / "run.yaml"))
     assert done.returncode == 0 and f"{expected.num_sequences} rows of 128 tokens" in done.stdout, done.stderr
     batch = batch_of(tmp_path, out, model={"seq_length": 128})
     for own, other in zip(batch[:2], expected.batch(range(expected.num_sequences))[:2], strict=True):
@@ -351,19 +354,22 @@ def test_make_mindrecord_writes_what_this_trainer_reads(tmp_path):
 
 
 def test_data_and_plan_read_the_rows_without_mindspore(tmp_path, files):
-    config_of(tmp_path, files / "labels.mindrecord", loader={"shuffle": False})
-    code = "import sys; from trainer.cli.main import main\ntry:\n main(sys.argv[1:])\n"
-    code += "finally:\n assert 'mindspore' not in sys.modules"
-    done = run("-c", code, "data", "--config", str(tmp_path / "run.yaml"), "--json", "--rows", "1")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    def written(name: str, *arguments, **sections) -> Path:
+        config_of(tmp_path, *arguments, **sections)
+        return (tmp_path / "run.yaml").rename(tmp_path / f"{name}.yaml")
+
+    labels = written("labels", files / "labels.mindrecord", loader={"shuffle": False})
+    columns = written("columns", files / "tokens.mindrecord", train={"input_columns": ["input_ids", "labels"]})
+    gone = written("gone", tmp_path / "gone.mindrecord")
+    lines = {"data": ["data", "--config", labels, "--json", "--rows", 1]}
+    lines |= {path.stem: ["plan", "--config", path] for path in (labels, columns, gone)}
+    answers = answers_of(lines, REPOSITORY)
+    assert not any(answer.loaded_mindspore for answer in answers.values())
+    data, planned, missing, refused = answers.values()
+    assert data.code == 0, data.errors
+    found = json.loads(data.output)
     assert found["rows"][0]["segments"][0]["tokens"] == LONG["input_ids"][0, :-1].tolist()
     assert found["statistics"]["sequences"] == ROWS and found["statistics"]["loss_tokens"] == ROWS * (T - 1)
-    planned = run("-c", code, "plan", "--config", str(tmp_path / "run.yaml"))
-    assert planned.returncode == 0, planned.stderr
-    config_of(tmp_path, files / "tokens.mindrecord", train={"input_columns": ["input_ids", "labels"]})
-    missing = run("-c", code, "plan", "--config", str(tmp_path / "run.yaml"))
-    assert missing.returncode == 2 and "tokens.mindrecord has no column labels" in missing.stderr, missing.stderr
-    config_of(tmp_path, tmp_path / "gone.mindrecord")
-    refused = run("-c", code, "plan", "--config", str(tmp_path / "run.yaml"))
-    assert refused.returncode == 2 and "gone.mindrecord: there is no such file" in refused.stderr, refused.stderr
+    assert planned.code == 0, planned.errors
+    assert missing.code == 2 and "tokens.mindrecord has no column labels" in missing.errors, missing.errors
+    assert refused.code == 2 and "gone.mindrecord: there is no such file" in refused.errors, refused.errors

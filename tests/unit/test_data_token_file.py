@@ -496,3 +496,12 @@ def test_concurrent_builders_all_succeed_and_share_one_file(tmp_path, damaged):
     assert len(set(found)) == 1
     assert [str(path) for path in token_files(tmp_path)] == [found[0][0]], "nobody left a temporary folder"
     assert json.loads((Path(found[0][0]) / "meta.json").read_text())["num_tokens"] == 320_001
+
+
+def test_a_builder_that_comes_late_keeps_what_replaced_the_damaged_file(tmp_path):
+    """It has seen the damaged file, and another builder has replaced that before it removes it."""
+    write_corpus(tmp_path / "corpus", {"a.txt": "0123456789abcde\n" * 20})
+    path = find_token_file(source_of(tmp_path, tmp_path / "corpus"), ByteTokenizer(), cache_of(tmp_path)).path
+    token_file_module._discard(path)
+    assert open_token_file(path) is not None
+    assert [str(one) for one in token_files(tmp_path)] == [str(path)]

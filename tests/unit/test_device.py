@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from config_helpers import BASE, failure, load
+from fork_server import FORKED, ensure_server
 
 from trainer.config import Config
 from trainer.device import doctor
@@ -229,8 +230,8 @@ def installed(path: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_call_exists_takes_its_arguments_and_is_current() -> None:
-    """In a process of its own: this one stays without MindSpore."""
+def test_every_call_exists_takes_its_arguments_and_is_current(tmp_path: Path) -> None:
+    """In a process of its own: this one stays without MindSpore. A call is looked at and not made."""
     calls = sorted({(name, len(places), *named) for found in SETTINGS.values() for name, places, named in found})
     program = """if True:
         import functools, inspect, sys, mindspore
@@ -244,7 +245,10 @@ def test_every_call_exists_takes_its_arguments_and_is_current() -> None:
     """
     import subprocess
 
-    done = subprocess.run([sys.executable, "-c", program, repr(calls)], capture_output=True, text=True, timeout=120)
+    ensure_server()
+    (tmp_path / "look.py").write_text(program)
+    command = [sys.executable, FORKED, tmp_path / "look.py", repr(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

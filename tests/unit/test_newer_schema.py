@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import BASE, error_of, failure, load, notices
+from fork_server import FORKED, ensure_server
 
 from trainer.config import Override, converted, dump_config, parse_config
 from trainer.config.checks.parallel import in_job
@@ -280,9 +281,10 @@ def test_the_conversion_is_the_same_configuration(text: str):
 def test_convert_writes_a_file_once(tmp_path):
     source, target = tmp_path / "new.yaml", tmp_path / "ours.yaml"
     source.write_text(FULL)
+    ensure_server()
 
     def convert(*arguments: object) -> subprocess.CompletedProcess:
-        command = [sys.executable, REPOSITORY / "run_trainer.py", "convert", *map(str, arguments)]
+        command = [sys.executable, FORKED, REPOSITORY / "run_trainer.py", "convert", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     done = convert(source, "--output", target)

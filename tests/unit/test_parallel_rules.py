@@ -70,12 +70,13 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "set it to 1, 2 or 4"],
         ),
         (
-            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=predict",
-            ["model_parallel = 2: ranks divide a model in trainings and evaluations only", "add --use_parallel False"],
+            "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=chat",
+            ["model_parallel = 2: a conversation is held by one rank", "add --use_parallel False"],
         ),
         (
             "parallel_config: {context_parallel: 8}\nmodel.model_config.seq_length=24",
-            ["context_parallel = 8: seq_length 24 is not divisible by 2 x context_parallel", "set seq_length to 32"],
+            ["context_parallel = 8: seq_length 24 is not divisible by 2 x context_parallel",
+             "set it to 1, 2, 3, 4, 6 or 12, or seq_length to 32"],
         ),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
         (
@@ -91,8 +92,8 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ),
         (
             "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
-            "parallel_config: {context_parallel: 2, context_parallel_algo: hybrid_cp}\n",
-            ["context_parallel_algo = 'hybrid_cp': not yet supported"],
+            "parallel_config: {context_parallel: 2, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 3}\n",
+            ["ulysses_degree_in_cp = 3: must divide context_parallel 2, and", "set it to 1 or 2"],
         ),
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
@@ -143,7 +144,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     config = load(BASE + "use_parallel: True\n" + text)
     preflight(config, EIGHT)
     assert degrees_of(config, EIGHT) == Degrees(data_parallel=8)
-    said = "parallel.parallel_mode 1: data parallelism in its place, as parallel_fallback explicit says"
+    said = "parallel.parallel_mode 1: explicit mode in its place, as parallel_fallback explicit says"
     assert config_notices(config, EIGHT) == [said]
     flagged = load(BASE + "parallel: {parallel_mode: semi_auto_parallel}\n", "parallel.parallel_fallback=explicit")
     preflight(flagged, EIGHT)
@@ -241,6 +242,10 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
     ("text", "model", "said"),
     [
         ("{context_parallel: 2, context_parallel_algo: ulysses_cp}", "", "_algo = 'ulysses_cp': not yet"),
+        (
+            "{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}", "",
+            "_algo = 'hybrid_cp': not yet",
+        ),
         ("{context_parallel: 2}", "attention_dropout: 0.1", "attention_dropout = 0.1: not yet supported with context"),
         ("{context_parallel: 2}", "use_flash_attention: False", "needs flash_attention_score, and use_flash_attention"),
         ("{context_parallel: 2}", "head_dim: 24", "takes heads of a multiple of 16"),
@@ -256,7 +261,8 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
             "{pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}", "mtp_depth: 1",
             "enable_parallel_optimizer = True: not yet supported on an Ascend with an embedding that two stages",
         ),
-        ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "goes through a pipeline on CPUs alone"),
+        ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "prediction divides a model on CPUs alone"),
+        ("{model_parallel: 2}\nrun_mode: predict", "", "model_parallel = 2: prediction divides a model on CPUs alone"),
     ],
 )
 def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: str, said: str) -> None:

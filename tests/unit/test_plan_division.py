@@ -14,6 +14,7 @@ from trainer.models.shapes import EMBEDDING, HEAD, layer_prefix
 from trainer.parallel.mesh import Degrees, Mesh, group_ranks
 from trainer.parallel.world import world_of
 from trainer.plan.division import Division, division, layout_of, ranks_text
+from trainer.plan.pipeline import pipeline_plan
 from trainer.plan.render import division_sections, sections_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ LAYOUTS = {
 
 def config_of(degrees: Degrees, **keys: object) -> Config:
     keys |= {f"parallel_config__{name}": size for name, size in degrees._asdict().items()}
-    keys |= {"use_parallel": True, "model__model_config__num_layers": 6, "parallel_config__micro_batch_num": 8}
+    keys = {"use_parallel": True, "model__model_config__num_layers": 6, "parallel_config__micro_batch_num": 8} | keys
     overrides = [Override(key.replace("__", "."), str(value)) for key, value in keys.items()]
     return load_config(str(REPOSITORY / "configs" / "moe_mtp.yaml"), overrides, problems=[])
 
@@ -107,6 +108,15 @@ def test_ring_and_ulysses_ranks_have_other_tokens() -> None:
     assert tokens == [["0-15, 48-63", "16-31, 32-47"], ["0-31", "32-63"]]
 
 
+def test_neighbours_of_a_hybrid_ring_divide_the_tokens_of_its_member() -> None:
+    keys = {"model__model_config__seq_length": 64, "parallel_config__context_parallel_algo": "hybrid_cp"}
+    config = config_of(Degrees(context_parallel=4, model_parallel=2), parallel_config__ulysses_degree_in_cp=2, **keys)
+    found = division(config, world_of(8))
+    assert [share.parts["tokens"] for share in found.context] == ["0-15", "48-63", "16-31", "32-47"]
+    groups = [(one.name, one.size, one.number, one.first, one.last) for one in found.groups]
+    assert ("ulysses", 2, 4, "0, 2", "5, 7") in groups and ("ring", 2, 4, "0, 4", "3, 7") in groups
+
+
 def test_a_job_of_many_ranks_fits_a_page() -> None:
     degrees = Degrees(16, 64, 2, 8, 64)
     keys = {"num_heads": 64, "num_layers": 64, "moe_config__expert_num": 256}
@@ -114,7 +124,14 @@ def test_a_job_of_many_ranks_fits_a_page() -> None:
     found = division(config, world_of(16_384))
     lines = sections_text(division_sections(found, None)).splitlines()
     assert len(lines) < 60 and max(map(len, lines)) <= 80
-    assert [len(found.tensor), len(found.context), len(found.experts)] == [8, 2, 64]
+    keys = {"model__model_config__num_layers": 128, "model__model_config__pp_interleave_num": 4}
+    chunks = config_of(degrees, **keys, parallel_config__micro_batch_num=32)
+    found = division(chunks, world_of(16_384))
+    lines = sections_text(division_sections(found, pipeline_plan(chunks, 16))).splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    first = lines.index("STAGES OF THE PIPELINE (weights of a rank, in millions)") + 2
+    assert lines[first].split()[:4] == ["0", "0-1023", "0-1;", "32-33"]
+    assert lines[first + 1].split() == ["64-65;", "96-97"]
 
 
 def test_ranks_with_whole_models_divide_nothing() -> None:

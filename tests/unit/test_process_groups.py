@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.parallel.mesh import Degrees, build_mesh, group_ranks
+from trainer.parallel.mesh import Degrees, build_mesh, group_ranks, model_copy
 from trainer.parallel.process_groups import process_groups
 
 MESHES = [
@@ -68,3 +68,14 @@ def test_kinds_with_the_same_ranks_share_a_group_and_none_is_of_one_rank() -> No
     assert groups.tp is groups.ep and groups.tp == (0, 1) and groups.dp is groups.dp_cp and groups.dp == (1, 3)
     assert groups.stage is world and groups.pp is groups.cp is groups.kv is None
     assert len(world.made) == len(set(world.made)) == 2
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_the_ranks_of_a_copy_need_no_others(degrees: Degrees) -> None:
+    mesh = build_mesh(degrees, degrees.ranks)
+    copies = [model_copy(mesh, rank) for rank in range(mesh.size)]
+    assert {copy.number for copy in copies} == set(range(copies[0].copies))
+    for rank, copy in enumerate(copies):
+        assert rank in copy.ranks and all(copies[other] == copy for other in copy.ranks)
+        groups = group_ranks(mesh, rank)
+        assert set(copy.ranks) >= {*groups["tp"], *groups["ep"], *groups["pp"]}

@@ -23,6 +23,7 @@ from trainer.data.tokens.cache import find_token_file
 from trainer.data.tokens.token_file import open_token_file
 from trainer.data.tokens.tokenizer import ByteTokenizer
 from trainer.errors import UserError
+from trainer.storage.checksums import checksum_of_file
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import marker_content
 
@@ -52,7 +53,7 @@ def mark_again(path: Path) -> None:
     marker = json.loads((path / "COMPLETE").read_text())
     kept = {name: marker[name] for name in ("step", "save_number")}
     lengths = {name: (path / name).stat().st_size for name in marker["file_bytes"]}
-    checksums = {name: store.checksum_of_file(path / name) for name in lengths}
+    checksums = {name: checksum_of_file(path / name) for name in lengths}
     (path / "COMPLETE").write_bytes(marker_content(kept | {"file_bytes": lengths, "checksums": checksums}))
 
 

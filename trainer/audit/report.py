@@ -8,7 +8,7 @@ sizes of the configuration; the micro-batch is small, because nothing that is co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,12 +116,10 @@ class _Kind(NamedTuple):
         return len(self.trained) < sum(not is_buffer(name) for name in self.weights)
 
 
-def audit_ascend(
-    config: Config, change: Callable[[KernelSet], KernelSet] | None = None, world: World = SINGLE_PROCESS
-) -> Audit:
+def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     """Builds the graphs of a step on Ascend, whatever the device of the configuration, and counts their operators.
 
-    Tests replace kernels by `change`; semi-automatic mode needs the size of `world`.
+    Semi-automatic mode needs the size of `world`.
 
     Raises:
         UserError: The model is no decoder, `freeze` names no weight, an Ascend would refuse a key of `context`, or
@@ -140,7 +138,6 @@ def audit_ascend(
     precision = resolve_precision(settings, config.amp_level, "Ascend")
     choices = select_kernels(settings, "Ascend", precision)
     kernels = load_kernels(choices, precision, device="Ascend")
-    kernels = kernels if change is None else change(kernels)
     trained = trained_names(settings, frozen_names(config))
     kinds = _kinds(settings, trained)
     graphs = _Graphs(settings, kernels, trained)

@@ -33,6 +33,7 @@ from trainer.checkpoint.weights import (
 )
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes, layer_targets, parameter_shapes
+from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, read_saved
 from trainer.storage.tensor_file import AnyArray, row_blocks
@@ -57,19 +58,24 @@ _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 
 def starting_weights(
-    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True, parts: Parts | None = None
+    config: Config,
+    notice: Callable[[str], None] | None = None,
+    *,
+    new_modules: bool = True,
+    parts: Parts | None = None,
+    world: World = SINGLE_PROCESS,
 ) -> Weights | None:
     """The initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
     All parameters by name, initialised from `seed` where no file names them; None where no file names any. `notice`,
-    `new_modules` and `parts` are those of `requested_weights`.
+    `new_modules`, `parts` and `world` are those of `requested_weights`.
 
     Raises:
         UserError: The files cannot be read, or belong to another model or base model.
     """
     if config.decoder.pet_config is None:
-        return requested_weights(config, notice, new_modules=new_modules, parts=parts)
-    base = base_weights(config, notice, new_modules=new_modules)
+        return requested_weights(config, notice, new_modules=new_modules, parts=parts, world=world)
+    base = base_weights(config, notice, new_modules=new_modules, world=world)
     found = base.read(parts)
     if config.adapter_id:
         adapters = read_adapters(config, Path(config.adapter_id).expanduser(), whole_base(base, found, parts))
@@ -86,10 +92,14 @@ def check_starting_files(config: Config) -> None:
 
 
 def base_weights(
-    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True
+    config: Config,
+    notice: Callable[[str], None] | None = None,
+    *,
+    new_modules: bool = True,
+    world: World = SINGLE_PROCESS,
 ) -> FittingWeights:
     """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
-    found = stored_weights(config, notice, new_modules=new_modules)
+    found = stored_weights(config, notice, new_modules=new_modules, world=world)
     return _from_seed(parameter_shapes(config.decoder), config) if found is None else found
 
 

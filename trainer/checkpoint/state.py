@@ -39,6 +39,7 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.communicator import SingleProcess
 from trainer.parallel.sharding import ArrayPart, PartOfArray, as_part, whole_array
+from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.tensor_file import StoredArray, float32_entries
 
 if TYPE_CHECKING:
@@ -239,27 +240,35 @@ def _resume_folder(config: Config) -> Path:
     return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
 
 
-def read_resumed(path: Path, config: Config, layout: Mapping[str, Any], parts: Parts | None = None) -> Resumed:
+def read_resumed(
+    path: Path,
+    config: Config,
+    layout: Mapping[str, Any],
+    parts: Parts | None = None,
+    world: World = SINGLE_PROCESS,
+) -> Resumed:
     """Reads the checkpoint in `path` for a run of this configuration and `data_layout`: the parts of the weights that
-    this rank has, or all of them.
+    this rank has, or all of them. `world` as in `read_checkpoint`.
 
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
     """
     try:
-        return _resumed(read_checkpoint(path), config, layout, parts)
+        return _resumed(read_checkpoint(path, world=world), config, layout, parts, world)
     except UserError as error:
         raise (error if error.where else error.at(config.source.where(_KEY), _KEY)) from error
 
 
-def _resumed(found: Checkpoint, config: Config, layout: Mapping[str, Any], parts: Parts | None) -> Resumed:
+def _resumed(
+    found: Checkpoint, config: Config, layout: Mapping[str, Any], parts: Parts | None, world: World
+) -> Resumed:
     path = found.path
 
     def mismatch(rule: str, fix: str) -> UserError:
         return UserError(rule, value=str(path), fix=fix)
 
     _check_part(found, config, mismatch)
-    weights = _weights_of(found, config, parts)
+    weights = _weights_of(found, config, parts, world)
     state = read_state(found)
     before, now = state.optimizer.type, config.optimizer.type
     if before != now:
@@ -357,12 +366,12 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
         raise mismatch(rule, f"{change} model.model_config.pet_config, or name another checkpoint")
 
 
-def _weights_of(found: Checkpoint, config: Config, parts: Parts | None) -> dict[str, np.ndarray]:
+def _weights_of(found: Checkpoint, config: Config, parts: Parts | None, world: World) -> dict[str, np.ndarray]:
     """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
     tensors, where = found.tensors[_part(config)].arrays(), config.source.where(_KEY)
     if config.decoder.pet_config is None:
         return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
-    base = adapters.base_weights(config)
+    base = adapters.base_weights(config, world=world)
     weights = base.read(parts)
     adapters.check_base(read_base(found), config, adapters.whole_base(base, weights, parts))
     return weights | adapters.fitting_adapters(tensors, config, found.path, where, _KEY).read(parts)

@@ -31,9 +31,9 @@ import safetensors
 from trainer.errors import UserError
 from trainer.input_files import open_file, read_bytes
 from trainer.parallel.sharding import ArrayPart, Shard
-from trainer.storage.checksums import checksum_of_file
+from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
-from trainer.storage.marker import MARKER, Marker
+from trainer.storage.marker import MARKER, Marker, is_as_saved
 from trainer.storage.tensor_file import StoredArray, TensorFile, concatenated
 
 STATE = "state.json"
@@ -206,12 +206,15 @@ def put_aside(folder: Path) -> Path | None:
     return aside
 
 
-def read_checkpoint(path: Path, parts: Iterable[str] | None = None, checksums: bool = True) -> Checkpoint:
+def read_checkpoint(
+    path: Path, parts: Iterable[str] | None = None, checksums: bool = True, world: World = SINGLE_PROCESS
+) -> Checkpoint:
     """Reads a complete checkpoint, and checks the lengths and checksums of the files that it reads.
 
     Args:
         parts: Which parts to read, for example ``("model",)``; all when None.
         checksums: Whether to check them, for which the files are read.
+        world: The ranks that all read it: those of a host divide the checks, see `is_as_saved`.
 
     Raises:
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
@@ -227,7 +230,7 @@ def read_checkpoint(path: Path, parts: Iterable[str] | None = None, checksums: b
             raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
         checked = marker if checksums else marker.model_copy(update={"checksums": None})
-        tensors[part] = StoredArrays(path, files[part], checked)
+        tensors[part] = StoredArrays(path, files[part], checked, world)
     return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
 
 
@@ -288,11 +291,12 @@ class StoredArrays(Mapping[str, np.ndarray]):
     An array in all files is sharded into consecutive ranges; an array in the first file alone is whole.
     """
 
-    def __init__(self, path: Path, names: list[str], marker: Marker) -> None:
+    def __init__(self, path: Path, names: list[str], marker: Marker, world: World = SINGLE_PROCESS) -> None:
         """Opens the files; raises UserError where one is missing or damaged."""
         self.path, self.files = path, []
         for rank, name in enumerate(names):
-            _check_file(path, name, marker, f", the shard of rank {rank} of {len(names)}" if len(names) > 1 else "")
+            whose = f", the shard of rank {rank} of {len(names)}" if len(names) > 1 else ""
+            _check_file(path, name, marker, whose, world)
             try:
                 self.files.append(TensorFile(path / name))
             except (OSError, safetensors.SafetensorError) as error:
@@ -380,7 +384,7 @@ def _read_state(path: Path, marker: Marker) -> dict:
         raise damaged(path, f"{STATE} cannot be read ({error})") from error
 
 
-def _check_file(path: Path, name: str, marker: Marker, whose: str = "") -> None:
+def _check_file(path: Path, name: str, marker: Marker, whose: str = "", world: World = SINGLE_PROCESS) -> None:
     """Checks length and checksum of a file."""
     try:
         with open_file(path / name) as file:
@@ -395,7 +399,7 @@ def _check_file(path: Path, name: str, marker: Marker, whose: str = "") -> None:
     if actual_bytes != expected_bytes:
         raise damaged(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
     try:
-        changed = marker.checksums is not None and checksum_of_file(path / name) != marker.checksums[name]
+        changed = not is_as_saved(path / name, marker, world)
     except OSError as error:
         raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
     if changed:

@@ -19,6 +19,7 @@ from trainer.errors import UserError
 from trainer.models.init import initial_value
 from trainer.models.shapes import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix, parameter_name, parameter_shapes
 from trainer.parallel.sharding import ArrayPart
+from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.marker import MARKER, check_saved
 from trainer.storage.tensor_file import BFLOAT16, AnyArray, StoredArray, TensorFile, read_part, row_blocks
 
@@ -38,7 +39,12 @@ _BUFFERS = (".rotary_emb.inv_freq",)
 
 
 def requested_weights(
-    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True, parts: Parts | None = None
+    config: Config,
+    notice: Callable[[str], None] | None = None,
+    *,
+    new_modules: bool = True,
+    parts: Parts | None = None,
+    world: World = SINGLE_PROCESS,
 ) -> dict[str, np.ndarray] | None:
     """The weights of `load_checkpoint`, checked against the model; None when the key is not set.
 
@@ -47,21 +53,26 @@ def requested_weights(
         new_modules: Multi-token prediction modules that the file lacks are initialised from the seed, as a model has
             them even where only training reads them; otherwise they are missing here too.
         parts: What is read: the parts of parameters that a rank has; None: all of all.
+        world: The ranks that all read it, see `read_checkpoint`.
 
     Raises:
         UserError: The file cannot be read, or belongs to another model.
     """
-    found = stored_weights(config, notice, new_modules=new_modules)
+    found = stored_weights(config, notice, new_modules=new_modules, world=world)
     return None if found is None else found.read(parts)
 
 
 def stored_weights(
-    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True
+    config: Config,
+    notice: Callable[[str], None] | None = None,
+    *,
+    new_modules: bool = True,
+    world: World = SINGLE_PROCESS,
 ) -> FittingWeights | None:
     """`requested_weights` before their numbers are read."""
     if not config.load_checkpoint:
         return None
-    found, absent, biases = _fitting_model(config, notice, new_modules=new_modules)
+    found, absent, biases = _fitting_model(config, notice, new_modules=new_modules, world=world)
     shapes, settings, seed = parameter_shapes(config.network), config.decoder, config.seed
     new = [name for name in shapes if name in (absent if new_modules else biases)]
     return found._replace(arrays=found.arrays | from_seed({name: shapes[name] for name in new}, settings, seed))
@@ -118,12 +129,17 @@ class FittingWeights(NamedTuple):
 
 
 def _fitting_model(
-    config: Config, notice: Callable[[str], None] | None = None, *, new_modules: bool = True, numbers: bool = True
+    config: Config,
+    notice: Callable[[str], None] | None = None,
+    *,
+    new_modules: bool = True,
+    numbers: bool = True,
+    world: World = SINGLE_PROCESS,
 ) -> tuple[FittingWeights, set[str], set[str]]:
     """The weights of `load_checkpoint`, which fit the model; the parameters that they lack, and the expert biases among
     those. `numbers` as in `read_weights`."""
     path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
-    weights, compare = read_weights(path, where, numbers=numbers), numbers
+    weights, compare = read_weights(path, where, numbers=numbers, world=world), numbers
     if config.classifier is not None:
         shapes = parameter_shapes(config.network)
         return _fitting(weights, shapes, config.network, path, where, compare=compare), set(), set()
@@ -204,7 +220,9 @@ def _owner(name: str, settings: ModelConfig) -> str:
     return name if layer < 0 else parameter_name(settings, layer, name.removeprefix(layer_prefix(layer)))
 
 
-def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[str, StoredArray]:
+def read_weights(
+    path: Path, where: str = "", *, numbers: bool = True, world: World = SINGLE_PROCESS
+) -> dict[str, StoredArray]:
     """Weights by Hugging Face name, read part by part when they are used.
 
     Args:
@@ -212,6 +230,7 @@ def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[s
             or a folder of checkpoints (the newest complete one).
         where: Location of the setting, for messages.
         numbers: False: they are not going to be read, so no checksum is compared.
+        world: The ranks that all read them, see `read_checkpoint`.
 
     Raises:
         UserError: There are no readable weights.
@@ -222,7 +241,7 @@ def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[s
         weights: dict[str, StoredArray] = {}
         file_of: dict[str, Path] = {}
         for file in files:
-            found = read_safetensors(file, where, numbers=numbers)
+            found = read_safetensors(file, where, numbers=numbers, world=world)
             if twice := sorted(found.keys() & weights.keys()):
                 rule = f"{file_of[twice[0]].name} and {file.name} both hold {first_of(twice)}"
                 fix = "remove the file that does not belong there, or name one file"
@@ -235,14 +254,14 @@ def read_weights(path: Path, where: str = "", *, numbers: bool = True) -> dict[s
         if (found / "adapter_model.safetensors").exists():
             rule = "the checkpoint holds adapters, not the weights of a model"
             raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
-        return model_part(found, "model", numbers)
+        return model_part(found, "model", numbers, world)
     except UserError as error:
         raise loads_weights(error, where, "load_checkpoint") from error
 
 
-def model_part(path: Path, part: str, numbers: bool) -> dict[str, StoredArray]:
-    """The weights of a complete checkpoint of this trainer; `numbers` as in `read_weights`."""
-    return read_checkpoint(path, (part,), checksums=numbers).tensors[part].arrays()
+def model_part(path: Path, part: str, numbers: bool, world: World = SINGLE_PROCESS) -> dict[str, StoredArray]:
+    """The weights of a complete checkpoint of this trainer; `numbers` and `world` as in `read_weights`."""
+    return read_checkpoint(path, (part,), checksums=numbers, world=world).tensors[part].arrays()
 
 
 def check_weights(
@@ -288,9 +307,9 @@ def first_of(names: list[str]) -> str:
 
 
 def read_safetensors(
-    file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True
+    file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True, world: World = SINGLE_PROCESS
 ) -> dict[str, StoredArray]:
-    """The arrays of a file by name; `numbers` as in `read_weights`.
+    """The arrays of a file by name; `numbers` and `world` as in `read_weights`.
 
     Raises:
         UserError: The file cannot be read, or has tensors that are not floating-point.
@@ -303,7 +322,7 @@ def read_safetensors(
 
     try:
         if numbers:
-            check_saved(file)
+            check_saved(file, world)
         found = TensorFile(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise unreadable(error) from error

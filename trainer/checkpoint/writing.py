@@ -31,7 +31,7 @@ from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, 
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator, SingleProcess
 from trainer.parallel.sharding import PartOfArray, whole_array
-from trainer.storage.checksums import checksum_of_bytes, checksum_of_file
+from trainer.storage.checksums import FileChecksum, RunningChecksum, checksum_of_bytes, read_blocks
 from trainer.storage.marker import MARKER, marker_content
 from trainer.storage.tensor_file import (
     CODES,
@@ -193,14 +193,14 @@ def checkpoint_stages(
                 make_file(unfinished / f"{part}{ENDING}", own[part].entries)
             stage("made temporary folder")
 
-    def write() -> tuple[dict[str, tuple[int, str]], dict[str, int]]:
+    def write() -> tuple[dict[str, _Written], dict[str, int]]:
         if not unfinished.is_dir():
             raise OSError(errno.ENOENT, f"the folder that rank 0 made is not there; {_ONE_FOLDER}")
         sums = {part: _write_shared(unfinished, part, own[part], stage) for part in shared if part in own}
         alone = {part: found for part, found in own.items() if every[part].writers == [rank]}
         return _write_files(unfinished, alone, files if first else {}, stage), sums
 
-    def check() -> dict[str, tuple[int, str]]:
+    def check() -> dict[str, _Written]:
         """Reads the files that several ranks have written, of which each rank has others."""
         return {f"{part}{ENDING}": _read_back(unfinished, part, every[part], sums[part])
                 for number, part in enumerate(shared) if number % ranks == rank}  # fmt: skip
@@ -228,10 +228,18 @@ def checkpoint_stages(
     sums = {part: sum(of_rank.get(part, 0) for _, of_rank in of_ranks) % WORD_SUMS for part in shared}
     of_ranks = [files_of_rank for files_of_rank, _ in of_ranks]
     of_ranks += agreed((yield Work(check, takes_long=True))) if shared else []
-    found = ((name, tuple(one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
+    found = ((name, _Written(*one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
     written = dict(sorted(found))
     agreed((yield Work(complete, takes_long=True)))
     return path
+
+
+class _Written(NamedTuple):
+    """A file of the checkpoint, with its checksums."""
+
+    nbytes: int
+    checksum: str
+    parts: Sequence[str] = ()
 
 
 class _FileShare(NamedTuple):
@@ -289,9 +297,8 @@ def _check_space(folder: Path, needed_bytes: int) -> None:
 
 def _write_files(
     unfinished: Path, parts: Mapping[str, FileParts], files: Mapping[str, bytes], stage: OnStage
-) -> dict[str, tuple[int, str]]:
-    """Writes the files that this rank has all of and flushes them to disk; returns length in bytes and checksum of
-    each."""
+) -> dict[str, _Written]:
+    """Writes the files that this rank has all of and flushes them to disk."""
     checksums = {}
     for part, (entries, pieces) in parts.items():
         path = unfinished / f"{part}{ENDING}"
@@ -299,12 +306,12 @@ def _write_files(
         stage(f"wrote {part}")
     for name, content in files.items():
         (unfinished / name).write_bytes(content)
-        checksums[name] = checksum_of_bytes(content)
+        checksums[name] = FileChecksum(checksum_of_bytes(content))
     stage("wrote state")
     written = {}
     for name in sorted(checksums):
         _flush_to_disk(unfinished / name)
-        written[name] = (unfinished / name).stat().st_size, checksums[name]
+        written[name] = _Written((unfinished / name).stat().st_size, *checksums[name])
         stage(f"flushed {name}")
     return written
 
@@ -320,24 +327,26 @@ def _write_shared(unfinished: Path, part: str, own: FileParts, stage: OnStage) -
     return total
 
 
-def _read_back(unfinished: Path, part: str, share: _FileShare, written: int) -> tuple[int, str]:
-    """Length and checksum of a file of several ranks, whose arrays must have this sum of words."""
-    path, total = unfinished / f"{part}{ENDING}", 0
+def _read_back(unfinished: Path, part: str, share: _FileShare, written: int) -> _Written:
+    """Reads a file of several ranks, whose arrays must have this sum of words."""
+    path, total, checksum = unfinished / f"{part}{ENDING}", 0, RunningChecksum()
 
     def add(block: memoryview) -> None:
         nonlocal total
         total += sum_of_words(block)
+        checksum.update(block)
 
-    checksum, size = checksum_of_file(path, add), path.stat().st_size
+    read_blocks(path, add)
+    size = path.stat().st_size
     with path.open("rb") as file:
         header = sum_of_words(file.read(size - share.nbytes))
     if (total - header) % WORD_SUMS != written:
         raise OSError(errno.EIO, f"{path.name} does not hold what the ranks have written; {_ONE_FOLDER}")
-    return size, checksum
+    return _Written(size, *checksum.result())
 
 
 def _move_in_place(
-    folder: Path, unfinished: Path, step: int, written: Mapping[str, tuple[int, str]], stage: OnStage
+    folder: Path, unfinished: Path, step: int, written: Mapping[str, _Written], stage: OnStage
 ) -> None:
     """Renames the temporary folder and marks it complete."""
     path = folder / folder_name(step)
@@ -352,9 +361,11 @@ def _move_in_place(
     marker = {
         "step": step,
         "save_number": newest_marker.save_number + 1 if newest_marker else 1,
-        "file_bytes": {name: size for name, (size, _) in written.items()},
-        "checksums": {name: checksum for name, (_, checksum) in written.items()},
+        "file_bytes": {name: found.nbytes for name, found in written.items()},
+        "checksums": {name: found.checksum for name, found in written.items()},
     }
+    if parts := {name: list(found.parts) for name, found in written.items() if found.parts}:
+        marker["part_checksums"] = parts
     unmarked = path / f"{UNFINISHED}{MARKER}"
     unmarked.write_bytes(marker_content(marker))
     stage("wrote marker's content")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, split_arguments
+from trainer.cli.loading import without_collections
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending, receive_signals_in_a_thread
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
 from trainer.input_files import user_path
@@ -33,13 +34,11 @@ if TYPE_CHECKING:
     from trainer.smoke.changes import Change
 
 # A paragraph is one line: the terminal's width breaks it.
-_HELP = "\n\n".join(
-    (
-        "Trains a language model from one YAML file, and evaluates and predicts with it.",
-        "Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], "
-        "[bold]--callbacks.0.save_checkpoint_steps 50[/bold], or [bold]--options optimizer.betas=[0.9,0.95][/bold]. "
-        "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad.",
-    )
+_HELP = (
+    "Trains a language model from one YAML file, and evaluates and predicts with it.\n\n"
+    "Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], "
+    "[bold]--callbacks.0.save_checkpoint_steps 50[/bold], or [bold]--options optimizer.betas=[0.9,0.95][/bold]. "
+    "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad."
 )
 
 _OF_A_RUN = ("--config", "--options")  # in the help of each command, and read by `split_arguments`
@@ -47,12 +46,9 @@ _OF_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOO
              errno.ENXIO)  # fmt: skip
 _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
-app = typer.Typer(
-    help=f"{_HELP}\n\nFlags without a command train.",
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+_STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+
+app = typer.Typer(help=f"{_HELP}\n\nFlags without a command train.", **_STYLE)
 
 
 def program() -> None:
@@ -69,6 +65,7 @@ def program() -> None:
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else EXIT_OK if code is None else EXIT_RUN_FAILED)
 
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it would look for some in every installed package
     atexit.register(end)  # the first that is registered runs last
     try:
         main()
@@ -132,16 +129,17 @@ def dispatch(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    group = typer.main.get_command(app)
     if argv[:1] == ["--help"]:
+        group = typer.main.get_command(app)
         _add_flags(group, group.commands["train"], left_out=NO_EFFECT)
         code = _run(group, ["--help"], None)
         _print_panel(NO_EFFECT)  # Typer would put it before the commands
         return code
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
-    command = group.commands.get(name)
-    if command is None:
-        raise _no_such_command(name, [one for one, known in group.commands.items() if not known.hidden])
+    commands = {one.name: one for one in app.registered_commands}
+    if name not in commands:
+        raise _no_such_command(name, [one for one, known in commands.items() if not known.hidden])
+    command = _only(commands[name])
     if name == "launch":
         return _dispatch_launch(command, rest)
     if not any(option.name == "config" for option in command.params):
@@ -150,10 +148,18 @@ def _dispatch(argv: list[str]) -> int:
     own = {switch: option for option in options for switch in option.opts if switch not in _OF_A_RUN}
     switches = ["--help", *(switch for switch, option in own.items() if option.is_flag)]
     values = [switch for switch, option in own.items() if not option.is_flag]
-    arguments = split_arguments(rest, switches, values)
+    with without_collections():
+        arguments = split_arguments(rest, switches, values)
     if "--help" in arguments.rest:
         _add_flags(command, command)
     return _run(command, arguments.rest, arguments)
+
+
+def _only(registered: typer.models.CommandInfo) -> Any:
+    """One of the commands, whose signature alone is read."""
+    alone = typer.Typer(**_STYLE)
+    alone.registered_commands.append(registered)
+    return typer.main.get_command(alone)
 
 
 def _no_such_command(name: str, commands: list[str]) -> UserError:
@@ -359,8 +365,7 @@ def _smoke(
             invalid = {"result": "invalid", "file": context.obj.config, "problem": str(error), "exit_code": 2}
             print(json.dumps(invalid, indent=1))
         raise
-    lines = [json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)
-    print(*lines, sep="\n")
+    print(*([json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)), sep="\n")
     return verdict.exit_code
 
 
@@ -591,4 +596,5 @@ def _load(arguments: Arguments, problems: list[Problem] | None = None) -> Config
 
     if arguments.config is None:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
-    return load_config(arguments.config, arguments.overrides, problems)
+    with without_collections():
+        return load_config(arguments.config, arguments.overrides, problems)

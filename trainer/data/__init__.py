@@ -1,17 +1,26 @@
-"""Data: text to micro-batches. Needs numpy and, for Hugging Face tokenizers, `tokenizers`; never MindSpore."""
+"""Data: text to micro-batches. Needs numpy and, for Hugging Face tokenizers, `tokenizers`; never MindSpore.
+
+The names below are imported when they are first used: a plan of data that are not here does without numpy.
+"""
 
 from __future__ import annotations
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch
-from trainer.data.batches.loader import BatchLoader
-from trainer.data.batches.packing import PackedDataset, SequenceDataset, TokenDataset
-from trainer.data.datasets import build_datasets, build_eval_dataset, build_train_dataset
-from trainer.data.source.synthetic import SyntheticDataset
-from trainer.data.tokens.chat_template import ChatTemplate, load_chat_template
-from trainer.data.tokens.tokenizer import TextStream, Tokenizer, load_tokenizer
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "IGNORE_INDEX", "Batch", "BatchLoader", "ChatTemplate", "PackedDataset", "SequenceDataset", "SyntheticDataset",
-    "TextStream", "TokenDataset", "Tokenizer", "build_datasets", "build_eval_dataset", "build_train_dataset",
-    "load_chat_template", "load_tokenizer",
-]  # fmt: skip
+_MODULES = {
+    "batches.batch": ("IGNORE_INDEX", "Batch"),
+    "batches.loader": ("BatchLoader",),
+    "batches.packing": ("PackedDataset", "SequenceDataset", "TokenDataset"),
+    "datasets": ("build_datasets", "build_eval_dataset", "build_train_dataset"),
+    "source.synthetic": ("SyntheticDataset",),
+    "tokens.chat_template": ("ChatTemplate", "load_chat_template"),
+    "tokens.tokenizer": ("TextStream", "Tokenizer", "load_tokenizer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.schema.data import EVAL, TRAIN
 from trainer.data.batches import split
 from trainer.data.batches.blend import BlendedDataset
-from trainer.data.batches.mindrecord import build_mindrecord
 from trainer.data.batches.packing import Fitted, PackedDataset, SequenceDataset, TokenDataset, fit
 from trainer.data.batches.split import Spans
 from trainer.data.source.files import RECORDS, Source
 from trainer.data.source.find import find_sources
-from trainer.data.source.megatron import build_megatron
-from trainer.data.source.mnist import build_images
 from trainer.data.source.synthetic import SyntheticDataset
 from trainer.data.tokens.cache import Notice, find_token_file
 from trainer.data.tokens.chat_template import load_chat_template, trained_part
@@ -26,7 +24,6 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from trainer.config import Config
 
-TRAIN, EVAL = "train_dataset", "eval_dataset"
 DEFAULT_CACHE_DIR = "~/.cache/run_trainer/tokens"
 _VOCAB_KEY = "model.model_config.vocab_size"
 
@@ -120,12 +117,18 @@ def _build_section(
     if wanted.data_loader.type == "SyntheticDataset":
         return _synthetic(config, section)
     if wanted.data_loader.type == "MnistDataset":
+        from trainer.data.source.mnist import build_images
+
         return build_images(config, section), None
     if wanted.data_loader.type == "BlendedMegatronDatasetDataLoader":
+        from trainer.data.source.megatron import build_megatron
+
         dataset = build_megatron(config, section)
         _check_vocabulary(config, f"the data holds token id {dataset.max_token_id}", dataset.max_token_id + 1)
         return dataset, None
     if wanted.data_loader.type == "MindDataset":
+        from trainer.data.batches.mindrecord import build_mindrecord
+
         return build_mindrecord(config, section)
     opened = open_token_files(config, section, progress, notice)
     limit = wanted.data_loader.num_samples if len(opened) == 1 else None

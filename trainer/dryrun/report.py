@@ -18,8 +18,7 @@ from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
 from trainer.monitors.wording import size
-from trainer.parallel.mesh import Mesh, group_ranks
-from trainer.plan.division import ranks_text
+from trainer.plan.division import groups_of, ranks_text
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
 
@@ -157,9 +156,8 @@ def group_names(config: Config, world: World) -> dict[tuple[int, ...], str]:
     degrees = degrees_of(config, world)
     if config.classifier is not None or degrees.ranks != world.size:
         return {}
-    kv_heads = None if config.decoder.multi_latent_attention else config.decoder.kv_heads
     found = {tuple(range(world.size)): "all"}
-    for name, ranks in group_ranks(Mesh(degrees), world.rank, kv_heads).items():
+    for name, ranks in groups_of(config, world, world.rank).items():
         found.setdefault(tuple(ranks), name)
     return found
 

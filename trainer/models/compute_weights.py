@@ -8,7 +8,8 @@ With weights sharded (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3) a rank
 parameter keeps its shape, and what differentiates and updates it does not change. But the memory behind the ranges of
 other ranks goes back to the system while nothing uses them: they are gathered before a part of the model runs, let go
 after it, and again around its backward pass. So autograd, which remembers the parameter and no copy of it, finds the
-same numbers in the same place.
+same numbers in the same place. Where ranks have several cores, a thread gathers the weights of the next part while one
+computes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import ctypes
 import functools
 import mmap
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from trainer.parallel.sharding import OptimizerShard
 
 Results: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
+_Arrays: TypeAlias = "dict[OptimizerShard, list[np.ndarray]]"
+"""The memory of parameters, by the ranks that share them."""
 
 _DONT_NEED = 4  # MADV_DONTNEED of Linux, after which the pages read as zeros and take no memory
 
@@ -78,10 +82,12 @@ class ComputeWeights:
                 self.copies[name].copy_(self.masters[name].astype(self.dtype))
         self.release()
 
-    def shard(self, shards: Mapping[str, OptimizerShard]) -> None:
-        """From now on each rank keeps its range of the weights with these names, and of their copies."""
+    def shard(self, shards: Mapping[str, OptimizerShard], ahead: bool) -> None:
+        """From now on each rank keeps its range of the weights with these names, and of their copies. The other
+        arguments are those of `ShardedWeights`."""
         by_name = {self.copies[name].name: shard for name, shard in shards.items() if name in self.copies}
-        self.sharded = ShardedWeights([*self.masters.values(), *self.copies.values()], {**shards, **by_name})
+        parameters = [*self.masters.values(), *self.copies.values()]
+        self.sharded = ShardedWeights(parameters, {**shards, **by_name}, ahead)
         self.release()
 
     def around(
@@ -124,14 +130,26 @@ def in_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
 class ShardedWeights:
     """The weights of a model of which this rank keeps a range.
 
+    The parts of a model use their weights in the same order in each step, on all ranks. The first step shows it; in the
+    following ones the weights of the next part are under way while a part computes, so that a rank has those of two
+    parts at most. Where a step takes another order, all ranks gather late again until its end.
+
     Args:
         parameters: What keeps a range: the parameters, and their copies in half precision.
-        shards: By the names of the parameters; those of copies likewise.
+        shards: By the names of the parameters; those of copies likewise. Their `all_gather` takes flat arrays, in any
+            thread.
+        ahead: Whether to gather ahead, the same on all ranks.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], shards: Mapping[str, OptimizerShard]) -> None:
-        self.parameters = [each for each in parameters if each.name in shards]
-        self.shards, self.are_whole = shards, False
+    def __init__(
+        self, parameters: Sequence[Parameter], shards: Mapping[str, OptimizerShard], ahead: bool
+    ) -> None:
+        self.parameters = {each.name: each for each in parameters if each.name in shards}
+        self.shards, self.ahead, self.are_whole = shards, ahead, False
+        self.order: list[list[str]] = []  # of a whole step
+        self.gathered: list[list[str]] = []  # in this step
+        self.in_order = True  # so far
+        self.under_way: _Gathering | None = None
 
     def around(
         self, weights: Iterable[Parameter | None], x: Tensor, run: Callable[[Tensor], Results]
@@ -158,15 +176,43 @@ class ShardedWeights:
         return tuple(None if each is None else next(rest) for each in results)
 
     def gather(self, parameters: Sequence[Parameter]) -> None:
-        """Completes the parameters with the ranges of the other ranks, which all call this."""
-        for shard in dict.fromkeys(self.shards[each.name] for each in parameters):
-            shard.all_gather([each for each in parameters if self.shards[each.name] == shard], None)
+        """Completes the parameters with the ranges of the other ranks, which all call this, and begins with the next
+        ones."""
+        names = [each.name for each in parameters]
+        if self.arrived() != names:
+            _complete(self.arrays(names))
+        self.gathered.append(names)
+        done = len(self.gathered)
+        self.in_order = self.in_order and self.order[done - 1 : done] == [names]
+        if self.ahead and self.in_order and done < len(self.order):
+            self.under_way = _Gathering(self.order[done], self.arrays(self.order[done]))
+
+    def arrays(self, names: Iterable[str]) -> _Arrays:
+        """The memory of these parameters, flat."""
+        found: _Arrays = {}
+        for name in names:
+            found.setdefault(self.shards[name], []).append(self.parameters[name].asnumpy().reshape(-1))
+        return found
+
+    def arrived(self) -> Sequence[str]:
+        """What was under way and is there now."""
+        found, self.under_way = self.under_way, None
+        if found is None:
+            return ()
+        found.wait()
+        return found.names
 
     def release(self, parameters: Sequence[Parameter] | None = None) -> None:
-        """Lets go of what other ranks have of the parameters, by default of all."""
+        """Lets go of what other ranks have of the parameters; by default of all, at the end of a step."""
         if self.are_whole:
             return
-        for parameter in self.parameters if parameters is None else parameters:
+        if parameters is None:
+            self.arrived()  # after an update it is out of date
+            self.order, self.gathered, self.in_order = self.gathered or self.order, [], True
+        kept = () if self.under_way is None else self.under_way.names
+        for parameter in self.parameters.values() if parameters is None else parameters:
+            if parameter.name in kept:
+                continue
             flat = parameter.asnumpy().reshape(-1)
             own = self.shards[parameter.name].own_range(flat.size)
             _give_back(flat[: own.start])
@@ -175,13 +221,43 @@ class ShardedWeights:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """All weights are there within; all ranks enter it together."""
-        self.gather(self.parameters)
+        self.arrived()
+        _complete(self.arrays(self.parameters))
         self.are_whole = True
         try:
             yield
         finally:
             self.are_whole = False
             self.release()
+
+
+class _Gathering:
+    """Completes the parameters with these names in a thread of its own, which knows their memory alone: MindSpore
+    computes in one thread. It ends with the process, also where it waits for a rank that does not answer."""
+
+    def __init__(self, names: Sequence[str], arrays: _Arrays) -> None:
+        self.names, self.arrays = names, arrays
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name="weights ahead", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Raises the RunError of a rank that another one has left."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            _complete(self.arrays)
+        except Exception as error:
+            self.error = error
+
+
+def _complete(arrays: _Arrays) -> None:
+    """Fills in the ranges of the other ranks, which all call this."""
+    for shard, of_shard in arrays.items():
+        shard.all_gather(of_shard, None)
 
 
 class _OnGradient(nn.Cell):

@@ -421,8 +421,7 @@ class DropoutParts:
     def __init__(self, settings: ModelConfig, shard: ModelShard | None) -> None:
         self.tensor, self.sequence = (None, SequencePart(0, 1)) if shard is None else (shard.tensor, shard.tokens)
         self.rank, self.ranks = (0, 1) if self.tensor is None else (self.tensor.group.rank, self.tensor.group.size)
-        # Ulysses attention divides the heads of a rank once more.
-        sharing = 1 if self.sequence.in_ring else self.sequence.ranks
+        sharing = self.sequence.ulysses  # divides the heads of a rank once more
         self.heads = None
         if self.ranks * sharing > 1:
             own, number = local_settings(settings, self.ranks), self.rank * sharing + self.sequence.rank % sharing

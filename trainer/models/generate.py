@@ -18,12 +18,14 @@ from mindspore import Parameter, Tensor
 from trainer.errors import RunError
 from trainer.models.block import Block
 from trainer.models.moe import HostMoeLayer
-from trainer.models.shapes import adapted_projections, adapter_names, block_names
+from trainer.models.shapes import EMBEDDING, adapted_projections, adapter_names, block_names
+from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.decoder import Decoder
     from trainer.models.inputs import InputBuilder
+    from trainer.parallel.host_group import HostGroup
 
 _ROUND = 32  # on a device the length that attention sees is a multiple of this, so that few shapes occur
 _MOST_PROMPT_TOKENS = 256  # of each sequence in a pass: its scores are [H, Q, S] numbers for each sequence
@@ -95,7 +97,8 @@ class Generator:
     """Continues prompts with a decoder; `build_inputs` has the position tables, and `eos_ids` end a sequence.
 
     In a pipeline `chunks` are those of this stage, and `share` gives all stages the logits of the last one, which takes
-    None from the others.
+    None from the others. Where ranks divide a model, `agree` makes the new tokens of one of them those of all, whatever
+    the rounding of their processors.
     """
 
     def __init__(
@@ -105,8 +108,9 @@ class Generator:
         eos_ids: Sequence[int],
         chunks: Sequence[StageChunk] | None = None,
         share: Callable[[np.ndarray | None], np.ndarray] = lambda logits_BV: logits_BV,
+        agree: Callable[[list[int | None]], list[int | None]] = lambda tokens: tokens,
     ) -> None:
-        self.model, self.eos_ids, self.share = model, frozenset(eos_ids), share
+        self.model, self.eos_ids, self.share, self.agree = model, frozenset(eos_ids), share, agree
         self.chunks = chunks or [StageChunk(range(model.settings.num_layers))]
         self.parts: DeviceParts | HostParts = (HostParts if model.kernels.host else DeviceParts)(model, build_inputs)
 
@@ -133,14 +137,14 @@ class Generator:
         logits_BV = self.read_prompts(cache, ids_BQ, lengths)
         left = list(max_tokens)
         while True:
-            chosen: list[int | None] = []
-            for row, tokens in enumerate(rows):
-                token = None
-                if left[row] > 0:
-                    token = choose_token(logits_BV[row], tokens, sampling, first_row + row, len(tokens))
+            chosen = self.agree([
+                choose_token(logits_BV[row], tokens, sampling, first_row + row, len(tokens)) if left[row] > 0 else None
+                for row, tokens in enumerate(rows)
+            ])  # fmt: skip
+            for row, token in enumerate(chosen):
+                if token is not None:
                     left[row] = 0 if token in self.eos_ids else left[row] - 1
-                    tokens.append(token)
-                chosen.append(token)
+                    rows[row].append(token)
             if all(token is None for token in chosen):
                 return
             yield chosen
@@ -156,12 +160,14 @@ class Generator:
 
     def read_prompts(self, cache: Cache | HostCache, ids_BQ: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
         """Logits [B, V] after the last token of each prompt; `ids_BQ` may have anything after it."""
-        logits_BV = np.empty((len(ids_BQ), self.model.settings.vocab_size), np.float32)
+        logits_BV = None
         for first in range(0, ids_BQ.shape[1], _MOST_PROMPT_TOKENS):
             piece_BQ, last_B = ids_BQ[:, first : first + _MOST_PROMPT_TOKENS], lengths_B - 1 - first
             ends_B = (0 <= last_B) & (last_B < piece_BQ.shape[1])
             last_B = last_B.clip(0, piece_BQ.shape[1] - 1)
-            logits_BV[ends_B] = self.forward(cache, piece_BQ, np.full_like(lengths_B, first), last_B)[ends_B]
+            of_piece_BV = self.forward(cache, piece_BQ, np.full_like(lengths_B, first), last_B)
+            logits_BV = of_piece_BV if logits_BV is None else logits_BV
+            logits_BV[ends_B] = of_piece_BV[ends_B]
         return logits_BV
 
     def forward(
@@ -234,16 +240,24 @@ class HostParts:
 
     Weights are read where the model has them. In half precision matrices are rounded once, to copies in float32; an
     adapted matrix has a copy with its adapter.
+
+    Ranks that divide the model all have the same tokens. A tensor-parallel rank caches its own heads, and what its
+    columns of a matrix give is summed; each rank has the logits of the whole vocabulary.
     """
 
     def __init__(self, model: Decoder, build_inputs: InputBuilder) -> None:
         self.settings = settings = model.settings
         self.kernels = kernels = model.kernels.host()
         self.block, self.linear = Block(settings, kernels), kernels.linear()
+        self.vocabulary = None
+        if model.tensor is not None:
+            self.vocabulary = Vocabulary(model.tensor.group, model.shard.layout.parameters[EMBEDDING].shape[0])
+            for projection in (self.block.attention.out, self.block.mlp.down):
+                projection.linear = kernels.summed_linear(model.tensor.group)
         self.cos, self.sin = build_inputs.cos, build_inputs.sin
         self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
         self.of_layers = [self._layer(model, layer) for layer in range(settings.num_layers)]
-        self.moe = HostMoeLayer(settings, kernels, model.moe) if model.moe is not None else None
+        self.moe = HostMoeLayer(settings, kernels, model.moe, model.shard) if model.moe is not None else None
         experts = [model.layers[layer].get("experts") for layer in range(settings.num_layers)]
         # The router and the gate of shared experts multiply in float32.
         self.of_experts = [
@@ -290,7 +304,7 @@ class HostParts:
         return self.of_layers[layer]
 
     def embed(self, ids_N: np.ndarray) -> np.ndarray:
-        x_NE = self.embedding[ids_N]
+        x_NE = self.embedding[ids_N] if self.vocabulary is None else self.vocabulary.rows(self.embedding, ids_N)
         return x_NE if self.mapping_in is None else self.linear(x_NE, self.mapping_in)
 
     def feed_forward(self, layer: int, x_ND: np.ndarray, weights: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -299,7 +313,32 @@ class HostParts:
 
     def logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:
         x_BE = x_ND[ends_B] if self.mapping_out is None else self.linear(x_ND[ends_B], self.mapping_out)
-        return self.linear(self.norm(x_BE, self.final_norm), self.head)
+        logits_BV = self.linear(self.norm(x_BE, self.final_norm), self.head)
+        return logits_BV if self.vocabulary is None else self.vocabulary.whole(logits_BV)
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary of which each rank of a group has a part."""
+
+    group: HostGroup
+    size: int
+
+    @property
+    def own(self) -> slice:
+        return range_of_rank(self.size, self.group.rank, self.group.size)
+
+    def rows(self, embedding_VE: np.ndarray, ids_N: np.ndarray) -> np.ndarray:
+        """The embeddings of tokens of any rank."""
+        place_N = ids_N - self.own.start
+        inside_N = (place_N >= 0) & (place_N < len(embedding_VE))
+        return self.group.all_reduce(embedding_VE[np.where(inside_N, place_N, 0)] * inside_N[:, None])
+
+    def whole(self, own_BV: np.ndarray) -> np.ndarray:
+        """The logits of all ranks."""
+        logits_BV = np.empty((len(own_BV), self.size), np.float32)
+        logits_BV[:, self.own] = own_BV
+        self.group.complete_ranges(list(logits_BV))
+        return logits_BV
 
 
 class Cache:

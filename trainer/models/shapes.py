@@ -102,16 +102,27 @@ def moe_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def layer_shapes(settings: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Parameters of one layer by their full names, without its adapters."""
+def _layer_shapes(settings: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
+    """Parameters of each layer, then of each multi-token prediction module, by full names, without adapters."""
+    kinds: dict[tuple[bool, bool], dict[str, tuple[int, ...]]] = {}  # the layers of a kind are alike
+    layers = []
+    for layer in range(settings.num_layers + settings.mtp_depth):
+        kind = layer >= settings.num_layers, settings.is_moe_layer(layer)
+        if kind not in kinds:
+            kinds[kind] = _block_shapes(settings, *kind)
+        prefix, shapes = layer_prefix(layer), kinds[kind]
+        if not parameter_name(settings, layer, "self_attn.").startswith(prefix):  # it is in another layer of the group
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith("self_attn.")}
+        layers.append({prefix + name: shape for name, shape in shapes.items()})
+    return layers
+
+
+def _block_shapes(settings: ModelConfig, is_mtp: bool, is_moe: bool) -> dict[str, tuple[int, ...]]:
     shapes, hidden = {}, settings.hidden_size
-    if layer >= settings.num_layers:  # a multi-token prediction module
+    if is_mtp:
         shapes = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
         shapes["shared_head.norm.weight"] = (hidden,)
-    shapes |= attention_shapes(settings)
-    shapes |= moe_shapes(settings) if settings.is_moe_layer(layer) else mlp_shapes(settings)
-    named = {layer_prefix(layer) + name: name for name in shapes}
-    return {full: shapes[name] for full, name in named.items() if parameter_name(settings, layer, name) == full}
+    return shapes | attention_shapes(settings) | (moe_shapes(settings) if is_moe else mlp_shapes(settings))
 
 
 def parameter_name(settings: ModelConfig, layer: int, name: str) -> str:
@@ -222,15 +233,16 @@ def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> dict[str, tupl
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (settings.vocab_size, width)}
     if settings.maps_embedding:
         shapes[MAPPING_IN] = (hidden, width)
-    for layer in range(settings.num_layers):
-        shapes |= layer_shapes(settings, layer)
+    layers = _layer_shapes(settings)
+    for of_layer in layers[: settings.num_layers]:
+        shapes |= of_layer
     if settings.maps_embedding:
         shapes[MAPPING_OUT] = (width, hidden)
     shapes[FINAL_NORM] = (width,)
     if not settings.tie_word_embeddings:
         shapes[HEAD] = (settings.vocab_size, width)
-    for layer in range(settings.num_layers, settings.num_layers + settings.mtp_depth):
-        shapes |= layer_shapes(settings, layer)
+    for of_module in layers[settings.num_layers :]:
+        shapes |= of_module
     return shapes
 
 

@@ -258,6 +258,15 @@ def write_own_ranges(group: HostGroup, tensors: Sequence[Parameter], own: Sequen
         flat[range_of_rank(flat.size, group.rank, group.size)] = part.asnumpy()
 
 
+def array_gatherer(
+    group: HostGroup, on_one_host: bool
+) -> Callable[[Sequence[np.ndarray], Sequence[np.ndarray] | None], None]:
+    """`all_gather_ranges` for flat arrays, which contain this rank's ranges, on connections of its own: for any thread.
+    """
+    beside = group.beside(on_one_host)
+    return lambda arrays, own: beside.complete_ranges(arrays)
+
+
 def gather_range(group: Group, own: Tensor, numbers: int) -> Tensor:
     """A flat float32 tensor of so many numbers, of which each rank has its range (`range_of_rank`)."""
     if not group.on_host:

@@ -177,27 +177,52 @@ class ProcessGroup:
         in_float32: bool = True,
         scatters: bool = False,
     ) -> GradientReducer:
-        group, leaves = self.group, list(parameters.values())
-        if not group.on_host:
-            groups = [(group,)] * len(leaves)
+        names, leaves = list(parameters), list(parameters.values())
+        if not self.group.on_host:
+            groups = [list(self.groups_of(name).values()) for name in names]
             return SumDuringBackward(leaves, is_sharded, groups, in_float32, scatters_each=scatters)
-        from trainer.parallel.collectives import all_reduce_in_buckets, reduce_scatter_range
-
-        sum_whole = partial(all_reduce_in_buckets, group=group)
         if not scatters:
-            return SumAfterBackward(sum_whole)
-        counted = np.array([float(sharded or group.rank == 0) for sharded in is_sharded], np.float32)
+            return SumAfterBackward(partial(self.sum_gradients, names))
+        from trainer.parallel.collectives import reduce_scatter_range
+
+        kinds = list(zip(names, is_sharded, strict=True))
+        scattered = [name for name, sharded in kinds if sharded]
+        counted = np.array([float(self.writes(name, sharded)) for name, sharded in kinds], np.float32)
 
         def scatter(place: int, gradient: Tensor) -> Tensor:
-            return reduce_scatter_range(gradient, group)
+            [gradient] = self.sum_gradients([names[place]], [gradient], _BEFORE_SCATTER)
+            return reduce_scatter_range(gradient, self.state_group(names[place]))
 
         def sum_rest(gradients: list[Tensor]) -> list[Tensor]:
-            whole = [place for place, sharded in enumerate(is_sharded) if not sharded]
-            for place, total in zip(whole, sum_whole([gradients[place] for place in whole]), strict=True):
-                gradients[place] = total
-            return gradients
+            return self.sum_gradients(names, gradients, scattered=scattered)
 
         return ScatterDuringBackward(leaves, is_sharded, scatter, sum_rest, counted, in_float32)
+
+    def groups_of(self, name: str) -> dict[SumGroup, Group]:
+        """The groups over which the gradient of a parameter is summed, one after the other."""
+        return {"dp_cp": self.group}
+
+    def sum_gradients(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor],
+        kinds: Sequence[SumGroup] = SUM_GROUPS,
+        scattered: Collection[str] = (),
+    ) -> list[Tensor]:
+        """Each gradient summed over its groups of these kinds, one after the other. The `scattered` ones are ranges,
+        which are summed over what follows the scattering."""
+        from trainer.parallel.collectives import all_reduce
+
+        found, groups = list(gradients), [self.groups_of(name) for name in names]
+        for kind in kinds:
+            places = [place for place, name in enumerate(names)
+                      if kind in groups[place] and (name not in scattered or kind in _AFTER_SCATTER)]  # fmt: skip
+            if not places:
+                continue
+            group = groups[places[0]][kind]
+            for place, total in zip(places, all_reduce([found[place] for place in places], group), strict=True):
+                found[place] = total
+        return found
 
     def state_group(self, name: str) -> Group:
         return self.group
@@ -231,41 +256,13 @@ class ModelParallel(ProcessGroup):
         self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
         self.counts_tokens = self.counts_losses and where.context == 0
 
-    def gradient_reducer(
-        self,
-        parameters: Mapping[str, Parameter],
-        is_sharded: Sequence[bool],
-        in_float32: bool = True,
-        scatters: bool = False,
-    ) -> GradientReducer:
-        names, leaves = list(parameters), list(parameters.values())
-        if not self.group.on_host:
-            groups = [self.groups_of(name) for name in names]
-            return SumDuringBackward(leaves, is_sharded, groups, in_float32, scatters_each=scatters)
-        if not scatters:
-            return SumAfterBackward(partial(self.sum_gradients, names))
-        scattered = [name for name, sharded in zip(names, is_sharded, strict=True) if sharded]
-
-        def scatter(place: int, gradient: Tensor) -> Tensor:
-            from trainer.parallel.collectives import reduce_scatter_range
-
-            name = names[place]
-            [gradient] = self.sum_gradients([name], [gradient], _BEFORE_SCATTER)
-            return reduce_scatter_range(gradient, self.state_group(name))
-
-        def sum_rest(gradients: list[Tensor]) -> list[Tensor]:
-            return self.sum_gradients(names, gradients, scattered=scattered)
-
-        return ScatterDuringBackward(leaves, is_sharded, scatter, sum_rest, in_float32=in_float32)
-
     def state_group(self, name: str) -> Group | None:
         is_expert = "expert_dp" in self.layout.parameters[name].sums
         return self.groups.expert_dp if is_expert else self.groups.dp_cp
 
-    def groups_of(self, name: str) -> list[Group]:
-        """The groups over which the gradient of a parameter is summed, one after the other."""
-        found = (getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums)
-        return [group for group in found if group is not None]
+    def groups_of(self, name: str) -> dict[SumGroup, Group]:
+        found = {kind: getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums}
+        return {kind: group for kind, group in found.items() if group is not None}
 
     def counted(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do. Of
@@ -275,34 +272,13 @@ class ModelParallel(ProcessGroup):
     def writes(self, name: str, is_sharded: bool = False) -> bool:
         return self.layout.counts(name, self.where, is_sharded)
 
-    def sum_gradients(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[Tensor],
-        kinds: Sequence[SumGroup] = SUM_GROUPS,
-        scattered: Collection[str] = (),
-    ) -> list[Tensor]:
-        """Each gradient summed over those groups that the layout names, one after the other. The `scattered` ones are
-        ranges, which are summed over what follows the scattering."""
-        from trainer.parallel.collectives import all_reduce
 
-        found, sums = list(gradients), {name: self.layout.parameters[name].sums for name in names}
-        sums |= {name: tuple(kind for kind in sums[name] if kind in _AFTER_SCATTER) for name in scattered}
-        for kind in kinds:
-            group = getattr(self.groups, kind)
-            places = [place for place, name in enumerate(names) if kind in sums[name]]
-            if group is None or not places:
-                continue
-            for place, total in zip(places, all_reduce([found[place] for place in places], group), strict=True):
-                found[place] = total
-        return found
-
-
-def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout) -> ModelParallel:
-    """The ranks of a job, `group`, that divide a model."""
+def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1) -> ModelParallel:
+    """The ranks of a job, `group`, that divide a model; `ulysses` as in `group_ranks`."""
     mesh = build_mesh(layout.degrees, group.size)
     kv_heads = None if settings.multi_latent_attention else settings.kv_heads
-    return ModelParallel(process_groups(group, mesh, kv_heads), layout, mesh.coordinate_of(group.rank))
+    groups = process_groups(group, mesh, kv_heads, ulysses)
+    return ModelParallel(groups, layout, mesh.coordinate_of(group.rank))
 
 
 def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:

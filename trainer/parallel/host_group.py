@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.parallel.connections import Connections
+from trainer.parallel.connections import Connections, connect
 from trainer.parallel.sharding import SMALL_BYTES, range_of_rank
 
 
@@ -33,6 +33,13 @@ class HostGroup:
     def part(self, ranks: Sequence[int], name: str = "") -> HostGroup:
         """A group of some ranks of the job; without a call of the others. `name` is for groups of devices."""
         return HostGroup(self.connections, ranks)
+
+    def beside(self, on_one_host: bool, limit_seconds: float = 60) -> HostGroup:
+        """The same ranks with connections of their own, for a thread that communicates while others do. All ranks of
+        the group call this."""
+        found = connect(self.rank, self.size, self.gather_bytes, on_one_host, limit_seconds)
+        sockets = {self.ranks[place]: one for place, one in found.sockets.items()}
+        return HostGroup(Connections(self.ranks[self.rank], sockets), self.ranks)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         """[size, ...]: the arrays of all ranks, which have the same shape and dtype."""

@@ -116,24 +116,29 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
     return Mesh(degrees)
 
 
-def group_ranks(mesh: Mesh, rank: int, kv_heads: int | None = None) -> dict[str, Sequence[int]]:
+def group_ranks(
+    mesh: Mesh, rank: int, kv_heads: int | None = None, ulysses: int = 1
+) -> dict[str, Sequence[int]]:
     """The ranks of each group of `trainer.parallel.process_groups.ProcessGroups` but the world that a rank is in,
     ascending.
 
     Args:
         kv_heads: Heads of keys and values of the model; None: at least as many as tensor-parallel ranks.
+        ulysses: Neighbours of a context group that exchange heads; one of each such group is in a ring.
     """
     degrees = mesh.degrees
     tensor, per_stage = degrees.model_parallel, mesh.size // degrees.pipeline_stage
     first, replica = rank - rank % per_stage, tensor * degrees.context_parallel
     stage = range(first, first + per_stage)
-    stages, tp = mesh.group_of("pp", rank), mesh.group_of("tp", rank)
+    stages, tp, cp = (mesh.group_of(kind, rank) for kind in ("pp", "tp", "cp"))
     copies = tensor // min(tensor, kv_heads or tensor)
     at = rank % tensor // copies * copies
     return {
         "tp": tp,
         "kv": tp[at : at + copies],
-        "cp": mesh.group_of("cp", rank),
+        "cp": cp,
+        "ulysses": cp[cp.index(rank) // ulysses * ulysses :][:ulysses],
+        "ring": cp[cp.index(rank) % ulysses :: ulysses],
         "tp_cp": range(rank - rank % replica, rank - rank % replica + replica),
         "dp": mesh.group_of("dp", rank),
         "dp_cp": stage[rank % tensor :: tensor],
@@ -143,6 +148,28 @@ def group_ranks(mesh: Mesh, rank: int, kv_heads: int | None = None) -> dict[str,
         "pp": stages,
         "embedding": [*stages[:1], *stages[1:][-1:]] if rank in (stages[0], stages[-1]) else [rank],
     }
+
+
+class ModelCopy(NamedTuple):
+    """The fewest ranks around one that have a whole model together and whose groups do not reach beyond them.
+
+    Attributes:
+        number: Of `copies` such sets of ranks in the job.
+        ranks: Ascending.
+    """
+
+    number: int
+    copies: int
+    ranks: Sequence[int]
+
+
+def model_copy(mesh: Mesh, rank: int) -> ModelCopy:
+    """The copy of the model that a rank belongs to; ranks of a context group each have one."""
+    degrees = mesh.degrees
+    per_stage, width = mesh.size // degrees.pipeline_stage, math.lcm(degrees.model_parallel, degrees.expert_parallel)
+    number = rank % per_stage // width
+    starts = range(number * width, mesh.size, per_stage)
+    return ModelCopy(number, per_stage // width, [start + place for start in starts for place in range(width)])
 
 
 class DegreeMismatch(NamedTuple):

@@ -19,6 +19,8 @@ class ProcessGroups(NamedTuple):
         tp: Tensor parallelism: the ranks that share the layers' matrices.
         kv: Those of `tp` that hold the same head of keys and values, where there are fewer heads than ranks.
         cp: Context parallelism: the ranks that share the tokens of a sequence.
+        ulysses: Those of `cp` that exchange heads for tokens.
+        ring: Those of `cp` whose keys and values go round to this rank.
         tp_cp: `tp` and `cp` together: the ranks that share the tokens of a micro-batch for the experts.
         dp: The ranks with other sequences and the same part of the model.
         dp_cp: `dp` and `cp` together: the sum of the gradients of what is not an expert.
@@ -33,6 +35,8 @@ class ProcessGroups(NamedTuple):
     tp: Group | None = None
     kv: Group | None = None
     cp: Group | None = None
+    ulysses: Group | None = None
+    ring: Group | None = None
     tp_cp: Group | None = None
     dp: Group | None = None
     dp_cp: Group | None = None
@@ -43,11 +47,11 @@ class ProcessGroups(NamedTuple):
     embedding: Group | None = None
 
 
-def process_groups(world: Group, mesh: Mesh, kv_heads: int | None = None) -> ProcessGroups:
-    """Makes the groups of this rank; all ranks of the job call it. `kv_heads` as in `group_ranks`."""
+def process_groups(world: Group, mesh: Mesh, kv_heads: int | None = None, ulysses: int = 1) -> ProcessGroups:
+    """Makes the groups of this rank; all ranks of the job call it. `kv_heads` and `ulysses` as in `group_ranks`."""
     made: dict[tuple[int, ...], Group] = {}  # kinds with the same ranks share a group: on a device each takes memory
     groups = {}
-    for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads).items():
+    for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads, ulysses).items():
         if len(ranks) == world.size:
             groups[kind] = world if world.size > 1 else None
         elif len(ranks) > 1:

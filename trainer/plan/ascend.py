@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import sharing_level
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.device_defaults import with_device_defaults
@@ -22,6 +23,10 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """What keeps a job of these degrees, in explicit mode, from running on an Ascend."""
     if config.classifier is not None:
         return
+    divided = [name for name, size in degrees._asdict().items() if size > 1 and name != "data_parallel"]
+    if divided and config.run_mode in ("predict", "chat"):
+        fix = "set it to 1, or add --use_parallel False to run alone"
+        yield problem(config, f"parallel_config.{divided[0]}", "prediction divides a model on CPUs alone", fix)
     if degrees.pipeline_stage > 1:
         yield from _pipeline_problems(config, degrees)
     if config.decoder.experts is not None:
@@ -36,10 +41,7 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 
 def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    key, settings = "parallel_config.pipeline_stage", config.decoder
-    if config.run_mode in ("predict", "chat"):
-        fix = "set it to 1, or add --use_parallel False to run alone"
-        yield problem(config, key, "prediction goes through a pipeline on CPUs alone", fix)
+    settings = config.decoder
     shares = config.trains and config.parallel.enable_parallel_optimizer
     copies = settings.tie_word_embeddings or settings.mtp_depth
     if shares and copies and degrees.data_parallel * degrees.context_parallel > 1:
@@ -60,7 +62,7 @@ def _expert_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 def _context_problems(config: Config) -> Iterator[Problem]:
     """There ranks that share a sequence gather keys and values and run flash_attention_score."""
     key, settings = "parallel_config.context_parallel", config.decoder
-    if config.parallel_config.context_parallel_algo == "ulysses_cp":
+    if ulysses_degree(config) > 1:
         where, fix = "parallel_config.context_parallel_algo", "set it to colossalai_cp"
         yield problem(config, where, "not yet supported on an Ascend outside semi-automatic mode", fix)
     if settings.attention_dropout:

@@ -57,7 +57,8 @@ def device_memory(
     degrees = degrees_of(config, world)
     stages = range(degrees.pipeline_stage) if stage is None else [stage]
     held = None if runs_semi_auto(config, world) else held_parts(config, world)
-    every = (_stage(config, world, degrees, trains, states, one, held[one] if held else None) for one in stages)
+    trained = trained_shapes(config) if trains else {}
+    every = (_stage(config, world, degrees, trained, states, one, held[one] if held else None) for one in stages)
     return max(every, key=lambda parts: parts["total"])
 
 
@@ -70,13 +71,14 @@ def _stage(
     config: Config,
     world: World,
     degrees: Degrees,
-    trains: bool,
+    trained: dict[str, tuple[int, ...]],
     states: dict[str, int],
     stage: int,
     own: Held | None,
 ) -> dict[str, int]:
-    """`own`: what a rank has in explicit mode; None in semi-automatic mode."""
-    settings, stages, is_graph = config.decoder, degrees.pipeline_stage, own is None
+    """`own`: what a rank has in explicit mode; None in semi-automatic mode. `trained` is empty where nothing trains."""
+    trains, is_graph = bool(trained), own is None
+    settings, stages = config.decoder, degrees.pipeline_stage
     held = all_shapes(settings) if own is None else own.shapes
     names = _names_of_stage(config, stage, stages) if own is None else list(held)
     least = shard_threshold_bytes(config)
@@ -102,7 +104,8 @@ def _stage(
     if not trains:
         parts["weights in half precision"] = copies
         return parts | {"total": sum(parts.values())}
-    trained = {name: shape for name, shape in trained_shapes(config).items() if name in set(names)}
+    of_stage = set(names)
+    trained = {name: shape for name, shape in trained.items() if name in of_stage}
     groups = parameter_groups(trained, config.optimizer.weight_decay, config.optimizer.type)
     of_trained = [name for name in trained if not is_buffer(name)]
     micro_batches = config.parallel_config.micro_batch_num if stages > 1 else 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import degrees_of, runs_semi_auto
 from trainer.config.layer_ranges import layer_text
 from trainer.config.stages import chunk_layers, stage_layers
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.parallel.world import World
 
-_GROUPS = ("tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
+_GROUPS = ("tp", "cp", "ulysses", "ring", "tp_cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
 """Named as in Megatron-Core's ProcessGroupCollection; see `trainer.parallel.process_groups.ProcessGroups`."""
 
 
@@ -88,7 +89,7 @@ def division(config: Config, world: World) -> Division | None:
     mesh, layout = Mesh(degrees), layout_of(config, world)
     return Division(
         "rank = ((pp x DP + dp) x CP + cp) x TP + tp",
-        tuple(_groups(config, mesh, layout)),
+        tuple(_groups(config, world, layout)),
         tuple(_stages(config, mesh, layout)),
         tuple(_of_group("tp", mesh, lambda rank: _tensor_parts(config, degrees, rank))),
         tuple(_of_group("cp", mesh, lambda rank: _context_parts(config, degrees, rank))),
@@ -107,6 +108,13 @@ def layout_of(config: Config, world: World) -> ModelLayout:
     # There the first stage alone holds the embedding, and hands on what the last one needs of it.
     one = layout.parameters[EMBEDDING]
     return replace(layout, parameters={**layout.parameters, EMBEDDING: one._replace(stages=(0,))})
+
+
+def groups_of(config: Config, world: World, rank: int) -> dict[str, Sequence[int]]:
+    """The ranks of each group that a rank is in: see `group_ranks`."""
+    settings = config.decoder
+    kv_heads = None if settings.multi_latent_attention else settings.kv_heads
+    return group_ranks(Mesh(degrees_of(config, world)), rank, kv_heads, ulysses_degree(config))
 
 
 def fullest_rank(degrees: Degrees, stage: int) -> MeshCoordinate:
@@ -149,12 +157,14 @@ def held_parts(config: Config, world: World) -> list[Held]:
     return found
 
 
-def _groups(config: Config, mesh: Mesh, layout: ModelLayout) -> list[GroupPlan]:
+def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan]:
     """Of more than one rank; kinds with the same ranks have one entry."""
+    degrees = layout.degrees
     unused = () if config.decoder.experts else ("tp_cp", "ep", "expert_dp")
+    unused += () if 1 < ulysses_degree(config) < degrees.context_parallel else ("ulysses", "ring")
     unused += ("embedding",) if len(layout.parameters[EMBEDDING].stages) == 1 else ()
     found: dict[tuple[Sequence[int], Sequence[int]], GroupPlan] = {}
-    for_first, for_last = (group_ranks(mesh, rank) for rank in (0, mesh.size - 1))
+    for_first, for_last = (groups_of(config, world, rank) for rank in (0, degrees.ranks - 1))
     for name in (name for name in _GROUPS if name not in unused):
         first, last = for_first[name], for_last[name]
         if len(first) == 1:
@@ -162,7 +172,7 @@ def _groups(config: Config, mesh: Mesh, layout: ModelLayout) -> list[GroupPlan]:
         key = tuple(first), tuple(last)
         names = f"{found[key].name}, {name}" if key in found else name
         # The stages between the first and the last one have no embedding.
-        number = mesh.size // (mesh.degrees.pipeline_stage if name == "embedding" else len(first))
+        number = degrees.ranks // (degrees.pipeline_stage if name == "embedding" else len(first))
         found[key] = GroupPlan(names, len(first), number, ranks_text(first), ranks_text(last))
     return list(found.values())
 
@@ -225,12 +235,11 @@ def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
 
 
 def _context_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
-    """Which tokens of a sequence: see trainer/data/batches/context.py."""
-    ranks, length = degrees.context_parallel, config.decoder.seq_length
-    if config.parallel_config.context_parallel_algo == "ulysses_cp":
-        return {"tokens": _range_text(range_of_rank(length, rank, ranks))}
-    chunks = rank, 2 * ranks - 1 - rank
-    return {"tokens": ", ".join(_range_text(range_of_rank(length, chunk, 2 * ranks)) for chunk in chunks)}
+    """Which tokens of a sequence."""
+    from trainer.data.batches.context import SequencePart
+
+    own = SequencePart(rank, degrees.context_parallel, ulysses_degree(config)).ranges(config.decoder.seq_length)
+    return {"tokens": ", ".join(_range_text(slice(each.start, each.stop)) for each in own)}
 
 
 def _expert_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:

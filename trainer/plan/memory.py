@@ -104,7 +104,10 @@ class _OwnBytes:
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         if self.level != "level3":
             return _bytes(shapes)
-        return sum(self.part(name, shape) for name, shape in shapes.items()) + _largest_unit(shapes)
+        layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
+        # What is used is whole, and what is used next, which may be under way: one of the two is a layer.
+        whole = _largest_unit(shapes) + _largest_unit(layers)
+        return sum(self.part(name, shape) for name, shape in shapes.items()) + whole
 
     def gradients(self, shapes: Mapping[str, tuple[int, ...]], copies: int) -> int:
         """Of trained parameters; `copies` 2: sums over micro-batches, and the gradients of one of them."""

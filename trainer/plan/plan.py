@@ -12,16 +12,6 @@ from trainer.config import config_notices
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
-from trainer.data.batches.blend import SourceShare
-from trainer.data.batches.loader import (
-    EvalBatches,
-    Progress,
-    TrainingBatches,
-    eval_batches,
-    optimizer_steps,
-    training_batches,
-)
-from trainer.data.batches.packing import PackingReport
 from trainer.device.resolve import device_notices
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
 from trainer.ops.precision import PartDtype, resolve_precision
@@ -38,6 +28,9 @@ from trainer.plan.traffic import TrafficPlan, traffic_plan
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
+    from trainer.data.batches.blend import SourceShare
+    from trainer.data.batches.loader import EvalBatches, Progress, TrainingBatches
+    from trainer.data.batches.packing import PackingReport
     from trainer.plan.backend import TrainingBackend
 
 # What the numbers of each update rule are called in the configuration.
@@ -132,19 +125,20 @@ def plan_run(
         RunError: The token file cannot be written.
     """
     settings, runner, trains = config.network, config.runner_config, config.trains
-    degrees = degrees_of(config, world)
-    precision = resolve_precision(settings, config.amp_level, device)
+    degrees, precision = degrees_of(config, world), resolve_precision(settings, config.amp_level, device)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    notices, data = _notices(config, world, backend, device, memory_bytes), None
+    notices, data, steps = _notices(config, world, backend, device, memory_bytes), None, 0
+    read, ranks = backend.data_config.runner_config, backend.data_ranks[1]
+    reads = trains and opens_data
     if config.run_mode not in ("predict", "chat") and opens_data:
+        from trainer.data.batches.loader import eval_batches, optimizer_steps, training_batches
+
         opened = training_batches if trains else eval_batches
         data = opened(backend.data_config, backend.data_ranks, progress, notices.append)
-    read, ranks = backend.data_config.runner_config, backend.data_ranks[1]
-    reads = data is not None and trains
-    steps = optimizer_steps(data.loader.batches_per_epoch, read.gradient_accumulation_steps) if reads else 0
+        steps = optimizer_steps(data.loader.batches_per_epoch, read.gradient_accumulation_steps) if trains else 0
     epochs = -(-runner.max_steps // steps) if runner.max_steps and steps else runner.epochs
     total = min(runner.max_steps or steps * epochs, steps * epochs)
     last = min(total, runner.stop_step or total)

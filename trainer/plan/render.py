@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from trainer.config.checks.notices import NoticeKind
@@ -120,11 +121,12 @@ def division_sections(division: Division, pipeline: PipelinePlan | None) -> list
     if pipeline is not None:
         header = ("stage", "ranks", "layers", "and", "weights", "work", "in flight")
         rows = [
-            (str(one.stage), one.ranks, "; ".join(one.layers), ", ".join(one.ends), f"{one.weights / 1e6:,.1f} M",
+            (str(one.stage), one.ranks, "; ".join(one.layers), ", ".join(one.ends), f"{one.weights / 1e6:,.1f}",
              f"{time.share:.0%}", str(time.in_flight))
             for one, time in zip(division.stages, pipeline.stages, strict=True)
         ]  # fmt: skip
-        found.append(("stages of the pipeline (weights of a rank)", [header, *_shortened(rows)]))
+        rows = [line for row in _shortened(rows) for line in _stage_lines(row)]
+        found.append(("stages of the pipeline (weights of a rank, in millions)", [header, *rows]))
     for axis, name, title in (
         ("tensor", "tp", "tensor group"), ("context", "cp", "context group"), ("experts", "ep", "expert group"),
     ):  # fmt: skip
@@ -159,6 +161,21 @@ def _shortened(rows: Rows) -> Rows:
     if len(rows) <= _MOST_ROWS:
         return rows
     return [*rows[: _MOST_ROWS - 2], ("...",) + ("",) * (len(rows[0]) - 1), rows[-1]]
+
+
+def _stage_lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """A stage's row, with further lines where it has many chunks or parts: the table fits 80 columns."""
+    stage, ranks, layers, ends, *numbers = row
+    cells = zip_longest(_pairs(layers, "; "), _pairs(ends, ", "), fillvalue="")
+    yield (stage, ranks, *next(cells), *numbers)
+    for further in cells:
+        yield ("", "", *further, *("" for _ in numbers))
+
+
+def _pairs(cell: str, separator: str) -> list[str]:
+    """The parts of a cell, two a line."""
+    parts = cell.split(separator)
+    return [separator.join(parts[first : first + 2]) for first in range(0, len(parts), 2)]
 
 
 def _pipeline_rows(pipeline: PipelinePlan) -> Rows:

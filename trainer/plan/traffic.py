@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import (
     degrees_of,
     micro_batches,
@@ -31,9 +32,9 @@ from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SUM_GROUPS, ModelLayout, is_expert, local_settings
-from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
+from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
 from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, range_of_rank
-from trainer.plan.division import fullest_rank, layout_of, micro_batch_tokens
+from trainer.plan.division import fullest_rank, groups_of, layout_of, micro_batch_tokens
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -116,9 +117,8 @@ def rank_traffic(
     config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts | None = None
 ) -> tuple[Traffic, ...]:
     """What one rank sends in a step whose micro-batches all have tokens that count."""
-    mesh, settings = Mesh(degrees_of(config, world)), config.decoder
-    rank = mesh.rank_at(where)
-    groups = group_ranks(mesh, rank, None if settings.multi_latent_attention else settings.kv_heads)
+    rank = Mesh(degrees_of(config, world)).rank_at(where)
+    groups = groups_of(config, world, rank)
     found: dict[tuple[str, str, Collective], tuple[int, int]] = {}
     for call in _calls(config, world, device, where, facts or _Facts.of(config, world)):
         ranks = groups[call.group]
@@ -259,7 +259,7 @@ def _context_calls(
     """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py. On an Ascend
     they are gathered."""
     ranks, own, tokens, what = degrees.context_parallel, sizes.own, sizes.tokens, "keys and values"
-    heads = own.num_heads
+    heads, ulysses = own.num_heads, min(ranks, ulysses_degree(config))
     kv_heads = heads if own.multi_latent_attention else own.kv_heads
     times = 1 + passes.backward + passes.again("attention")
     if device != "CPU":
@@ -268,13 +268,14 @@ def _context_calls(
         yield _Call("cp", what, "all_gather", size, 1 + again, sizes.width)
         yield _Call("cp", what, "reduce_scatter", ranks * size, passes.backward, sizes.width)
         return
-    if config.parallel_config.context_parallel_algo != "ulysses_cp":
-        size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
-        yield _Call("cp", what, "send", size, times * (ranks - 1), sizes.width)
-        return
-    columns = heads // ranks * own.head_size + max(1, kv_heads // ranks) * (own.head_size + own.value_size)
-    for width in (columns, heads // ranks * own.value_size):
-        yield _Call("cp", what, "all_to_all", ranks * tokens * width * sizes.width, times, sizes.width)
+    by_ring, by_heads = ("ring", "ulysses") if 1 < ulysses < ranks else ("cp", "cp")
+    of_keys = max(1, kv_heads // ulysses) * (own.head_size + own.value_size)
+    if ulysses < ranks:
+        size = ulysses * tokens * of_keys * sizes.width
+        yield _Call(by_ring, what, "send", size, times * (ranks // ulysses - 1), sizes.width)
+    for width in (heads // ulysses * own.head_size + of_keys, heads // ulysses * own.value_size):
+        given = ulysses * tokens * width * sizes.width
+        yield _Call(by_heads, what, "all_to_all", given, times * (ulysses > 1), sizes.width)
 
 
 def _expert_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:

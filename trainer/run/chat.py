@@ -179,7 +179,7 @@ def chat(config: Config, world: World, device: str) -> int:
     weights = adapters.starting_weights(config, _tell)
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
-        generator, _ = open_generator(config, weights, end_ids(config, tokenizer, template), world, device)
+        generator, *_ = open_generator(config, weights, end_ids(config, tokenizer, template), world, device)
     if stop.received:
         print(f"stopped by {stop.received.name}", file=sys.stderr)
         return stop.exit_code

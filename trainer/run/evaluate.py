@@ -77,7 +77,7 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
     console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
     for notice in plan.notices:
         console.on_notice(notice)
-    weights = starting_weights(config, console.on_notice, parts=held_parts(config, world))
+    weights = starting_weights(config, console.on_notice, parts=held_parts(config, world), world=world)
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:

@@ -4,32 +4,72 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.parallel.mesh import Mesh, model_copy
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import ChatTemplate, Tokenizer
     from trainer.models.generate import Generator, Sampling
+    from trainer.parallel.communicator import Communicator
+    from trainer.parallel.host_group import HostGroup
     from trainer.parallel.world import World
-    from trainer.run.session import Session
+
+
+class SharedCopy(NamedTuple):
+    """Which copy of the model this rank computes, and with whom: see `trainer.parallel.mesh.ModelCopy`.
+
+    Attributes:
+        group: None where the rank is alone.
+    """
+
+    number: int = 0
+    copies: int = 1
+    group: HostGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is None or self.group.rank == 0
+
+    def agree(self, tokens: list[int | None]) -> list[int | None]:
+        """The new tokens of the first rank, on all of them."""
+        if self.group is None:
+            return tokens
+        sent = np.array([-1 if token is None else token for token in tokens], np.int64)
+        return [None if token < 0 else token for token in self.group.broadcast(sent, 0).tolist()]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true on any rank."""
+        return flag if self.group is None else bool(self.group.all_gather(np.array([flag])).any())
+
+
+def copy_of(communicator: Communicator) -> SharedCopy:
+    """The copy of the model that a rank of these computes."""
+    from trainer.parallel.communicator import ModelParallel
+
+    if not isinstance(communicator, ModelParallel):
+        return SharedCopy(communicator.rank, communicator.size)
+    number, copies, ranks = model_copy(Mesh(communicator.layout.degrees), communicator.rank)
+    return SharedCopy(number, copies, communicator.group.part(ranks) if len(ranks) > 1 else None)
 
 
 def open_generator(
     config: Config, weights: Mapping[str, np.ndarray], ends: Iterable[int], world: World, device: str
-) -> tuple[Generator, Session]:
+) -> tuple[Generator, Communicator, SharedCopy]:
     """The model with its weights, ready to generate; here MindSpore loads."""
     from trainer.models.generate import Generator
     from trainer.run.session import open_session
 
     session = open_session(config, weights, world, device)
-    if session.pipeline is None:
-        return Generator(session.model, session.build_inputs, list(ends)), session
-    chunks, share = session.pipeline.generation_chunks(), session.pipeline.share_logits
-    return Generator(session.model, session.build_inputs, list(ends), chunks, share), session
+    copy, of_stages = copy_of(session.communicator), {}
+    if session.pipeline is not None:
+        of_stages = {"chunks": session.pipeline.generation_chunks(), "share": session.pipeline.share_logits}
+    generator = Generator(session.model, session.build_inputs, list(ends), **of_stages, agree=copy.agree)
+    return generator, session.communicator, copy
 
 
 def sampling_of(config: Config) -> Sampling:

@@ -164,7 +164,7 @@ class _Training:
             self.weights = dict(self.resumed.weights)
             self.resumed.weights.clear()  # who prepared the run keeps them otherwise, in memory that it needs
         else:
-            self.weights = starting_weights(self.config, notices.append, parts=parts)
+            self.weights = starting_weights(self.config, notices.append, parts=parts, world=self.world)
         adapted = self.config.decoder.pet_config is not None
         self.base = base_record(self.config, self.weights, parts) if adapted else None
         self.files = folder_files(self.config) if self.world.rank == 0 and self.base is None else {}

@@ -17,9 +17,7 @@ from trainer.config.checks.parallel import degrees_of, fit_problems, in_job
 from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems
 from trainer.config.checks.rules import run_problems
 from trainer.config.device_defaults import with_device_defaults
-from trainer.data.datasets import EVAL, TRAIN, build_eval_dataset, build_train_dataset, check_tokenizer
-from trainer.data.source.find import find_sources
-from trainer.data.source.mnist import PATH_VARIABLE
+from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
@@ -125,10 +123,15 @@ def _check_data(config: Config, section: str, is_away: bool) -> None:
         UserError: They cannot be read in this form, or have tokens beyond the model's vocabulary.
     """
     wanted = getattr(config, section)
+    if is_away and not (wanted.tokenizer.path and _is_here(wanted.tokenizer.path)):
+        return
+    from trainer.data.datasets import build_eval_dataset, build_train_dataset, check_tokenizer
+    from trainer.data.source.find import find_sources
+
     if not is_away and not wanted.data_loader.reads_text:
         build = build_train_dataset if section == TRAIN else build_eval_dataset
         build(config)
-    elif not is_away or (wanted.tokenizer.path and _is_here(wanted.tokenizer.path)):
+    else:
         check_tokenizer(config, section)
         if not is_away:
             find_sources(config, section)
@@ -156,7 +159,10 @@ def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
         values = loader.model_dump(include=set(keys))
         paths = _paths([values[key] for key in keys if key in values])
         paths += [item.path for item in getattr(loader, "sources", ())]
-        paths += [os.environ.get(PATH_VARIABLE, "")] if loader.type == "MnistDataset" else []
+        if loader.type == "MnistDataset":
+            from trainer.data.source.mnist import PATH_VARIABLE
+
+            paths.append(os.environ.get(PATH_VARIABLE, ""))
         if loader.type != "SyntheticDataset" and not any(_is_here(path) for path in paths if path):
             found[name] = next(filter(None, paths), "")
     return found

@@ -35,8 +35,9 @@ from trainer.run.stop_signals import StopSignals
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import Tokenizer
+    from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
-    from trainer.run.session import Session
+    from trainer.run.generation import SharedCopy
 
 
 class _Stopped(Exception):
@@ -152,17 +153,17 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
 
     for notice in template.notices if template else ():
         tell(notice)
-    weights = starting_weights(config, tell, parts=held_parts(config, world))
+    weights = starting_weights(config, tell, parts=held_parts(config, world), world=world)
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     ends = end_ids(config, tokenizer, template)
-    generator, session = open_generator(config, weights, ends, world, device)
+    generator, communicator, copy = open_generator(config, weights, ends, world, device)
     sampling, size = sampling_of(config), config.predict_batch_size or config.decoder.batch_size
 
     def until_stopped(steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:
         for tokens in steps:
-            # Stages of a pipeline stop together: one alone would leave the others waiting.
-            if stop() if session.pipeline is None else session.pipeline.any(stop()):
+            # Ranks that divide a model stop together: one alone would leave the others waiting.
+            if copy.any(stop()):
                 raise _Stopped
             yield tokens
 
@@ -177,7 +178,7 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
 
     batches = range(0, len(prompts), size)
     if world.size > 1:
-        _predict_together(batches, continued, session, folder)
+        _predict_together(batches, continued, communicator, copy, folder)
         return
     with write_records(folder / "predictions.jsonl") as record:
         for first in batches:
@@ -188,19 +189,18 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
 def _predict_together(
     batches: Sequence[int],
     continued: Callable[[int, Callable[[str], None]], Iterator[dict[str, str]]],
-    session: Session,
+    communicator: Communicator,
+    copy: SharedCopy,
     folder: Path,
 ) -> None:
-    """Each rank with the whole model, or each pipeline, continues every n-th batch; rank 0 shows and writes them in the
-    order of the prompts."""
-    communicator = session.communicator
-    continues = communicator.same_part
+    """Each of n copies of the model continues every n-th batch; rank 0 shows and writes them in the order of the
+    prompts."""
     done: list[tuple[int, str, list[dict[str, str]]]] | None = []
     try:
-        for first in batches[continues.rank :: continues.size]:
+        for first in batches[copy.number :: copy.copies]:
             shown: list[str] = []
             found = list(continued(first, shown.append))
-            if communicator.counts_losses:  # one of the stages, which all have the same tokens
+            if copy.is_first:  # its ranks all have the same tokens
                 done.append((first, "".join(shown), found))
     except _Stopped:
         done = None  # the other ranks wait in the gather

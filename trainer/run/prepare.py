@@ -12,7 +12,6 @@ from trainer.config.checks.notices import pipeline_notices
 from trainer.config.checks.parallel import degrees_of, in_job, micro_batches, runs_semi_auto
 from trainer.config.checks.problem import Problem
 from trainer.config.device_defaults import with_device_defaults
-from trainer.data.datasets import data_layout
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
 from trainer.parallel.mesh import Mesh
@@ -109,11 +108,11 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     backend.check_device(device)
     preflight(config, world, backend.problems())
     memory_bytes = memory_estimate(config, config.trains, device, world)
+    own = world if world == world_from_environment() else SINGLE_PROCESS  # a plan may be of a job for other hosts
     if device == "CPU":
-        # A plan may be of a job for other hosts: one rank must fit anywhere.
-        ranks = world.local_size if world == world_from_environment() else 1
-        check_memory(config, memory_bytes, ranks)
-    if not (config.trains and config.resume_training):  # otherwise the checkpoint that is resumed has the weights
+        check_memory(config, memory_bytes, own.local_size)  # one rank must fit anywhere
+    resumes = config.trains and config.resume_training
+    if (config.load_checkpoint or config.adapter_id) and not resumes:  # a checkpoint that is resumed has the weights
         from trainer.checkpoint.adapters import check_starting_files
 
         check_starting_files(config)
@@ -125,10 +124,12 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
 
         resume_from = checkpoint_to_resume(config)
     plan = plan_run(config, world, backend, device, memory_bytes, show_build)
+    from trainer.data.datasets import data_layout
+
     layout = data_layout(backend.data_config, plan.data.dataset, backend.data_ranks[1])
     if resume_from is None:
         return Prepared(config, plan, layout, None, None)
-    resumed = read_resumed(resume_from, config, layout, held_parts(config, world))
+    resumed = read_resumed(resume_from, config, layout, held_parts(config, world), own)
     return Prepared(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import mindspore
 import numpy as np
 
 from trainer.checkpoint.state import load_weights
+from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.recompute import recomputed_parts
@@ -32,7 +34,7 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import all_gather_ranges, gather_range, start, write_own_ranges
+from trainer.parallel.collectives import all_gather_ranges, array_gatherer, gather_range, start, write_own_ranges
 from trainer.parallel.communicator import (
     Communicator,
     ModelParallel,
@@ -101,7 +103,7 @@ def open_session(
     kernels = load_kernels(select_kernels(config.network, device, precision), precision, device=device)
     shard, pipeline = _shard(config, communicator), None
     if shard is not None and shard.tokens.ranks > 1:
-        kernels = over_context(kernels, communicator.groups.cp, shard.tokens, compiled=config.context.mode == 0)
+        kernels = over_context(kernels, communicator.groups, shard.tokens, compiled=config.context.mode == 0)
     model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:
         load_weights(model, weights)
@@ -120,7 +122,7 @@ def _communicator(config: Config, world: World, group: Group) -> Communicator:
     """The ranks of a job, by what they share."""
     if not degrees_of(config, world).divide_model:
         return ProcessGroup(group)
-    return model_parallel(group, config.decoder, layout_of(config, world))
+    return model_parallel(group, config.decoder, layout_of(config, world), ulysses_degree(config))
 
 
 def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
@@ -129,8 +131,7 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
         return None
     groups, section, where = communicator.groups, config.parallel_config, communicator.where
     tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
-    ranks, in_ring = communicator.layout.degrees.context_parallel, section.context_parallel_algo != "ulysses_cp"
-    tokens = SequencePart(where.context, ranks, in_ring)
+    tokens = SequencePart(where.context, section.context_parallel, ulysses_degree(config))
     return ModelShard(communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp)
 
 
@@ -192,8 +193,10 @@ def open_training(
     if shards_optimizer(config, world):
         make_shards = partial(optimizer_shards, session.communicator, shard_threshold_bytes(config))
         if sharing_level(config) == "level3":
-            session.model.compute_weights.shard(make_shards(parameters))
-            shards = make_shards(trained, write_own_ranges)
+            gatherer = partial(array_gatherer, on_one_host=world.local_size == world.size)
+            ahead = gathers_ahead(session.communicator)
+            session.model.compute_weights.shard(make_shards(parameters, gatherer), ahead)
+            shards = make_shards(trained, lambda group: partial(write_own_ranges, group), shards_weights=True)
         else:
             shards = make_shards(trained)
     own = session.model.shard
@@ -212,16 +215,22 @@ def open_training(
     )
 
 
+def gathers_ahead(communicator: Communicator) -> bool:
+    """Whether all ranks have a core to gather weights with while another one computes."""
+    return not communicator.any(len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else True)
+
+
 def optimizer_shards(
     communicator: Communicator,
     threshold_bytes: int,
     parameters: Mapping[str, Parameter],
-    all_gather: Callable = all_gather_ranges,
+    gatherer: Callable[[Group], Callable] | None = None,
+    shards_weights: bool = False,
 ) -> dict[str, OptimizerShard]:
     """This rank's shards of those parameters that the ranks with the same part of them divide.
 
     Args:
-        all_gather: (group, parameters, own ranges) -> nothing: what `OptimizerShard.all_gather` does.
+        gatherer: Makes the `OptimizerShard.all_gather` of a group; None: `all_gather_ranges`.
     """
     made: dict[int, OptimizerShard] = {}  # one for each group: what it shares travels together
     found = {}
@@ -230,9 +239,9 @@ def optimizer_shards(
         if group is None:
             continue
         if id(group) not in made:
+            gather = partial(all_gather_ranges, group) if gatherer is None else gatherer(group)
             made[id(group)] = OptimizerShard(
-                group.rank, group.size, threshold_bytes, partial(all_gather, group), partial(gather_range, group),
-                shards_weights=all_gather is write_own_ranges,
+                group.rank, group.size, threshold_bytes, gather, partial(gather_range, group), shards_weights
             )  # fmt: skip
         if made[id(group)].divides(parameter.size):
             found[name] = made[id(group)]

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.schema.data import HuggingFaceLoader, MegatronLoader
-from trainer.data.datasets import EVAL, TRAIN
+from trainer.config.schema.data import EVAL, TRAIN, HuggingFaceLoader, MegatronLoader
 from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.model import seq_length, small_vocabulary
 from trainer.smoke.training import batch_size, rows_of_a_step

@@ -273,10 +273,6 @@ class Pipeline:
             found.append(StageChunk(part.layers, receive, send))
         return found
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is true on any stage."""
-        return bool(self.group.all_gather(np.array([flag])).any())
-
     def share_logits(self, logits_BV: np.ndarray | None) -> np.ndarray:
         """Those of the last stage, on all stages."""
         last = self.group.size - 1

@@ -28,7 +28,8 @@ class JsonError(ValueError):
 class Document(BaseModel):
     """Base of the models: types are not converted, numbers are finite, unknown keys are errors."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    # A validator is built when it is first needed: a process reads few kinds of documents.
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, defer_build=True)
 
 
 class OpenDocument(Document):

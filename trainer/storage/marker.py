@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from trainer.input_files import open_file, read_bytes
-from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file
+from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file, parts_of_size
 from trainer.storage.json_files import Count, Document, JsonError, parse_json
 
 MARKER = "COMPLETE"
@@ -29,6 +30,7 @@ class Marker(Document):
         save_number: Grows with every save of a run.
         file_bytes: Length of each file.
         checksums: Of each file, see `trainer.storage.checksums`; None in a checkpoint from before there were any.
+        part_checksums: Of the parts of large files; earlier versions have none.
         checksum: Of the marker itself without this field.
     """
 
@@ -36,17 +38,21 @@ class Marker(Document):
     save_number: Count
     file_bytes: dict[FileName, Count]
     checksums: dict[FileName, Checksum] | None = None
+    part_checksums: dict[FileName, list[Checksum]] | None = None
     checksum: Checksum | None = None
 
     @model_validator(mode="after")
     def is_consistent(self) -> Marker:
         if self.checksums is None:
-            if self.checksum is not None:
-                raise ValueError("checksums is missing, and checksum is there")
+            if self.checksum is not None or self.part_checksums is not None:
+                raise ValueError("checksums is missing, and other checksums are there")
             return self
         if self.checksums.keys() != self.file_bytes.keys():
             raise ValueError("checksums and file_bytes name other files")
-        if self.checksum != _checksum_of(self.model_dump(exclude={"checksum"})):
+        for name, parts in (self.part_checksums or {}).items():
+            if len(parts) != parts_of_size(self.file_bytes.get(name, 0)):
+                raise ValueError(f"part_checksums has {len(parts)} parts of {name}, which has another size")
+        if self.checksum != _checksum_of(self.model_dump(exclude={"checksum"}, exclude_unset=True)):
             raise ValueError("it has changed since it was written: its own checksum is another")
         return self
 
@@ -61,6 +67,24 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
     return checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
 
 
+def is_as_saved(path: Path, marker: Marker, world: World = SINGLE_PROCESS) -> bool:
+    """Whether the checksums of a file that was saved with this marker are those of the marker.
+
+    The ranks of a host read the parts of a large file in turns: each compares the first one, which says what the file
+    holds, and its share of the others. A rank that finds another checksum ends before the ranks of the job meet, and
+    then no rank begins to train.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    parts = (marker.part_checksums or {}).get(path.name, ())
+    if world.local_size == 1 or not parts:
+        return marker.checksums is None or checksum_of_file(path) == marker.checksums[path.name]
+    own = world.rank % world.local_size  # ranks of a host follow each other
+    numbers = [number for number in range(len(parts)) if not number or number % world.local_size == own]
+    return all(checksum_of_file(path, number) == parts[number] for number in numbers)
+
+
 def read_saved(path: Path, limit: int | None = None) -> bytes:
     """The content of a file, which is checked where it was saved with a checkpoint.
 
@@ -68,18 +92,18 @@ def read_saved(path: Path, limit: int | None = None) -> bytes:
         OSError: As `trainer.input_files.read_bytes`, or the file is not what was saved.
     """
     content = read_bytes(path, limit)
-    _check(path, len(content), lambda: checksum_of_bytes(content))
+    _check(path, len(content), lambda marker: checksum_of_bytes(content) == marker.checksums[path.name])
     return content
 
 
-def check_saved(path: Path) -> None:
-    """`read_saved` for a file that may be large, without its content."""
+def check_saved(path: Path, world: World = SINGLE_PROCESS) -> None:
+    """`read_saved` for a file that may be large, without its content; `world` as in `is_as_saved`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-    _check(path, size, lambda: checksum_of_file(path))
+    _check(path, size, lambda marker: is_as_saved(path, marker, world))
 
 
-def _check(path: Path, size: int, checksum_of: Callable[[], str]) -> None:
+def _check(path: Path, size: int, is_same: Callable[[Marker], bool]) -> None:
     """Raises an OSError where a file was saved with a checkpoint, and not with this length and checksum."""
     try:
         marker = parse_json(read_bytes(path.with_name(MARKER)), Marker, MARKER)
@@ -87,7 +111,7 @@ def _check(path: Path, size: int, checksum_of: Callable[[], str]) -> None:
         return
     except (OSError, JsonError) as error:
         raise OSError(errno.EIO, f"the checkpoint that it belongs to is damaged: {error}") from None
-    checksum = (marker.checksums or {}).get(path.name)
-    if size != marker.file_bytes.get(path.name, size) or (checksum is not None and checksum_of() != checksum):
-        what = "length" if checksum is None else "checksum"
+    has_checksum = path.name in (marker.checksums or {})
+    if size != marker.file_bytes.get(path.name, size) or (has_checksum and not is_same(marker)):
+        what = "checksum" if has_checksum else "length"
         raise OSError(errno.EIO, f"it is not what was saved with the checkpoint: its {what} differs")

@@ -21,7 +21,7 @@ import safetensors
 
 from trainer.input_files import open_file
 from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
-from trainer.storage.checksums import RunningChecksum
+from trainer.storage.checksums import FileChecksum, RunningChecksum
 
 CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "uint64": "U64", "int32": "I32",
@@ -79,7 +79,7 @@ def header_of(entries: Entries) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {name: start + at for name, at in offsets.items()}
 
 
-def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) -> str:
+def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) -> FileChecksum:
     """Writes the numbers of each entry, in order, each array when it is its turn; returns the file's checksum.
 
     Args:
@@ -95,7 +95,7 @@ def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) ->
                 block = data[start : start + _BLOCK_BYTES]
                 file.write(block)
                 checksum.update(block)
-    return checksum.hexdigest()
+    return checksum.result()
 
 
 def in_order(entries: Entries, pieces: Pieces) -> Iterator[np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.schema.root import Config
@@ -37,29 +37,41 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
 
 
+def ulysses_degree(config: Config) -> int:
+    """Neighbouring ones of the context-parallel ranks that exchange heads for tokens; 1: all ranks are a ring."""
+    section = config.parallel_config
+    degrees = {"ulysses_cp": section.context_parallel, "hybrid_cp": section.ulysses_degree_in_cp}
+    return degrees.get(section.context_parallel_algo, 1)
+
+
 def context_problems(config: Config) -> Iterator[Problem]:
-    """context_parallel must divide the tokens of a sequence, and with ulysses_cp the heads of a rank."""
+    """context_parallel must divide the tokens of a sequence, and what exchanges heads the heads of a rank."""
     section, settings, key = config.parallel_config, config.decoder, "parallel_config.context_parallel"
-    ranks, algorithm = section.context_parallel, section.context_parallel_algo
+    ranks = section.context_parallel
     if ranks == 1:
-        return
-    if algorithm == "hybrid_cp":
-        fix = "set it to colossalai_cp, or to ulysses_cp"
-        yield problem(config, "parallel_config.context_parallel_algo", "not yet supported", fix)
-        return
-    chunks = 2 if algorithm == "colossalai_cp" else 1  # of a rank: see trainer/data/batches/context.py
-    if settings.seq_length % (chunks * ranks):
-        twice = "2 x " if chunks > 1 else ""
-        rule = f"seq_length {settings.seq_length} is not divisible by {twice}context_parallel"
-        near = max(1, round(settings.seq_length / (chunks * ranks))) * chunks * ranks
-        yield problem(config, key, rule, f"set seq_length to {near}, or change context_parallel")
-    if chunks > 1:
         return
     heads = settings.num_heads // section.model_parallel
     kv_heads = heads if settings.multi_latent_attention else max(1, settings.kv_heads // section.model_parallel)
-    if heads % ranks or kv_heads % ranks and ranks % kv_heads:
-        rule = f"with ulysses_cp its ranks share the {heads} heads and {kv_heads} heads of keys and values"
-        yield problem(config, key, rule, "change it, or set context_parallel_algo to colossalai_cp")
+    fitting = [number for number in range(1, ranks + 1)
+               if ranks % number == heads % number == 0 and 0 in (kv_heads % number, number % kv_heads)]  # fmt: skip
+    share = f"share the {heads} heads and {kv_heads} heads of keys and values"
+    ulysses = ulysses_degree(config)
+    if section.context_parallel_algo == "hybrid_cp" and ulysses not in fitting:
+        rule = f"must divide context_parallel {ranks}, and so many ranks {share}"
+        yield problem(config, "parallel_config.ulysses_degree_in_cp", rule, f"set it to {_any_of(fitting)}")
+        return
+    # See trainer/data/batches/context.py.
+    parts = ranks if ulysses == ranks else math.lcm(ranks, 2 * ranks // ulysses)
+    if settings.seq_length % parts:
+        shown = "context_parallel" if parts == ranks else "2 x context_parallel"
+        rule = f"seq_length {settings.seq_length} is not divisible by {shown}"
+        near = max(1, round(settings.seq_length / parts)) * parts
+        fits = settings.seq_length * ranks / parts
+        fix = f"{_set_to(int(fits))}, or" if fits.is_integer() else "change it, or set"
+        yield problem(config, key, rule, f"{fix} seq_length to {near}")
+    if ulysses not in fitting:
+        fix = f"change it, or write hybrid_cp and ulysses_degree_in_cp {_any_of(fitting)}"
+        yield problem(config, key, f"with ulysses_cp its ranks {share}", fix)
 
 
 def expert_problems(config: Config) -> Iterator[Problem]:
@@ -116,6 +128,9 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
 
 def _set_to(number: int) -> str:
     """The fix for a degree that must divide `number`."""
-    divisors = [each for each in range(1, number + 1) if number % each == 0]
-    shown = [*divisors[:5], "..."] if len(divisors) > 6 else divisors
-    return f"set it to {', '.join(map(str, shown[:-1]))} or {shown[-1]}" if len(shown) > 1 else f"set it to {shown[0]}"
+    return f"set it to {_any_of([each for each in range(1, number + 1) if number % each == 0])}"
+
+
+def _any_of(numbers: Sequence[int]) -> str:
+    shown = [*numbers[:5], "..."] if len(numbers) > 6 else numbers
+    return f"{', '.join(map(str, shown[:-1]))} or {shown[-1]}" if len(shown) > 1 else str(shown[0])

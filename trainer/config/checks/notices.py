@@ -87,15 +87,15 @@ _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size", lambda c: not is_semi_auto(c),
             _GRAPH_ALONE),
-    _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler", lambda c: not is_semi_auto(c),
-            _GRAPH_ALONE),
     _Unused("parallel_config", "gradient_aggregation_group", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size",
             lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("parallel.parallel_optimizer_config", "optimizer_level gradient_accumulation_shard"
             " parallel_optimizer_threshold", lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler",
-            lambda c: is_semi_auto(c) and c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
+            lambda c: c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
+    _Unused("parallel_config", "ulysses_degree_in_cp", lambda c: c.parallel_config.context_parallel_algo != "hybrid_cp",
+            "only hybrid_cp has it"),
     _Unused("parallel_config", "use_seq_parallel",
             lambda c: c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
     _Unused("recompute_config", "select_comm_recompute mp_comm_recompute recompute_slice_activation",
@@ -314,7 +314,7 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
         if config.use_parallel is None:
             yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
         if parallel.parallel_mode in SEMI_AUTO and parallel.parallel_fallback:
-            yield (f"parallel.parallel_mode {parallel.parallel_mode}: data parallelism in its place, as"
+            yield (f"parallel.parallel_mode {parallel.parallel_mode}: explicit mode in its place, as"
                    f" parallel_fallback {parallel.parallel_fallback} says")
         return
     section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")

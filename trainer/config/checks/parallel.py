@@ -126,9 +126,9 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
         return
-    if config.run_mode in ("predict", "chat"):
-        fix = "set it to 1, or add --use_parallel False to run alone: checkpoints are those of one rank"
-        yield problem(config, key, "ranks divide a model in trainings and evaluations only", fix)
+    if config.run_mode == "chat":
+        fix = "set it to 1, or add --use_parallel False: checkpoints are those of one rank"
+        yield problem(config, key, "a conversation is held by one rank", fix)
     if degrees.model_parallel > 1:
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
@@ -158,6 +158,8 @@ def fit_problems(config: Config, world: World) -> list[Problem]:
     fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
     alone, left_out = "to run alone, add --use_parallel False", "an unset data_parallel takes the ranks that are left"
     fix = f"{fix}; {alone if world.size == 1 else left_out}"
+    if config.run_mode == "chat":
+        fix = "a chat runs on one rank: add --use_parallel False"
     return [problem(config, f"parallel_config.{mismatch.key}", mismatch.rule, fix)]
 
 

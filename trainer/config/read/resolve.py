@@ -32,6 +32,13 @@ _LISTED = 15
 """A section with at most so many keys has them listed when an unknown one resembles none."""
 _GUESSED = 100
 """For so many unknown keys of a file the nearest name is sought, which takes milliseconds each."""
+_ELSEWHERE = {
+    "tensor_parallel": "model_parallel", "tensor_model_parallel_size": "model_parallel",
+    "pipeline_parallel": "pipeline_stage", "pipeline_model_parallel_size": "pipeline_stage",
+    "context_parallel_size": "context_parallel", "expert_model_parallel_size": "expert_parallel",
+    "sequence_parallel": "use_seq_parallel",
+}  # fmt: skip
+"""What the newer schema, Megatron-LM and others call a key."""
 
 
 _ABSENT = object()
@@ -96,6 +103,8 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
 def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, found: Resolved) -> Problem:
     schema, is_one_of_many = found.kind, len(found.problems) > _GUESSED
     guess = "" if is_one_of_many else nearest(name, list(yaml_names(kind)))
+    if (same := _ELSEWHERE.get(name)) in yaml_names(kind):
+        guess = same
     homes = [f"{home}.{name}" for home in sections_with(name, schema) if f"{home}." != path]
     if homes and guess.lower() != name.lower():
         fix = f"write it in its section: {one_of(homes)}"

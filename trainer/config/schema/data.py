@@ -9,6 +9,7 @@ from trainer.config.schema.fields import BATCH, COUNT, LENGTH, REQUIRED, TOKEN_I
 _Field: TypeAlias = Literal[
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "text", "system",
     "tools"]
+TRAIN, EVAL = "train_dataset", "eval_dataset"
 _MEANWHILE = "use TextDataset, JsonlDataset or SyntheticDataset"
 
 

@@ -99,7 +99,9 @@ class ParallelConfig(Section):
     context_parallel: int = setting(1, "Devices that share each sequence's tokens.", ge=1, le=RANKS)
     context_parallel_algo: Literal["colossalai_cp", "ulysses_cp", "hybrid_cp"] = setting(
         "colossalai_cp", "How they compute attention. colossalai_cp: in a ring; ulysses_cp: each some of the heads;"
-        " hybrid_cp is not yet supported.")
+        " hybrid_cp: in a ring of groups of ulysses_degree_in_cp ranks, each rank some of the heads.")
+    ulysses_degree_in_cp: int = setting(
+        1, "Neighbouring ranks of context_parallel that exchange heads with hybrid_cp.", ge=1, le=RANKS)
     expert_parallel: int = setting(1, "Devices that share the experts.", ge=1, le=RANKS)
     pipeline_stage: int = setting(1, "Devices that share the layers.", ge=1, le=RANKS)
     micro_batch_num: int = setting(1, "Micro-batches of a pipeline.", ge=1, le=BATCH)

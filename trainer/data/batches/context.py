@@ -3,7 +3,9 @@
 With causal attention a token at position p meets p + 1 keys, so ranks with neighbouring tokens would have unequal work.
 Ring attention therefore cuts a sequence in 2 R equal chunks, of which rank r has chunks r and 2 R - 1 - r (Megatron-LM
 and Llama 3 do so: Grattafiori et al. 2024, section 3.3.2): each rank meets the same number of keys. Ulysses attention
-gives a rank whole sequences of some heads, and neighbouring tokens before and after.
+gives a rank whole sequences of some heads, and neighbouring tokens before and after. Where both are used (Fang and Zhao
+2024, USP), groups of U neighbouring ranks are the R / U members of a ring, and the ranks of a group divide the tokens
+of their member.
 
 Legend: B sequences of T tokens, R ranks, n = T / R tokens of a sequence on a rank, h = n / 2 tokens of a chunk.
 """
@@ -21,19 +23,38 @@ class SequencePart(NamedTuple):
     """The tokens of each sequence that one of the context-parallel ranks has.
 
     Attributes:
-        in_ring: Chunks r and 2 R - 1 - r, for a ring; or neighbouring tokens.
+        ulysses: U, the neighbouring ranks that exchange heads for tokens; 1: the ranks are a ring.
     """
 
     rank: int
     ranks: int
-    in_ring: bool = True
+    ulysses: int = 1
+
+    @property
+    def ring(self) -> SequencePart:
+        """What the ranks that exchange heads with this one have together."""
+        return SequencePart(self.rank // self.ulysses, self.ranks // self.ulysses)
 
     def positions(self, length: int) -> np.ndarray:
-        """Positions of the rank's tokens in a sequence of T, ascending: int64 [n]. T is a multiple of 2 R, or of R."""
-        if not self.in_ring:
-            return np.arange(length).reshape(self.ranks, -1)[self.rank]
-        chunks = np.arange(length).reshape(2 * self.ranks, -1)
-        return np.concatenate([chunks[self.rank], chunks[2 * self.ranks - 1 - self.rank]])
+        """Positions of the rank's tokens in a sequence of T, ascending: int64 [n].
+
+        T is a multiple of R and, where there is a ring, of 2 R / U.
+        """
+        return np.concatenate([np.arange(each.start, each.stop) for each in self.ranges(length)])
+
+    def ranges(self, length: int) -> list[range]:
+        """The same, as one or two ranges."""
+        place, members, _ = self.ring
+        chunks = [range(length)]
+        if members > 1:
+            half = length // (2 * members)
+            chunks = [range(number * half, (number + 1) * half) for number in (place, 2 * members - 1 - place)]
+        own = length // self.ranks
+        start, found = self.rank % self.ulysses * own, []
+        for chunk in chunks:
+            found.append(chunk[max(0, start) : max(0, start + own)])
+            start -= len(chunk)
+        return [each for each in found if each]
 
     def rows(self, sequences: int, length: int) -> np.ndarray:
         """Which of the B * T tokens of a micro-batch the rank has: int64 [B * n]."""
@@ -54,7 +75,7 @@ class SequencePart(NamedTuple):
         return Batch(*(self.of(array) for array in batch))
 
     def positions_of_keys(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of the keys that the first h and the last h tokens of a rank meet, in the order of a ring.
+        """Positions of the keys that the first h and the last h tokens of a rank of a ring meet, in the ring's order.
 
         At step i the rank has the keys of rank r - i. Those of a rank before it: both its chunks meet the first chunk
         of that rank. Those of a rank after it: its second chunk meets both of that rank. All others come later than its

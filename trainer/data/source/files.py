@@ -120,7 +120,7 @@ def _walk(
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if keep_folder(name)]
         found.extend(Path(folder, name) for name in names if keep_file(name))
-    return sorted(found)
+    return sorted(found, key=lambda path: path.parts)  # the order of paths, without comparing their parts one by one
 
 
 def _status(path: Path) -> SourceFile:

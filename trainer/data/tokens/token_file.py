@@ -17,6 +17,7 @@ are read, and checked, when a token file is opened.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -50,6 +51,7 @@ FORMAT_VERSION = 2
 _MASK_CHUNK = 4 << 20
 _ABANDONED_SECONDS = 3600.0
 _TEMPORARY = ".building-"
+_ATTEMPTS, _WAIT_SECONDS = 10, 0.05  # where other processes build the same file
 _PAGED, _PAGES, _META = ("tokens.bin", "mask.bin"), "pages.bin", "meta.json"
 
 Progress = Callable[[int, int], None]  # bytes of the source done, of how many
@@ -246,7 +248,7 @@ def build_token_file(
         raise _failed_write(cache, error, temporary, done_bytes, source_bytes) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    token_file = open_token_file(path)
+    token_file = _open_published(path)
     if token_file is None:
         fix = f"check whether another process cleans this folder, or set {cache.key} to another one"
         raise RunError("the token file was damaged or removed right after it was written", where=str(path), fix=fix)
@@ -379,7 +381,7 @@ def _valid_text(text: str) -> str:
 
 def _publish(temporary: Path, path: Path) -> None:
     """Renames a finished folder into place; keeps another builder's complete file and replaces a damaged one."""
-    for _ in range(10):
+    for _ in range(_ATTEMPTS):
         try:
             os.rename(temporary, path)
         except OSError as error:
@@ -393,13 +395,30 @@ def _publish(temporary: Path, path: Path) -> None:
         return
 
 
+def _open_published(path: Path) -> TokenFile | None:
+    """A file that this process has made, or another one; None where it is gone.
+
+    Another builder may just have taken it for the damaged one that it replaces, and puts it back.
+    """
+    for _ in range(_ATTEMPTS):
+        if (found := open_token_file(path)) is not None:
+            return found
+        time.sleep(_WAIT_SECONDS)
+    return None
+
+
 def _discard(path: Path) -> None:
-    """Removes a damaged file atomically, so that no process sees half of it; another process may be faster."""
+    """Removes a damaged file atomically, so that no process sees half of it; another process may be faster. What one
+    has put in its place meanwhile comes back."""
     aside = _temporary_name(path.parent)
     try:
         os.rename(path, aside)
     except FileNotFoundError:
         return
+    if open_token_file(aside) is not None:
+        with contextlib.suppress(OSError):  # a third one is there
+            os.rename(aside, path)
+            return
     if aside.is_dir():
         shutil.rmtree(aside, ignore_errors=True)
     else:

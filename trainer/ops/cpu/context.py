@@ -3,7 +3,8 @@
 `RingAttention` (Liu et al. 2023, Ring Attention with Blockwise Transformers): keys and values go round the ring of
 ranks. A rank's queries meet one part of them after the other, and the softmax of each part is weighted with its share
 of all probability. `UlyssesAttention` (Jacobs et al. 2023, DeepSpeed-Ulysses): an all-to-all gives each rank whole
-sequences of some of the heads, another one gives the results back.
+sequences of some of the heads, another one gives the results back. Between the two there may be a ring (Fang and Zhao
+2024, USP: A Unified Sequence Parallelism Approach).
 
 Both are called like `Attention`. In a graph that computes a block again and its gradients, all their exchanges depend
 on each other, one after the other.
@@ -232,22 +233,25 @@ class _RingCore(nn.Cell):
 
 
 class UlyssesAttention(nn.Cell):
-    """`Attention` of a rank's neighbouring tokens, called like it. The masks are those of whole sequences for the heads
-    that the rank has in between; where there are fewer heads of keys and values than ranks, several have the same.
+    """`Attention` of a rank's neighbouring tokens, called like it. The masks are those for all tokens of the ranks and
+    the heads that the rank has in between; where there are fewer heads of keys and values than ranks, several have the
+    same.
 
     Args:
         heads: A multiple of the ranks. Also `kv_heads`, or the ranks are one of it.
+        attention: Makes what computes the heads of a rank over all tokens of the ranks: `Attention` where these are
+            whole sequences, or `RingAttention`.
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32,
-        value_size: int | None = None, scale: float | None = None, *, group: HostGroup, compiled: bool = True,
+        self, heads: int, kv_heads: int, head_size: int, value_size: int | None = None, scale: float | None = None, *,
+        attention: Callable[..., nn.Cell], group: HostGroup, compiled: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.ranks, self.kv_heads, self.own_kv_heads = group.size, kv_heads, max(1, kv_heads // group.size)
         self.head_size, self.value_size = head_size, value_size or head_size
-        self.own = Attention(
-            heads // self.ranks, self.own_kv_heads, head_size, dtype, softmax_dtype, self.value_size, scale
+        self.own = attention(
+            heads // self.ranks, self.own_kv_heads, head_size, value_size=self.value_size, scale=scale
         )
         self.widths = (
             heads // self.ranks * head_size, self.own_kv_heads * head_size, self.own_kv_heads * self.value_size,
@@ -262,7 +266,7 @@ class UlyssesAttention(nn.Cell):
         # One tensor, so that it is one exchange: [N, R, columns of a rank], those of a rank one below the other.
         x = self.transpose(self.concat((q, k, v)), (1, 0, 2))
         x = self.there(x.reshape(self.ranks * tokens, -1))
-        # Now from each rank the columns of this one: [R, B, n, columns] -> whole sequences.
+        # Now from each rank the columns of this one: [R, B, n, columns] -> sequences of R n tokens.
         x = self.transpose(x.reshape(self.ranks, rows, tokens // rows, -1), (1, 0, 2, 3))
         q, k, v = ops.split(x.reshape(self.ranks * tokens, -1), self.widths, 1)
         out = self.own(q, k, v, mask, late_mask, dropout)

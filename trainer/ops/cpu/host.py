@@ -25,6 +25,7 @@ from trainer.ops.routing import Routing, RoutingRule, route
 
 if TYPE_CHECKING:
     from trainer.config.schema.moe import MoEConfig
+    from trainer.parallel.host_group import HostGroup
 
 _SHARED_WORK = 1 << 22  # multiplications from which threads share a product
 _ALIGNED = 64  # columns: a thread begins at a multiple of this
@@ -97,6 +98,17 @@ class HostKernels:
             return product
         rounded = self.rounded
         return lambda x_NI, weight_OI: rounded(product(rounded(x_NI), weight_OI))
+
+    def summed_linear(self, group: HostGroup) -> Function:
+        """Of a rank that has some of a matrix's columns and of the numbers that they multiply; a bias is added to the
+        sum."""
+        linear, rounded = self.linear(), self.rounded
+
+        def summed(x_NI: np.ndarray, weight_OI: np.ndarray, bias_O: np.ndarray | None = None) -> np.ndarray:
+            y_NO = rounded(group.all_reduce(linear(x_NI, weight_OI)))
+            return y_NO if bias_O is None else rounded(y_NO + rounded(bias_O))
+
+        return summed
 
     def linear_bias(self) -> Function:
         linear, rounded = self.linear(), self.rounded

@@ -1,0 +1,17 @@
+"""Loading modules and building the schema, without looking for garbage among what stays."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Python's cyclic collector is off: it would go through many thousands of new objects, of which none is garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
