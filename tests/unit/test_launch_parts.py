@@ -74,9 +74,12 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monk
     code = "import os; from trainer.launch.msrun import Scratch; scratch = Scratch(); scratch.write_shim(); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}).returncode == 9
     (left,) = tmp_path.iterdir()
+    later = time.time() + 600  # young, however slowly this test runs
+    os.utime(left, (later, later))
     (tmp_path / "run_trainer-link").symlink_to("/nowhere")
     living, young = Scratch(), tmp_path / "run_trainer-young"
     young.mkdir()
+    os.utime(young, (later, later))
     assert {left, living.path, young} <= set(tmp_path.iterdir()), "another launcher may just be making it"
     older = tmp_path / "run_trainer-old"  # of a version that does not lock its folder
     older.mkdir()
@@ -368,6 +371,30 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot be written"):
         prepare(job_files(tmp_path / "file" / "logs", 0, 1), range(2), whole_host=True)
+
+
+def test_descendants_whose_parent_ends_during_the_look_are_killed_too():
+    """psutil then misses them for once: an empty list is not the end while the system knows of a child."""
+    program = """
+import subprocess, sys
+from unittest import mock
+import psutil
+from trainer.launch.processes import adopt_orphans, end_children
+
+adopt_orphans()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+real, looks = psutil.Process.children, []
+
+def children(process, recursive=False):
+    looks.append(recursive)
+    return [] if len(looks) == 1 else real(process, recursive=recursive)
+
+with mock.patch.object(psutil.Process, "children", children):
+    end_children()
+sys.exit(0 if len(looks) > 1 and not psutil.pid_exists(child.pid) else 1)
+"""
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60, check=False).returncode == 0
 
 
 # ---- heartbeats ------------------------------------------------------------------------------------------------------

@@ -108,15 +108,29 @@ def _prctl(option: int, value: int) -> None:
 
 
 def end_children(timeout_seconds: float = 5.0) -> None:
-    """Kills all descendants of this process, and reaps those that are, or become, its children."""
+    """Kills all descendants of this process, and reaps those that are, or become, its children.
+
+    A look at the descendants misses those whose parent ends during it, so that the end is when the system says that
+    there is no child left: after `adopt_orphans` there is no descendant without one.
+    """
     import psutil
 
     me, deadline = psutil.Process(), time.monotonic() + timeout_seconds
-    while (descendants := me.children(recursive=True)) and time.monotonic() < deadline:
+    while _has_children() and time.monotonic() < deadline:
+        descendants = me.children(recursive=True)
         for process in descendants:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(descendants, timeout=0.02)
+
+
+def _has_children() -> bool:
+    """Whether this process has children, ended ones that are not reaped yet included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def share_of_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
