@@ -61,9 +61,11 @@ class GoldenDecoder(NamedTuple):
         assert likeliest[len(prompt) - 1 : -1].tolist() == tokens
 
 
-def golden_decoder(case: ModelCase, settings: ModelConfig, compiled: bool) -> GoldenDecoder:
+def golden_decoder(
+    case: ModelCase, settings: ModelConfig, compiled: bool, host_layers: bool = False
+) -> GoldenDecoder:
     """The model, with a parameter for each tensor of the case and no others."""
-    kernels = load_kernels(select_kernels(settings, "CPU"))
+    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=host_layers)
     model = Decoder(settings, kernels, seed=1, compiled=compiled)
     weights = fitting_weights(case.weights, settings, Path(case.name))
     assert model.parameters_by_name.keys() == weights.keys()

@@ -1,6 +1,7 @@
 """The decoder against Hugging Face: logits, loss and every gradient, float32 (limits: tolerances.py).
 
-Both modes of running are held to it: compiled blocks (context.mode 0) and operator by operator (mode 1).
+All ways of running are held to it: layers on arrays and compiled blocks (context.mode 0), and operator by operator
+(mode 1).
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ import json
 import numpy as np
 import pytest
 from golden_decoder import GoldenDecoder, golden_decoder
-from golden_files import load_model_case, model_case_names, model_settings
+from golden_files import ModelCase, load_model_case, model_case_names, model_settings
 from numpy_kernels import distance
 
 from trainer.config import parse_config
+from trainer.config.schema.model import ModelConfig
 from trainer.data import Batch
+from trainer.ops.precision import FLOAT32
+from trainer.ops.select import has_host_layers
 
 
-def build(name: str, compiled: bool = False) -> GoldenDecoder:
-    case = load_model_case(name)
+def settings_of(case: ModelCase) -> ModelConfig:
     section = {"seq_length": 24, **model_settings(case.config)}
-    settings = parse_config(name, json.dumps({"model": {"model_config": section}})).decoder
-    return golden_decoder(case, settings, compiled)
+    return parse_config(case.name, json.dumps({"model": {"model_config": section}})).decoder
+
+
+def build(name: str, compiled: bool = False, host_layers: bool = False) -> GoldenDecoder:
+    case = load_model_case(name)
+    return golden_decoder(case, settings_of(case), compiled, host_layers)
 
 
 def test_positions_that_start_again_change_the_logits_of_a_single_segment() -> None:
@@ -48,6 +55,15 @@ COMPILED = ("model_glm4", "model_llama", "model_llama_bias", "model_llama_packed
 )
 def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool) -> None:
     build(name, compiled).check_numbers()
+
+
+@pytest.mark.parametrize("name", model_case_names())
+def test_layers_on_arrays_equal_hugging_face(name: str) -> None:
+    settings = settings_of(load_model_case(name))
+    if not has_host_layers(settings, FLOAT32, "CPU", compiled=True, divided=False):
+        assert settings.post_mlp_layernorm  # glm4
+        return
+    build(name, host_layers=True).check_numbers()
 
 
 @pytest.mark.parametrize("name", ["model_glm4", "model_mistral", "model_qwen3_window"])

@@ -44,6 +44,7 @@ from trainer.models.shapes import (
     parameter_name,
     sublayer_of,
 )
+from trainer.ops.cpu.decoder_parts import HostBlock, HostEmbedding, HostHeadPart, HostLayerPart
 from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import MaskPart, OwnHeads
 from trainer.ops.measures import device_measures
@@ -204,6 +205,8 @@ class Decoder(DecoderWiring):
         self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
         self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
+        self.host_block = HostBlock(settings) if kernels.host_layers else None
+        self.host_head = HostHeadPart(settings) if kernels.host_layers else None
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
         self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
@@ -244,7 +247,7 @@ class Decoder(DecoderWiring):
 
     def _layers(
         self, recomputed: Sequence[str], compiled: bool, trained: Collection[str]
-    ) -> list[dict[str, LayerPart | MoePart]]:
+    ) -> list[dict[str, HostLayerPart | LayerPart | MoePart]]:
         """For each layer its parts, in order: the whole block, or its sublayers where one of them is recomputed.
 
         A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts. A
@@ -264,7 +267,7 @@ class Decoder(DecoderWiring):
             experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
             names = (*block_weights(settings), *(moe_shapes(settings) if experts else ()))
             reached = reached or any(parameter_name(settings, layer, name) in trained for name in names)
-            parts: dict[str, LayerPart | MoePart] = {}
+            parts: dict[str, HostLayerPart | LayerPart | MoePart] = {}
             if all(weight is None for weight in weights):
                 layers.append(parts)
                 continue
@@ -273,6 +276,13 @@ class Decoder(DecoderWiring):
                 named = zip(block_weights(self.settings), weights, strict=True)
                 own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
                 redone = again == name or (bool(experts) and again == "block")
+                if self.host_block is not None:
+                    names = zip(block_weights(settings), own, strict=True)
+                    parts[name] = HostLayerPart(
+                        self.host_block, name, {each: weight for each, weight in names if weight is not None},
+                        windowed=settings.has_window(layer), recomputed=redone or not reached,
+                    )  # fmt: skip
+                    continue
                 one = function(name, None if name == "mlp" else kernels.window(settings, layer))
                 parts[name] = LayerPart(one, own, reached=reached, recomputed=redone)
             if experts:
@@ -307,6 +317,8 @@ class Decoder(DecoderWiring):
         whole = call is None and self.tensor is None
         look_up = self.kernels.gather_rows if whole else self.embedding_rows
         around, embedding, mapping = self.compute_weights.around, self.embedding, self.mapping_in
+        if self.kernels.host_layers:
+            return around((embedding,), ids_N, lambda ids_N: HostEmbedding(ids_N)(_view(embedding)))
         x_NE = around((embedding,), ids_N, lambda ids_N: look_up(_view(embedding), ids_N))
         return x_NE if mapping is None else around((mapping,), x_NE, lambda x: self.map_embedding(x, _view(mapping)))
 
@@ -336,12 +348,16 @@ class Decoder(DecoderWiring):
                     lambda: self._dropout_masks(dropout, number, inputs, "mlp").mlp_out,
                     statistics,
                 )
+            elif isinstance(part, HostLayerPart):
+                x_ND = part(x_ND, inputs.positions)
             else:
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
         return x_ND, aux_loss, z_loss
 
     def _head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         labels = call.inputs.mtp[number - 1] if number else call.inputs
+        if self.host_head is not None:
+            return self.host_head(x_ND, self.norms[number], self.head_weight, labels, call.statistics is not None)
         weights = _view(self.norms[number]), _view(self.head_weight)
         mapping = () if self.mapping_out is None else (_view(self.mapping_out),)
         return self.head_loss(x_ND, *weights, labels.labels_N, labels.valid_N1, *mapping)

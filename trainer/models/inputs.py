@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from mindspore import Tensor
@@ -10,11 +10,16 @@ from mindspore import Tensor
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.context import SequencePart
 from trainer.models.rotary import rotary_angles
+from trainer.ops.cpu.layer import Rotary, TokenPositions, query_blocks
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import ModelShard
+
+
+Positions: TypeAlias = tuple[tuple, tuple, "tuple | None", "TokenPositions | None"]
+"""Where the tokens of a batch stand: tables, mask, window_mask and positions of `ModelInputs`."""
 
 
 class SequenceWeights(NamedTuple):
@@ -63,6 +68,8 @@ class ModelInputs(NamedTuple):
     """One for each multi-token prediction module (mtp_depth)."""
     window_mask: tuple[Tensor, Tensor | None] | None = None
     """`mask` for layers with a sliding window; None where no layer has one."""
+    positions: TokenPositions | None = None
+    """In the place of tables and masks, where layers are computed on arrays."""
     rows: np.ndarray | None = None
     """Which tokens of the whole micro-batch these are, where context-parallel ranks share it; None: all."""
 
@@ -101,11 +108,12 @@ class InputBuilder:
         self.settings, self.kernels, self.masks = settings, kernels, kernels.attention_masks(settings)
         self.part, self.tensor = (SequencePart(0, 1), None) if shard is None else (shard.tokens, shard.tensor)
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
-        self._plain: tuple[tuple[int, int], tuple[tuple, tuple, tuple | None]] | None = None
+        self.rotary = Rotary(settings) if kernels.host_layers else None
+        self._plain: tuple[tuple[int, int], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
-        tables, mask, window_mask = self._tables_and_masks(batch)
+        tables, mask, window_mask, positions = self._positions(batch)
         labels = self.part.of(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
         counts_N1 = valid.astype(np.float32)[:, None]
@@ -120,6 +128,7 @@ class InputBuilder:
             self._sequence_weights(batch, counts_N1, valid_N1) if self.settings.experts is not None else None,
             tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.settings.mtp_depth + 1)),
             window_mask,
+            positions,
             self.part.rows(*batch.input_ids.shape) if self.part.ranks > 1 else None,
         )
 
@@ -146,17 +155,23 @@ class InputBuilder:
         queries = self.kernels.rotary_tables(cos, sin, heads)
         return (*queries, *(queries if key_heads == heads else self.kernels.rotary_tables(cos, sin, key_heads)))
 
-    def _tables_and_masks(self, batch: Batch) -> tuple[tuple, tuple, tuple | None]:
+    def _positions(self, batch: Batch) -> Positions:
         length = batch.input_ids.shape[1]
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
             return self._plain[1]
-        tables, window = self.tables(self.part.of(batch.positions).reshape(-1)), self.settings.sliding_window
-        mask = self.masks(batch.segment_ids)
-        window_mask = self.masks(batch.segment_ids, window) if self.settings.window_layers else None
+        positions_N, window = self.part.of(batch.positions).reshape(-1), self.settings.sliding_window
+        make = query_blocks if self.rotary is not None else self.masks
+        mask = make(batch.segment_ids)
+        window_mask = make(batch.segment_ids, window) if self.settings.window_layers else None
+        if self.rotary is None:
+            found = self.tables(positions_N), mask, window_mask, None
+        else:
+            tables = self.rotary.half_tables(self.cos[positions_N], self.sin[positions_N])
+            found = (), (None, None), None, TokenPositions(*tables, mask, window_mask)
         if single:
-            self._plain = batch.input_ids.shape, (tables, mask, window_mask)
-        return tables, mask, window_mask
+            self._plain = batch.input_ids.shape, found
+        return found
 
 
 def _mtp_inputs(batch: Batch, offset: int, part: SequencePart) -> MtpInputs:

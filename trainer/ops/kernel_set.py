@@ -105,6 +105,8 @@ class KernelSet:
     compute_dtype: mstype.Type = mstype.float32
     host: Callable[[], HostKernels] | None = None
     """Makes the kernels that prediction takes instead of these, where the model is in the host's memory."""
+    host_layers: bool = False
+    """Whether a decoder computes whole layers on arrays (`trainer.ops.cpu.layer`) in the place of these kernels."""
 
     def window(self, settings: ModelConfig, layer: int) -> int | None:
         """The window that the attention of a layer must know; None where it has none or the mask has it."""
@@ -139,12 +141,14 @@ def load_kernels(
     plain: ModuleType = reference,
     of_device: ModuleType = ascend,
     device: str = "CPU",
+    host_layers: bool = False,
 ) -> KernelSet:
     """The chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
     Args:
         plain, of_device: The modules that have the reference kernels and the fused operators of a dense model.
         device: Where the kernels run: some that nobody chooses have another operator on an Ascend.
+        host_layers: What `trainer.ops.select.has_host_layers` says.
     """
     own = ascend if device == "Ascend" else reference
     fused = {choice.kernel: choice.fused for choice in choices}
@@ -215,4 +219,5 @@ def load_kernels(
         logits=partial(reference.logits, dtype=compute),
         compute_dtype=compute,
         host=partial(HostKernels, precision) if own is plain and not any(fused.values()) else None,
+        host_layers=host_layers,
     )

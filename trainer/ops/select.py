@@ -104,6 +104,27 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     return ""
 
 
+def has_host_layers(
+    settings: ModelConfig | ClassifierConfig, precision: Precision, device: str, *, compiled: bool, divided: bool
+) -> bool:
+    """Whether whole layers are computed on arrays in the host's memory, without compilation.
+
+    What they do not know goes through compiled blocks: half precision, adapters, dropout, multi-head latent attention,
+    norms after a sublayer, an embedding of another width.
+
+    Args:
+        compiled: context.mode 0; mode 1 runs operator by operator.
+        divided: Whether ranks divide the matrices or the sequences.
+    """
+    if isinstance(settings, ClassifierConfig) or device != "CPU" or divided or not compiled:
+        return False
+    parts = precision.compute, precision.norm, precision.softmax, precision.rotary
+    known = not (settings.multi_latent_attention or settings.post_self_attn_layernorm or settings.post_mlp_layernorm)
+    drops = settings.hidden_dropout > 0 or settings.attention_dropout > 0
+    plain = settings.pet_config is None and not settings.maps_embedding
+    return known and plain and not drops and all(part.dtype == "float32" for part in parts)
+
+
 def kernel_notices(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
     """Notices about kernels of experts that were asked for and do not exist on the device."""
     asked = {choice.asked for choice in choices}

@@ -24,6 +24,22 @@ def host_threads() -> HostThreads:
     return HostThreads()
 
 
+class Scratch:
+    """Memory of each thread, used again and again."""
+
+    def __init__(self, threads: int) -> None:
+        self.memory = [np.empty(0, np.float32)] * threads
+
+    def take(self, thread: int, rows: slice, *widths: int) -> Iterator[np.ndarray]:
+        """Arrays of so many rows, one for each width, all of them in the memory of the thread."""
+        size, start = rows.stop - rows.start, 0
+        if self.memory[thread].size < size * sum(widths):
+            self.memory[thread] = np.empty(size * sum(widths), np.float32)
+        for width in widths:
+            yield self.memory[thread][start : start + size * width].reshape(size, width)
+            start += size * width
+
+
 def empty(*shape: int) -> tuple[Tensor, np.ndarray]:
     """A float32 tensor in the host's memory, and the array that writes to it."""
     tensor = mint.empty(shape, dtype=mstype.float32, device="CPU")

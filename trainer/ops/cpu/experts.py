@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from trainer.ops.cpu.arrays import (
+    Scratch,
     add_rows,
     empty,
     expert_parts,
@@ -125,22 +126,6 @@ class _ExpertsCall(nn.Cell):
         add_rows(grad_rows, self.row_Nk, None, grad_x)
         found = [None if weight is None else weight.total() for weight in weights]
         return result, Tensor.from_numpy(grad_gate_R[self.row_Nk]), *found
-
-
-class Scratch:
-    """Memory of each thread, used again and again."""
-
-    def __init__(self, threads: int) -> None:
-        self.memory = [np.empty(0, np.float32)] * threads
-
-    def take(self, thread: int, rows: slice, *widths: int) -> Iterator[np.ndarray]:
-        """Arrays of so many rows, one for each width, all of them in the memory of the thread."""
-        size, start = rows.stop - rows.start, 0
-        if self.memory[thread].size < size * sum(widths):
-            self.memory[thread] = np.empty(size * sum(widths), np.float32)
-        for width in widths:
-            yield self.memory[thread][start : start + size * width].reshape(size, width)
-            start += size * width
 
 
 class _WeightGradient:

@@ -1,0 +1,179 @@
+"""The parts of a decoder on a CPU as cells: embedding, blocks and head, computed by `trainer.ops.cpu` on arrays.
+
+A part is a cell with a `bprop` of its own, new for each call, which keeps what its backward pass needs. Only weights
+that are trained are its inputs, as views: no gradient is computed of the others. Nothing is compiled.
+
+Legend: N tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mindspore import Parameter, Tensor, nn
+
+from trainer.ops.cpu.arrays import Scratch, host_threads, on_host
+from trainer.ops.cpu.head import HostHead, embedding_gradient, embedding_rows
+from trainer.ops.cpu.layer import Gradients, HostAttention, HostMlp, TokenPositions, Weights
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trainer.config import ModelConfig
+
+
+class HostBlock:
+    """The functions of a block, which serve all layers.
+
+    Args:
+        settings: Those that this rank computes with.
+    """
+
+    def __init__(self, settings: ModelConfig) -> None:
+        scratch = Scratch(host_threads().threads)
+        self.attention = HostAttention(settings, scratch)
+        self.mlp = HostMlp(settings, scratch)
+
+
+class HostLayerPart:
+    """A block or a sublayer of it with the weights of one layer: (x_ND, positions) -> x_ND.
+
+    Args:
+        part: "block", "attention" or "mlp".
+        named: The weights that it uses, by their names in a block.
+        windowed: Whether the layer's attention has a sliding window.
+        recomputed: Compute its activations again in the backward pass; also where no gradient flows through it.
+    """
+
+    def __init__(
+        self, block: HostBlock, part: str, named: Mapping[str, Parameter], *, windowed: bool, recomputed: bool
+    ) -> None:
+        self.block, self.named, self.windowed, self.recomputed = block, dict(named), windowed, recomputed
+        self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
+
+    @property
+    def weights(self) -> list[Parameter]:
+        return list(self.named.values())
+
+    def __call__(self, x_ND: Tensor, positions: TokenPositions) -> Tensor:
+        views = {name: weight.view(weight.shape) for name, weight in self.named.items()}
+        trained = [name for name, weight in self.named.items() if weight.requires_grad]
+        return _LayerCall(self, positions, views, trained)(x_ND, *(views[name] for name in trained))
+
+    def forward(self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions) -> tuple[Tensor, tuple]:
+        """The result, and what `backward` takes."""
+        middle_ND, attention, mlp = x_ND, None, None
+        if self.has_attention:
+            result, attention = self.block.attention.forward(x_ND, weights, positions, self._blocks(positions))
+            middle_ND = result.asnumpy()
+        if self.has_mlp:
+            result, mlp = self.block.mlp.forward(middle_ND, weights)
+        return result, (middle_ND, attention, mlp)
+
+    def backward(
+        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, saved: tuple, grad_ND: np.ndarray,
+        trained: Iterable[str],
+    ) -> tuple[Tensor, Gradients]:  # fmt: skip
+        middle_ND, attention, mlp = saved
+        found: Gradients = {}
+        if self.has_mlp:
+            result, found = self.block.mlp.backward(middle_ND, weights, mlp, grad_ND, trained)
+            grad_ND = result.asnumpy()
+        if self.has_attention:
+            result, more = self.block.attention.backward(
+                x_ND, weights, positions, self._blocks(positions), attention, grad_ND, trained
+            )
+            found |= more
+        return result, found
+
+    def _blocks(self, positions: TokenPositions) -> tuple:
+        return positions.window_blocks if self.windowed else positions.blocks
+
+
+class _LayerCall(nn.Cell):
+    """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
+
+    def __init__(
+        self, part: HostLayerPart, positions: TokenPositions, views: Mapping[str, Tensor], trained: list[str]
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.part, self.positions, self.views, self.trained = part, positions, dict(views), trained
+        self.saved: tuple | None = None
+
+    def construct(self, x_ND, *trained):
+        result, saved = self.part.forward(on_host(x_ND), self.arrays(), self.positions)
+        if not self.part.recomputed:
+            self.saved = saved
+        return result
+
+    def bprop(self, x_ND, *trained_out_grad):
+        x, weights, saved = on_host(x_ND), self.arrays(), self.saved
+        if saved is None:
+            saved = self.part.forward(x, weights, self.positions)[1]
+        self.saved = None
+        grad, found = self.part.backward(
+            x, weights, self.positions, saved, on_host(trained_out_grad[-1]), self.trained
+        )
+        return grad, *(found[name] for name in self.trained)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {name: on_host(view) for name, view in self.views.items()}
+
+
+class HostEmbedding(nn.Cell):
+    """One look-up of tokens: weight_VD -> x_ND."""
+
+    def __init__(self, ids_N: Tensor) -> None:
+        super().__init__(auto_prefix=False)
+        self.ids_N = ids_N.asnumpy()
+
+    def construct(self, weight_VD):
+        return embedding_rows(on_host(weight_VD), self.ids_N)
+
+    def bprop(self, weight_VD, out, grad_ND):
+        return (embedding_gradient(weight_VD.shape, self.ids_N, on_host(grad_ND)),)
+
+
+class HostHeadPart:
+    """(x_ND, norm, matrix, labels, trains) -> sum of token losses: final norm, output projection, cross entropy."""
+
+    def __init__(self, settings: ModelConfig) -> None:
+        self.head = HostHead(settings.hidden_size, settings.rms_norm_eps)
+
+    def __call__(
+        self, x_ND: Tensor, norm_D: Parameter, weight_VD: Parameter, labels: Any, trains: bool
+    ) -> Tensor:
+        """`labels` has labels_N and valid_N1; without `trains` there is no backward pass."""
+        named = {"norm": norm_D, "weight": weight_VD}
+        views = {name: weight.view(weight.shape) for name, weight in named.items()}
+        trained = [name for name, weight in named.items() if weight.requires_grad]
+        call = _HeadCall(self.head, views, trained, labels.labels_N.asnumpy(), on_host(labels.valid_N1), trains)
+        return call(x_ND, *(views[name] for name in trained))
+
+
+class _HeadCall(nn.Cell):
+    """One call of the head, which keeps the gradients of its loss."""
+
+    def __init__(
+        self, head: HostHead, views: dict[str, Tensor], trained: list[str], labels_N: np.ndarray, valid_N1: np.ndarray,
+        trains: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(auto_prefix=False)
+        self.head, self.views, self.trained, self.trains = head, views, trained, trains
+        self.labels_N, self.valid_N1, self.found = labels_N, valid_N1, None
+
+    def construct(self, x_ND, *trained):
+        wanted = ("x", *self.trained) if self.trains else ()
+        weights = (on_host(self.views[name]) for name in ("norm", "weight"))
+        self.found = self.head(on_host(x_ND), *weights, self.labels_N, self.valid_N1, wanted)
+        return Tensor(self.found.loss)
+
+    def bprop(self, x_ND, *trained_out_grad):
+        factor, found = on_host(trained_out_grad[-1]), self.found
+        gradients = {"norm": found.norm_D, "weight": found.weight_VD}
+        self.found = None
+        wanted = [found.grad_ND, *(gradients[name] for name in self.trained)]
+        for gradient in wanted:
+            gradient.asnumpy()[...] *= factor
+        return tuple(wanted)

@@ -1,0 +1,129 @@
+"""Embedding and head of a decoder on arrays, forward and backward, for float32.
+
+The logits of all tokens, [N, V], are never there: the head takes some rows through product, softmax and gradients, and
+then the next ones in the same memory. In a training it computes the gradients of the loss in the forward pass (Hsu et
+al. 2024, Liger Kernel, section 3.2), so that no logit is computed twice.
+
+Legend: N tokens, D hidden, V vocabulary; n rows of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+from mindspore import Tensor
+
+from trainer.ops.cpu.arrays import empty, host_threads, parts
+from trainer.ops.cpu.layer import RmsNorm
+from trainer.ops.cpu.onednn import operators
+
+_LOGITS = 1 << 24  # numbers that are there at once, where the vocabulary allows it
+_FEWEST_ROWS = 64
+_COLUMNS = 1024  # of the vocabulary, that a thread takes at once
+_ROWS = 32  # of a softmax that a thread takes at once
+
+
+class HeadResult(NamedTuple):
+    """Sum of the losses, and its gradients of x, of the norm's weight and of the matrix, where they were asked for."""
+
+    loss: np.float32
+    grad_ND: Tensor | None
+    norm_D: Tensor | None
+    weight_VD: Tensor | None
+
+
+def embedding_rows(weight_VD: np.ndarray, ids_N: np.ndarray) -> Tensor:
+    """The rows of the tokens, [N, D]."""
+    result, out_ND = empty(len(ids_N), weight_VD.shape[1])
+    np.take(weight_VD, ids_N, axis=0, out=out_ND, mode="clip")  # other modes copy `out`
+    return result
+
+
+def embedding_gradient(shape: tuple[int, int], ids_N: np.ndarray, grad_ND: np.ndarray) -> Tensor:
+    """The gradient of the matrix, [V, D]: the sums over each token's rows, in their order."""
+    result, out_VD = empty(*shape)
+    out_VD[...] = 0
+    order_N = np.argsort(ids_N, kind="stable")
+    ids, first = np.unique(ids_N[order_N], return_index=True)
+    out_VD[ids] = np.add.reduceat(grad_ND[order_N], first, axis=0)
+    return result
+
+
+class HostHead:
+    """Final norm, output projection and cross entropy: sum over valid tokens of logsumexp(logits) - logits[label].
+
+    Args:
+        size, eps: Of the norm.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.norm = RmsNorm(size, eps)
+
+    def __call__(
+        self, x_ND: np.ndarray, norm_D: np.ndarray, weight_VD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
+        wanted: Collection[str] = (),
+    ) -> HeadResult:  # fmt: skip
+        """`wanted`: which gradients, "norm" and "weight"; that of x comes with any, and alone for "x"."""
+        vocabulary, hidden = weight_VD.shape
+        rows = min(len(x_ND), max(_FEWEST_ROWS, _LOGITS // vocabulary))
+        logits = np.empty((rows, vocabulary), np.float32)
+        y_nD, work_nD = (np.empty((rows, hidden), np.float32) for _ in range(2))
+        grad_ND, weight = empty(*x_ND.shape) if wanted else (None, None), (None, None)
+        if "weight" in wanted:
+            weight = empty(*weight_VD.shape)
+        of_norm_D, loss = np.zeros(hidden, np.float32), 0.0
+        for part in parts(slice(0, len(x_ND)), rows):
+            size = part.stop - part.start
+            arrays = logits[:size], y_nD[:size], work_nD[:size]
+            x_nD, valid_n1 = x_ND[part], valid_N1[part]
+            scale_n = self.norm.scales(x_nD)
+            self.norm(x_nD, norm_D, scale_n, arrays[1])
+            loss += self._losses(*arrays[:2], weight_VD, labels_N[part], valid_n1)
+            if wanted:
+                out_nD = grad_ND[1][part]
+                self._gradients(*arrays[:2], weight_VD, valid_n1, out_nD, weight[1], first=not part.start)
+                of_norm_D += self.norm.gradient(x_nD, norm_D, scale_n, out_nD, arrays[2])
+        of_norm = Tensor(of_norm_D) if "norm" in wanted else None
+        return HeadResult(np.float32(loss), grad_ND[0], of_norm, weight[0])
+
+    def _losses(
+        self, logits_nV: np.ndarray, y_nD: np.ndarray, weight_VD: np.ndarray, labels_n: np.ndarray, valid_n1: np.ndarray
+    ) -> float:
+        """The sum of the losses; `logits_nV` receives d loss / d logits of each row, but for the factor valid_n1."""
+        losses = np.empty(len(y_nD))
+
+        def multiply(columns: slice, thread: int) -> None:
+            operators().matmul(y_nD, weight_VD[columns].T, logits_nV[:, columns])
+
+        def normalise(rows: slice, thread: int) -> None:
+            logits, labels = logits_nV[rows], labels_n[rows]
+            places = np.arange(len(labels))
+            # The difference of the logits first: it keeps its digits however large both are.
+            above = logits.max(1) - logits[places, labels]
+            operators().softmax(logits, logits)
+            losses[rows] = above - np.log(logits.max(1), dtype=np.float64)
+            logits[places, labels] -= 1
+
+        host_threads().run(parts(slice(0, len(weight_VD)), _COLUMNS), multiply)
+        host_threads().run(parts(slice(0, len(y_nD)), _ROWS), normalise)
+        return float(losses @ valid_n1[:, 0].astype(np.float64))
+
+    def _gradients(
+        self, grad_nV: np.ndarray, y_nD: np.ndarray, weight_VD: np.ndarray, valid_n1: np.ndarray, out_nD: np.ndarray,
+        out_VD: np.ndarray | None, first: bool,
+    ) -> None:  # fmt: skip
+        """Those of y, and those of the matrix, which are added up over the parts of the tokens."""
+
+        def of_rows(rows: slice, thread: int) -> None:
+            operators().matmul(grad_nV[rows], weight_VD, out_nD[rows])
+
+        def of_weight(columns: slice, thread: int) -> None:
+            operators().matmul(grad_nV[:, columns].T, y_nD, out_VD[columns], not first)
+
+        host_threads().run(parts(slice(0, len(y_nD)), _FEWEST_ROWS), of_rows)
+        out_nD *= valid_n1
+        if out_VD is not None:
+            y_nD *= valid_n1
+            host_threads().run(parts(slice(0, len(weight_VD)), _COLUMNS), of_weight)
