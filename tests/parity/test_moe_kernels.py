@@ -24,6 +24,7 @@ from trainer.ops.cpu import arrays as host_arrays
 from trainer.ops.cpu import experts as moe_swiglu
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
+from trainer.ops.cpu.onednn import NumpyOperators
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import select_kernels
@@ -295,7 +296,7 @@ def test_the_same_bits_every_time(experts_kernel: type[nn.Cell]) -> None:
 
 @pytest.fixture
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many each product of NumPy makes, one entry for each."""
+    """How many each product makes, one entry for each; all of them are NumPy's."""
     counted: list[int] = []
 
     def counting(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -304,6 +305,7 @@ def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     matmul = np.matmul
     monkeypatch.setattr(moe_reference.np, "matmul", counting)
+    monkeypatch.setattr(moe_swiglu, "operators", NumpyOperators)
     return counted
 
 

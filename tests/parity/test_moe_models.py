@@ -1,7 +1,8 @@
 """Models with experts against Hugging Face, and multi-token prediction against DeepSeek-V3's equations in PyTorch.
 
-Logits, losses and every gradient, each expert's by itself, in float32 (limits: tolerances.py); with compiled
-pieces (context.mode 0) and operator by operator (mode 1). The model section is Hugging Face's config.json as it is.
+Logits, losses and every gradient, each expert's by itself, in float32 (limits: tolerances.py); with layers on arrays
+or compiled pieces (context.mode 0) and operator by operator (mode 1). The model section is Hugging Face's config.json
+as it is.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Built(NamedTuple):
         return Batch(self.case.input_ids, self.case.labels, self.case.positions, self.case.segment_ids)
 
 
-def build(name: str, compiled: bool, **changes) -> Built:
+def build(name: str, compiled: bool, host_layers: bool = False, **changes) -> Built:
     case = load_model_case(name)
     # Hugging Face's losses have no balance loss unless asked for.
     section = {"seq_length": 24, **case.metadata["config_json"], "router_aux_loss_coef": 0.0, **changes}
@@ -58,7 +59,7 @@ def build(name: str, compiled: bool, **changes) -> Built:
         section["mtp_loss_factor"] = case.metadata["mtp_loss_factor"]
     config = parse_config(name, json.dumps({"model_config": section}))
     settings = config.decoder
-    kernels = load_kernels(select_kernels(settings, "CPU"))
+    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=host_layers)
     model = Decoder(settings, kernels, seed=1, compiled=compiled)
     for parameter, value in fitting_weights(case.weights, settings, Path(name)).items():
         model.parameters_by_name[parameter].set_data(Tensor(value))
@@ -95,8 +96,11 @@ EXPERTS = model_case_names("experts")
 # Compiled, the family with the most in a block: sigmoid scores in groups, dense layers and shared experts. All are
 # compared operator by operator; test_moe_training.py has a module for a further token compiled.
 COMPILED = ["experts_deepseek_v3"]
+# Latent attention goes through compiled blocks.
+ON_ARRAYS = [name for name in EXPERTS if "deepseek" not in name]
 HOW = {"eager": (False, {}, EXPERTS), "compiled": (True, {}, COMPILED),
-       "safe tokens": (False, SAFE_TOKENS, [name for name in EXPERTS if "deepseek" not in name])}  # fmt: skip
+       "arrays": (True, {"host_layers": True}, ON_ARRAYS),
+       "safe tokens": (False, SAFE_TOKENS, ON_ARRAYS)}  # fmt: skip
 
 
 @pytest.mark.parametrize(

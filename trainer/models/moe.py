@@ -19,6 +19,7 @@ from mindspore.ops import operations as P
 
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
+from trainer.ops.cpu.decoder_parts import HostNorm, HostSharedExperts
 from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, TokenRanks, tensors_of
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import Routing, RoutingCounts, WindowLoad, routing_of_some
@@ -257,6 +258,8 @@ class MoeLayer(nn.Cell):
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
+        if kernels.host_layers:
+            self.norm, self.shared = HostNorm(settings.hidden_size, settings.rms_norm_eps), HostSharedExperts(settings)
         self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None
         self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
         self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)
@@ -343,13 +346,24 @@ class MoeLayer(nn.Cell):
             added_ND = added_ND + ops.cast(bias_ND, added_ND.dtype)
         return added_ND
 
-    def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def evaluate(
+        self, x_ND: Tensor, weights: Sequence[Tensor], sequence_weights: SequenceWeights | None = None
+    ) -> Tensor:
         """Evaluation, and prediction on a device: nothing is dropped, no losses."""
         rows_ND = x_ND if self.divide is None else self.divide(x_ND)
-        y_ND, _, scores_NE = self.router(rows_ND, weights[0], weights[1])
         bias_E = None if self.bias is None else weights[self.bias]
-        routing = self.route(scores_NE, bias_E, None, self.drop_policy)
-        return x_ND + self.experts(y_ND, self.gates(scores_NE, routing[0]), routing, weights)
+        if self.cpu_router is not None and sequence_weights is not None:
+            def decide(scores_NE: np.ndarray) -> Routing:
+                return self.route.of_arrays(scores_NE, bias_E, None, self.drop_policy, None)
+
+            y_ND = self.norm(rows_ND, weights[0])
+            tokens_B1, valid_N1 = sequence_weights.tokens_B1, sequence_weights.valid_N1
+            gates_Nk, _, _, routing, _ = self.cpu_router(y_ND, weights[1], tokens_B1, valid_N1, decide)
+        else:
+            y_ND, _, scores_NE = self.router(rows_ND, weights[0], weights[1])
+            routing = self.route(scores_NE, bias_E, None, self.drop_policy)
+            gates_Nk = self.gates(scores_NE, routing[0])
+        return x_ND + self.experts(y_ND, gates_Nk, routing, weights)
 
     def routed_on_host(self, y_ND, weights, sequence_weights, capacity, routing, shares):
         """Gates, auxiliary and z loss, routing and scores, computed by one kernel on the host."""
@@ -439,7 +453,7 @@ class MoePart:
         # Compiled pieces take views, see decoder.py; the grouped product reads the stacked experts where they are.
         views = [weight if weight.ndim == 3 else weight.view(weight.shape) for weight in self.weights]
         if statistics is None:
-            return self.function.evaluate(x_ND, views), None, None
+            return self.function.evaluate(x_ND, views, sequence_weights), None, None
         capacity = self.capacity(x_ND.shape[0] * self.function.sharing)
         shares = statistics.load.of_layer(self.layer) if statistics.load is not None else None
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from trainer.ops.cpu.arrays import Scratch, host_threads, on_host
+from trainer.ops.cpu.arrays import Scratch, empty, host_threads, on_host
 from trainer.ops.cpu.head import HostHead, embedding_gradient, embedding_rows
-from trainer.ops.cpu.layer import Gradients, HostAttention, HostMlp, TokenPositions, Weights
+from trainer.ops.cpu.layer import Gradients, HostAttention, HostMlp, RmsNorm, TokenPositions, Weights
+from trainer.ops.cpu.router import sigmoid
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from trainer.config import ModelConfig
 
 
@@ -33,7 +33,7 @@ class HostBlock:
     def __init__(self, settings: ModelConfig) -> None:
         scratch = Scratch(host_threads().threads)
         self.attention = HostAttention(settings, scratch)
-        self.mlp = HostMlp(settings, scratch)
+        self.mlp = HostMlp(settings.ffn_size, scratch, RmsNorm(settings.hidden_size, settings.rms_norm_eps))
 
 
 class HostLayerPart:
@@ -119,6 +119,84 @@ class _LayerCall(nn.Cell):
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: on_host(view) for name, view in self.views.items()}
+
+
+class HostNorm:
+    """(x_ND, weight_D) -> normed x: the norm before experts."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.norm = RmsNorm(size, eps)
+
+    def __call__(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
+        return _NormCall(self.norm)(x_ND, weight_D)
+
+
+class _NormCall(nn.Cell):
+    """One call of a norm, which keeps the factors of the rows."""
+
+    def __init__(self, norm: RmsNorm) -> None:
+        super().__init__(auto_prefix=False)
+        self.norm, self.scale_N = norm, None
+
+    def construct(self, x_ND, weight_D):
+        (result, out_ND), x = empty(*x_ND.shape), on_host(x_ND)
+        self.scale_N = self.norm.scales(x)
+        self.norm(x, on_host(weight_D), self.scale_N, out_ND)
+        return result
+
+    def bprop(self, x_ND, weight_D, out, grad_ND):
+        (result, out_ND), x = empty(*x_ND.shape), on_host(x_ND)
+        out_ND[...] = on_host(grad_ND)
+        of_weight_D = self.norm.gradient(x, on_host(weight_D), self.scale_N, out_ND, empty(*x_ND.shape)[1])
+        return result, Tensor(of_weight_D)
+
+
+_SHARED = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
+
+
+class HostSharedExperts:
+    """(y_ND, gate_SD, up_SD, down_DS[, weight_1D]) -> [N, D], as `trainer.models.moe.SharedExperts`."""
+
+    def __init__(self, settings: ModelConfig) -> None:
+        self.mlp = HostMlp(settings.shared_expert_size, Scratch(host_threads().threads), prefix="")
+
+    def __call__(self, y_ND: Tensor, *weights: Tensor) -> Tensor:
+        return _SharedExpertsCall(self.mlp)(y_ND, *weights)
+
+
+class _SharedExpertsCall(nn.Cell):
+    """One call, which keeps what its backward pass needs."""
+
+    def __init__(self, mlp: HostMlp) -> None:
+        super().__init__(auto_prefix=False)
+        self.mlp, self.saved, self.share_N1, self.out_ND = mlp, None, None, None
+
+    def construct(self, y_ND, *weights):
+        y, arrays = on_host(y_ND), self.arrays(weights)
+        result, self.saved = self.mlp.forward(y, arrays)
+        if len(weights) > len(_SHARED):
+            self.share_N1, self.out_ND = sigmoid(y @ on_host(weights[-1]).T), result.asnumpy()
+            result, out_ND = empty(*y.shape)
+            np.multiply(self.out_ND, self.share_N1, out=out_ND)
+        return result
+
+    def bprop(self, y_ND, *weights_out_grad):
+        weights, grad = weights_out_grad[:-2], on_host(weights_out_grad[-1])
+        y, saved = on_host(y_ND), self.saved
+        of_score_N1 = None
+        if self.share_N1 is not None:
+            of_score_N1 = np.einsum("nd,nd->n", grad, self.out_ND)[:, None] * self.share_N1 * (1 - self.share_N1)
+            grad = grad * self.share_N1
+        self.saved = self.out_ND = None
+        result, found = self.mlp.backward(y, self.arrays(weights), saved, grad, _SHARED)
+        gradients = [found[name] for name in _SHARED]
+        if of_score_N1 is not None:
+            result.asnumpy()[...] += of_score_N1 * on_host(weights[-1])
+            gradients.append(Tensor(of_score_N1.T @ y))
+        return result, *gradients
+
+    def arrays(self, weights) -> dict[str, np.ndarray]:
+        return dict(zip(_SHARED, map(on_host, weights[: len(_SHARED)]), strict=True))
 
 
 class HostEmbedding(nn.Cell):

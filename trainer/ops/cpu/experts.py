@@ -25,6 +25,7 @@ from trainer.ops.cpu.arrays import (
     parts,
     take_tokens,
 )
+from trainer.ops.cpu.onednn import operators
 from trainer.ops.routing import Routing
 
 _MOST_ROWS = 1024  # rows that a thread takes at once: products of fewer than some hundred are slower
@@ -71,13 +72,15 @@ class _ExpertsCall(nn.Cell):
 
         def compute(part: tuple[int, slice], thread: int) -> None:
             expert, rows = part
+            run = operators()
             x_rD, inner = self.scratch.take(thread, rows, x.shape[1], size[1])
             take_tokens(x, self.token_R[rows], x_rD)
-            np.matmul(x_rD, gate[expert].T, out=self.gate_RF[rows])
-            np.matmul(x_rD, up[expert].T, out=self.up_RF[rows])
-            _swiglu(self.gate_RF[rows], self.up_RF[rows], inner)
+            run.matmul(x_rD, gate[expert].T, self.gate_RF[rows])
+            run.matmul(x_rD, up[expert].T, self.up_RF[rows])
+            run.silu(self.gate_RF[rows], inner)
+            inner *= self.up_RF[rows]
             inner *= gate_R[rows, None]
-            np.matmul(inner, down[expert].T, out=y[rows])
+            run.matmul(inner, down[expert].T, y[rows])
 
         threads.run(expert_parts(self.counts_E, self.most_rows(gate)), compute)
         add_rows(y, self.row_Nk, None, out)
@@ -98,7 +101,7 @@ class _ExpertsCall(nn.Cell):
         grad_rows[self.rows :] = 0
         threads, shapes = host_threads(), [weight.shape[1:] for weight in (gate, up, down)]
         (width, hidden), most = shapes[0], self.most_rows(gate)
-        widths = (hidden, hidden, hidden, width, width, width)
+        widths = (hidden, hidden, width, width, width)
         weights = [
             _WeightGradient(self.counts_E, shape) if trained else None
             for shape, trained in zip(shapes, self.trained, strict=True)
@@ -106,16 +109,16 @@ class _ExpertsCall(nn.Cell):
 
         def compute(segment: tuple[int, int, slice], thread: int) -> None:
             expert, _, every = segment
+            run = operators()
             for rows in parts(every, most):
-                x_rD, grad_rD, other, grad_inner, inner, work = self.scratch.take(thread, rows, *widths)
+                x_rD, grad_rD, grad_inner, inner, work = self.scratch.take(thread, rows, *widths)
                 take_tokens(x, self.token_R[rows], x_rD)
                 take_tokens(grad, self.token_R[rows], grad_rD)
-                np.matmul(grad_rD, down[expert], out=grad_inner)
+                run.matmul(grad_rD, down[expert], grad_inner)
                 grad_gate, grad_up = self.gate_RF[rows], self.up_RF[rows]
                 _swiglu_gradient(grad_gate, grad_up, inner, grad_inner, work, gate_R[rows], grad_gate_R[rows])
-                np.matmul(grad_gate, gate[expert], out=grad_rows[rows])
-                np.matmul(grad_up, up[expert], out=other)
-                grad_rows[rows] += other
+                run.matmul(grad_gate, gate[expert], grad_rows[rows])
+                run.matmul(grad_up, up[expert], grad_rows[rows], True)
                 pairs = ((grad_gate, x_rD), (grad_up, x_rD), (grad_rD, inner))
                 for weight, pair in zip(weights, pairs, strict=True):
                     if weight is not None:
@@ -139,12 +142,10 @@ class _WeightGradient:
     def add(self, segment: tuple[int, int, slice], rows: slice, left: np.ndarray, right: np.ndarray) -> None:
         """Adds left.T @ right of some of the segment's rows."""
         expert, number, every = segment
-        if rows.start > every.start:
-            self.of_segment(expert, number)[...] += np.matmul(left.T, right)
-            return
-        if number:
+        is_first = rows.start == every.start
+        if number and is_first:
             self.other_segments[expert, number] = np.empty(self.array.shape[1:], np.float32)
-        np.matmul(left.T, right, out=self.of_segment(expert, number))
+        operators().matmul(left.T, right, self.of_segment(expert, number), not is_first)
 
     def of_segment(self, expert: int, number: int) -> np.ndarray:
         return self.other_segments[expert, number] if number else self.array[expert]
@@ -166,15 +167,6 @@ def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
             yield expert, segment, slice(first, last)
 
 
-def _swiglu(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
-    """out = silu(gate) * up."""
-    with np.errstate(over="ignore"):  # exp(-gate) = inf: silu is 0
-        np.exp(np.negative(gate, out=out), out=out)
-    out += 1
-    np.divide(gate, out, out=out)
-    out *= up
-
-
 def _swiglu_gradient(
     gate: np.ndarray,
     up: np.ndarray,
@@ -184,7 +176,7 @@ def _swiglu_gradient(
     weight_r: np.ndarray,
     grad_weight_r: np.ndarray,
 ) -> None:
-    """Backward through weight_r * silu(gate) * up. d silu(g) / dg = s + silu(g) (1 - s) with s = sigmoid(g).
+    """Backward through weight_r * silu(gate) * up.
 
     Args:
         gate, up: Replaced by their gradients.
@@ -192,20 +184,12 @@ def _swiglu_gradient(
         grad: Gradient of `inner`; overwritten, as `work` is.
         weight_r, grad_weight_r: A factor for each row; receives the gradient of the factor.
     """
-    sigmoid, silu = work, inner
-    with np.errstate(over="ignore"):
-        np.exp(np.negative(gate, out=sigmoid), out=sigmoid)
-    sigmoid += 1
-    np.reciprocal(sigmoid, out=sigmoid)
-    np.multiply(gate, sigmoid, out=silu)
-    # gate becomes the derivative of silu
-    np.subtract(1, sigmoid, out=gate)
-    gate *= silu
-    gate += sigmoid
-    np.multiply(silu, up, out=work)  # inner without the factor
-    np.einsum("rf,rf->r", work, grad, out=grad_weight_r)
+    run = operators()
+    run.silu(gate, work)
+    np.multiply(work, up, out=inner)  # without the factor
+    np.einsum("rf,rf->r", inner, grad, out=grad_weight_r)
+    inner *= weight_r[:, None]
     grad *= weight_r[:, None]
-    gate *= up
-    gate *= grad
-    np.multiply(grad, silu, out=up)
-    np.multiply(work, weight_r[:, None], out=inner)
+    up *= grad
+    run.silu_gradient(gate, up, gate)
+    np.multiply(grad, work, out=up)

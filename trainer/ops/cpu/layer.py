@@ -354,11 +354,17 @@ class SavedMlp(NamedTuple):
 
 
 class HostMlp:
-    """x + W_down (silu(W_gate norm(x)) * W_up norm(x)): norm, SwiGLU (Shazeer 2020, equation 5), residual."""
+    """x + W_down (silu(W_gate norm(x)) * W_up norm(x)): norm, SwiGLU (Shazeer 2020, equation 5), residual.
 
-    def __init__(self, settings: ModelConfig, scratch: Scratch) -> None:
-        self.norm, self.scratch = RmsNorm(settings.hidden_size, settings.rms_norm_eps), scratch
-        self.width = settings.ffn_size
+    Args:
+        width: F.
+        norm: None: neither norm nor residual, as in shared experts.
+        prefix: Of the names of the matrices.
+    """
+
+    def __init__(self, width: int, scratch: Scratch, norm: RmsNorm | None = None, prefix: str = "mlp.") -> None:
+        self.norm, self.scratch, self.width = norm, scratch, width
+        self.gate, self.up, self.down = (f"{prefix}{name}_proj" for name in ("gate", "up", "down"))
 
     def forward(self, x_ND: np.ndarray, weights: Weights) -> tuple[Tensor, SavedMlp]:
         rows, hidden = x_ND.shape
@@ -367,14 +373,17 @@ class HostMlp:
 
         def compute(part: slice, thread: int) -> None:
             y_nD, inner_nF = self.scratch.take(thread, part, hidden, self.width)
-            scale_N[part] = self.norm.scales(x_ND[part])
-            self.norm(x_ND[part], weights[_MLP_NORM], scale_N[part], y_nD)
-            _project(weights, "mlp.gate_proj", y_nD, gate_NF[part])
-            _project(weights, "mlp.up_proj", y_nD, up_NF[part])
+            if self.norm is None:
+                y_nD = x_ND[part]
+            else:
+                scale_N[part] = self.norm.scales(x_ND[part])
+                self.norm(x_ND[part], weights[_MLP_NORM], scale_N[part], y_nD)
+                out_ND[part] = x_ND[part]
+            _project(weights, self.gate, y_nD, gate_NF[part])
+            _project(weights, self.up, y_nD, up_NF[part])
             operators().silu(gate_NF[part], inner_nF)
             inner_nF *= up_NF[part]
-            out_ND[part] = x_ND[part]
-            _project(weights, "mlp.down_proj", inner_nF, out_ND[part], accumulate=True)
+            _project(weights, self.down, inner_nF, out_ND[part], accumulate=self.norm is not None)
 
         host_threads().run(parts(slice(0, rows), _ROWS), compute)
         return result, SavedMlp(scale_N, gate_NF, up_NF)
@@ -385,32 +394,34 @@ class HostMlp:
         """As `HostAttention.backward`."""
         rows, hidden = x_ND.shape
         (result, out_ND), found = empty(rows, hidden), WeightGradients(trained)
-        y_ND, inner_NF = empty(rows, hidden)[1], empty(rows, self.width)[1]
+        inner_NF, y_ND = empty(rows, self.width)[1], x_ND if self.norm is None else empty(rows, hidden)[1]
         of_norm: dict[int, np.ndarray] = {}
 
         def compute(part: slice, thread: int) -> None:
             run = operators()
             grad_inner, silu = self.scratch.take(thread, part, self.width, self.width)
             gate, up, inner, out, y = (array[part] for array in (saved.gate_NF, saved.up_NF, inner_NF, out_ND, y_ND))
-            run.matmul(grad_ND[part], weights["mlp.down_proj.weight"], grad_inner)
+            run.matmul(grad_ND[part], weights[f"{self.down}.weight"], grad_inner)
             run.silu(gate, silu)
             np.multiply(silu, up, out=inner)
             silu *= grad_inner
             grad_inner *= up
             run.silu_gradient(gate, grad_inner, gate)
             up[...] = silu  # from here on both hold their gradients
-            run.matmul(gate, weights["mlp.gate_proj.weight"], out)
-            run.matmul(up, weights["mlp.up_proj.weight"], out, True)
-            of_norm[part.start] = self.norm.gradient(x_ND[part], weights[_MLP_NORM], saved.scale_N[part], out, y)
-            out += grad_ND[part]
-            self.norm(x_ND[part], weights[_MLP_NORM], saved.scale_N[part], y)
+            run.matmul(gate, weights[f"{self.gate}.weight"], out)
+            run.matmul(up, weights[f"{self.up}.weight"], out, True)
+            if self.norm is not None:
+                of_norm[part.start] = self.norm.gradient(x_ND[part], weights[_MLP_NORM], saved.scale_N[part], out, y)
+                out += grad_ND[part]
+                self.norm(x_ND[part], weights[_MLP_NORM], saved.scale_N[part], y)
 
         host_threads().run(parts(slice(0, rows), _ROWS), compute)
-        found.add_parts(_MLP_NORM, of_norm)
-        outputs = ("gate", saved.gate_NF, y_ND), ("up", saved.up_NF, y_ND), ("down", grad_ND, inner_NF)
+        if self.norm is not None:
+            found.add_parts(_MLP_NORM, of_norm)
+        outputs = (self.gate, saved.gate_NF, y_ND), (self.up, saved.up_NF, y_ND), (self.down, grad_ND, inner_NF)
         for name, grad, x in outputs:
-            found.add(f"mlp.{name}_proj.weight", grad, x)
-            found.add_bias(f"mlp.{name}_proj.bias", grad)
+            found.add(f"{name}.weight", grad, x)
+            found.add_bias(f"{name}.bias", grad)
         return result, found.compute()
 
 

@@ -105,6 +105,13 @@ def _one_plus_exp(x: np.ndarray) -> np.ndarray:
         return 1 + np.exp(-x)
 
 
+@functools.cache
+def _array_of(kind: type, number: int) -> type:
+    """ctypes forgets an array type that nobody uses, and makes it anew: a type is garbage that only Python's collector
+    finds."""
+    return kind * number
+
+
 class _Argument(ctypes.Structure):
     _fields_ = (("place", ctypes.c_int), ("memory", ctypes.c_void_p))
 
@@ -117,7 +124,7 @@ class _Primitive:
     ) -> None:
         self.primitive, self.number = primitive, len(memories)
         self.memories = [memory for _, memory in memories]
-        self.arguments = (_Argument * len(memories))(*(_Argument(place, memory) for place, memory in memories))
+        self.arguments = _array_of(_Argument, len(memories))(*(_Argument(place, memory) for place, memory in memories))
         self.set_address, self.execute = library.dnnl_memory_set_data_handle, library.dnnl_primitive_execute
 
     def run(self, stream: ctypes.c_void_p, *arrays: np.ndarray) -> None:
@@ -196,7 +203,7 @@ class OneDnnOperators:
         primitive.run(self.stream, x, grad, out)
 
     def _description(self, array: np.ndarray) -> ctypes.c_void_p:
-        dims = ctypes.c_int64 * array.ndim
+        dims = _array_of(ctypes.c_int64, array.ndim)
         made, strides = ctypes.c_void_p(), [stride // array.itemsize for stride in array.strides]
         _check(self.library.dnnl_memory_desc_create_with_strides(
             ctypes.byref(made), array.ndim, dims(*array.shape), _FLOAT32, dims(*strides)))  # fmt: skip
