@@ -34,6 +34,7 @@ Gradients: TypeAlias = dict[str, Tensor]
 
 _ROWS = 256  # that a thread takes at once: products of fewer are slower
 _QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
+_KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled for each number of keys
 _SCORES = 1 << 17  # of the heads that a thread takes at once, for the longest block: they stay in its cache
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 
@@ -78,7 +79,7 @@ def _block(segments_T: np.ndarray, start: int, queries: slice, window: int | Non
     sees_QS = (segments_T[queries, None] == segments_T[None, : queries.stop]) & (key_1S <= query_Q1)
     if window is not None:
         sees_QS &= key_1S > query_Q1 - window
-    first = int(sees_QS.any(0).argmax())
+    first = int(sees_QS.any(0).argmax()) // _KEYS * _KEYS
     sees_QS = sees_QS[:, first:]
     everywhere_S = sees_QS.all(0)
     masked = 0 if not everywhere_S[0] else len(everywhere_S) if everywhere_S.all() else int(everywhere_S.argmin())

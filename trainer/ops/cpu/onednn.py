@@ -4,7 +4,9 @@ oneDNN's products are faster than those of NumPy's library, add to what is there
 softmax takes a third of NumPy's time. The library is called through its C interface (`dnnl.h` of version 3.10), in the
 thread of the caller. Without the library, or with another version of it, NumPy computes the same.
 
-Arrays may be views: one of the last two axes of a matrix must be dense, as it is in a transposed one.
+Matrices may be views: one of their last two axes must be dense, as it is in a transposed one. Products take any shape
+at once. For the other functions oneDNN compiles code for each shape, which takes a millisecond and stays: they are made
+for few shapes, and where these depend on the data, for parts of fixed sizes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import ctypes
 import functools
 import importlib.util
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,11 +26,14 @@ _VERSION = (3, 10)  # the interface below is that of these releases
 _CPU, _FLOAT32 = 1, 3
 _FORWARD = 64
 _SOFTMAX, _SWISH = 0x30000, 0x2C
-_SRC, _WEIGHTS, _DST, _DIFF_SRC, _DIFF_DST = 1, 33, 17, 129, 145
+_SRC, _DST, _DIFF_SRC, _DIFF_DST = 1, 17, 129, 145
 
 
 class Operators(Protocol):
-    """Functions of float32 arrays; each writes to its last array. Of one thread."""
+    """Functions of float32 arrays; each writes to its last array. Of one thread.
+
+    The arrays of `silu` and `silu_gradient` are contiguous.
+    """
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         """out = a b, or with `accumulate` out += a b; [..., M, K] times [..., K, N], the first axes alike."""
@@ -112,6 +117,11 @@ def _array_of(kind: type, number: int) -> type:
     return kind * number
 
 
+_PARTS = tuple(1 << bits for bits in range(16, 7, -1))
+"""Numbers that an element-wise primitive takes, largest first; NumPy takes what remains."""
+_MOST_PRIMITIVES = 512  # that a thread keeps
+
+
 class _Argument(ctypes.Structure):
     _fields_ = (("place", ctypes.c_int), ("memory", ctypes.c_void_p))
 
@@ -122,19 +132,23 @@ class _Primitive:
     def __init__(
         self, library: ctypes.CDLL, primitive: ctypes.c_void_p, memories: Sequence[tuple[int, ctypes.c_void_p]]
     ) -> None:
-        self.primitive, self.number = primitive, len(memories)
-        self.memories = [memory for _, memory in memories]
+        self.library, self.primitive, self.memories = library, primitive, [memory for _, memory in memories]
         self.arguments = _array_of(_Argument, len(memories))(*(_Argument(place, memory) for place, memory in memories))
         self.set_address, self.execute = library.dnnl_memory_set_data_handle, library.dnnl_primitive_execute
 
     def run(self, stream: ctypes.c_void_p, *arrays: np.ndarray) -> None:
         for memory, array in zip(self.memories, arrays, strict=True):
-            self.set_address(memory, ctypes.c_void_p(array.__array_interface__["data"][0]))
-        _check(self.execute(self.primitive, stream, self.number, self.arguments))
+            self.set_address(memory, ctypes.c_void_p(_address(array)))
+        _check(self.execute(self.primitive, stream, len(self.memories), self.arguments))
+
+    def close(self) -> None:
+        self.library.dnnl_primitive_destroy(self.primitive)
+        for memory in self.memories:
+            self.library.dnnl_memory_destroy(memory)
 
 
 class OneDnnOperators:
-    """`Operators` in oneDNN. Primitives are made once for each shape and layout."""
+    """`Operators` in oneDNN."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library, self.engine, self.stream = library, ctypes.c_void_p(), ctypes.c_void_p()
@@ -142,26 +156,25 @@ class OneDnnOperators:
         # Without a thread pool of oneDNN's interface the caller's thread computes.
         _check(library.dnnl_threadpool_interop_stream_create(ctypes.byref(self.stream), self.engine, None))
         self.made: dict[tuple, _Primitive] = {}
+        self.sgemm = _sgemm(library)
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        if not a.size or not b.size:
-            NumpyOperators().matmul(a, b, out, accumulate)
+        if a.ndim > 2:
+            for parts in zip(a, b, out, strict=True):
+                self.matmul(*parts, accumulate)
             return
-        key = (a.shape, a.strides, b.shape, b.strides, out.strides, accumulate)
-        if (primitive := self.made.get(key)) is None:
-            descriptions = [self._description(array) for array in (a, b, out)]
-            primitive = self.made[key] = self._make(
-                "matmul_primitive_desc_create", (descriptions[0], descriptions[1], None, descriptions[2]),
-                self._sum() if accumulate else None, zip((_SRC, _WEIGHTS, _DST), descriptions, strict=True),
-            )  # fmt: skip
-        primitive.run(self.stream, a, b, out)
+        (rows, inner), columns = a.shape, b.shape[1]
+        beta = 1.0 if accumulate else 0.0
+        (way_a, step_a), (way_b, step_b), step = _layout(a), _layout(b), _layout(out)[1]
+        _check(self.sgemm(way_a, way_b, rows, columns, inner, 1.0, _address(a), step_a, _address(b), step_b,
+                          beta, _address(out), step, None))  # fmt: skip
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         key = ("softmax", x.shape, x.strides, out.strides)
         if (primitive := self.made.get(key)) is None:
             source, result = self._description(x), self._description(out)
-            primitive = self.made[key] = self._make(
-                "softmax_forward_primitive_desc_create", (_FORWARD, _SOFTMAX, source, result, x.ndim - 1), None,
+            primitive = self._make(
+                key, "softmax_forward", (_FORWARD, _SOFTMAX, source, result, x.ndim - 1),
                 ((_SRC, source), (_DST, result)),
             )  # fmt: skip
         primitive.run(self.stream, x, out)
@@ -170,37 +183,44 @@ class OneDnnOperators:
         key = ("softmax_gradient", y.shape, y.strides, grad.strides, out.strides)
         if (primitive := self.made.get(key)) is None:
             result, of_result, of_source = (self._description(array) for array in (y, grad, out))
-            forward = self._kind("softmax_forward_primitive_desc_create",
-                                 (_FORWARD, _SOFTMAX, result, result, y.ndim - 1), None)  # fmt: skip
-            primitive = self.made[key] = self._make(
-                "softmax_backward_primitive_desc_create",
-                (_SOFTMAX, of_source, of_result, result, y.ndim - 1, forward), None,
+            forward = self._kind("softmax_forward", (_FORWARD, _SOFTMAX, result, result, y.ndim - 1))
+            primitive = self._make(
+                key, "softmax_backward", (_SOFTMAX, of_source, of_result, result, y.ndim - 1, forward),
                 ((_DST, result), (_DIFF_DST, of_result), (_DIFF_SRC, of_source)),
             )  # fmt: skip
+            self.library.dnnl_primitive_desc_destroy(forward)
         primitive.run(self.stream, y, grad, out)
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        key = ("silu", x.shape, x.strides, out.strides)
-        if (primitive := self.made.get(key)) is None:
-            source, result = self._description(x), self._description(out)
-            primitive = self.made[key] = self._make(
-                "eltwise_forward_primitive_desc_create", (_FORWARD, _SWISH, source, result, *_SWISH_FACTORS), None,
-                ((_SRC, source), (_DST, result)),
-            )  # fmt: skip
-        primitive.run(self.stream, x, out)
+        for parts in _fixed_parts(x, out):
+            size = parts[0].size
+            if size < _PARTS[-1]:
+                NumpyOperators().silu(*parts)
+                continue
+            if (primitive := self.made.get(("silu", size))) is None:
+                numbers = self._description(parts[0])
+                primitive = self._make(
+                    ("silu", size), "eltwise_forward", (_FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS),
+                    ((_SRC, numbers), (_DST, numbers)),
+                )  # fmt: skip
+            primitive.run(self.stream, *parts)
 
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        key = ("silu_gradient", x.shape, x.strides, grad.strides, out.strides)
-        if (primitive := self.made.get(key)) is None:
-            source, of_result, of_source = (self._description(array) for array in (x, grad, out))
-            forward = self._kind("eltwise_forward_primitive_desc_create",
-                                 (_FORWARD, _SWISH, source, source, *_SWISH_FACTORS), None)  # fmt: skip
-            primitive = self.made[key] = self._make(
-                "eltwise_backward_primitive_desc_create",
-                (_SWISH, of_source, of_result, source, *_SWISH_FACTORS, forward), None,
-                ((_SRC, source), (_DIFF_DST, of_result), (_DIFF_SRC, of_source)),
-            )  # fmt: skip
-        primitive.run(self.stream, x, grad, out)
+        for parts in _fixed_parts(x, grad, out):
+            size = parts[0].size
+            if size < _PARTS[-1]:
+                NumpyOperators().silu_gradient(*parts)
+                continue
+            if (primitive := self.made.get(("silu_gradient", size))) is None:
+                numbers = self._description(parts[0])
+                forward = self._kind("eltwise_forward", (_FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS))
+                primitive = self._make(
+                    ("silu_gradient", size), "eltwise_backward",
+                    (_SWISH, numbers, numbers, numbers, *_SWISH_FACTORS, forward),
+                    ((_SRC, numbers), (_DIFF_DST, numbers), (_DIFF_SRC, numbers)),
+                )  # fmt: skip
+                self.library.dnnl_primitive_desc_destroy(forward)
+            primitive.run(self.stream, *parts)
 
     def _description(self, array: np.ndarray) -> ctypes.c_void_p:
         dims = _array_of(ctypes.c_int64, array.ndim)
@@ -209,32 +229,65 @@ class OneDnnOperators:
             ctypes.byref(made), array.ndim, dims(*array.shape), _FLOAT32, dims(*strides)))  # fmt: skip
         return made
 
-    def _sum(self) -> ctypes.c_void_p:
-        """Attributes of a primitive that adds its result to what is there."""
-        after, attributes = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(self.library.dnnl_post_ops_create(ctypes.byref(after)))
-        _check(self.library.dnnl_post_ops_append_sum(after, ctypes.c_float(1), 0, 0))
-        _check(self.library.dnnl_primitive_attr_create(ctypes.byref(attributes)))
-        _check(self.library.dnnl_primitive_attr_set_post_ops(attributes, after))
-        return attributes
-
-    def _kind(self, create: str, arguments: Sequence, attributes: ctypes.c_void_p | None) -> ctypes.c_void_p:
-        made = ctypes.c_void_p()
-        function = getattr(self.library, f"dnnl_{create}")
-        _check(function(ctypes.byref(made), self.engine, *arguments, attributes))
+    def _kind(self, name: str, arguments: Sequence) -> ctypes.c_void_p:
+        made, create = ctypes.c_void_p(), getattr(self.library, f"dnnl_{name}_primitive_desc_create")
+        _check(create(ctypes.byref(made), self.engine, *arguments, None))
         return made
 
-    def _make(self, create: str, arguments: Sequence, attributes: ctypes.c_void_p | None, places) -> _Primitive:
-        kind, made, memories = self._kind(create, arguments, attributes), ctypes.c_void_p(), []
+    def _make(
+        self, key: tuple, name: str, arguments: Sequence, places: Sequence[tuple[int, ctypes.c_void_p]]
+    ) -> _Primitive:
+        """Makes a primitive and keeps it; `places` are its arguments, with descriptions that are used up."""
+        if len(self.made) == _MOST_PRIMITIVES:
+            for primitive in self.made.values():
+                primitive.close()
+            self.made.clear()
+        kind, made, memories = self._kind(name, arguments), ctypes.c_void_p(), []
         _check(self.library.dnnl_primitive_create(ctypes.byref(made), kind))
+        self.library.dnnl_primitive_desc_destroy(kind)
         for place, description in places:
             memory = ctypes.c_void_p()
             _check(self.library.dnnl_memory_create(ctypes.byref(memory), description, self.engine, None))
             memories.append((place, memory))
-        return _Primitive(self.library, made, memories)
+        for address in {description.value for _, description in places}:
+            self.library.dnnl_memory_desc_destroy(ctypes.c_void_p(address))
+        self.made[key] = _Primitive(self.library, made, memories)
+        return self.made[key]
 
 
 _SWISH_FACTORS = ctypes.c_float(1), ctypes.c_float(0)  # x sigmoid(1 x)
+
+
+def _sgemm(library: ctypes.CDLL) -> ctypes._CFuncPtr:
+    """out = alpha a b + beta out in the thread of the caller, for matrices that are stored by rows."""
+    size, number, address = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    found = library.dnnl_threadpool_interop_sgemm
+    found.argtypes = (
+        *(ctypes.c_char,) * 2, *(size,) * 3, number, address, size, address, size, number, address, size, address,
+    )  # fmt: skip
+    return found
+
+
+def _layout(matrix: np.ndarray) -> tuple[bytes, int]:
+    """Whether a matrix is the transposed one of what is stored, and the numbers from one stored row to the next."""
+    (rows, columns), (of_row, of_column) = matrix.shape, matrix.strides
+    if of_column == matrix.itemsize or columns == 1:
+        return b"N", max(of_row // matrix.itemsize, columns)  # the stride of an axis of length 1 says nothing
+    return b"T", max(of_column // matrix.itemsize, rows)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _fixed_parts(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Contiguous arrays of equal size in parts of `_PARTS`, and what remains."""
+    flat = [array.reshape(-1) for array in arrays]
+    start, end = 0, flat[0].size
+    while start < end:
+        size = next((size for size in _PARTS if size <= end - start), end - start)
+        yield tuple(array[start : start + size] for array in flat)
+        start += size
 
 
 def _check(status: int) -> None:
