@@ -318,7 +318,7 @@ class Decoder(DecoderWiring):
         look_up = self.kernels.gather_rows if whole else self.embedding_rows
         around, embedding, mapping = self.compute_weights.around, self.embedding, self.mapping_in
         if self.kernels.host_layers:
-            return around((embedding,), ids_N, lambda ids_N: HostEmbedding(ids_N)(_view(embedding)))
+            return around((embedding,), ids_N, lambda ids_N: HostEmbedding(ids_N)(embedding))
         x_NE = around((embedding,), ids_N, lambda ids_N: look_up(_view(embedding), ids_N))
         return x_NE if mapping is None else around((mapping,), x_NE, lambda x: self.map_embedding(x, _view(mapping)))
 

@@ -163,10 +163,12 @@ class TrainStep:
         # Otherwise the ranks communicate in each micro-batch: none may leave one out.
         self.skips_empty = self.load is None and own.skips_empty and not scatters
 
-        self.sums: LossSums | None = None  # of the micro-batch at hand
+        self.call: DecoderCall | None = None  # of the micro-batch at hand
+        self.sums: LossSums | None = None
 
-        def minimised(inputs, dropout, statistics):
-            sums = model(inputs, dropout, statistics)
+        # Without arguments: MindSpore writes each of them that is no tensor as text, arrays included.
+        def minimised():
+            sums = model(*self.call)
             self.sums = sums._replace(total=None)
             return sums.total
 
@@ -200,10 +202,10 @@ class TrainStep:
 
     def backward(self, batch: Batch, number: int, factor: Tensor | float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
-        call = self.call_of(batch, number)
+        call = self.call = self.call_of(batch, number)
         factor = factor if isinstance(factor, Tensor) else Tensor(np.float32(factor))
-        gradients = self.gradients_of(*call, factor)
-        sums, self.sums = self.sums, None
+        gradients = self.gradients_of(factor)
+        sums, self.sums, self.call = self.sums, None, None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
         gives = self.share is None or self.share.gives_losses

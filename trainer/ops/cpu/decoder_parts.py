@@ -1,7 +1,8 @@
 """The parts of a decoder on a CPU as cells: embedding, blocks and head, computed by `trainer.ops.cpu` on arrays.
 
 A part is a cell with a `bprop` of its own, new for each call, which keeps what its backward pass needs. Only weights
-that are trained are its inputs, as views: no gradient is computed of the others. Nothing is compiled.
+that are trained are its inputs: no gradient is computed of the others. They are the parameters themselves, as the array
+of a view, and of a gradient that went through one, would be a copy. Nothing is compiled.
 
 Legend: N tokens, D hidden, V vocabulary.
 """
@@ -57,9 +58,8 @@ class HostLayerPart:
         return list(self.named.values())
 
     def __call__(self, x_ND: Tensor, positions: TokenPositions) -> Tensor:
-        views = {name: weight.view(weight.shape) for name, weight in self.named.items()}
         trained = [name for name, weight in self.named.items() if weight.requires_grad]
-        return _LayerCall(self, positions, views, trained)(x_ND, *(views[name] for name in trained))
+        return _LayerCall(self, positions, trained)(x_ND, *(self.named[name] for name in trained))
 
     def forward(self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions) -> tuple[Tensor, tuple]:
         """The result, and what `backward` takes."""
@@ -94,11 +94,9 @@ class HostLayerPart:
 class _LayerCall(nn.Cell):
     """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
 
-    def __init__(
-        self, part: HostLayerPart, positions: TokenPositions, views: Mapping[str, Tensor], trained: list[str]
-    ) -> None:
+    def __init__(self, part: HostLayerPart, positions: TokenPositions, trained: list[str]) -> None:
         super().__init__(auto_prefix=False)
-        self.part, self.positions, self.views, self.trained = part, positions, dict(views), trained
+        self.part, self.positions, self.trained = part, positions, trained
         self.saved: tuple | None = None
 
     def construct(self, x_ND, *trained):
@@ -118,7 +116,7 @@ class _LayerCall(nn.Cell):
         return grad, *(found[name] for name in self.trained)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {name: on_host(view) for name, view in self.views.items()}
+        return {name: on_host(weight) for name, weight in self.part.named.items()}
 
 
 class HostNorm:
@@ -224,26 +222,25 @@ class HostHeadPart:
     ) -> Tensor:
         """`labels` has labels_N and valid_N1; without `trains` there is no backward pass."""
         named = {"norm": norm_D, "weight": weight_VD}
-        views = {name: weight.view(weight.shape) for name, weight in named.items()}
         trained = [name for name, weight in named.items() if weight.requires_grad]
-        call = _HeadCall(self.head, views, trained, labels.labels_N.asnumpy(), on_host(labels.valid_N1), trains)
-        return call(x_ND, *(views[name] for name in trained))
+        call = _HeadCall(self.head, named, trained, labels.labels_N.asnumpy(), on_host(labels.valid_N1), trains)
+        return call(x_ND, *(named[name] for name in trained))
 
 
 class _HeadCall(nn.Cell):
     """One call of the head, which keeps the gradients of its loss."""
 
     def __init__(
-        self, head: HostHead, views: dict[str, Tensor], trained: list[str], labels_N: np.ndarray, valid_N1: np.ndarray,
-        trains: bool,
+        self, head: HostHead, named: dict[str, Parameter], trained: list[str], labels_N: np.ndarray,
+        valid_N1: np.ndarray, trains: bool,
     ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)
-        self.head, self.views, self.trained, self.trains = head, views, trained, trains
+        self.head, self.weights, self.trained, self.trains = head, named, trained, trains
         self.labels_N, self.valid_N1, self.found = labels_N, valid_N1, None
 
     def construct(self, x_ND, *trained):
         wanted = ("x", *self.trained) if self.trains else ()
-        weights = (on_host(self.views[name]) for name in ("norm", "weight"))
+        weights = (on_host(self.weights[name]) for name in ("norm", "weight"))
         self.found = self.head(on_host(x_ND), *weights, self.labels_N, self.valid_N1, wanted)
         return Tensor(self.found.loss)
 
