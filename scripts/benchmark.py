@@ -5,6 +5,7 @@
     python scripts/benchmark.py step > result.json
     python scripts/benchmark.py moe --torch_python /path/to/torch-env/bin/python > result.json
     python scripts/benchmark.py parallel > result.json
+    python scripts/benchmark.py profile > result.json
     python scripts/benchmark.py soak > result.json
 
 `dense` trains the model of configs/bench_dense.yaml in both (the sizes are read from that file), each run in a
@@ -18,6 +19,8 @@ nothing else meanwhile.
 the number of experts, and with a capacity.
 
 `parallel` divides these two models between two ranks, by each kind of parallelism.
+
+`profile` says where the time of a training step goes, against what the machine can do at most.
 
 `soak` trains tiny models for thousands of steps and measures whether their processes grow.
 
@@ -40,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import benchmark_launch  # noqa: E402
 import benchmark_moe  # noqa: E402
 import benchmark_parallel  # noqa: E402
+import benchmark_profile  # noqa: E402
 import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
 from benchmark_tools import (  # noqa: E402
@@ -175,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     benchmark_moe.add_command(commands)
     benchmark_launch.add_command(commands)
     benchmark_parallel.add_command(commands)
+    benchmark_profile.add_command(commands)
     benchmark_soak.add_command(commands)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
@@ -183,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         measured = {
             "dense": dense, "step": benchmark_step.step, "moe": benchmark_moe.moe, "launch": benchmark_launch.launch,
-            "parallel": benchmark_parallel.parallel, "soak": benchmark_soak.soak,
+            "parallel": benchmark_parallel.parallel, "profile": benchmark_profile.profile, "soak": benchmark_soak.soak,
         }[options.command]
         return measured(options, console)
     except (RunFailed, TrainerError) as failure:

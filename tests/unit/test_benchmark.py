@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import benchmark  # noqa: E402
 import benchmark_bare  # noqa: E402
 import benchmark_moe  # noqa: E402
+import benchmark_profile  # noqa: E402
+import benchmark_regions  # noqa: E402
 import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
 import benchmark_tools  # noqa: E402
@@ -346,3 +348,96 @@ def test_every_case_of_the_soak_is_a_configuration() -> None:
     for name, flags in benchmark_soak.CASES.items():
         overrides = [Override(key, text, "soak") for key, text in flags.items()]
         assert parse_config("soak", json.dumps(benchmark_soak.TINY), overrides).trains != name.startswith("prediction")
+
+
+# --- the profile ----------------------------------------------------------------------------------------------------
+
+TINY_PROFILE = """
+runner_config: {batch_size: 2}
+model:
+  arch: {type: LlamaForCausalLM}
+  model_config: {type: LlamaConfig, num_layers: 2, hidden_size: 32, num_heads: 4, n_kv_heads: 2, intermediate_size: 48,
+                 vocab_size: 64, seq_length: 16}
+train_dataset: {data_loader: {type: SyntheticDataset, num_samples: 7}}
+"""
+
+
+def test_each_second_of_a_step_is_in_one_row() -> None:
+    now = 0.0
+
+    class TwoThreads:
+        threads = 2
+
+    def spend(seconds: float, thread: int = 0) -> None:
+        nonlocal now
+        now += seconds
+
+    def run(threads: TwoThreads, items: list[float], function) -> None:
+        for place, item in enumerate(items):
+            function(item, place % 2)
+        spend(1)  # nobody works
+
+    regions = benchmark_regions.Regions(lambda: now)
+    product = regions.wrapped(spend, lambda of, arguments: f"product of {of.item or 'the step'}", lambda _: (8.0, 2.0))
+
+    def item(seconds: float, thread: int) -> None:
+        spend(2)
+        product(seconds)
+
+    threads_run = regions.wrapped_threads(run, lambda name: name.split(".")[-1])
+    with regions.region("step"):
+        spend(5)
+        with regions.region("backward pass", direction="backward"):
+            spend(7)
+            threads_run(TwoThreads(), [10, 20], item)
+        product(3)
+    # Two threads: a second of one of them is half a second of the step. 35 seconds together, 34 of them with work.
+    item_name = f"{test_each_second_of_a_step_is_in_one_row.__name__}.<locals>.item"
+    assert {tuple(key): (row.seconds, row.calls) for key, row in regions.rows.items()} == {
+        ("step", ""): (5, 1), ("backward pass", "backward"): (7, 1), ("product of the step", ""): (3, 1),
+        ("item", "backward"): (2, 2), (f"product of {item_name}", "backward"): (15, 2),
+        ("waiting threads", "backward"): (18, 1),
+    }
+    assert sum(row.seconds for row in regions.rows.values()) == now == 50
+    row = regions.rows[benchmark_regions.Key(f"product of {item_name}", "backward")]
+    assert (row.bytes, row.operations) == (16, 4)
+
+
+def test_the_profile_of_a_step_counts_its_products() -> None:
+    config = parse_config("config.yaml", TINY_PROFILE, [])
+    profile = benchmark_profile.Profile(config)
+    before = profile.plain()
+    taken = profile.measured()
+    found = benchmark_profile.profile_rows(profile.regions.rows, 1)
+    assert found[-1][0] == (benchmark_profile.NOT_EXPLAINED, "")
+    assert before > 0 and sum(row.seconds for _, row in found) <= taken
+    tokens, projections, mlp, head = 2 * 16, 32 * (32 + 2 * 16), 3 * 32 * 48, 64 * 32
+    layers = 2 * (projections + 32 * 32 + mlp)
+    scores = 2 * 2 * tokens * 16 * 32  # of two layers; no block of queries is shorter than the sequence
+    assert {tuple(key): row.operations for key, row in found if row.operations} == {
+        ("q, k, v products", "forward"): 2 * 2 * tokens * projections,
+        ("q, k, v products", "backward"): 2 * 2 * tokens * projections,
+        ("output projection", "forward"): 2 * 2 * tokens * 32 * 32,
+        ("output projection", "backward"): 2 * 2 * tokens * 32 * 32,
+        ("gate, up products", "forward"): 2 * 2 * tokens * mlp * 2 / 3,
+        ("gate, up products", "backward"): 2 * 2 * tokens * mlp * 2 / 3,
+        ("down product", "forward"): 2 * 2 * tokens * mlp / 3,
+        ("down product", "backward"): 2 * 2 * tokens * mlp / 3,
+        ("attention: scores, values", "forward"): 2 * scores,
+        ("attention: scores, values", "backward"): 5 * scores,
+        ("weight gradients", "backward"): 2 * tokens * layers,
+        ("head: products", "forward"): 2 * tokens * head,
+        ("head: products", "backward"): 4 * tokens * head,
+    }
+    rows = {tuple(key): row for key, row in found}
+    for name in ("norm", "rotary", "attention: softmax", "SwiGLU, residual", "embedding", "tensors as arrays"):
+        assert rows[name, "forward"].seconds > 0 and rows[name, "backward"].seconds > 0, name
+    for name in ("optimizer", "norm of the gradients", "data"):
+        assert rows[name, ""].seconds > 0, name
+    # Three products of each matrix, and of what a query sees: (16 + 1) / 2 keys.
+    attention = 3 * 2 * 2 * tokens * 2 * 32 * 17 / 2
+    assert benchmark_profile.needed_operations(config) == 6 * tokens * (layers + head) + attention
+    # Nothing is left of the measurement.
+    assert sum(row.calls for row in profile.regions.rows.values()) == sum(row.calls for _, row in found)
+    profile.plain()
+    assert sum(row.calls for row in profile.regions.rows.values()) == sum(row.calls for _, row in found)

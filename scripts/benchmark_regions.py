@@ -1,0 +1,172 @@
+"""For `benchmark.py profile`: seconds of the functions of a step, measured by wrapping them from outside.
+
+Each second belongs to the innermost function that is measured: a row has what its functions take without what is
+measured inside them. Where threads compute together, a second of one of n threads is 1 / n of a second of the step, and
+so is one in which it waits for the others. So all rows together are the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FORWARD, BACKWARD = "forward", "backward"
+WAITING = "waiting threads"
+
+
+class Key(NamedTuple):
+    """What a row is of; `direction` is empty outside of the model."""
+
+    name: str
+    direction: str = ""
+
+
+@dataclass
+class Row:
+    """Seconds of a step, calls, bytes of the arrays that these read and write, and floating-point operations."""
+
+    seconds: float = 0.0
+    calls: int = 0
+    bytes: float = 0.0
+    operations: float = 0.0
+
+    def add(self, other: Row) -> None:
+        self.seconds += other.seconds
+        self.calls += other.calls
+        self.bytes += other.bytes
+        self.operations += other.operations
+
+
+class _Thread(threading.local):
+    """What a thread is doing: of each function that has begun the time of what it called, and which they are."""
+
+    def __init__(self) -> None:
+        self.inside: list[float] = []
+        self.running: set[int] = set()
+        self.direction, self.item, self.weight = "", "", 1.0
+
+
+Name = Callable[["Regions", tuple], str]
+"""(regions, arguments) -> the name of the row."""
+Cost = Callable[[tuple], tuple[float, float]]
+"""Arguments -> bytes, operations."""
+
+
+class Regions:
+    """Rows of what runs while it is on. `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock, self.now, self.lock = clock, _Thread(), threading.Lock()
+        self.rows: dict[Key, Row] = {}
+
+    @property
+    def item(self) -> str:
+        """The function whose items this thread works on, by its qualified name; empty outside of `HostThreads.run`."""
+        return self.now.item
+
+    def add(self, key: Key, row: Row) -> None:
+        with self.lock:
+            self.rows.setdefault(key, Row()).add(row)
+
+    @contextmanager
+    def region(self, name: str, cost: tuple[float, float] = (0.0, 0.0), direction: str | None = None) -> Iterator[None]:
+        now, began = self.now, self.clock()
+        now.inside.append(0.0)
+        before = now.direction
+        if direction is not None:
+            now.direction = direction
+        key = Key(name, now.direction)
+        try:
+            yield
+        finally:
+            now.direction = before
+            inside, taken = now.inside.pop(), self.clock() - began
+            if now.inside:
+                now.inside[-1] += taken
+            self.add(key, Row((taken - inside) * now.weight, 1, *cost))
+
+    def wrapped(
+        self, function: Callable, name: str | Name, cost: Cost | None = None, direction: str | None = None
+    ) -> Callable:
+        """The function, measured; where it calls itself, as a whole."""
+
+        @functools.wraps(function)
+        def measured(*arguments: Any, **named: Any) -> Any:
+            running = self.now.running
+            if id(function) in running:
+                return function(*arguments, **named)
+            running.add(id(function))
+            try:
+                row = name if isinstance(name, str) else name(self, arguments)
+                with self.region(row, cost(arguments) if cost else (0.0, 0.0), direction):
+                    return function(*arguments, **named)
+            finally:
+                running.discard(id(function))
+
+        return measured
+
+    def wrapped_threads(self, run: Callable, name_of_items: Callable[[str], str]) -> Callable:
+        """`HostThreads.run`, whose items are measured in all threads, as is the time in which a thread has none."""
+
+        @functools.wraps(run)
+        def measured(threads: Any, items: Any, function: Callable) -> None:
+            caller, busy, share = self.now, [0.0] * threads.threads, 1 / threads.threads
+            direction, item = caller.direction, function.__qualname__
+            name = name_of_items(item)
+
+            def one(argument: Any, thread: int) -> None:
+                now, began = self.now, self.clock()
+                before = now.direction, now.item, now.weight
+                now.direction, now.item, now.weight = direction, item, share
+                try:
+                    with self.region(name):
+                        function(argument, thread)
+                finally:
+                    now.direction, now.item, now.weight = before
+                    busy[thread] += self.clock() - began
+
+            began = self.clock()
+            caller.inside.append(0.0)
+            try:
+                run(threads, items, one)
+            finally:
+                caller.inside.pop()
+                taken = self.clock() - began
+                if caller.inside:
+                    caller.inside[-1] += taken
+                self.add(Key(WAITING, direction), Row(taken - sum(busy) * share, 1))
+
+        return measured
+
+
+class Patches:
+    """Attributes that have other values while it is on."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[Any, str, Any, Any]] = []
+
+    def set(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """`make` gets what is there. Of an instance, that is what its class has."""
+        own = vars(owner).get(name, _ABSENT)
+        self.values.append((owner, name, own, make(getattr(owner, name))))
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        for owner, name, _, value in self.values:
+            setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            for owner, name, own, _ in reversed(self.values):
+                if own is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, own)
+
+
+_ABSENT = object()
