@@ -36,7 +36,7 @@ class Operators(Protocol):
     """
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        """out = a b, or with `accumulate` out += a b; [..., M, K] times [..., K, N], the first axes alike."""
+        """out = a b, or with `accumulate` out += a b: [M, K] times [K, N], or [P, M, K] times [P, K, N]."""
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         """Over the last axis; `out` may be x."""
@@ -159,15 +159,15 @@ class OneDnnOperators:
         self.sgemm = _sgemm(library)
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        if a.ndim > 2:
-            for parts in zip(a, b, out, strict=True):
-                self.matmul(*parts, accumulate)
-            return
-        (rows, inner), columns = a.shape, b.shape[1]
-        beta = 1.0 if accumulate else 0.0
+        (rows, inner), columns, beta = a.shape[-2:], b.shape[-1], 1.0 if accumulate else 0.0
         (way_a, step_a), (way_b, step_b), step = _layout(a), _layout(b), _layout(out)[1]
-        _check(self.sgemm(way_a, way_b, rows, columns, inner, 1.0, _address(a), step_a, _address(b), step_b,
-                          beta, _address(out), step, None))  # fmt: skip
+        at_a, at_b, at_out = _address(a), _address(b), _address(out)
+        for place in range(1 if a.ndim == 2 else len(a)):
+            if place:
+                at_a, at_b, at_out = at_a + a.strides[0], at_b + b.strides[0], at_out + out.strides[0]
+            status = self.sgemm(way_a, way_b, rows, columns, inner, 1.0, at_a, step_a, at_b, step_b, beta, at_out,
+                                step, None)  # fmt: skip
+            _check(status)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         key = ("softmax", x.shape, x.strides, out.strides)
@@ -270,14 +270,16 @@ def _sgemm(library: ctypes.CDLL) -> ctypes._CFuncPtr:
 
 def _layout(matrix: np.ndarray) -> tuple[bytes, int]:
     """Whether a matrix is the transposed one of what is stored, and the numbers from one stored row to the next."""
-    (rows, columns), (of_row, of_column) = matrix.shape, matrix.strides
+    (rows, columns), (of_row, of_column) = matrix.shape[-2:], matrix.strides[-2:]
     if of_column == matrix.itemsize or columns == 1:
         return b"N", max(of_row // matrix.itemsize, columns)  # the stride of an axis of length 1 says nothing
     return b"T", max(of_column // matrix.itemsize, rows)
 
 
 def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+    """Of the first number. It is the first field of numpy/ndarraytypes.h's PyArrayObject_fields, after the head that
+    all objects of Python have; the attributes that tell it take five times as long, as long as a small product."""
+    return ctypes.c_void_p.from_address(id(array) + object.__basicsize__).value or 0
 
 
 def _fixed_parts(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
