@@ -349,7 +349,7 @@ class Decoder(DecoderWiring):
                     statistics,
                 )
             elif isinstance(part, HostLayerPart):
-                x_ND = part(x_ND, inputs.positions)
+                x_ND = part(x_ND, inputs.positions, statistics is not None)
             else:
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
         return x_ND, aux_loss, z_loss

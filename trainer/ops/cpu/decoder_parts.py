@@ -57,19 +57,23 @@ class HostLayerPart:
     def weights(self) -> list[Parameter]:
         return list(self.named.values())
 
-    def __call__(self, x_ND: Tensor, positions: TokenPositions) -> Tensor:
+    def __call__(self, x_ND: Tensor, positions: TokenPositions, trains: bool) -> Tensor:
+        """Without `trains` nothing is kept for a backward pass, which would compute it again."""
         trained = [name for name, weight in self.named.items() if weight.requires_grad]
-        return _LayerCall(self, positions, trained)(x_ND, *(self.named[name] for name in trained))
+        keeps = trains and not self.recomputed
+        return _LayerCall(self, positions, trained, keeps)(x_ND, *(self.named[name] for name in trained))
 
-    def forward(self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions) -> tuple[Tensor, tuple]:
-        """The result, and what `backward` takes."""
+    def forward(
+        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, keeps: bool = True
+    ) -> tuple[Tensor, tuple | None]:
+        """The result, and what `backward` takes; without `keeps` None."""
         middle_ND, attention, mlp = x_ND, None, None
         if self.has_attention:
-            result, attention = self.block.attention.forward(x_ND, weights, positions, self._blocks(positions))
+            result, attention = self.block.attention.forward(x_ND, weights, positions, self._blocks(positions), keeps)
             middle_ND = result.asnumpy()
         if self.has_mlp:
-            result, mlp = self.block.mlp.forward(middle_ND, weights)
-        return result, (middle_ND, attention, mlp)
+            result, mlp = self.block.mlp.forward(middle_ND, weights, keeps)
+        return result, (middle_ND, attention, mlp) if keeps else None
 
     def backward(
         self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, saved: tuple, grad_ND: np.ndarray,
@@ -94,15 +98,13 @@ class HostLayerPart:
 class _LayerCall(nn.Cell):
     """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
 
-    def __init__(self, part: HostLayerPart, positions: TokenPositions, trained: list[str]) -> None:
+    def __init__(self, part: HostLayerPart, positions: TokenPositions, trained: list[str], keeps: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.part, self.positions, self.trained = part, positions, trained
+        self.part, self.positions, self.trained, self.keeps = part, positions, trained, keeps
         self.saved: tuple | None = None
 
     def construct(self, x_ND, *trained):
-        result, saved = self.part.forward(on_host(x_ND), self.arrays(), self.positions)
-        if not self.part.recomputed:
-            self.saved = saved
+        result, self.saved = self.part.forward(on_host(x_ND), self.arrays(), self.positions, self.keeps)
         return result
 
     def bprop(self, x_ND, *trained_out_grad):

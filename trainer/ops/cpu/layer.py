@@ -200,12 +200,17 @@ class HostAttention:
         self.rotary, self.scale, self.scratch = Rotary(settings), np.float32(self.head_size**-0.5), scratch
 
     def forward(
-        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Iterable[Iterable[QueryBlock]]
-    ) -> tuple[Tensor, SavedAttention]:
+        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Iterable[Iterable[QueryBlock]],
+        keeps: bool = True,
+    ) -> tuple[Tensor, SavedAttention | None]:  # fmt: skip
+        """The result, and what `backward` takes; without `keeps` None."""
         rows, width, kv_width = len(x_ND), self.heads * self.head_size, self.kv_heads * self.head_size
         (result, out_ND), scale_N = empty(*x_ND.shape), np.empty(rows, np.float32)
-        q_NC, k_NK, v_NK, heads_NC = (empty(rows, size)[1] for size in (width, kv_width, kv_width, width))
-        plain = None if self.head_norm is None else (empty(rows, width)[1], empty(rows, kv_width)[1])
+        q_NC, k_NK, v_NK = (empty(rows, size)[1] for size in (width, kv_width, kv_width))
+        # Without `keeps` each array takes the place of the one before it.
+        heads_NC, plain = empty(rows, width)[1] if keeps else q_NC, None
+        if self.head_norm is not None:
+            plain = (empty(rows, width)[1], empty(rows, kv_width)[1]) if keeps else (q_NC, k_NK)
         before = (q_NC, k_NK, v_NK) if plain is None else (*plain, v_NK)
 
         def enter(part: slice, thread: int) -> None:
@@ -233,7 +238,7 @@ class HostAttention:
 
         host_threads().run(parts(slice(0, rows), _ROWS), enter)
         host_threads().run([block for sequence in blocks for block in sequence], attend)
-        return result, SavedAttention(scale_N, q_NC, k_NK, v_NK, heads_NC, plain)
+        return result, SavedAttention(scale_N, q_NC, k_NK, v_NK, heads_NC, plain) if keeps else None
 
     def backward(
         self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Iterable[Iterable[QueryBlock]],
@@ -367,27 +372,29 @@ class HostMlp:
         self.norm, self.scratch, self.width = norm, scratch, width
         self.gate, self.up, self.down = (f"{prefix}{name}_proj" for name in ("gate", "up", "down"))
 
-    def forward(self, x_ND: np.ndarray, weights: Weights) -> tuple[Tensor, SavedMlp]:
+    def forward(self, x_ND: np.ndarray, weights: Weights, keeps: bool = True) -> tuple[Tensor, SavedMlp | None]:
+        """As `HostAttention.forward`."""
         rows, hidden = x_ND.shape
         (result, out_ND), scale_N = empty(rows, hidden), np.empty(rows, np.float32)
-        gate_NF, up_NF = (empty(rows, self.width)[1] for _ in range(2))
+        kept = [empty(rows, self.width)[1] for _ in range(2)] if keeps else []
 
         def compute(part: slice, thread: int) -> None:
-            y_nD, inner_nF = self.scratch.take(thread, part, hidden, self.width)
+            y_nD, inner_nF, up_nF = self.scratch.take(thread, part, hidden, self.width, self.width)
+            gate_nF, up_nF = (array[part] for array in kept) if keeps else (inner_nF, up_nF)
             if self.norm is None:
                 y_nD = x_ND[part]
             else:
                 scale_N[part] = self.norm.scales(x_ND[part])
                 self.norm(x_ND[part], weights[_MLP_NORM], scale_N[part], y_nD)
                 out_ND[part] = x_ND[part]
-            _project(weights, self.gate, y_nD, gate_NF[part])
-            _project(weights, self.up, y_nD, up_NF[part])
-            operators().silu(gate_NF[part], inner_nF)
-            inner_nF *= up_NF[part]
+            _project(weights, self.gate, y_nD, gate_nF)
+            _project(weights, self.up, y_nD, up_nF)
+            operators().silu(gate_nF, inner_nF)
+            inner_nF *= up_nF
             _project(weights, self.down, inner_nF, out_ND[part], accumulate=self.norm is not None)
 
         host_threads().run(parts(slice(0, rows), _ROWS), compute)
-        return result, SavedMlp(scale_N, gate_NF, up_NF)
+        return result, SavedMlp(scale_N, *kept) if keeps else None
 
     def backward(
         self, x_ND: np.ndarray, weights: Weights, saved: SavedMlp, grad_ND: np.ndarray, trained: Iterable[str]
