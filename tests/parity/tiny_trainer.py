@@ -45,14 +45,19 @@ class TinyTrainer:
     Args:
         compiled: See `Decoder`.
         sections: Further sections of the configuration that the model is built by: freeze, recompute_config.
+        host_layers: Whether whole layers are computed on arrays, as a run does where it can.
         model: Changes to the settings of the model.
     """
 
-    def __init__(self, compiled: bool = True, sections: dict[str, Any] | None = None, **model: Any) -> None:
+    def __init__(
+        self, compiled: bool = True, sections: dict[str, Any] | None = None, host_layers: bool = False, **model: Any
+    ) -> None:
         self.sections = {"model": model} | (sections or {})
         config = config_of(**self.sections)
         settings = config.decoder
-        self.kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
+        self.kernels = load_kernels(
+            select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"), host_layers=host_layers
+        )
         self.model = Decoder(
             settings, self.kernels, seed=5, compiled=compiled, frozen=frozen_names(config),
             recomputed=recomputed_parts(config),

@@ -87,8 +87,9 @@ class HostThreads:
         left = iter(list(items))
 
         def take(thread: int) -> None:
-            for item in left:
-                function(item, thread)
+            with np.errstate(all="ignore"):  # what is not finite is found in the results, without warnings
+                for item in left:
+                    function(item, thread)
 
         others = [self.pool.submit(take, thread) for thread in range(1, self.threads)] if self.pool else []
         take(0)

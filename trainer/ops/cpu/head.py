@@ -61,6 +61,7 @@ class HostHead:
     def __init__(self, size: int, eps: float) -> None:
         self.norm = RmsNorm(size, eps)
 
+    @np.errstate(all="ignore")
     def __call__(
         self, x_ND: np.ndarray, norm_D: np.ndarray, weight_VD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
         wanted: Collection[str] = (),

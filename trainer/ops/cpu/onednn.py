@@ -98,16 +98,11 @@ class NumpyOperators:
         out *= y
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        np.divide(x, _one_plus_exp(x), out=out)
+        np.divide(x, 1 + np.exp(-x), out=out)  # exp(-x) = inf: silu is 0
 
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        sigmoid = np.reciprocal(_one_plus_exp(x))
+        sigmoid = 1 / (1 + np.exp(-x))
         np.multiply(grad, sigmoid * (1 + x * (1 - sigmoid)), out=out)
-
-
-def _one_plus_exp(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # exp(-x) = inf: silu is 0
-        return 1 + np.exp(-x)
 
 
 @functools.cache
@@ -160,6 +155,9 @@ class OneDnnOperators:
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         (rows, inner), columns, beta = a.shape[-2:], b.shape[-1], 1.0 if accumulate else 0.0
+        if not (rows and inner and columns):
+            NumpyOperators().matmul(a, b, out, accumulate)
+            return
         (way_a, step_a), (way_b, step_b), step = _layout(a), _layout(b), _layout(out)[1]
         at_a, at_b, at_out = _address(a), _address(b), _address(out)
         for place in range(1 if a.ndim == 2 else len(a)):
