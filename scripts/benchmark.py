@@ -5,6 +5,7 @@
     python scripts/benchmark.py step > result.json
     python scripts/benchmark.py moe --torch_python /path/to/torch-env/bin/python > result.json
     python scripts/benchmark.py parallel > result.json
+    python scripts/benchmark.py targets --torch_python /path/to/torch-env/bin/python > result.json
     python scripts/benchmark.py profile > result.json
     python scripts/benchmark.py soak > result.json
 
@@ -19,6 +20,9 @@ nothing else meanwhile.
 the number of experts, and with a capacity.
 
 `parallel` divides these two models between two ranks, by each kind of parallelism.
+
+`targets` compares a figure or two of everything with its target: training in float32 and bfloat16, experts, memory,
+prediction, evaluation, start. A round takes five minutes.
 
 `profile` says where the time of a training step goes, against what the machine can do at most.
 
@@ -46,7 +50,9 @@ import benchmark_parallel  # noqa: E402
 import benchmark_profile  # noqa: E402
 import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
+import benchmark_targets  # noqa: E402
 from benchmark_tools import (  # noqa: E402
+    IMPORT_ALLOWANCE_BYTES,
     ROOT,
     SETTLING_STEPS,
     Line,
@@ -69,8 +75,6 @@ from trainer.errors import TrainerError  # noqa: E402
 
 DEEP_LAYERS = 32
 ACCUMULATION = 8
-# Memory of importing MindSpore alone, which PyTorch does not need.
-IMPORT_ALLOWANCE_BYTES = 450e6
 
 
 def speed_line(name: str, ours: Sequence[Measurement], theirs: Sequence[Measurement], *, binding: bool) -> Line:
@@ -181,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     benchmark_parallel.add_command(commands)
     benchmark_profile.add_command(commands)
     benchmark_soak.add_command(commands)
+    benchmark_targets.add_command(commands)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
         parser.error(f"--rounds must be at least 1 and --steps at least {SETTLING_STEPS + 2}")
@@ -189,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = {
             "dense": dense, "step": benchmark_step.step, "moe": benchmark_moe.moe, "launch": benchmark_launch.launch,
             "parallel": benchmark_parallel.parallel, "profile": benchmark_profile.profile, "soak": benchmark_soak.soak,
+            "targets": benchmark_targets.targets,
         }[options.command]
         return measured(options, console)
     except (RunFailed, TrainerError) as failure:

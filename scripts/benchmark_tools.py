@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from trainer.monitors.jsonl import read_records  # noqa: E402
 
 # Steps after the first that do not count, until caches and allocators have settled.
 SETTLING_STEPS = 2
+# Memory of importing MindSpore alone, which PyTorch does not need.
+IMPORT_ALLOWANCE_BYTES = 450e6
 
 
 class RunFailed(Exception):
@@ -41,12 +43,14 @@ class Measurement:
         steady_step_seconds: Median of the steps after the first few.
         tokens_per_second: Tokens of a step / ``steady_step_seconds``.
         peak_rss_bytes: Highest resident memory of the process.
+        eval_tokens_per_second: Of the run's last evaluation; None without one.
     """
 
     first_step_seconds: float
     steady_step_seconds: float
     tokens_per_second: float
     peak_rss_bytes: int
+    eval_tokens_per_second: float | None = None
 
     @property
     def first_extra_seconds(self) -> float:
@@ -65,10 +69,13 @@ def measure(step_seconds: Sequence[float], tokens_per_step: int, peak_rss_bytes:
 
 def measure_metrics_file(path: Path) -> Measurement:
     """Summarises a trainer run from its metrics.jsonl."""
-    steps = [record for record in read_records(path) if "step_seconds" in record]
+    records = list(read_records(path))
+    steps = [record for record in records if "step_seconds" in record]
     if not steps:
         raise RunFailed(f"{path} holds no step")
-    return measure([step["step_seconds"] for step in steps], steps[-1]["tokens"], steps[-1]["peak_rss_bytes"])
+    found = measure([step["step_seconds"] for step in steps], steps[-1]["tokens"], steps[-1]["peak_rss_bytes"])
+    speeds = [record["eval_tokens"] / record["eval_seconds"] for record in records if "eval_seconds" in record]
+    return replace(found, eval_tokens_per_second=speeds[-1]) if speeds else found
 
 
 def median_of(runs: Sequence[Measurement], value: Callable[[Measurement], float]) -> float:
@@ -143,15 +150,36 @@ def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Me
         return measure_metrics_file(Path(folder) / "metrics.jsonl")
 
 
-def run_torch(python: str, sizes: dict[str, int], mode: str, steps: int,
-              threads: int) -> tuple[Measurement, dict[str, Any]]:
-    """Runs the PyTorch peer; also returns the JSON that it prints."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
-        report = last_json(run_process(
-            [python, ROOT / "scripts" / "benchmark_torch.py", "--mode", mode, "--steps", str(steps),
-             "--threads", str(threads), *(f"--{name}={size}" for name, size in sizes.items())],
-            {"TORCHINDUCTOR_CACHE_DIR": cache}))
+def run_torch(
+    python: str, sizes: dict[str, int], mode: str, steps: int, threads: int, *more: str, cache: str | None = None
+) -> tuple[Measurement, dict[str, Any]]:
+    """Runs the PyTorch peer; also returns the JSON that it prints. `cache` is a folder for what torch.compile has
+    compiled; None: it compiles anew."""
+    report = torch_report(python, sizes, mode, threads, "--steps", str(steps), *more, cache=cache)
     return measure(report["step_seconds"], report["tokens_per_step"], report["peak_rss_bytes"]), report
+
+
+def torch_report(
+    python: str, sizes: dict[str, int], mode: str, threads: int, *more: str, cache: str | None = None
+) -> dict[str, Any]:
+    """What the PyTorch peer prints."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        return last_json(run_process(
+            [python, ROOT / "scripts" / "benchmark_torch.py", "--mode", mode, "--threads", str(threads), *more,
+             *(f"--{name}={size}" for name, size in sizes.items())],
+            {"TORCHINDUCTOR_CACHE_DIR": cache or folder}))
+
+
+def cpu_seconds(command: Sequence[str | Path]) -> float:
+    """User and system time of a command, which must succeed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               env=environment, cwd=ROOT)  # fmt: skip
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RunFailed(f"{' '.join(map(str, command))}\nended with exit code {process.returncode}")
+    return usage.ru_utime + usage.ru_stime
 
 
 def torch_sizes(config: Config) -> dict[str, int]:

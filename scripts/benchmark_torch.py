@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""The peer of `benchmark.py dense` and `moe`: the same decoder in PyTorch, as its user would write it, timed the same
-way. With `--experts` its feed-forward layers are mixtures of experts as Hugging Face has them.
+"""The peer of `benchmark.py dense`, `moe` and `targets`: the same decoder in PyTorch, as its user would write it, timed
+the same way. With `--experts` its feed-forward layers are mixtures of experts as Hugging Face has them.
+`--mode generate` decodes greedily with a key/value cache.
 
 Runs in an environment of its own that holds torch (the trainer's must not); `benchmark.py` starts it with
 `--torch_python`. Prints one JSON line: the seconds of every step, the first with compilation, and the peak of
 resident memory before anything else is measured.
 
-Legend: B batch, T tokens, D hidden, H heads, E head size; with experts N tokens of the batch, K chosen by each.
+Legend: B batch, T tokens, S cached tokens, D hidden, H heads, E head size; with experts N tokens of the batch, K chosen
+by each.
 """
 
 from __future__ import annotations
@@ -75,14 +77,24 @@ class Block(nn.Module):
         self.output = nn.Linear(hidden, hidden, bias=False)
         self.mlp = Experts(sizes) if sizes.experts else FeedForward(hidden, sizes.intermediate)
 
-    def forward(self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor] | None = None, start: int = 0,
+    ) -> torch.Tensor:
+        """`cache`: keys and values of the tokens before `start`, [B, H, S, E], to which those of x are added."""
         y_BTD = self.attention_norm(x_BTD)
         query, key, value = (
             projection(y_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H, T, E]
             for projection in (self.query, self.key, self.value)
         )
+        query, key = rotate(query, cos_TE, sin_TE), rotate(key, cos_TE, sin_TE)
+        if cache is not None:
+            end = start + x_BTD.shape[1]
+            for cached, new in zip(cache, (key, value), strict=True):
+                cached[:, :, start:end] = new
+            key, value = (cached[:, :, :end] for cached in cache)
         mixed = functional.scaled_dot_product_attention(
-            rotate(query, cos_TE, sin_TE), rotate(key, cos_TE, sin_TE), value, is_causal=True, enable_gqa=self.grouped)
+            query, key, value, is_causal=x_BTD.shape[1] > 1, enable_gqa=self.grouped)
         x_BTD = x_BTD + self.output(mixed.transpose(1, 2).flatten(2))
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -115,6 +127,15 @@ class Decoder(nn.Module):
             x_BTD = block(x_BTD, self.cos_TE, self.sin_TE)
         return functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels_BT.flatten())
 
+    def next_logits(
+        self, ids_BT: torch.Tensor, caches: list[tuple[torch.Tensor, torch.Tensor]], start: int
+    ) -> torch.Tensor:
+        """Logits [B, V] after the last of these tokens, which follow those in the caches."""
+        x_BTD, places = self.embedding(ids_BT), slice(start, start + ids_BT.shape[1])
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x_BTD = block(x_BTD, self.cos_TE[places], self.sin_TE[places], cache, start)
+        return self.head(self.norm(x_BTD[:, -1]))
+
 
 def time_steps(options: argparse.Namespace) -> list[float]:
     """Seconds of each optimizer step: accumulated forward and backward, clipping by global norm, AdamW."""
@@ -124,17 +145,41 @@ def time_steps(options: argparse.Namespace) -> list[float]:
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], 1e-3,
                                   betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(model) if options.mode == "compile" else model
+    half = torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16")
     ids = torch.randint(0, options.vocabulary, (options.batch, options.tokens + 1))
     seconds = []
     for _ in range(options.steps):
         start = time.perf_counter()
         for _ in range(options.accumulate):
-            (forward(ids[:, :-1], ids[:, 1:]) / options.accumulate).backward()
+            with half:
+                loss = forward(ids[:, :-1], ids[:, 1:]) / options.accumulate
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
     return seconds
+
+
+@torch.inference_mode()
+def time_generation(options: argparse.Namespace, rows: int) -> dict[str, list[float]]:
+    """Seconds of reading prompts and of greedy decoding after them, for so many sequences, several times after a first
+    one."""
+    model = Decoder(options).eval()
+    ids = torch.randint(0, options.vocabulary, (rows, options.prompt))
+    shape = rows, options.kv_heads, options.tokens, options.hidden // options.heads
+    seconds: dict[str, list[float]] = {}
+    for _ in range(options.repeats + 1):
+        caches = [(torch.empty(shape), torch.empty(shape)) for _ in range(options.layers)]
+        start = time.perf_counter()
+        chosen = model.next_logits(ids, caches, 0).argmax(-1, keepdim=True)
+        read = time.perf_counter()
+        for place in range(options.prompt, options.tokens - 1):
+            chosen = model.next_logits(chosen, caches, place).argmax(-1, keepdim=True)
+            chosen.tolist()
+        seconds.setdefault("prompt", []).append(read - start)
+        seconds.setdefault("decode", []).append(time.perf_counter() - read)
+    return {name: values[1:] for name, values in seconds.items()}
 
 
 def matmul_gflops(size: int = 2048) -> float:
@@ -150,12 +195,18 @@ def matmul_gflops(size: int = 2048) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mode", choices=("eager", "compile"), default="eager")
-    for name, default in {**SIZES, "steps": 20, "accumulate": 1, "threads": 2}.items():
+    parser.add_argument("--mode", choices=("eager", "compile", "generate"), default="eager")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the products: autocast")
+    more = {"steps": 20, "accumulate": 1, "threads": 2, "prompt": 128, "repeats": 3}
+    for name, default in {**SIZES, **more}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8], help="sequences that are generated together")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    if options.mode == "generate":
+        print(json.dumps({str(rows): time_generation(options, rows) for rows in options.rows}))
+        return
     seconds = time_steps(options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({

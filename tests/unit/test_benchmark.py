@@ -6,6 +6,7 @@ import io
 import json
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import benchmark_profile  # noqa: E402
 import benchmark_regions  # noqa: E402
 import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
+import benchmark_targets  # noqa: E402
 import benchmark_tools  # noqa: E402
 
 from trainer.config import Override, load_config, parse_config  # noqa: E402
@@ -348,6 +350,80 @@ def test_every_case_of_the_soak_is_a_configuration() -> None:
     for name, flags in benchmark_soak.CASES.items():
         overrides = [Override(key, text, "soak") for key, text in flags.items()]
         assert parse_config("soak", json.dumps(benchmark_soak.TINY), overrides).trains != name.startswith("prediction")
+
+
+# --- figures and their targets --------------------------------------------------------------------------------------
+
+
+def figures_of_groups() -> dict[str, dict]:
+    """A round that meets each target."""
+    trainer = replace(run(1.4, 0.45, 1_300_000_000), eval_tokens_per_second=2.6 * 2048 / 0.45)
+    eager, compiled = run(1.0, 0.5, 800_000_000), run(30.0, 0.5)
+    prediction = {"trainer 1 decode": 0.2, "trainer 8 decode": 0.6, "eager 1 decode": 0.31, "eager 8 decode": 0.91,
+                  "trainer 8 prompt": 0.1, "trainer 8 evaluation": 0.25}  # fmt: skip
+    return {
+        "dense": {"trainer": trainer, "eager": eager, "compiled": compiled, "ceiling": 160.0},
+        "bfloat16": {"trainer": trainer, "compiled": compiled}, "wide": {"trainer": run(1.4, 0.38), "eager": eager},
+        "experts": {"trainer": run(1.4, 0.4), "eager": eager, "dense": run(1.4, 0.37), "experts 4": run(1.4, 0.4),
+                    "experts 64": run(1.4, 0.47)},
+        "memory": {"trainer": run(peak=1_360_000_000)}, "prediction": prediction, "start": {"help": 0.3, "plan": 0.5},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("group", "changes", "failing"), [
+    ("dense", {}, []),
+    ("dense", {"compiled": run(30.0, 0.49)}, ["tokens/s, float32 / torch.compile"]),
+    ("dense", {"eager": run(1.0, 0.44, 800_000_000)}, ["tokens/s, float32 / PyTorch eager"]),
+    ("dense", {"eager": run(1.0, 0.5, 770_000_000)}, ["peak memory less MindSpore's import / PyTorch's"]),
+    ("dense", {"ceiling": 178.0}, ["share of the float32 product peak"]),  # 55 GFLOP in 0.45 s
+    ("bfloat16", {"compiled": run(30.0, 0.44)}, ["tokens/s, bfloat16 / torch.compile with autocast"]),
+    ("wide", {"eager": run(1.0, 0.48)}, ["tokens/s, 8 layers of 512, seq 512 / PyTorch eager"]),
+    ("experts", {}, []),
+    ("experts", {"eager": run(1.0, 0.47)}, ["tokens/s, 8 experts / PyTorch's loop over experts"]),
+    ("experts", {"dense": run(1.0, 0.35)}, ["tokens/s, 8 experts / dense of equal active weights"]),
+    ("experts", {"experts 64": run(1.0, 0.49)}, ["step, 64 / 4 experts"]),
+    ("memory", {"trainer": run(peak=1_370_000_000)}, ["peak memory, vocabulary 32,768, against before"]),
+    ("prediction", {}, []),
+    ("prediction", {"eager 8 decode": 0.89}, ["tokens/s, prediction of 8 / PyTorch eager"]),
+    ("prediction", {"trainer 8 prompt": 0.13}, ["tokens/s, prompts / evaluation"]),
+    ("start", {"help": 0.31}, ["CPU seconds of help"]),
+    ("start", {"plan": 0.51}, ["CPU seconds of plan"]),
+])  # fmt: skip
+def test_each_figure_of_the_targets_can_fail_alone(group: str, changes: dict, failing: list[str]) -> None:
+    lines = list(benchmark_targets.GROUPS[group].lines([{**figures_of_groups()[group], **changes}] * 2))
+    assert [line.name for line in lines if line.verdict != "pass"] == failing
+
+
+def test_a_slow_evaluation_and_first_step_miss_their_targets() -> None:
+    slow = replace(run(1.6, 0.45), eval_tokens_per_second=2.4 * 2048 / 0.45)
+    lines = benchmark_targets.GROUPS["dense"].lines([{**figures_of_groups()["dense"], "trainer": slow}])
+    assert [line.name for line in lines if line.verdict != "pass"] == [
+        "tokens/s, evaluation / training", "first step after the import, seconds"]  # fmt: skip
+
+
+def test_whole_benchmark_of_some_targets(tmp_path, capsys) -> None:
+    flags = programs(tmp_path)
+    names = ["bfloat16", "wide", "experts", "memory"]
+    python = tmp_path / "torch_python"
+    python.write_text(python.read_text().replace("#!/bin/sh\n", "#!/bin/sh\ncase $1 in -c) echo 2.0; exit;; esac\n"))
+    words = ["--torch_python", str(python), "--trainer", str(tmp_path / "trainer.py"), "--steps", "5", "--rounds", "2"]
+    assert flags[0] == "dense" and benchmark.main(["targets", *words, "--only", *names]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert {line["name"]: line["value"] for line in result["lines"] if "tokens/s" in line["name"]} == {
+        "tokens/s, bfloat16 / torch.compile with autocast": 0.8,
+        **dict.fromkeys(("tokens/s, 8 layers of 512, seq 512 / PyTorch eager",
+                         "tokens/s, 8 experts / PyTorch's loop over experts",
+                         "tokens/s, 8 experts / dense of equal active weights"), 1.0),
+    }  # fmt: skip
+    assert list(result["rounds"]) == names and {len(found) for found in result["rounds"].values()} == {2}
+    assert result["machine"]["torch"] == "2.0"
+
+
+def test_cpu_seconds_are_those_of_the_command() -> None:
+    busy = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.1)"]
+    assert 0.3 <= benchmark_tools.cpu_seconds(busy) < 5
+    with pytest.raises(benchmark.RunFailed, match="exit code 3"):
+        benchmark_tools.cpu_seconds([sys.executable, "-c", "raise SystemExit(3)"])
 
 
 # --- the profile ----------------------------------------------------------------------------------------------------

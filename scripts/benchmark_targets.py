@@ -1,0 +1,266 @@
+"""`benchmark.py targets`: a figure or two of everything, each with its target, in few minutes a round.
+
+A round of a group runs the trainer and what it is compared with one after the other; figures are medians of the rounds'
+ratios, from which slow drifts of the machine cancel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from benchmark_profile import needed_operations
+from benchmark_tools import (
+    IMPORT_ALLOWANCE_BYTES,
+    ROOT,
+    SETTLING_STEPS,
+    Line,
+    Measurement,
+    conclude,
+    cpu_seconds,
+    last_json,
+    mb,
+    paired_ratio,
+    run_process,
+    run_torch,
+    run_trainer,
+    torch_report,
+    torch_sizes,
+    usable_cores,
+)
+from rich.console import Console
+
+from trainer.config import Override, load_config
+
+Figures: TypeAlias = "dict[str, Measurement | float]"
+"""Of one round of a group."""
+
+_DENSE, _EXPERTS = (str(ROOT / "configs" / f"bench_{name}.yaml") for name in ("dense", "moe"))
+_MODEL = "--model.model_config"
+_HALF = {"model.model_config.compute_dtype": "bfloat16"}
+_WIDE = {
+    "model.model_config.num_layers": "8", "model.model_config.hidden_size": "512",
+    "model.model_config.intermediate_size": "1376", "model.model_config.seq_length": "512",
+    "runner_config.batch_size": "4",
+}  # fmt: skip
+_VOCABULARY = {"model.model_config.vocab_size": "32768"}
+VOCABULARY_PEAK_BEFORE = 2_268e6
+"""Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
+_ROWS = 1, 8  # sequences that are generated together
+_CEILING = "import sys; sys.path[:0] = ['scripts', '.']; import benchmark_profile as b, numpy, json; " \
+    "print(json.dumps({'gflops': max(b.product_ceiling(numpy.float32) for _ in range(3))}))"  # fmt: skip
+
+
+class Programs(NamedTuple):
+    """What a group runs: `train(flags, configuration)` the trainer, `torch(keys, configuration, mode, flags)` the peer
+    with the sizes of that configuration."""
+
+    train: Callable[..., Measurement]
+    torch: Callable[..., Measurement]
+    options: argparse.Namespace
+    cache: str
+
+
+class Group(NamedTuple):
+    measure: Callable[[Programs], Figures]
+    lines: Callable[[Sequence[Figures]], Iterator[Line]]
+
+
+def flags(keys: Mapping[str, str]) -> list[str]:
+    return [word for key, text in keys.items() for word in (f"--{key}", text)]
+
+
+def config_of(path: str, keys: Mapping[str, str]) -> Any:
+    return load_config(path, [Override(key, text, "benchmark") for key, text in keys.items()])
+
+
+def programs(options: argparse.Namespace, cache: str) -> Programs:
+    def train(keys: Mapping[str, str], path: str = _DENSE, *more: str, steps: int = options.steps) -> Measurement:
+        return run_trainer(options.trainer, path, steps, *flags(keys), *more)
+
+    def torch(
+        keys: Mapping[str, str], path: str = _DENSE, mode: str = "eager", *more: str, steps: int = options.steps
+    ) -> Measurement:
+        sizes = torch_sizes(config_of(path, keys))
+        return run_torch(options.torch_python, sizes, mode, steps, options.threads, *more, cache=cache)[0]
+
+    return Programs(train, torch, options, cache)
+
+
+def ratio_line(name: str, limit: float, ours: Sequence[float], theirs: Sequence[float], unit: str,
+               at_least: bool = True) -> Line:  # fmt: skip
+    """The ratio of figures of the same rounds."""
+    ratio, low, high = paired_ratio(ours, theirs)
+    digits = 0 if statistics.median(theirs) >= 100 else 2
+    detail = f"{statistics.median(ours):.{digits}f} / {statistics.median(theirs):.{digits}f} {unit}"
+    return Line(name, ratio, limit, at_least, f"{detail}, rounds {low:.2f} to {high:.2f}")
+
+
+def speeds(rounds: Sequence[Figures], name: str) -> list[float]:
+    return [each[name].tokens_per_second for each in rounds]
+
+
+def peaks(rounds: Sequence[Figures], name: str) -> float:
+    return statistics.median(each[name].peak_rss_bytes for each in rounds)
+
+
+def dense(run: Programs) -> Figures:
+    evaluation = {"eval_dataset.data_loader.type": "SyntheticDataset", "eval_dataset.data_loader.num_samples": "160"}
+    return {
+        "trainer": run.train(evaluation, _DENSE, "--do_eval"),
+        "compiled": run.torch({}, _DENSE, "compile"),
+        "eager": run.torch({}),
+        "ceiling": last_json(run_process([sys.executable, "-c", _CEILING]))["gflops"],
+    }
+
+
+def dense_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    ours, theirs, compiled = (speeds(rounds, name) for name in ("trainer", "eager", "compiled"))
+    yield ratio_line("tokens/s, float32 / torch.compile", 1.1, ours, compiled, "tokens/s")
+    yield ratio_line("tokens/s, float32 / PyTorch eager", 1.0, ours, theirs, "tokens/s")
+    config = load_config(_DENSE, [])
+    per_token = needed_operations(config) / (config.runner_config.batch_size * config.decoder.seq_length) / 1e9
+    reached = [per_token * speed for speed in ours]
+    yield ratio_line("share of the float32 product peak", 0.7, reached, [each["ceiling"] for each in rounds], "GFLOP/s")
+    peak, other = peaks(rounds, "trainer"), peaks(rounds, "eager")
+    detail = f"{mb(peak)} - {mb(IMPORT_ALLOWANCE_BYTES)} / {mb(other)}"
+    yield Line("peak memory less MindSpore's import / PyTorch's", (peak - IMPORT_ALLOWANCE_BYTES) / other, 1.1, False,
+               detail)  # fmt: skip
+    evaluated = [each["trainer"].eval_tokens_per_second for each in rounds]
+    yield ratio_line("tokens/s, evaluation / training", 2.5, evaluated, ours, "tokens/s")
+    first = statistics.median(each["trainer"].first_step_seconds for each in rounds)
+    eager_first = statistics.median(each["eager"].first_step_seconds for each in rounds)
+    yield Line("first step after the import, seconds", first, 1.5, False, f"PyTorch eager {eager_first:.1f} s")
+
+
+def half(run: Programs) -> Figures:
+    return {"trainer": run.train(_HALF), "compiled": run.torch({}, _DENSE, "compile", "--dtype", "bfloat16")}
+
+
+def half_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    ours, compiled = (speeds(rounds, name) for name in ("trainer", "compiled"))
+    yield ratio_line("tokens/s, bfloat16 / torch.compile with autocast", 1.0, ours, compiled, "tokens/s")
+
+
+def wide(run: Programs) -> Figures:
+    steps = SETTLING_STEPS + 4
+    return {"trainer": run.train(_WIDE, steps=steps), "eager": run.torch(_WIDE, steps=steps)}
+
+
+def wide_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    ours, theirs = speeds(rounds, "trainer"), speeds(rounds, "eager")
+    yield ratio_line("tokens/s, 8 layers of 512, seq 512 / PyTorch eager", 1.3, ours, theirs, "tokens/s")
+
+
+def experts(run: Programs) -> Figures:
+    config = load_config(_EXPERTS, [])
+    moe = config.decoder.experts
+    width, number = moe.num_experts_chosen * config.decoder.expert_size, "model.model_config.moe_config.expert_num"
+    dense_model = {"model.model_config.moe_config": "null", "model.model_config.intermediate_size": str(width)}
+    return {
+        "trainer": run.train({}, _EXPERTS),
+        "eager": run.torch({}, _EXPERTS),
+        "dense": run.train(dense_model, _EXPERTS),
+        **{f"experts {count}": run.train({number: count}, _EXPERTS) for count in ("4", "64")},
+    }
+
+
+def experts_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    ours, theirs, dense_model = (speeds(rounds, name) for name in ("trainer", "eager", "dense"))
+    yield ratio_line("tokens/s, 8 experts / PyTorch's loop over experts", 1.2, ours, theirs, "tokens/s")
+    yield ratio_line("tokens/s, 8 experts / dense of equal active weights", 0.9, ours, dense_model, "tokens/s")
+    many, few = ([each[f"experts {count}"].steady_step_seconds for each in rounds] for count in (64, 4))
+    yield ratio_line("step, 64 / 4 experts", 1.2, many, few, "s", at_least=False)
+
+
+def memory(run: Programs) -> Figures:
+    return {"trainer": run.train(_VOCABULARY, steps=SETTLING_STEPS + 2)}
+
+
+def memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    peak = peaks(rounds, "trainer")
+    detail = f"{mb(peak)} / {mb(VOCABULARY_PEAK_BEFORE)}"
+    yield Line("peak memory, vocabulary 32,768, against before", peak / VOCABULARY_PEAK_BEFORE, 0.6, False, detail)
+
+
+def prediction(run: Programs) -> Figures:
+    program, options = ROOT / "scripts" / "benchmark_generate.py", run.options
+    ours = last_json(run_process([sys.executable, program, "--config", _DENSE, "--rows", *map(str, _ROWS)]))
+    theirs = torch_report(options.torch_python, torch_sizes(load_config(_DENSE, [])), "generate", options.threads,
+                          "--rows", *map(str, _ROWS))  # fmt: skip
+    found = {f"{side} {rows} {name}": statistics.median(seconds)
+             for side, report in (("trainer", ours), ("eager", theirs))
+             for rows, by_name in report.items() for name, seconds in by_name.items()}  # fmt: skip
+    return found
+
+
+def prediction_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    for rows in _ROWS:
+        ours, theirs = ([each[f"{side} {rows} decode"] for each in rounds] for side in ("eager", "trainer"))
+        yield ratio_line(f"tokens/s, prediction of {rows} / PyTorch eager", 1.5, ours, theirs, "s, PyTorch / trainer")
+    most, length = max(_ROWS), load_config(_DENSE, []).decoder.seq_length
+    # A prompt has half of the tokens of what is evaluated.
+    prompt, evaluation = ([length * share / each[f"trainer {most} {name}"] * most for each in rounds]
+                          for name, share in (("prompt", 0.5), ("evaluation", 1.0)))  # fmt: skip
+    yield ratio_line("tokens/s, prompts / evaluation", 1.0, prompt, evaluation, "tokens/s")
+
+
+def start(run: Programs) -> Figures:
+    program = [sys.executable, run.options.trainer]
+    commands = {"help": [*program, "--help"], "plan": [*program, "plan", "--config", _DENSE]}
+    return {name: min(cpu_seconds(command) for _ in range(5)) for name, command in commands.items()}
+
+
+def start_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    for name, limit in (("help", 0.3), ("plan", 0.5)):
+        seconds = [each[name] for each in rounds]
+        detail = f"best of 5 in {len(seconds)} rounds"
+        yield Line(f"CPU seconds of {name}", statistics.median(seconds), limit, False, detail)
+
+
+GROUPS = {
+    "dense": Group(dense, dense_lines), "bfloat16": Group(half, half_lines), "wide": Group(wide, wide_lines),
+    "experts": Group(experts, experts_lines), "memory": Group(memory, memory_lines),
+    "prediction": Group(prediction, prediction_lines), "start": Group(start, start_lines),
+}  # fmt: skip
+
+
+def targets(options: argparse.Namespace, console: Console) -> int:
+    rounds: dict[str, list[Figures]] = {name: [] for name in options.only}
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
+        run = programs(options, cache)
+        for number in range(1, options.rounds + 1):
+            for name, found in rounds.items():
+                console.print(f"round {number} of {options.rounds}: {name}")
+                found.append(GROUPS[name].measure(run))
+    lines = [line for name, found in rounds.items() for line in GROUPS[name].lines(found)]
+    return conclude(
+        "targets", "Figures and their targets", lines, console,
+        machine={"torch": _torch_version(options.torch_python)},
+        rounds={name: [_plain(figures) for figures in found] for name, found in rounds.items()},
+    )  # fmt: skip
+
+
+def _plain(figures: Figures) -> dict[str, Any]:
+    return {name: asdict(value) if isinstance(value, Measurement) else value for name, value in figures.items()}
+
+
+def _torch_version(python: str) -> str:
+    return run_process([python, "-c", "import importlib.metadata as m; print(m.version('torch'))"]).strip()
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("targets", help="a figure or two of everything, against its target")
+    command.add_argument("--torch_python", required=True, help="the Python of an environment with torch")
+    command.add_argument("--trainer", type=Path, default=ROOT / "run_trainer.py", help="the program to measure")
+    command.add_argument("--rounds", type=int, default=1, help="alternating runs of each side")
+    command.add_argument("--steps", type=int, default=12,
+                         help=f"steps a run; the first {1 + SETTLING_STEPS} are not counted")
+    command.add_argument("--threads", type=int, default=usable_cores(), help="threads of PyTorch")
+    command.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups of figures")
