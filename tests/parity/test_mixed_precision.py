@@ -267,7 +267,7 @@ def test_in_float32_there_is_no_cast(level: str | None) -> None:
     assert not any(core.half or core.half_softmax for core in cores) and not decoder.head.cross_entropy.half
 
 
-def test_bfloat16_on_a_cpu_is_float32_bit_for_bit() -> None:
+def test_bfloat16_without_layers_on_arrays_is_float32_bit_for_bit() -> None:
     right = differentiate(build(compiled=False))
     found = differentiate(build("O3", compiled=False, compute_dtype="bfloat16"))
     assert found.loss == right.loss

@@ -29,6 +29,7 @@ ROOMS = (
     ("trainer.parallel.mesh",),
     ("trainer.parallel.schedule",),
     ("trainer.config",),
+    ("trainer.ops.host_library",),
     ("trainer.ops.precision",),
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (

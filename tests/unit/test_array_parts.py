@@ -14,7 +14,6 @@ from test_joined_names import as_chatglm
 from test_joined_names import golden as golden_of_family
 
 from trainer.checkpoint.expert_names import disk_parts, to_disk
-from trainer.checkpoint.hugging_face import as_bfloat16
 from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_weights
 from trainer.config.schema.model import ModelConfig
 from trainer.models import init
@@ -22,6 +21,7 @@ from trainer.models.init import initial_value
 from trainer.models.shapes import parameter_shapes
 from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
 from trainer.storage import tensor_file
+from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.tensor_file import (
     Entry,
     StoredArray,

@@ -228,7 +228,6 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
             "parallel_config: {data_parallel: 8, model_parallel: 2}\n",
             ["data_parallel 8, model_parallel 2", "one device"],
         ),
-        ("model_config: {compute_dtype: bfloat16}\n", ["compute_dtype: a CPU has no bfloat16", "float32"]),
         ("model_config: {seq_length: 64, max_position_embeddings: 32}\n", ["seq_length 64 is beyond"]),
         ("optimizer: {type: SGD, betas: [0.9, 0.95]}\n", ["optimizer.betas: not used, optimizer.type is SGD"]),
         ("optimizer: {ns_steps: 3, nesterov: True}\n", ["nesterov True, optimizer.ns_steps 3: not used, "]),
@@ -272,8 +271,6 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
          ["recompute_slice_activation True: not used, nothing is computed again"]),
         ("runner_wrapper: {accumulate_allreduce_grads_in_fp32: False}\n",
          ["accumulate_allreduce_grads_in_fp32 False: not used, matrix products are float32"]),
-        ("runner_wrapper: {accumulate_allreduce_grads_in_fp32: False}\nmodel_config: {compute_dtype: bfloat16}\n",
-         ["compute_dtype, runner_wrapper.accumulate_allreduce_grads_in_fp32: a CPU has no bfloat16 kernels"]),
         (
             "runner_wrapper: {scale_sense: {type: FixedLossScaleUpdateCell, scale_factor: 4, scale_window: 10}}\n",
             ["scale_factor 4, runner_wrapper.scale_sense.scale_window 10: not used", "does not change its scale"],

@@ -12,7 +12,7 @@ from trainer.config import Config, config_notices, dump_config, parse_config
 from trainer.config.device_defaults import device_default_notice, device_defaults, with_device_defaults
 from trainer.device.resolve import device_notices
 from trainer.ops.precision import resolve_precision
-from trainer.ops.select import select_kernels
+from trainer.ops.select import dtype_notices, precision_of, select_kernels
 
 DENSE = "model: {arch: {type: LlamaForCausalLM}, model_config: {num_layers: 2%s}}\n"
 EXPERTS = DENSE % ", moe_config: {expert_num: 4%s}"
@@ -84,7 +84,9 @@ def test_experts_never_compute_on_the_host_of_an_ascend(moe: str) -> None:
 
 
 def test_an_ascend_is_told_nothing_of_a_cpu() -> None:
-    config = load(DENSE % ", compute_dtype: bfloat16")
+    # In mode 1 a CPU computes blocks that have no products in bfloat16.
+    config = load(DENSE % ", compute_dtype: bfloat16" + "\ncontext: {mode: 1}\n")
     for device in ("CPU", "Ascend"):
-        told = "\n".join([*config_notices(config, device=device), *device_notices(config, device)])
-        assert ("a CPU has no bfloat16 kernels" in told) == (device == "CPU")
+        own = dtype_notices(config, precision_of(config, device), device)
+        told = "\n".join([*config_notices(config, device=device), *device_notices(config, device), *own])
+        assert ("computes in float32" in told) == (device == "CPU")

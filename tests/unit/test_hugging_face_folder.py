@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.checkpoint.adapters import description, starting_weights
 from trainer.checkpoint.expert_names import to_disk
-from trainer.checkpoint.hugging_face import as_bfloat16, class_on_disk, folder_files, parse_size, shards, write_weights
+from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, shards, write_weights
 from trainer.checkpoint.weights import FittingWeights, read_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
@@ -31,6 +31,7 @@ from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.models.shapes import all_shapes, parameter_shapes
 from trainer.run.export import export
 from trainer.run.prepare import build_plan
+from trainer.storage.bfloat16 import as_bfloat16, as_float32
 
 GOLDEN = [*model_case_names(), *model_case_names("experts")]
 ADAPTED = BASE.replace("    seq_length: 32\n", """    seq_length: 32
@@ -204,8 +205,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     right = [0x3F80, 0x3F80, 0x3F81, 0x3F82, 0xC020, 0, 0x7F80, 0x7F80]
     assert as_bfloat16(ones).tolist() == right
     not_numbers = np.array([0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF], np.uint32).view(np.float32)
-    values = (as_bfloat16(not_numbers).astype(np.uint32) << 16).view(np.float32)
-    assert np.isnan(values).all()
+    assert np.isnan(as_float32(as_bfloat16(not_numbers))).all()
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 0), ("bfloat16", 2**-8), ("float16", 2**-10)])

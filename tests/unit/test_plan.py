@@ -136,7 +136,7 @@ def test_notes_are_a_list() -> None:
 def test_notes_come_by_importance_and_name_their_file_once() -> None:
     notices = (
         Notice("ignored: a.b (configs/x.yaml:3), a.c (configs/x.yaml:4): nothing reads them", "ignored"),
-        Notice("compute_dtype: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16", "dtype"),
+        Notice("compute_dtype: computes in float32; compute_dtype asks for bfloat16", "dtype"),
         Notice("parallel_config (data_parallel 8): replaced, one device runs it all", "parallel"),
         "moe_config: capacity_factor 1.25 drops tokens in training only",
     )
@@ -152,7 +152,7 @@ def test_notes_come_by_importance_and_name_their_file_once() -> None:
 
 
 def test_a_notice_has_the_kind_of_what_differs() -> None:
-    notices = plan_of("mindformers_llama", parallel_config__data_parallel=8, do_eval=True).notices
+    notices = plan_of("mindformers_llama", parallel_config__data_parallel=8, do_eval=True, context__mode=1).notices
     kinds = {notice.split(":")[0].split(" (")[0]: notice.kind for notice in notices if isinstance(notice, Notice)}
     assert kinds["ignored"] == "ignored" and kinds["parallel_config"] == "parallel"
     assert kinds["model.model_config.compute_dtype"] == "dtype"

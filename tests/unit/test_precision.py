@@ -7,8 +7,9 @@ import re
 import pytest
 from config_helpers import BASE, error_of, load, notices
 
+from trainer.ops import select
 from trainer.ops.precision import Precision, resolve_precision
-from trainer.ops.select import part_dtypes, select_kernels
+from trainer.ops.select import dtype_notices, part_dtypes, precision_of, select_kernels
 
 KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype")
 
@@ -120,14 +121,6 @@ def test_bad_values(pair: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        (
-            "model_config: {compute_dtype: bfloat16, softmax_compute_type: bfloat16}\n",
-            [
-                "model.model_config.compute_dtype, model.model_config.softmax_compute_type: a CPU has no bfloat16",
-                "float32 instead of bfloat16",
-            ],
-        ),
-        ("amp_level: O3\nmodel_config: {compute_dtype: bfloat16}\n", ["compute_dtype, amp_level: a CPU has no bfloat"]),
         ("amp_level: O1\n", ["amp_level: gradients below 6e-8 become zero in float16; set runner_wrapper.scale_sense"]),
         ("model_config: {compute_dtype: float16}\n", ["compute_dtype: gradients below 6e-8"]),
         ("model_config: {param_init_type: bfloat16}\n", ["param_init_type bfloat16: parameters are kept in float32"]),
@@ -153,6 +146,65 @@ def test_notices(text: str, parts: list[str]) -> None:
 )
 def test_nothing_is_told_where_all_is_as_written(text: str) -> None:
     assert notices(text) == ""
+
+
+def on_cpu(text: str) -> tuple[Precision, list[str]]:
+    """The dtypes of a run on a CPU, and what is told of them."""
+    config = load(text)
+    precision = precision_of(config, "CPU")
+    return precision, list(dtype_notices(config, precision, "CPU"))
+
+
+@pytest.mark.parametrize(
+    ("processor", "by", "told"),
+    [
+        ("oneDNN", "oneDNN", ""),
+        ("emulated", "emulated", "model.model_config.compute_dtype bfloat16: this processor has no instructions for"),
+        ("", "", "compute_dtype asks for bfloat16, for which MindSpore's oneDNN 3.10 is missing"),
+    ],
+)
+def test_who_multiplies_in_bfloat16(monkeypatch: pytest.MonkeyPatch, processor: str, by: str, told: str) -> None:
+    monkeypatch.setattr(select, "bfloat16_products", lambda: processor)
+    config = load("model_config: {compute_dtype: bfloat16}\n")
+    precision, notes = on_cpu("model_config: {compute_dtype: bfloat16}\n")
+    assert (precision.by, precision.compute.dtype) == (by, "bfloat16" if by else "float32")
+    assert len(notes) == bool(told) and told in "".join(notes)
+    shown = part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
+    assert shown["matrix products"].dtype == (f"bfloat16 ({by})" if by else "float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("context: {mode: 1}\nmodel_config: {compute_dtype: bfloat16}\n", "context.mode 1"),
+        ("model_config: {compute_dtype: bfloat16, hidden_dropout: 0.1}\n", "dropout"),
+        ("model_config: {compute_dtype: bfloat16, pet_config: {pet_type: lora, lora_rank: 2}}\n", "adapters"),
+        ("model_config: {compute_dtype: bfloat16, post_mlp_layernorm: True}\n", "norms after a sublayer"),
+    ],
+)
+def test_why_a_model_stays_in_float32(text: str, why: str) -> None:
+    precision, notes = on_cpu(text)
+    assert precision.compute == ("float32", f"compute_dtype asks for bfloat16, which a CPU does not compute with {why}")
+    assert notes == [f"model.model_config.compute_dtype: computes in float32; {precision.compute.why}"]
+
+
+def test_all_but_the_products_is_float32_beside_bfloat16() -> None:
+    precision, notes = on_cpu("amp_level: O3\nmodel_config: {compute_dtype: bfloat16}\n")
+    others = precision.norm, precision.softmax, precision.rotary
+    assert precision.by and {part.dtype for part in others} == {"float32"}
+    assert "amp_level: computes in float32; amp_level O3 asks for bfloat16; between products" in notes[0]
+    _, notes = on_cpu("model_config: {compute_dtype: bfloat16, softmax_compute_type: float16}\n")
+    assert "softmax_compute_type: computes in float32; softmax_compute_type asks for float16" in notes[0]
+
+
+def test_what_else_is_float32_beside_bfloat16() -> None:
+    text = "runner_wrapper: {accumulate_allreduce_grads_in_fp32: False}\n"
+    text += "model_config: {compute_dtype: bfloat16, mtp_depth: 1, moe_config: {expert_num: 4}}\n"
+    precision, notes = on_cpu(text)
+    assert "on a CPU gradients are float32" in notes[-1] and "on a CPU routed experts compute in float32" in notes[-2]
+    config = load(text)
+    shown = part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
+    assert {shown[name].dtype for name in ("routed experts", "merge of tokens")} == {"float32"}
 
 
 def test_flash_attention_follows_the_level() -> None:

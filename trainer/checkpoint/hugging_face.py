@@ -21,6 +21,7 @@ from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
+from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.marker import read_saved
 from trainer.storage.tensor_file import BFLOAT16, CODES, Entry, write_tensors
 
@@ -233,13 +234,6 @@ def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> N
             yield _CONVERTED[dtype](array)
 
     write_tensors(path, entries, converted())
-
-
-def as_bfloat16(array: np.ndarray) -> np.ndarray:
-    """The upper halves of float32 numbers as uint16, rounded to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    return np.where(np.isnan(array), bits >> 16 | 0x40, rounded).astype(np.uint16)
 
 
 _CONVERTED: dict[str, Callable[[np.ndarray], np.ndarray]] = {

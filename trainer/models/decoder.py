@@ -205,8 +205,8 @@ class Decoder(DecoderWiring):
         self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
         self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
-        self.host_block = HostBlock(settings) if kernels.host_layers else None
-        self.host_head = HostHeadPart(settings) if kernels.host_layers else None
+        self.host_block = HostBlock(settings, kernels.host_dtype) if kernels.host_layers else None
+        self.host_head = HostHeadPart(settings, kernels.host_dtype) if kernels.host_layers else None
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
         self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None

@@ -261,8 +261,8 @@ class HostParts:
         experts = [model.layers[layer].get("experts") for layer in range(settings.num_layers)]
         # The router and the gate of shared experts multiply in float32.
         self.of_experts = [
-            one and [self._matrix(weight) if weight.ndim == 3 or ".shared_experts." in weight.name else weight.asnumpy()
-                     for weight in one.weights]
+            one and [self._matrix(weight) if weight.ndim == 3 and not kernels.precision.by
+                     or ".shared_experts." in weight.name else weight.asnumpy() for weight in one.weights]
             for one in experts
         ]  # fmt: skip
         self.embedding, self.final_norm = (
@@ -292,7 +292,8 @@ class HostParts:
         return [*found, *(None for _ in names[len(found) :])]
 
     def new_cache(self, rows: int, tokens: int) -> HostCache:
-        return HostCache(self.settings, rows, tokens, self.kernels.precision.compute.dtype)
+        dtype = self.kernels.precision.compute.dtype
+        return HostCache(self.settings, rows, tokens, "float32" if dtype == "bfloat16" else dtype)
 
     def seen(self, positions: int) -> int:
         return positions
@@ -376,7 +377,8 @@ class Cache:
 
 
 class HostCache:
-    """The same as arrays [B, capacity, width], in the dtype of the matrix products."""
+    """The same as arrays [B, capacity, width], in the dtype of the matrix products, or float32 for bfloat16, which
+    NumPy lacks."""
 
     def __init__(self, settings: ModelConfig, rows: int, capacity: int, dtype: str) -> None:
         self.capacity, self.sequences_B1, self.positions_BQ, self.seen = capacity, np.arange(rows)[:, None], None, 0

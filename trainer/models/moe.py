@@ -259,7 +259,8 @@ class MoeLayer(nn.Cell):
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
         if kernels.host_layers:
-            self.norm, self.shared = HostNorm(settings.hidden_size, settings.rms_norm_eps), HostSharedExperts(settings)
+            self.norm = HostNorm(settings.hidden_size, settings.rms_norm_eps)
+            self.shared = HostSharedExperts(settings, kernels.host_dtype)
         self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None
         self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
         self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)

@@ -107,6 +107,8 @@ class KernelSet:
     """Makes the kernels that prediction takes instead of these, where the model is in the host's memory."""
     host_layers: bool = False
     """Whether a decoder computes whole layers on arrays (`trainer.ops.cpu.layer`) in the place of these kernels."""
+    host_dtype: str = "float32"
+    """Dtype of the products of these layers."""
 
     def window(self, settings: ModelConfig, layer: int) -> int | None:
         """The window that the attention of a layer must know; None where it has none or the mask has it."""
@@ -151,17 +153,17 @@ def load_kernels(
         host_layers: What `trainer.ops.select.has_host_layers` says.
     """
     own = ascend if device == "Ascend" else reference
-    fused = {choice.kernel: choice.fused for choice in choices}
-    # A classifier has no choices: it uses none of the kernels that have a fused form.
+    fused = {choice.kernel: choice.fused for choice in choices}  # none for a classifier
     module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
     # A dense model has no choices for experts either, and makes none of their kernels.
     experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
     sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
     if not fused.get("token_permute"):
         sorting = experts.Permute, experts.Unpermute
-    compute, norm, softmax, rotary = (
-        getattr(mstype, part.dtype) for part in (precision.compute, precision.norm, precision.softmax, precision.rotary)
-    )
+    # A CPU has no cells in bfloat16: beside layers on arrays that multiply in it they are float32.
+    own_of = FLOAT32 if precision.by else precision
+    dtypes = own_of.compute, own_of.norm, own_of.softmax, own_of.rotary
+    compute, norm, softmax, rotary = (getattr(mstype, part.dtype) for part in dtypes)
 
     of_flash = module_of["attention"] is ascend
     masks = ascend_attention if of_flash else reference
@@ -220,4 +222,5 @@ def load_kernels(
         compute_dtype=compute,
         host=partial(HostKernels, precision) if own is plain and not any(fused.values()) else None,
         host_layers=host_layers,
+        host_dtype=precision.compute.dtype if host_layers else "float32",
     )

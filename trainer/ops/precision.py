@@ -23,6 +23,13 @@ class PartDtype(NamedTuple):
     why: str
 
 
+class HostBfloat16(NamedTuple):
+    """Who multiplies in bfloat16 on a CPU, "oneDNN" or "emulated", and how; or why nobody does."""
+
+    by: str = ""
+    why: str = "of which a CPU has no kernels"
+
+
 _DEFAULT = PartDtype("float32", "the default")
 
 
@@ -38,30 +45,41 @@ class Precision:
         norm: RMSNorm with its weight.
         softmax: The attention's softmax.
         rotary: Rotary tables and the rotation.
+        by: Who multiplies, where that is bfloat16 on a CPU.
     """
 
     compute: PartDtype = _DEFAULT
     norm: PartDtype = _DEFAULT
     softmax: PartDtype = _DEFAULT
     rotary: PartDtype = _DEFAULT
+    by: str = ""
 
 
 FLOAT32 = Precision()
 
 
-def resolve_precision(settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str) -> Precision:
+def resolve_precision(
+    settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str, on_host: HostBfloat16 | None = None
+) -> Precision:
     """The dtype that each part computes in, by `amp_level` and the keys of the parts.
 
-    A CPU has no bfloat16 kernels: there bfloat16 becomes float32.
+    On a CPU only matrix products compute in bfloat16, and those where `on_host` says so; all else that asks for
+    bfloat16 is float32. Beside such products all is float32, also what asks for float16.
     """
     if isinstance(settings, ClassifierConfig):
         return FLOAT32
+    on_host = on_host or HostBfloat16()
+    of_products = device == "CPU" and asked_dtype(settings, amp_level, "compute_dtype") == "bfloat16" and on_host.by
 
     def part(key: str) -> PartDtype:
         dtype = asked_dtype(settings, amp_level, key)
         why = key if getattr(settings, key) is not None else f"amp_level {amp_level}" if amp_level else _DEFAULT.why
+        if of_products and key == "compute_dtype":
+            return PartDtype(dtype, f"{why}; {on_host.why}")
+        if of_products and dtype != "float32":
+            return PartDtype("float32", f"{why} asks for {dtype}; between products in bfloat16 a CPU has float32")
         if dtype == "bfloat16" and device == "CPU":
-            return PartDtype("float32", f"{why} asks for bfloat16, of which a CPU has no kernels")
+            return PartDtype("float32", f"{why} asks for bfloat16, {on_host.why}")
         return PartDtype(dtype, why)
 
     return Precision(
@@ -69,4 +87,5 @@ def resolve_precision(settings: ModelConfig | ClassifierConfig, amp_level: str |
         norm=part("layernorm_compute_type"),
         softmax=part("softmax_compute_type"),
         rotary=part("rotary_dtype"),
+        by=of_products or "",
     )

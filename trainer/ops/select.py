@@ -6,13 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.config.checks.notices import Notice
+from trainer.config.checks.parallel import degrees_of, runs_semi_auto
+from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
-from trainer.ops.precision import PartDtype, Precision, resolve_precision
+from trainer.ops.host_library import bfloat16_products
+from trainer.ops.precision import HostBfloat16, PartDtype, Precision, resolve_precision
+from trainer.parallel.world import SINGLE_PROCESS, World
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config import Config, ModelConfig
 
 REFERENCE = "reference"
+_MODEL = "model.model_config"
 
 
 @dataclass(frozen=True)
@@ -109,20 +115,102 @@ def has_host_layers(
 ) -> bool:
     """Whether whole layers are computed on arrays in the host's memory, without compilation.
 
-    What they do not know goes through compiled blocks: half precision, adapters, dropout, multi-head latent attention,
-    norms after a sublayer, an embedding of another width.
+    What they do not know goes through compiled blocks: what `_unknown_to_host_layers` names, and float16.
 
     Args:
         compiled: context.mode 0; mode 1 runs operator by operator.
         divided: Whether ranks divide the matrices or the sequences.
     """
-    if isinstance(settings, ClassifierConfig) or device != "CPU" or divided or not compiled:
+    if isinstance(settings, ClassifierConfig) or device != "CPU":
         return False
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
-    known = not (settings.multi_latent_attention or settings.post_self_attn_layernorm or settings.post_mlp_layernorm)
-    drops = settings.hidden_dropout > 0 or settings.attention_dropout > 0
-    plain = settings.pet_config is None and not settings.maps_embedding
-    return known and plain and not drops and all(part.dtype == "float32" for part in parts)
+    has_dtypes = bool(precision.by) or all(part.dtype == "float32" for part in parts)
+    return has_dtypes and not _unknown_to_host_layers(settings, compiled, divided)
+
+
+def _unknown_to_host_layers(settings: ModelConfig, compiled: bool, divided: bool) -> str:
+    """What of a model, or of how it runs, whole layers on arrays do not know; empty if they know everything."""
+    found = {
+        "context.mode 1": not compiled,
+        "ranks that divide matrices or sequences": divided,
+        "multi-head latent attention": settings.multi_latent_attention,
+        "norms after a sublayer": settings.post_self_attn_layernorm or settings.post_mlp_layernorm,
+        "dropout": settings.hidden_dropout > 0 or settings.attention_dropout > 0,
+        "adapters": settings.pet_config is not None,
+        "an embedding of another width": settings.maps_embedding,
+    }
+    return next((name for name, is_there in found.items() if is_there), "")
+
+
+def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:
+    """The dtype that each part of a run computes in."""
+    if device != "CPU":
+        return resolve_precision(config.network, config.amp_level, device)
+    return precision_on_cpu(config, divided=_divides(config, world), semi_auto=runs_semi_auto(config, world))
+
+
+def runs_host_layers(config: Config, device: str, world: World) -> bool:
+    """`has_host_layers` of a run."""
+    precision, compiled = precision_of(config, device, world), config.context.mode == 0
+    known = has_host_layers(config.network, precision, device, compiled=compiled, divided=_divides(config, world))
+    return known and not runs_semi_auto(config, world)
+
+
+def _divides(config: Config, world: World) -> bool:
+    """Whether ranks divide the matrices or the sequences."""
+    degrees = degrees_of(config, world)
+    return degrees.model_parallel > 1 or degrees.context_parallel > 1
+
+
+def precision_on_cpu(config: Config, *, divided: bool, semi_auto: bool = False) -> Precision:
+    """`precision_of` for a CPU, whose layers on arrays have products in bfloat16; `divided` as in `has_host_layers`."""
+    on_host = None
+    if "bfloat16" in _asked(config).values():
+        unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided)
+        on_host = _host_bfloat16("MindSpore's semi-automatic mode" if semi_auto else unknown)
+    return resolve_precision(config.network, config.amp_level, "CPU", on_host)
+
+
+def _asked(config: Config) -> dict[str, str]:
+    """The dtypes that the configuration asks for."""
+    if config.classifier is not None:
+        return {}
+    return {key: asked_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
+
+
+def _host_bfloat16(unknown: str) -> HostBfloat16:
+    """Who multiplies in bfloat16; `unknown` is what layers on arrays do not know, or empty."""
+    if unknown:
+        return HostBfloat16("", f"which a CPU does not compute with {unknown}")
+    by = bfloat16_products()
+    why = {
+        "oneDNN": "oneDNN multiplies, sums are float32",
+        "emulated": "this processor has no instructions for it: float32 products of rounded numbers",
+        "": "for which MindSpore's oneDNN 3.10 is missing",
+    }
+    return HostBfloat16(by, why[by])
+
+
+def dtype_notices(config: Config, precision: Precision, device: str) -> Iterator[Notice]:
+    """Notices about parts that asked for bfloat16 and get something else on a CPU, or get it slowly."""
+    asked = _asked(config)
+    if device != "CPU" or "bfloat16" not in asked.values():
+        return
+    found = zip(PART_KEYS, (precision.compute, precision.norm, precision.softmax, precision.rotary), strict=True)
+    others: dict[str, list[str]] = {}
+    for key, part in found:
+        if part.dtype != asked[key]:
+            own = getattr(config.decoder, key) is not None
+            others.setdefault(part.why, []).append(f"{_MODEL}.{key}" if own else "amp_level")
+    for why, names in others.items():
+        yield Notice(f"{', '.join(dict.fromkeys(names))}: computes in float32; {why}", "dtype")
+    if precision.by == "emulated":
+        yield Notice(f"{_MODEL}.compute_dtype bfloat16: this processor has no instructions for it; the numbers are"
+                     " rounded and multiplied in float32, which takes longer than compute_dtype float32", "dtype")
+    if precision.by and config.decoder.experts is not None:
+        yield Notice(f"{_MODEL}.compute_dtype bfloat16: on a CPU routed experts compute in float32", "dtype")
+    if config.trains and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
+        yield Notice("runner_wrapper.accumulate_allreduce_grads_in_fp32: on a CPU gradients are float32", "dtype")
 
 
 def kernel_notices(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
@@ -144,9 +232,16 @@ def part_dtypes(
     master = PartDtype("float32", f"master weights (asked: {asked})")
     fused_softmax = PartDtype("float32", "inside flash_attention_score")
     fused = any(choice.kernel == "attention" and choice.fused for choice in choices)
+    products, others = precision.compute, {}
+    if precision.by:
+        products = PartDtype(f"{products.dtype} ({precision.by})", products.why)
+        stays = PartDtype("float32", "a CPU has no bfloat16 kernels of them")
+        wanted = {"routed experts": settings.experts is not None, "merge of tokens": bool(settings.mtp_depth)}
+        others = {name: stays for name, is_there in wanted.items() if is_there}
     return {
         "parameters": always if asked == "float32" else master,
-        "matrix products": precision.compute,
+        "matrix products": products,
+        **others,
         "norms": precision.norm,
         "softmax": fused_softmax if fused else precision.softmax,
         "rotary tables": precision.rotary,

@@ -14,8 +14,8 @@ from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
 from trainer.device.resolve import device_notices
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
-from trainer.ops.precision import PartDtype, resolve_precision
-from trainer.ops.select import KernelChoice, part_dtypes, select_kernels
+from trainer.ops.precision import PartDtype
+from trainer.ops.select import KernelChoice, dtype_notices, part_dtypes, precision_of, select_kernels
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
@@ -125,7 +125,7 @@ def plan_run(
         RunError: The token file cannot be written.
     """
     settings, runner, trains = config.network, config.runner_config, config.trains
-    degrees, precision = degrees_of(config, world), resolve_precision(settings, config.amp_level, device)
+    degrees, precision = degrees_of(config, world), precision_of(config, device, world)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
@@ -201,7 +201,7 @@ def _notices(
     config: Config, world: World, backend: TrainingBackend, device: str, memory_bytes: Mapping[str, int]
 ) -> list[str]:
     notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
-    notices += freeze_notices(config)
+    notices += [*dtype_notices(config, precision_of(config, device, world), device), *freeze_notices(config)]
     return notices + list(memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
 
 

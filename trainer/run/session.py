@@ -29,8 +29,7 @@ from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import is_buffer
 from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
-from trainer.ops.precision import resolve_precision
-from trainer.ops.select import has_host_layers, select_kernels
+from trainer.ops.select import has_host_layers, precision_of, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
@@ -99,7 +98,7 @@ def open_session(
     set_up_device(config, device, world)
     communicator = SingleProcess() if world.size == 1 else _communicator(config, world, group or start(world))
     config = with_device_defaults(config, device)
-    precision = resolve_precision(config.network, config.amp_level, device)
+    precision = precision_of(config, device, world)
     shard, pipeline = _shard(config, communicator), None
     divided = shard is not None and (shard.tensor is not None or shard.tokens.ranks > 1)
     on_host = has_host_layers(config.network, precision, device, compiled=config.context.mode == 0, divided=divided)

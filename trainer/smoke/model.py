@@ -10,6 +10,7 @@ from trainer.config.checks.moe import capacity_factor
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
+from trainer.ops.select import precision_on_cpu
 from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.layers import kept_layers, layer_changes
 
@@ -46,7 +47,7 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
     yield from _callbacks(config, len(kept), experts[0].after if experts else None)
     yield from _adapters(config)
     if setup.device == "CPU":
-        yield from _dtypes(config)
+        yield from _dtypes(config, setup)
 
 
 def _fewest_layers(config: Config, stages: int) -> int:
@@ -158,11 +159,14 @@ def _adapters(config: Config) -> Iterator[Change]:
     yield from changed(config, f"{_MODEL}.pet_config.lora_alpha", adapters.scale * _LORA_RANK, why)
 
 
-def _dtypes(config: Config) -> Iterator[Change]:
-    for key in PART_KEYS:
-        if asked_dtype(config.decoder, config.amp_level, key) != "bfloat16":
+def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
+    degrees = setup.layout.degrees
+    precision = precision_on_cpu(config, divided=degrees.model_parallel > 1 or degrees.context_parallel > 1)
+    parts = precision.compute, precision.norm, precision.softmax, precision.rotary
+    for key, part in zip(PART_KEYS, parts, strict=True):
+        if asked_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":
             continue
         if getattr(config.decoder, key) is not None and config.amp_level in (None, "auto"):
-            yield from changed(config, f"{_MODEL}.{key}", "float32", "a CPU has no bfloat16 kernels")
+            yield from changed(config, f"{_MODEL}.{key}", "float32", "here a CPU computes it in float32")
     kept = "the dtype that parameters are kept in"
     yield from changed(config, f"{_MODEL}.param_init_type", "float32", kept)

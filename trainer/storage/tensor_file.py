@@ -21,6 +21,7 @@ import safetensors
 
 from trainer.input_files import open_file
 from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
+from trainer.storage.bfloat16 import as_float32
 from trainer.storage.checksums import FileChecksum, RunningChecksum
 
 CODES = {
@@ -291,8 +292,8 @@ class TensorFile:
             self._fill(memoryview(span.view(np.uint8)), offset + first * size)
             for position, at, count in runs:
                 values[at : at + count] = span[position - first : position - first + count]
-        if code == BFLOAT16:  # the upper half of a float32
-            values = (values.astype(np.uint32) << 16).view(np.float32)
+        if code == BFLOAT16:
+            values = as_float32(values)
         return values.reshape(part.shape)
 
     def _fill(self, data: memoryview, offset: int) -> None:

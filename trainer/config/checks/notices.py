@@ -197,9 +197,6 @@ def _precision(config: Config, device: str) -> Iterator[str]:
     keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
     for key in PART_KEYS:
         keys[asked_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
-    if keys["bfloat16"] and device == "CPU":
-        names = ", ".join([*keys["bfloat16"], *_bfloat16_gradients(config)])
-        yield f"{names}: a CPU has no bfloat16 kernels; it computes in float32 instead of bfloat16"
     if settings.param_init_type != "float32":
         yield (f"{_MODEL}.param_init_type {settings.param_init_type}: parameters are kept in float32, as master weights"
                " that no small update is lost on; products cast them to compute_dtype")
@@ -208,13 +205,6 @@ def _precision(config: Config, device: str) -> Iterator[str]:
     if keys["float16"] and config.trains and config.runner_wrapper.scale_sense == 1.0:
         yield (f"{', '.join(keys['float16'])}: gradients below 6e-8 become zero in float16; set"
                " runner_wrapper.scale_sense, for example to {type: DynamicLossScaleUpdateCell}")
-
-
-def _bfloat16_gradients(config: Config) -> Iterator[str]:
-    """The key that asks for gradients in bfloat16, where it has an effect on a device."""
-    wanted = config.trains and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32
-    if wanted and not _has_float32_products(config):
-        yield "runner_wrapper.accumulate_allreduce_grads_in_fp32"
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from trainer.ops.cpu.arrays import Scratch, empty, host_threads, on_host
+from trainer.ops.cpu.arrays import Scratch, empty, host_threads, narrow_weight, on_host
 from trainer.ops.cpu.head import HostHead, embedding_gradient, embedding_rows
 from trainer.ops.cpu.layer import Gradients, HostAttention, HostMlp, RmsNorm, TokenPositions, Weights
 from trainer.ops.cpu.router import sigmoid
@@ -29,10 +29,11 @@ class HostBlock:
 
     Args:
         settings: Those that this rank computes with.
+        dtype: That of the products, "float32" or "bfloat16".
     """
 
-    def __init__(self, settings: ModelConfig) -> None:
-        scratch = Scratch(host_threads().threads)
+    def __init__(self, settings: ModelConfig, dtype: str = "float32") -> None:
+        scratch, self.dtype = Scratch(host_threads().threads), dtype
         self.attention = HostAttention(settings, scratch)
         self.mlp = HostMlp(settings.ffn_size, scratch, RmsNorm(settings.hidden_size, settings.rms_norm_eps))
 
@@ -118,7 +119,13 @@ class _LayerCall(nn.Cell):
         return grad, *(found[name] for name in self.trained)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {name: on_host(weight) for name, weight in self.part.named.items()}
+        return {name: _weight(weight, self.part.block.dtype) for name, weight in self.part.named.items()}
+
+
+def _weight(weight: Tensor, dtype: str) -> np.ndarray:
+    """What a part computes with: of a matrix the numbers in the dtype of the products."""
+    array = on_host(weight)
+    return narrow_weight(array) if array.ndim == 2 and dtype == "bfloat16" else array
 
 
 class HostNorm:
@@ -157,19 +164,20 @@ _SHARED = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
 class HostSharedExperts:
     """(y_ND, gate_SD, up_SD, down_DS[, weight_1D]) -> [N, D], as `trainer.models.moe.SharedExperts`."""
 
-    def __init__(self, settings: ModelConfig) -> None:
+    def __init__(self, settings: ModelConfig, dtype: str = "float32") -> None:
         self.mlp = HostMlp(settings.shared_expert_size, Scratch(host_threads().threads), prefix="")
+        self.dtype = dtype
 
     def __call__(self, y_ND: Tensor, *weights: Tensor) -> Tensor:
-        return _SharedExpertsCall(self.mlp)(y_ND, *weights)
+        return _SharedExpertsCall(self.mlp, self.dtype)(y_ND, *weights)
 
 
 class _SharedExpertsCall(nn.Cell):
     """One call, which keeps what its backward pass needs."""
 
-    def __init__(self, mlp: HostMlp) -> None:
+    def __init__(self, mlp: HostMlp, dtype: str) -> None:
         super().__init__(auto_prefix=False)
-        self.mlp, self.saved, self.share_N1, self.out_ND = mlp, None, None, None
+        self.mlp, self.dtype, self.saved, self.share_N1, self.out_ND = mlp, dtype, None, None, None
 
     def construct(self, y_ND, *weights):
         y, arrays = on_host(y_ND), self.arrays(weights)
@@ -196,7 +204,7 @@ class _SharedExpertsCall(nn.Cell):
         return result, *gradients
 
     def arrays(self, weights) -> dict[str, np.ndarray]:
-        return dict(zip(_SHARED, map(on_host, weights[: len(_SHARED)]), strict=True))
+        return {name: _weight(one, self.dtype) for name, one in zip(_SHARED, weights, strict=False)}
 
 
 class HostEmbedding(nn.Cell):
@@ -216,7 +224,8 @@ class HostEmbedding(nn.Cell):
 class HostHeadPart:
     """(x_ND, norm, matrix, labels, trains) -> sum of token losses: final norm, output projection, cross entropy."""
 
-    def __init__(self, settings: ModelConfig) -> None:
+    def __init__(self, settings: ModelConfig, dtype: str = "float32") -> None:
+        self.dtype = dtype
         self.head = HostHead(settings.hidden_size, settings.rms_norm_eps)
 
     def __call__(
@@ -225,7 +234,8 @@ class HostHeadPart:
         """`labels` has labels_N and valid_N1; without `trains` there is no backward pass."""
         named = {"norm": norm_D, "weight": weight_VD}
         trained = [name for name, weight in named.items() if weight.requires_grad]
-        call = _HeadCall(self.head, named, trained, labels.labels_N.asnumpy(), on_host(labels.valid_N1), trains)
+        numbers = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
+        call = _HeadCall(self.head, named, trained, *numbers, trains, self.dtype)
         return call(x_ND, *(named[name] for name in trained))
 
 
@@ -234,15 +244,15 @@ class _HeadCall(nn.Cell):
 
     def __init__(
         self, head: HostHead, named: dict[str, Parameter], trained: list[str], labels_N: np.ndarray,
-        valid_N1: np.ndarray, trains: bool,
+        valid_N1: np.ndarray, trains: bool, dtype: str,
     ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)
-        self.head, self.weights, self.trained, self.trains = head, named, trained, trains
+        self.head, self.weights, self.trained, self.trains, self.dtype = head, named, trained, trains, dtype
         self.labels_N, self.valid_N1, self.found = labels_N, valid_N1, None
 
     def construct(self, x_ND, *trained):
         wanted = ("x", *self.trained) if self.trains else ()
-        weights = (on_host(self.weights[name]) for name in ("norm", "weight"))
+        weights = (_weight(self.weights[name], self.dtype) for name in ("norm", "weight"))
         self.found = self.head(on_host(x_ND), *weights, self.labels_N, self.valid_N1, wanted)
         return Tensor(self.found.loss)
 

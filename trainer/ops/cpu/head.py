@@ -1,8 +1,11 @@
-"""Embedding and head of a decoder on arrays, forward and backward, for float32.
+"""Embedding and head of a decoder on arrays, forward and backward.
 
 The logits of all tokens, [N, V], are never there: the head takes some rows through product, softmax and gradients, and
 then the next ones in the same memory. In a training it computes the gradients of the loss in the forward pass (Hsu et
 al. 2024, Liger Kernel, section 3.2), so that no logit is computed twice.
+
+With a matrix in bfloat16 the products are those of numbers in bfloat16, as in `trainer.ops.cpu.layer`: the normed
+rows and the gradients of the logits are rounded, logits, softmax and loss are float32.
 
 Legend: N tokens, D hidden, V vocabulary; n rows of a part.
 """
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from mindspore import Tensor
 
-from trainer.ops.cpu.arrays import empty, host_threads, parts
+from trainer.ops.cpu.arrays import as_narrow, empty, host_threads, parts
 from trainer.ops.cpu.layer import RmsNorm
 from trainer.ops.cpu.onednn import operators
 
@@ -69,30 +72,39 @@ class HostHead:
         """`wanted`: which gradients, "norm" and "weight"; that of x comes with any, and alone for "x"."""
         vocabulary, hidden = weight_VD.shape
         rows = min(len(x_ND), max(_FEWEST_ROWS, _LOGITS // vocabulary))
-        logits = np.empty((rows, vocabulary), np.float32)
+        logits, dtype = np.empty((rows, vocabulary), np.float32), weight_VD.dtype
         y_nD, work_nD = (np.empty((rows, hidden), np.float32) for _ in range(2))
+        # What products take of the gradients of the logits and of the normed rows.
+        factors = logits, y_nD
+        if dtype != np.float32:
+            factors = np.empty(logits.shape if wanted else (rows, 0), dtype), np.empty((rows, hidden), dtype)
         grad_ND, weight = empty(*x_ND.shape) if wanted else (None, None), (None, None)
         if "weight" in wanted:
             weight = empty(*weight_VD.shape)
         of_norm_D, loss = np.zeros(hidden, np.float32), 0.0
         for part in parts(slice(0, len(x_ND)), rows):
             size = part.stop - part.start
-            arrays = logits[:size], y_nD[:size], work_nD[:size]
-            x_nD, valid_n1 = x_ND[part], valid_N1[part]
+            grad_nV, factor_nD = (array[:size] for array in factors)
+            x_nD, valid_n1, normed_nD = x_ND[part], valid_N1[part], y_nD[:size]
             scale_n = self.norm.scales(x_nD)
-            self.norm(x_nD, norm_D, scale_n, arrays[1])
-            loss += self._losses(*arrays[:2], weight_VD, labels_N[part], valid_n1)
+            self.norm(x_nD, norm_D, scale_n, normed_nD)
+            as_narrow(normed_nD, factor_nD)
+            loss += self._losses(logits[:size], factor_nD, weight_VD, labels_N[part], valid_n1, grad_nV)
             if wanted:
                 out_nD = grad_ND[1][part]
-                self._gradients(*arrays[:2], weight_VD, valid_n1, out_nD, weight[1], first=not part.start)
-                of_norm_D += self.norm.gradient(x_nD, norm_D, scale_n, out_nD, arrays[2])
+                normed_nD *= valid_n1
+                as_narrow(normed_nD, factor_nD)
+                self._gradients(grad_nV, factor_nD, weight_VD, valid_n1, out_nD, weight[1], first=not part.start)
+                of_norm_D += self.norm.gradient(x_nD, norm_D, scale_n, out_nD, work_nD[:size])
         of_norm = Tensor(of_norm_D) if "norm" in wanted else None
         return HeadResult(np.float32(loss), grad_ND[0], of_norm, weight[0])
 
     def _losses(
-        self, logits_nV: np.ndarray, y_nD: np.ndarray, weight_VD: np.ndarray, labels_n: np.ndarray, valid_n1: np.ndarray
-    ) -> float:
-        """The sum of the losses; `logits_nV` receives d loss / d logits of each row, but for the factor valid_n1."""
+        self, logits_nV: np.ndarray, y_nD: np.ndarray, weight_VD: np.ndarray, labels_n: np.ndarray,
+        valid_n1: np.ndarray, grad_nV: np.ndarray,
+    ) -> float:  # fmt: skip
+        """The sum of the losses; `grad_nV`, which may be `logits_nV`, receives d loss / d logits of each row, but for
+        the factor valid_n1; if it is empty, nobody wants them."""
         losses = np.empty(len(y_nD))
 
         def multiply(columns: slice, thread: int) -> None:
@@ -106,6 +118,8 @@ class HostHead:
             operators().softmax(logits, logits)
             losses[rows] = above - np.log(logits.max(1), dtype=np.float64)
             logits[places, labels] -= 1
+            if grad_nV.size:
+                as_narrow(logits, grad_nV[rows])
 
         host_threads().run(parts(slice(0, len(weight_VD)), _COLUMNS), multiply)
         host_threads().run(parts(slice(0, len(y_nD)), _ROWS), normalise)
@@ -115,7 +129,8 @@ class HostHead:
         self, grad_nV: np.ndarray, y_nD: np.ndarray, weight_VD: np.ndarray, valid_n1: np.ndarray, out_nD: np.ndarray,
         out_VD: np.ndarray | None, first: bool,
     ) -> None:  # fmt: skip
-        """Those of y, and those of the matrix, which are added up over the parts of the tokens."""
+        """Those of y, and those of the matrix, which are added up over the parts of the tokens; `y_nD` are the normed
+        rows times valid_n1."""
 
         def of_rows(rows: slice, thread: int) -> None:
             operators().matmul(grad_nV[rows], weight_VD, out_nD[rows])
@@ -126,5 +141,4 @@ class HostHead:
         host_threads().run(parts(slice(0, len(y_nD)), _FEWEST_ROWS), of_rows)
         out_nD *= valid_n1
         if out_VD is not None:
-            y_nD *= valid_n1
             host_threads().run(parts(slice(0, len(weight_VD)), _COLUMNS), of_weight)

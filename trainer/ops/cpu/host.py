@@ -13,7 +13,7 @@ Legend: as in cpu/kernels.py; B sequences, Q new tokens of each, S cached ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from trainer.ops.cpu.onednn import operators
 from trainer.ops.cpu.router import chosen_gates, sigmoid
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.routing import Routing, RoutingRule, route
+from trainer.storage.bfloat16 import as_bfloat16, as_float32
 
 if TYPE_CHECKING:
     from trainer.config.schema.moe import MoEConfig
@@ -36,6 +37,8 @@ Function = Callable[..., np.ndarray]
 
 def rounding(dtype: str) -> Function:
     """Rounds an array to the numbers of a dtype."""
+    if dtype == "bfloat16":
+        return lambda x: as_float32(as_bfloat16(x))
     return (lambda x: x) if dtype == "float32" else (lambda x: x.astype(dtype).astype(np.float32))
 
 
@@ -236,13 +239,14 @@ class HostKernels:
     ) -> np.ndarray:  # fmt: skip
         """The sum of the outputs of each token's experts, weighted by their gates, [N, D]."""
         rows_RD = np.zeros((len(routing.token_R), y_ND.shape[1]), np.float32)
-        linear, swiglu = self.linear(), self.swiglu()
+        of_experts = replace(self, precision=FLOAT32) if self.precision.by else self  # as in training
+        linear, swiglu = of_experts.linear(), of_experts.swiglu()
         for expert, rows in expert_rows(routing.counts_E):
             x_rD = np.empty_like(rows_RD[rows])
             take_tokens(y_ND, routing.token_R[rows], x_rD)
             inner_rF = swiglu(linear(x_rD, gate_EFD[expert]), linear(x_rD, up_EFD[expert]))
             rows_RD[rows] = linear(inner_rF, down_EDF[expert])
-        return self.rounded((rows_RD[routing.row_Nk] * gates_Nk[..., None]).sum(1))
+        return of_experts.rounded((rows_RD[routing.row_Nk] * gates_Nk[..., None]).sum(1))
 
     def expert_biases(self, gates_Nk: np.ndarray, experts_Nk: np.ndarray, bias_ED: np.ndarray) -> np.ndarray:
         """The sum of each token's biases times their gates, [N, D]."""

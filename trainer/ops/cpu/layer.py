@@ -1,4 +1,4 @@
-"""Attention and feed-forward layer of a decoder on arrays, forward and backward, for float32.
+"""Attention and feed-forward layer of a decoder on arrays, forward and backward.
 
 A thread takes some hundred rows through all that a layer does with them, while they are in its cache: norm, products,
 rotary embedding, SwiGLU, residual. Attention goes in blocks of queries: the scores of a block, [heads, queries, keys],
@@ -7,6 +7,11 @@ again. Nothing is compiled, for any shape.
 
 Sums over tokens are products over all of them, cut along the rows of the result, and sums over blocks stay in one
 thread: the bits are the same for any number of threads.
+
+Matrices in bfloat16 make all products those of numbers in bfloat16, summed in float32, as PyTorch's autocast and the
+fused operators of an Ascend do: what a product takes, and what is kept for the backward pass, is rounded once. Between
+two products all is float32: norms, rotary embedding, scores, softmax, SwiGLU. So are the residual stream, to which a
+product adds its sums without rounding them, and the gradients of queries, keys and weights, which are sums.
 
 Legend: N tokens (B sequences x T), D hidden, H query heads, K key/value heads, G = H / K, d head size, C = H * d,
 F feed-forward; n rows of a part, Q queries and S keys of a block.
@@ -21,8 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 from mindspore import Tensor
 
-from trainer.ops.cpu.arrays import Scratch, empty, host_threads, parts
-from trainer.ops.cpu.onednn import operators
+from trainer.ops.cpu.arrays import Scratch, as_narrow, as_wide, empty, host_threads, parts, store
+from trainer.ops.cpu.onednn import BFLOAT16, operators
+from trainer.storage.bfloat16 import as_float32
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -161,7 +167,7 @@ class WeightGradients:
     def add_bias(self, name: str, grad_NO: np.ndarray) -> None:
         if name in self.trained:
             self.found[name], array = empty(grad_NO.shape[1])
-            np.sum(grad_NO, 0, out=array)
+            np.sum(grad_NO if grad_NO.dtype == np.float32 else as_float32(grad_NO), 0, out=array)
 
     def add_parts(self, name: str, of_parts: Mapping[int, np.ndarray]) -> None:
         """For the vector `name`; `of_parts` has the sums over parts of the tokens by their first rows."""
@@ -206,32 +212,44 @@ class HostAttention:
         """The result, and what `backward` takes; without `keeps` None."""
         rows, width, kv_width = len(x_ND), self.heads * self.head_size, self.kv_heads * self.head_size
         (result, out_ND), scale_N = empty(*x_ND.shape), np.empty(rows, np.float32)
-        q_NC, k_NK, v_NK = (empty(rows, size)[1] for size in (width, kv_width, kv_width))
+        dtype = weights["self_attn.o_proj.weight"].dtype
+        q_NC, k_NK, v_NK = (empty(rows, size, dtype=dtype)[1] for size in (width, kv_width, kv_width))
         # Without `keeps` each array takes the place of the one before it.
-        heads_NC, plain = empty(rows, width)[1] if keeps else q_NC, None
+        heads_NC, plain = empty(rows, width, dtype=dtype)[1] if keeps else q_NC, None
         if self.head_norm is not None:
-            plain = (empty(rows, width)[1], empty(rows, kv_width)[1]) if keeps else (q_NC, k_NK)
-        before = (q_NC, k_NK, v_NK) if plain is None else (*plain, v_NK)
+            plain = tuple(empty(*array.shape, dtype=dtype)[1] for array in (q_NC, k_NK)) if keeps else (q_NC, k_NK)
+        before = plain or (None, None)
 
         def enter(part: slice, thread: int) -> None:
-            (y_nD,) = self.scratch.take(thread, part, x_ND.shape[1])
+            size, narrow = x_ND.shape[1], dtype == BFLOAT16
+            y_nD, *wide, y = self.scratch.take(
+                thread, part, size, narrow * width, narrow * kv_width, narrow=(narrow * size,)
+            )
             scale_N[part] = self.norm.scales(x_ND[part])
             self.norm(x_ND[part], weights[_NORM], scale_N[part], y_nD)
-            for name, array in zip("qkv", before, strict=True):
-                _project(weights, f"self_attn.{name}_proj", y_nD, array[part])
-            if plain is not None:
-                self._norm_heads(plain, (q_NC, k_NK), weights, part)
-            for array in (q_NC, k_NK):
-                self.rotary.turn(array[part], positions.cos_N1h[part], positions.sin_N1h[part])
-            q_NC[part] *= self.scale
+            y = as_narrow(y_nD, y) if narrow else y_nD
+            for name, array, plain_NC, work in zip("qk", (q_NC, k_NK), before, wide, strict=True):
+                turned = work if narrow else array[part]
+                if plain_NC is None:
+                    _project(weights, f"self_attn.{name}_proj", y, turned)
+                else:
+                    _project(weights, f"self_attn.{name}_proj", y, plain_NC[part])
+                    self._norm_heads(as_wide(plain_NC[part], work), weights[f"self_attn.{name}_norm.weight"], turned)
+                self.rotary.turn(turned, positions.cos_N1h[part], positions.sin_N1h[part])
+                if name == "q":
+                    turned *= self.scale
+                as_narrow(turned, array[part])
+            _project(weights, "self_attn.v_proj", y, v_NK[part])
 
         def attend(block: QueryBlock, thread: int) -> None:
             for heads, group in self._head_parts([block]):
                 q, out = (self._queries(array, block, heads, group) for array in (q_NC, heads_NC))
                 k, v = (self._keys(array, block, heads) for array in (k_NK, v_NK))
-                (scores,) = self._scores(thread, q, k, 1)
-                _probabilities(q, k, block, scores)
-                operators().matmul(scores, v, out)
+                scores, *narrow = self._scores(thread, q, k, 1)
+                _masked_scores(q, k, block, scores)
+                probabilities = narrow[0] if narrow else scores
+                operators().softmax(scores, probabilities)
+                operators().matmul(probabilities, v, out)
             out_nD = out_ND[block.queries]
             out_nD[...] = x_ND[block.queries]
             _project(weights, "self_attn.o_proj", heads_NC[block.queries], out_nD, accumulate=True)
@@ -247,14 +265,21 @@ class HostAttention:
         """The gradients of x and of the trained weights. `saved` is used up."""
         rows, width, kv_width = len(x_ND), self.heads * self.head_size, self.kv_heads * self.head_size
         (result, out_ND), found = empty(*x_ND.shape), WeightGradients(trained)
-        grad_heads_NC, grad_q_NC, grad_k_NK, grad_v_NK, y_ND = (
-            empty(rows, size)[1] for size in (width, width, kv_width, kv_width, x_ND.shape[1])
-        )
+        dtype = saved.q_NC.dtype
+        narrow, size = dtype == BFLOAT16, x_ND.shape[1]
+        grad_heads_NC, y_ND = (empty(rows, one, dtype=dtype)[1] for one in (width, size))
+        grad_q_NC, grad_k_NK, grad_v_NK = (empty(rows, one)[1] for one in (width, kv_width, kv_width))
+        # What products take of these gradients, and of that of the result.
+        rounded, rounded_ND = (grad_q_NC, grad_k_NK, grad_v_NK), grad_ND
+        if narrow:
+            rounded = tuple(empty(*array.shape, dtype=dtype)[1] for array in rounded)
+            rounded_ND = empty(*grad_ND.shape, dtype=dtype)[1]
         names = [_NORM] if saved.plain is None else [_NORM, *(f"self_attn.{name}_norm.weight" for name in "qk")]
         of_norms: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
 
         def leave(part: slice, thread: int) -> None:
-            operators().matmul(grad_ND[part], weights["self_attn.o_proj.weight"], grad_heads_NC[part])
+            grad = as_narrow(grad_ND[part], rounded_ND[part])
+            operators().matmul(grad, weights["self_attn.o_proj.weight"], grad_heads_NC[part])
 
         def attend(task: tuple[Sequence[QueryBlock], slice], thread: int) -> None:
             sequence, heads = task
@@ -269,7 +294,7 @@ class HostAttention:
                     self._block_gradients(block, *queries, *keys, thread)
 
         def enter(part: slice, thread: int) -> None:
-            (work_nD,) = self.scratch.take(thread, part, x_ND.shape[1])
+            work_nD, work_nC = self.scratch.take(thread, part, size, narrow * width)
             grads = grad_q_NC[part], grad_k_NK[part], grad_v_NK[part]
             grads[0][...] *= self.scale
             for array in grads[:2]:
@@ -277,15 +302,17 @@ class HostAttention:
             if saved.plain is not None:
                 for name, grad, plain in zip("qk", grads, saved.plain, strict=False):
                     key = f"self_attn.{name}_norm.weight"
-                    of_norms[key][part.start] = self._head_norm_gradient(plain[part], weights[key], grad)
+                    x = as_wide(plain[part], work_nC[:, : plain.shape[1]])
+                    of_norms[key][part.start] = self._head_norm_gradient(x, weights[key], grad)
             out_nD = out_ND[part]
-            for place, (name, grad) in enumerate(zip("qkv", grads, strict=True)):
-                operators().matmul(grad, weights[f"self_attn.{name}_proj.weight"], out_nD, place > 0)
+            for place, (name, grad, array) in enumerate(zip("qkv", grads, rounded, strict=True)):
+                factor = as_narrow(grad, array[part])
+                operators().matmul(factor, weights[f"self_attn.{name}_proj.weight"], out_nD, place > 0)
             of_norms[_NORM][part.start] = self.norm.gradient(
                 x_ND[part], weights[_NORM], saved.scale_N[part], out_nD, work_nD
             )
             out_nD += grad_ND[part]
-            self.norm(x_ND[part], weights[_NORM], saved.scale_N[part], y_ND[part])
+            _normed(self.norm, x_ND[part], weights[_NORM], saved.scale_N[part], work_nD, y_ND[part])
 
         threads = host_threads()
         threads.run(parts(slice(0, rows), _ROWS), leave)
@@ -294,9 +321,10 @@ class HostAttention:
         threads.run(parts(slice(0, rows), _ROWS), enter)
         for name, of_parts in of_norms.items():
             found.add_parts(name, of_parts)
-        outputs = ("q", grad_q_NC, y_ND), ("k", grad_k_NK, y_ND), ("v", grad_v_NK, y_ND), ("o", grad_ND, saved.heads_NC)
-        for name, grad, x in outputs:
-            found.add(f"self_attn.{name}_proj.weight", grad, x)
+        sums = grad_q_NC, grad_k_NK, grad_v_NK, grad_ND
+        factors = zip((*rounded, rounded_ND), (y_ND, y_ND, y_ND, saved.heads_NC), strict=True)
+        for name, grad, (factor, x) in zip("qkvo", sums, factors, strict=True):
+            found.add(f"self_attn.{name}_proj.weight", factor, x)
             found.add_bias(f"self_attn.{name}_proj.bias", grad)
         return result, found.compute()
 
@@ -305,19 +333,26 @@ class HostAttention:
         grad_k: np.ndarray, grad_v: np.ndarray, thread: int,
     ) -> None:  # fmt: skip
         """Of the queries of a block; those of its keys and values are added to what is there."""
-        scores, grad_scores = self._scores(thread, q, k, 2)
+        probabilities, grad_scores, *narrow = self._scores(thread, q, k, 2)
+        # What products take of both.
+        factor, grad_factor = narrow or (probabilities, grad_scores)
         run = operators()
-        _probabilities(q, k, block, scores)
+        _masked_scores(q, k, block, probabilities)
+        run.softmax(probabilities, probabilities)
         run.matmul(grad, v.swapaxes(1, 2), grad_scores)
-        run.matmul(scores.swapaxes(1, 2), grad, grad_v, True)
-        run.softmax_gradient(scores, grad_scores, grad_scores)
-        run.matmul(grad_scores, k, grad_q)
-        run.matmul(grad_scores.swapaxes(1, 2), q, grad_k, True)
+        as_narrow(probabilities, factor)
+        run.matmul(factor.swapaxes(1, 2), grad, grad_v, True)
+        run.softmax_gradient(probabilities, grad_scores, grad_factor)
+        run.matmul(grad_factor, k, grad_q)
+        run.matmul(grad_factor.swapaxes(1, 2), q, grad_k, True)
 
     def _scores(self, thread: int, q: np.ndarray, k: np.ndarray, number: int) -> list[np.ndarray]:
-        """Scratch for the scores of some heads, [heads, Q, S]."""
-        taken = self.scratch.take(thread, slice(0, len(q) * q.shape[1]), *(k.shape[1],) * number)
-        return [array.reshape(len(q), q.shape[1], -1) for array in taken]
+        """Scratch for the scores of some heads, [heads, Q, S]: so many arrays, and where q is bfloat16 as many more of
+        that."""
+        shape, widths = (len(q), *q.shape[1:2], k.shape[1]), (k.shape[1],) * number
+        narrow = widths if q.dtype == BFLOAT16 else ()
+        taken = self.scratch.take(thread, slice(0, shape[0] * shape[1]), *widths, narrow=narrow)
+        return [array.reshape(shape) for array in taken]
 
     def _head_parts(self, blocks: Iterable[QueryBlock]) -> Iterator[tuple[slice, int]]:
         """Key/value heads, so many at once that the scores of any of the blocks stay in the cache, and each of the
@@ -338,12 +373,9 @@ class HostAttention:
         rows = block.keys.stop - block.keys.start
         return array_NK[block.keys].reshape(rows, self.kv_heads, self.head_size)[:, heads].transpose(1, 0, 2)
 
-    def _norm_heads(
-        self, plain: Sequence[np.ndarray], normed: Sequence[np.ndarray], weights: Weights, part: slice
-    ) -> None:
-        for name, x_NC, out_NC in zip("qk", plain, normed, strict=True):
-            x, out = (array[part].reshape(-1, self.head_size) for array in (x_NC, out_NC))
-            self.head_norm(x, weights[f"self_attn.{name}_norm.weight"], self.head_norm.scales(x), out)
+    def _norm_heads(self, x_nC: np.ndarray, weight_d: np.ndarray, out_nC: np.ndarray) -> None:
+        x, out = (array.reshape(-1, self.head_size) for array in (x_nC, out_nC))
+        self.head_norm(x, weight_d, self.head_norm.scales(x), out)
 
     def _head_norm_gradient(self, x_nC: np.ndarray, weight_d: np.ndarray, grad_nC: np.ndarray) -> np.ndarray:
         """Replaces the gradient of normed heads by that of x, and returns the weight's."""
@@ -376,22 +408,29 @@ class HostMlp:
         """As `HostAttention.forward`."""
         rows, hidden = x_ND.shape
         (result, out_ND), scale_N = empty(rows, hidden), np.empty(rows, np.float32)
-        kept = [empty(rows, self.width)[1] for _ in range(2)] if keeps else []
+        dtype, width = weights[f"{self.down}.weight"].dtype, self.width
+        kept, narrow = [empty(rows, width, dtype=dtype)[1] for _ in range(2)] if keeps else [], dtype == BFLOAT16
 
         def compute(part: slice, thread: int) -> None:
-            y_nD, inner_nF, up_nF = self.scratch.take(thread, part, hidden, self.width, self.width)
-            gate_nF, up_nF = (array[part] for array in kept) if keeps else (inner_nF, up_nF)
+            y_nD, inner_nF, up_nF, y, *rounded = self.scratch.take(
+                thread, part, hidden, width, width, narrow=(hidden * narrow, *(width * narrow,) * 3)
+            )
+            gate, up = rounded[:2] if narrow else (inner_nF, up_nF)
+            if keeps:
+                gate, up = (array[part] for array in kept)
             if self.norm is None:
                 y_nD = x_ND[part]
             else:
                 scale_N[part] = self.norm.scales(x_ND[part])
                 self.norm(x_ND[part], weights[_MLP_NORM], scale_N[part], y_nD)
                 out_ND[part] = x_ND[part]
-            _project(weights, self.gate, y_nD, gate_nF)
-            _project(weights, self.up, y_nD, up_nF)
-            operators().silu(gate_nF, inner_nF)
-            inner_nF *= up_nF
-            _project(weights, self.down, inner_nF, out_ND[part], accumulate=self.norm is not None)
+            y = as_narrow(y_nD, y) if narrow else y_nD
+            _project(weights, self.gate, y, gate)
+            _project(weights, self.up, y, up)
+            operators().silu(as_wide(gate, inner_nF), inner_nF)
+            operators().multiply(inner_nF, up, inner_nF)
+            inner = as_narrow(inner_nF, rounded[2]) if narrow else inner_nF
+            _project(weights, self.down, inner, out_ND[part], accumulate=self.norm is not None)
 
         host_threads().run(parts(slice(0, rows), _ROWS), compute)
         return result, SavedMlp(scale_N, *kept) if keeps else None
@@ -402,46 +441,75 @@ class HostMlp:
         """As `HostAttention.backward`."""
         rows, hidden = x_ND.shape
         (result, out_ND), found = empty(rows, hidden), WeightGradients(trained)
-        inner_NF, y_ND = empty(rows, self.width)[1], x_ND if self.norm is None else empty(rows, hidden)[1]
+        dtype, width, rounded_ND = saved.gate_NF.dtype, self.width, grad_ND
+        narrow = dtype == BFLOAT16
+        inner_NF, y_ND = empty(rows, width, dtype=dtype)[1], x_ND
+        if narrow or self.norm is not None:
+            y_ND = empty(rows, hidden, dtype=dtype)[1]
+        if narrow:
+            rounded_ND = empty(rows, hidden, dtype=dtype)[1]
         of_norm: dict[int, np.ndarray] = {}
 
         def compute(part: slice, thread: int) -> None:
             run = operators()
-            grad_inner, silu = self.scratch.take(thread, part, self.width, self.width)
+            grad_inner, silu, *more, work = self.scratch.take(
+                thread, part, width, width, *(narrow * width,) * 2, narrow * hidden
+            )
             gate, up, inner, out, y = (array[part] for array in (saved.gate_NF, saved.up_NF, inner_NF, out_ND, y_ND))
-            run.matmul(grad_ND[part], weights[f"{self.down}.weight"], grad_inner)
-            run.silu(gate, silu)
-            np.multiply(silu, up, out=inner)
+            wide_gate, wide_inner = more if narrow else (gate, inner)
+            run.matmul(as_narrow(grad_ND[part], rounded_ND[part]), weights[f"{self.down}.weight"], grad_inner)
+            as_wide(gate, wide_gate)
+            run.silu(wide_gate, silu)
+            run.multiply(silu, up, wide_inner)
+            as_narrow(wide_inner, inner)
             silu *= grad_inner
-            grad_inner *= up
-            run.silu_gradient(gate, grad_inner, gate)
-            up[...] = silu  # from here on both hold their gradients
+            run.multiply(grad_inner, up, grad_inner)
+            run.silu_gradient(wide_gate, grad_inner, wide_gate)
+            as_narrow(wide_gate, gate)
+            store(silu, up)  # from here on both hold their gradients
             run.matmul(gate, weights[f"{self.gate}.weight"], out)
             run.matmul(up, weights[f"{self.up}.weight"], out, True)
             if self.norm is not None:
-                of_norm[part.start] = self.norm.gradient(x_ND[part], weights[_MLP_NORM], saved.scale_N[part], out, y)
+                x, weight_D, scale_n = x_ND[part], weights[_MLP_NORM], saved.scale_N[part]
+                work = work if narrow else y
+                of_norm[part.start] = self.norm.gradient(x, weight_D, scale_n, out, work)
                 out += grad_ND[part]
-                self.norm(x_ND[part], weights[_MLP_NORM], saved.scale_N[part], y)
+                _normed(self.norm, x, weight_D, scale_n, work, y)
+            else:
+                as_narrow(x_ND[part], y)
 
         host_threads().run(parts(slice(0, rows), _ROWS), compute)
         if self.norm is not None:
             found.add_parts(_MLP_NORM, of_norm)
-        outputs = (self.gate, saved.gate_NF, y_ND), (self.up, saved.up_NF, y_ND), (self.down, grad_ND, inner_NF)
-        for name, grad, x in outputs:
-            found.add(f"{name}.weight", grad, x)
+        gradients = (self.gate, saved.gate_NF), (self.up, saved.up_NF), (self.down, grad_ND)
+        for name, grad in gradients:
             found.add_bias(f"{name}.bias", grad)
+        for (name, grad), x in zip((*gradients[:2], (self.down, rounded_ND)), (y_ND, y_ND, inner_NF), strict=True):
+            found.add(f"{name}.weight", grad, x)
         return result, found.compute()
 
 
 def _project(weights: Weights, name: str, x_nI: np.ndarray, out_nO: np.ndarray, accumulate: bool = False) -> None:
     """out = x W^T + b, or with `accumulate` added to `out`."""
-    operators().matmul(x_nI, weights[f"{name}.weight"].T, out_nO, accumulate)
-    if (bias_O := weights.get(f"{name}.bias")) is not None:
-        out_nO += bias_O
+    bias_O = weights.get(f"{name}.bias")
+    wide = np.empty(out_nO.shape, np.float32) if bias_O is not None and out_nO.dtype == BFLOAT16 else out_nO
+    operators().matmul(x_nI, weights[f"{name}.weight"].T, wide, accumulate)
+    if bias_O is not None:
+        wide += bias_O
+        as_narrow(wide, out_nO)
 
 
-def _probabilities(q: np.ndarray, k: np.ndarray, block: QueryBlock, out: np.ndarray) -> None:
+def _normed(
+    norm: RmsNorm, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, work_nD: np.ndarray, out_nD: np.ndarray
+) -> None:
+    """The normed rows in the dtype of `out`; `work`, which is float32, is overwritten."""
+    wide_nD = work_nD if out_nD.dtype == BFLOAT16 else out_nD
+    norm(x_nD, weight_D, scale_n, wide_nD)
+    as_narrow(wide_nD, out_nD)
+
+
+def _masked_scores(q: np.ndarray, k: np.ndarray, block: QueryBlock, out: np.ndarray) -> None:
+    """Of queries with all keys of the block; those that a query does not see are far below all others."""
     operators().matmul(q, k.swapaxes(1, 2), out)
     if block.bias_QM.size:
         out[..., block.masked :] += block.bias_QM
-    operators().softmax(out, out)

@@ -4,29 +4,35 @@ oneDNN's products are faster than those of NumPy's library, add to what is there
 softmax takes a third of NumPy's time. The library is called through its C interface (`dnnl.h` of version 3.10), in the
 thread of the caller. Without the library, or with another version of it, NumPy computes the same.
 
-Matrices may be views: one of their last two axes must be dense, as it is in a transposed one. Products take any shape
-at once. For the other functions oneDNN compiles code for each shape, which takes a millisecond and stays: they are made
-for few shapes, and where these depend on the data, for parts of fixed sizes.
+Arrays are float32, or where a function says so uint16: these hold numbers in bfloat16. A product of them is summed in
+float32. A processor without instructions for it gets their float32 product: exact products of the same numbers, with
+the same sums but for their order. Rounding is to nearest, ties to even.
+
+Matrices may be views: one of their last two axes must be dense, as it is in a transposed one. Products with float32
+results take any shape at once. For the other functions oneDNN compiles code for each shape, which takes a millisecond
+and stays: they are made for few shapes, and where these depend on the data, for parts of fixed sizes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-_VERSION = (3, 10)  # the interface below is that of these releases
+from trainer.ops.host_library import bfloat16_products, has_bfloat16_casts, library
+from trainer.storage.bfloat16 import as_bfloat16, as_float32
+
+BFLOAT16 = np.uint16
+"""The dtype of arrays that hold numbers in bfloat16."""
 # Enumerations of dnnl_types.h.
-_CPU, _FLOAT32 = 1, 3
+_CPU, _DTYPES = 1, {np.dtype(np.float32): 3, np.dtype(BFLOAT16): 2}
 _FORWARD = 64
-_SOFTMAX, _SWISH = 0x30000, 0x2C
-_SRC, _DST, _DIFF_SRC, _DIFF_DST = 1, 17, 129, 145
+_SOFTMAX, _SWISH, _MULTIPLY = 0x30000, 0x2C, 0x1FFF1
+_SRC, _SRC_1, _WEIGHTS, _DST, _DIFF_SRC, _DIFF_DST = 1, 2, 33, 17, 129, 145
 
 
 class Operators(Protocol):
@@ -36,13 +42,22 @@ class Operators(Protocol):
     """
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        """out = a b, or with `accumulate` out += a b: [M, K] times [K, N], or [P, M, K] times [P, K, N]."""
+        """out = a b, or with `accumulate` out += a b: [M, K] times [K, N], or [P, M, K] times [P, K, N].
+
+        a and b may both be bfloat16; then `out` may be, too, where it does not accumulate.
+        """
+
+    def cast(self, x: np.ndarray, out: np.ndarray) -> None:
+        """The numbers of x in the dtype of `out`, from float32 to bfloat16 or back."""
+
+    def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+        """out = x y, number by number; `out` may be x, y may be bfloat16."""
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        """Over the last axis; `out` may be x."""
+        """Over the last axis; `out` may be x, or bfloat16."""
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        """y (grad - sum(grad y)): of a softmax with result y; `out` may be `grad`."""
+        """y (grad - sum(grad y)): of a softmax with result y; `out` may be `grad`, or bfloat16."""
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
         """x / (1 + exp(-x)); `out` may be x."""
@@ -62,40 +77,39 @@ def operators() -> Operators:
     return _OF_THREAD.operators
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The oneDNN that MindSpore brings along; None where it is missing or of another version."""
-    spec = importlib.util.find_spec("mindspore")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        found = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libdnnl.so.3"))
-        found.dnnl_version.restype = ctypes.POINTER(ctypes.c_int * 3)
-        version = found.dnnl_version().contents
-        found.dnnl_threadpool_interop_stream_create  # noqa: B018  built with other threads, it has none
-    except (OSError, AttributeError):
-        return None
-    return found if tuple(version)[:2] == _VERSION else None
-
-
 class NumpyOperators:
     """`Operators` in NumPy."""
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
+        if a.dtype == BFLOAT16:
+            a, b = as_float32(a), as_float32(b)
         if accumulate:
             out += np.matmul(a, b)
+        elif out.dtype == BFLOAT16:
+            out[...] = as_bfloat16(np.matmul(a, b))
         else:
             np.matmul(a, b, out=out)
 
+    def cast(self, x: np.ndarray, out: np.ndarray) -> None:
+        out[...] = as_float32(x) if x.dtype == BFLOAT16 else as_bfloat16(x)
+
+    def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+        np.multiply(x, as_float32(y) if y.dtype == BFLOAT16 else y, out=out)
+
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        np.subtract(x, x.max(-1, keepdims=True), out=out)
-        np.exp(out, out=out)
-        out /= out.sum(-1, keepdims=True)
+        wide = out if out.dtype == x.dtype else np.empty_like(x)
+        np.subtract(x, x.max(-1, keepdims=True), out=wide)
+        np.exp(wide, out=wide)
+        wide /= wide.sum(-1, keepdims=True)
+        if wide is not out:
+            self.cast(wide, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        sums = np.einsum("...i,...i->...", y, grad)[..., None]
-        np.subtract(grad, sums, out=out)
-        out *= y
+        wide = out if out.dtype == grad.dtype else np.empty_like(grad)
+        np.subtract(grad, np.einsum("...i,...i->...", y, grad)[..., None], out=wide)
+        wide *= y
+        if wide is not out:
+            self.cast(wide, out)
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
         np.divide(x, 1 + np.exp(-x), out=out)  # exp(-x) = inf: silu is 0
@@ -151,24 +165,78 @@ class OneDnnOperators:
         # Without a thread pool of oneDNN's interface the caller's thread computes.
         _check(library.dnnl_threadpool_interop_stream_create(ctypes.byref(self.stream), self.engine, None))
         self.made: dict[tuple, _Primitive] = {}
-        self.sgemm = _sgemm(library)
+        self.gemm = {np.dtype(np.float32): _gemm(library, "sgemm"),
+                     np.dtype(BFLOAT16): _gemm(library, "gemm_bf16bf16f32")}  # fmt: skip
+        self.emulates, self.casts = bfloat16_products() == "emulated", has_bfloat16_casts()
+        self.wide = [np.empty(0, np.float32)] * 3
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
+        narrow = a.dtype == BFLOAT16
+        # A primitive writes bfloat16, and is faster for several small matrices; where they have one row it reads wrong
+        # places.
+        if narrow and not self.emulates and (a.ndim > 2 or out.dtype == BFLOAT16):
+            if a.shape[-2] > 1 and a.size and b.size:
+                self._narrow_product(a, b, out, accumulate)
+                return
+        result = self._wide(2, out) if out.dtype == BFLOAT16 else out
+        if narrow and self.emulates:
+            a, b = self._widened(0, a), self._widened(1, b)
+        self._product(a, b, result, accumulate)
+        if result is not out:
+            self.cast(result, out)
+
+    def _product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
         (rows, inner), columns, beta = a.shape[-2:], b.shape[-1], 1.0 if accumulate else 0.0
         if not (rows and inner and columns):
             NumpyOperators().matmul(a, b, out, accumulate)
             return
         (way_a, step_a), (way_b, step_b), step = _layout(a), _layout(b), _layout(out)[1]
-        at_a, at_b, at_out = _address(a), _address(b), _address(out)
+        at_a, at_b, at_out, multiply = _address(a), _address(b), _address(out), self.gemm[a.dtype]
         for place in range(1 if a.ndim == 2 else len(a)):
             if place:
                 at_a, at_b, at_out = at_a + a.strides[0], at_b + b.strides[0], at_out + out.strides[0]
-            status = self.sgemm(way_a, way_b, rows, columns, inner, 1.0, at_a, step_a, at_b, step_b, beta, at_out,
-                                step, None)  # fmt: skip
+            status = multiply(way_a, way_b, rows, columns, inner, 1.0, at_a, step_a, at_b, step_b, beta, at_out, step,
+                              None)  # fmt: skip
             _check(status)
 
+    def _narrow_product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
+        key = ("matmul", a.shape, a.strides, b.shape, b.strides, out.dtype, out.strides, accumulate)
+        if (primitive := self.made.get(key)) is None:
+            source, weights, result = (self._description(array) for array in (a, b, out))
+            primitive = self._make(
+                key, "matmul", (source, weights, None, result),
+                ((_SRC, source), (_WEIGHTS, weights), (_DST, result)), self._sum() if accumulate else None,
+            )  # fmt: skip
+        primitive.run(self.stream, a, b, out)
+
+    def cast(self, x: np.ndarray, out: np.ndarray) -> None:
+        if not self.casts or not x.size:
+            NumpyOperators().cast(x, out)
+            return
+        key = ("cast", x.dtype, x.shape, x.strides, out.strides)
+        if (primitive := self.made.get(key)) is None:
+            source, result, kind = self._description(x), self._description(out), ctypes.c_void_p()
+            _check(self.library.dnnl_reorder_primitive_desc_create(
+                ctypes.byref(kind), source, self.engine, result, self.engine, None))  # fmt: skip
+            primitive = self._keep(key, kind, ((_SRC, source), (_DST, result)))
+        primitive.run(self.stream, x, out)
+
+    def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+        if y.dtype != BFLOAT16 or not self.casts or not x.size:
+            NumpyOperators().multiply(x, y, out)
+            return
+        key = ("multiply", x.shape, x.strides, y.strides, out.strides)
+        if (primitive := self.made.get(key)) is None:
+            arrays = [self._description(array) for array in (x, y, out)]
+            places = list(zip((_SRC, _SRC_1, _DST), arrays, strict=True))
+            primitive = self._make(key, "binary", (_MULTIPLY, *arrays), places)
+        primitive.run(self.stream, x, y, out)
+
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        key = ("softmax", x.shape, x.strides, out.strides)
+        if not self.casts and out.dtype == BFLOAT16:
+            NumpyOperators().softmax(x, out)
+            return
+        key = ("softmax", x.shape, x.strides, out.dtype, out.strides)
         if (primitive := self.made.get(key)) is None:
             source, result = self._description(x), self._description(out)
             primitive = self._make(
@@ -178,7 +246,10 @@ class OneDnnOperators:
         primitive.run(self.stream, x, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        key = ("softmax_gradient", y.shape, y.strides, grad.strides, out.strides)
+        if not self.casts and out.dtype == BFLOAT16:
+            NumpyOperators().softmax_gradient(y, grad, out)
+            return
+        key = ("softmax_gradient", y.shape, y.strides, grad.strides, out.dtype, out.strides)
         if (primitive := self.made.get(key)) is None:
             result, of_result, of_source = (self._description(array) for array in (y, grad, out))
             forward = self._kind("softmax_forward", (_FORWARD, _SOFTMAX, result, result, y.ndim - 1))
@@ -224,23 +295,57 @@ class OneDnnOperators:
         dims = _array_of(ctypes.c_int64, array.ndim)
         made, strides = ctypes.c_void_p(), [stride // array.itemsize for stride in array.strides]
         _check(self.library.dnnl_memory_desc_create_with_strides(
-            ctypes.byref(made), array.ndim, dims(*array.shape), _FLOAT32, dims(*strides)))  # fmt: skip
+            ctypes.byref(made), array.ndim, dims(*array.shape), _DTYPES[array.dtype], dims(*strides)))  # fmt: skip
         return made
 
-    def _kind(self, name: str, arguments: Sequence) -> ctypes.c_void_p:
+    def _wide(self, place: int, array: np.ndarray) -> np.ndarray:
+        """Memory for the numbers of an array in float32."""
+        if self.wide[place].size < array.size:
+            self.wide[place] = np.empty(array.size, np.float32)
+        return self.wide[place][: array.size].reshape(array.shape)
+
+    def _widened(self, place: int, array: np.ndarray) -> np.ndarray:
+        """The numbers of an array of bfloat16 in float32, dense along the same axis."""
+        if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
+            return self._widened(place, array.swapaxes(-1, -2)).swapaxes(-1, -2)
+        wide = self._wide(place, array)
+        np.left_shift(array, 16, out=wide.view(np.uint32), dtype=np.uint32)
+        return wide
+
+    def _sum(self) -> ctypes.c_void_p:
+        """Attributes of a primitive that adds its result to what is there."""
+        after, attributes = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(self.library.dnnl_post_ops_create(ctypes.byref(after)))
+        _check(self.library.dnnl_post_ops_append_sum(after, ctypes.c_float(1), 0, 0))
+        _check(self.library.dnnl_primitive_attr_create(ctypes.byref(attributes)))
+        _check(self.library.dnnl_primitive_attr_set_post_ops(attributes, after))
+        self.library.dnnl_post_ops_destroy(after)
+        return attributes
+
+    def _kind(self, name: str, arguments: Sequence, attributes: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
         made, create = ctypes.c_void_p(), getattr(self.library, f"dnnl_{name}_primitive_desc_create")
-        _check(create(ctypes.byref(made), self.engine, *arguments, None))
+        _check(create(ctypes.byref(made), self.engine, *arguments, attributes))
+        if attributes is not None:
+            self.library.dnnl_primitive_attr_destroy(attributes)
         return made
 
     def _make(
-        self, key: tuple, name: str, arguments: Sequence, places: Sequence[tuple[int, ctypes.c_void_p]]
+        self, key: tuple, name: str, arguments: Sequence, places: Sequence[tuple[int, ctypes.c_void_p]],
+        attributes: ctypes.c_void_p | None = None,
+    ) -> _Primitive:  # fmt: skip
+        """Makes a primitive and keeps it; `places` are its arguments, with descriptions that are used up, as the
+        attributes are."""
+        return self._keep(key, self._kind(name, arguments, attributes), places)
+
+    def _keep(
+        self, key: tuple, kind: ctypes.c_void_p, places: Sequence[tuple[int, ctypes.c_void_p]]
     ) -> _Primitive:
-        """Makes a primitive and keeps it; `places` are its arguments, with descriptions that are used up."""
+        """As `_make`, of a kind, which is used up, too."""
         if len(self.made) == _MOST_PRIMITIVES:
             for primitive in self.made.values():
                 primitive.close()
             self.made.clear()
-        kind, made, memories = self._kind(name, arguments), ctypes.c_void_p(), []
+        made, memories = ctypes.c_void_p(), []
         _check(self.library.dnnl_primitive_create(ctypes.byref(made), kind))
         self.library.dnnl_primitive_desc_destroy(kind)
         for place, description in places:
@@ -256,10 +361,10 @@ class OneDnnOperators:
 _SWISH_FACTORS = ctypes.c_float(1), ctypes.c_float(0)  # x sigmoid(1 x)
 
 
-def _sgemm(library: ctypes.CDLL) -> ctypes._CFuncPtr:
+def _gemm(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:
     """out = alpha a b + beta out in the thread of the caller, for matrices that are stored by rows."""
     size, number, address = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-    found = library.dnnl_threadpool_interop_sgemm
+    found = getattr(library, f"dnnl_threadpool_interop_{name}")
     found.argtypes = (
         *(ctypes.c_char,) * 2, *(size,) * 3, number, address, size, address, size, number, address, size, address,
     )  # fmt: skip

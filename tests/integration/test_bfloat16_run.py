@@ -1,0 +1,54 @@
+"""compute_dtype bfloat16 on a CPU from the command line's configuration: training, resuming, evaluation, prediction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_helpers import arrays_of, assert_same_bits, column, figures, step_records, train, train_and_read, write_config
+from tolerances import U_BFLOAT16
+
+pytestmark = pytest.mark.slow
+
+HALF = 4
+CHANGES = {
+    "model.model_config.compute_dtype": "bfloat16",
+    "runner_config": {"batch_size": 4, "epochs": 1, "gradient_accumulation_steps": 2, "stop_step": 2 * HALF},
+    "runner_wrapper": {"use_clip_grad": True, "scale_sense": {"type": "DynamicLossScaleUpdateCell", "scale_window": 3}},
+    "do_eval": True,
+    "eval_step_interval": HALF,
+    "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF}],
+}
+
+
+@pytest.fixture(scope="module")
+def path(home: Path) -> Path:
+    return write_config(home / "config", home / "data", CHANGES)
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path, path: Path) -> Path:
+    return train(path, output_dir=home / "whole")
+
+
+def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole: Path) -> None:
+    output = home / "halves"
+    train(path, output_dir=output, runner_config__stop_step=HALF)
+    train(path, output_dir=output, resume_training=True)
+    assert figures(output) == figures(whole)
+    assert_same_bits(arrays_of(output), arrays_of(whole))
+
+
+def test_losses_are_those_of_float32_but_for_rounding(home: Path, path: Path, whole: Path) -> None:
+    plain = train(path, output_dir=home / "float32", model__model_config__compute_dtype="float32")
+    ours, right = (column(step_records(folder), "loss") for folder in (whole, plain))
+    assert ours != right and ours == pytest.approx(right, rel=U_BFLOAT16)
+
+
+def test_a_checkpoint_is_evaluated_and_continued(home: Path, path: Path, whole: Path) -> None:
+    flags = {"load_checkpoint": whole / "checkpoints", "output_dir": home / "used"}
+    found = train(path, run_mode="eval", **flags)
+    assert json.loads((found / "eval.json").read_text(encoding="utf-8"))["loss"] > 0
+    _, printed = train_and_read(path, run_mode="predict", predict_data="the cat", **flags)
+    assert "the cat" in printed

@@ -1,0 +1,176 @@
+"""bfloat16 on a CPU: rounding, products, layers and head against float32 and against the emulation, prediction."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import mindspore
+import numpy as np
+import pytest
+from numpy_kernels import distance
+from tiny_trainer import TOKENS, config_of, make_batch
+from tolerances import GRADIENTS_BFLOAT16, SAME_ROUNDINGS, U_BFLOAT16, rounding_limit
+
+from trainer.models.decoder import Decoder
+from trainer.models.generate import Generator, Sampling
+from trainer.models.inputs import InputBuilder
+from trainer.models.moe import RouterStatistics
+from trainer.ops import host_library
+from trainer.ops.cpu import onednn
+from trainer.ops.cpu.arrays import narrow_weight
+from trainer.ops.kernel_set import load_kernels
+from trainer.ops.select import has_host_layers, precision_of, select_kernels
+from trainer.storage.bfloat16 import as_bfloat16, as_float32
+
+BATCH = make_batch(3, 17, rows=2)
+MODEL = {"initializer_range": 0.1}
+EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "shared_expert_num": 1, "capacity_factor": None}
+RANDOM = np.random.default_rng(5)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without vector instructions for bfloat16."""
+    monkeypatch.setattr(onednn, "bfloat16_products", lambda: "emulated")
+    monkeypatch.setattr(onednn, "has_bfloat16_casts", lambda: False)
+    monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def test_a_processor_without_instructions_is_seen() -> None:
+    code = "from trainer.ops.host_library import *; print(bfloat16_products(), has_bfloat16_casts())"
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, check=True)
+    assert done.stdout.decode().split() == ["emulated", "False"]
+
+
+def test_casts_round_to_nearest_even_and_keep_what_is_no_number() -> None:
+    x = numbers(40, 33)
+    x[0, :6] = 1 + 2.0**-8, 1 + 3 * 2.0**-8, np.nan, np.inf, -np.inf, 3.4e38
+    x[0, 6] = np.uint32(0x7F800001).view(np.float32)  # NaN whose upper half is infinity
+    narrow, wide = np.empty(x.shape, onednn.BFLOAT16), np.empty_like(x)
+    onednn.operators().cast(x, narrow)
+    np.testing.assert_array_equal(as_float32(narrow), as_float32(as_bfloat16(x)))
+    onednn.operators().cast(narrow, wide)
+    np.testing.assert_array_equal(wide, as_float32(narrow))
+    assert wide[0, :2].tolist() == [1, 1 + 2.0**-6] and np.isnan(wide[0, [2, 6]]).all()
+    np.testing.assert_array_equal(narrow_weight(x), narrow)
+
+
+PRODUCTS = [
+    ((5, 40), (40, 7)), ((1, 40), (40, 7)), ((5, 40), (40, 1)),
+    ((3, 5, 40), (3, 40, 7)), ((3, 1, 40), (3, 40, 7)), ((3, 5, 40), (3, 40, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["oneDNN", "emulated"])
+@pytest.mark.parametrize("way", ["plain", "a transposed", "b transposed", "columns"])
+@pytest.mark.parametrize(("left", "right"), PRODUCTS)
+def test_products(left: tuple, right: tuple, way: str, mode: str, request: pytest.FixtureRequest) -> None:
+    """Of numbers in bfloat16, summed in float32, rounded once where the result is bfloat16."""
+    if mode == "emulated":
+        request.getfixturevalue("emulated")
+    a, b = as_bfloat16(numbers(*left)), as_bfloat16(numbers(*right))
+    if way == "a transposed":
+        a = np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if way == "b transposed":
+        b = np.ascontiguousarray(b.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if way == "columns":
+        a, b = (np.concatenate((one, one), -1)[..., : one.shape[-1]] for one in (a, b))
+    run, wide_a, wide_b = onednn.operators(), *(as_float32(one).astype(np.float64) for one in (a, b))
+    right, size = wide_a @ wide_b, np.abs(wide_a) @ np.abs(wide_b)
+    limit = rounding_limit(a.shape[-1]) * size
+    out = np.full(right.shape, 7, np.float32)
+    run.matmul(a, b, out)
+    assert (np.abs(out - right) < limit).all()
+    run.matmul(a, b, out, True)
+    assert (np.abs(out - 2 * right) < 2 * limit).all()
+    narrow = np.zeros(right.shape, onednn.BFLOAT16)
+    run.matmul(a, b, narrow)
+    assert (np.abs(as_float32(narrow) - right) <= limit + U_BFLOAT16 * np.abs(right)).all()
+    assert np.abs(as_float32(narrow) - right).max() > U_BFLOAT16 / 16 * np.abs(right).max()
+
+
+class Result(NamedTuple):
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+
+def build(dtype: str, **model: object) -> tuple[Decoder, InputBuilder]:
+    config = config_of(model=MODEL | model | {"compute_dtype": dtype})
+    precision = precision_of(config, "CPU")
+    assert precision.compute.dtype == dtype
+    assert has_host_layers(config.decoder, precision, "CPU", compiled=True, divided=False)
+    kernels = load_kernels(select_kernels(config.decoder, "CPU", precision), precision, host_layers=True)
+    return Decoder(config.decoder, kernels, seed=5), InputBuilder(config.decoder, kernels)
+
+
+def differentiate(dtype: str, **model: object) -> Result:
+    decoder, build_inputs = build(dtype, **model)
+    parameters = decoder.parameters_by_name
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+
+    def loss_of(inputs):
+        return decoder(inputs, None, RouterStatistics()).total
+
+    backward = mindspore.value_and_grad(loss_of, None, [parameters[name] for name in trained])
+    loss, gradients = backward(build_inputs(BATCH))
+    return Result(float(loss.asnumpy()), {n: g.asnumpy().copy() for n, g in zip(trained, gradients, strict=True)})
+
+
+VARIANTS = {
+    "dense": {},
+    "tied, window": {"tie_word_embeddings": True, "sliding_window": 4},
+    "shared expert": {"moe_config": EXPERTS},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_are_those_of_float32_but_for_rounding(name: str) -> None:
+    right, found = (differentiate(dtype, **VARIANTS[name]) for dtype in ("float32", "bfloat16"))
+    assert found.loss != right.loss and found.loss == pytest.approx(right.loss, rel=U_BFLOAT16)
+    far = {name: distance(found.gradients[name], gradient) for name, gradient in right.gradients.items()}
+    assert U_BFLOAT16 / 8 < max(far.values()) < GRADIENTS_BFLOAT16, far
+
+
+BIASES = {"use_qk_norm": True, "qkv_has_bias": True, "mlp_has_bias": True, "attn_proj_has_bias": True}
+
+
+@pytest.mark.parametrize("model", [{}, BIASES], ids=["plain", "norms and biases"])
+def test_the_emulation_rounds_the_same_numbers(model: dict, request: pytest.FixtureRequest) -> None:
+    """On a processor without instructions for bfloat16 both are the emulation, with casts of two kinds."""
+    own = differentiate("bfloat16", **model)
+    request.getfixturevalue("emulated")
+    found = differentiate("bfloat16", **model)
+    assert found.loss == pytest.approx(own.loss, rel=SAME_ROUNDINGS)
+    for name, gradient in own.gradients.items():
+        difference = np.sqrt(np.mean((found.gradients[name] - gradient) ** 2) / np.mean(gradient**2))
+        assert difference < SAME_ROUNDINGS, name
+
+
+def test_without_the_library_there_are_no_products_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_library, "library", lambda: None)
+    assert host_library.bfloat16_products() == "" and not host_library.has_bfloat16_casts()
+
+
+def test_prediction_rounds_where_training_does() -> None:
+    """Logits of prediction, with a key/value cache, against those of the float32 model."""
+    prompt, rows = BATCH.input_ids[1, : TOKENS - 3].tolist(), {}
+    for dtype in ("float32", "bfloat16"):
+        decoder, build_inputs = build(dtype)
+        generator = Generator(decoder, build_inputs, eos_ids=[])
+        cache = generator.new_cache(1, TOKENS)
+        ids = np.array([prompt], np.int32)
+        rows[dtype] = generator.read_prompts(cache, ids, np.array([len(prompt)]))
+        assert len(list(generator.stream([prompt], [3], Sampling()))) == 3
+    np.testing.assert_array_equal(rows["bfloat16"], as_float32(as_bfloat16(rows["bfloat16"])))
+    assert U_BFLOAT16 / 8 < distance(rows["bfloat16"], rows["float32"]) < GRADIENTS_BFLOAT16

@@ -1,0 +1,47 @@
+"""The oneDNN library that MindSpore brings along, and what it computes on this processor. Without MindSpore."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Literal
+
+_VERSION = (3, 10)  # the interface that `trainer.ops.cpu.onednn` calls is that of these releases
+# dnnl_cpu_isa_t: sets of instructions, each with the bits of those that it contains.
+_AVX512, _BFLOAT16 = 0x27, 0xE7
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """oneDNN; None where it is missing or of another version."""
+    spec = importlib.util.find_spec("mindspore")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libdnnl.so.3"))
+        found.dnnl_version.restype = ctypes.POINTER(ctypes.c_int * 3)
+        version = found.dnnl_version().contents
+        found.dnnl_threadpool_interop_stream_create  # noqa: B018  built with other threads, it has none
+    except (OSError, AttributeError):
+        return None
+    return found if tuple(version)[:2] == _VERSION else None
+
+
+def has_bfloat16_casts() -> bool:
+    """Whether oneDNN casts between float32 and bfloat16 with vector instructions; otherwise one number at a time."""
+    return _has(_AVX512)
+
+
+def bfloat16_products() -> Literal["oneDNN", "emulated", ""]:
+    """Who multiplies numbers in bfloat16: oneDNN, or where the processor has no instructions for it its float32
+    products of rounded numbers; empty where there is no library."""
+    if library() is None:
+        return ""
+    return "oneDNN" if _has(_BFLOAT16) else "emulated"
+
+
+def _has(instructions: int) -> bool:
+    found = library()
+    return found is not None and found.dnnl_get_effective_cpu_isa() & instructions == instructions
