@@ -86,13 +86,18 @@ def sharded(run: Run) -> dict[str, Any]:
     Returns:
         shapes: Of this rank's part of each parameter, those that add up gradients too.
         operators: How often the last step starts each operator.
+        legacy: Kernels of CANN's legacy library that the evaluation starts.
     """
     step = open_step(run)
-    results = []
+    results, legacy = [], []
     run.measured_steps(lambda number: results.append(step(windows(run, step, number))))
     shapes = {name: list(parameter.shape) for name, parameter in step.parameters.own.items()}
     shapes |= {total.name: list(total.shape) for total in step.sums.values()}
     if run.options.get("evaluates"):
         batches = [batch_of(run, degrees_of(run.config, run.world).data_parallel, 0)]
-        evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator)
-    return {"updated": results[-1].updated, "shapes": shapes, "operators": dict(run.kernels)}
+        of_step = run.reads, run.kernels, run.collectives
+        with run.measured():
+            evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator)
+        legacy = list(run.legacy_kernels())
+        run.reads, run.kernels, run.collectives = of_step
+    return {"updated": results[-1].updated, "shapes": shapes, "operators": dict(run.kernels), "legacy": legacy}
