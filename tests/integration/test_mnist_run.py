@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fork_server import ensure_server
 from run_helpers import (
+    PROGRAM,
     REPOSITORY,
     arrays_of,
     assert_same_bits,
@@ -24,6 +27,8 @@ from run_helpers import (
     train,
 )
 from tolerances import rounding_limit
+
+from trainer.launch.msrun import MSRUN_VARIABLE
 
 pytestmark = pytest.mark.slow
 
@@ -110,13 +115,26 @@ def assert_the_log(path: Path, output: Path) -> None:
     assert all(losses[int(epoch), int(step)] == float(loss) for epoch, step, loss in lines)
 
 
+def forked_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An interpreter for msrun_launcher.sh whose job is forked from a process that has imported MindSpore, msrun too.
+
+    Jobs that import it themselves: tests/parallel."""
+    ensure_server()
+    parallel = Path(__file__).resolve().parents[1] / "parallel"
+    monkeypatch.setenv(MSRUN_VARIABLE, str(parallel / "forked_msrun.py"))
+    launcher, program = shlex.join([sys.executable, str(parallel / "forked_workers.py")]), folder / "python"
+    program.write_text(f'#!/bin/sh\ntest "$1" = {shlex.quote(str(PROGRAM))} || exit 9\nshift\nexec {launcher} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
 def test_two_workers_do_what_one_process_does(
     data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the tutorial is started: the same images in a step, so the same losses but for rounding."""
     own = FASTER | {"stop_step": 20, "callbacks.0.per_print_times": 10}
     order = f"run_trainer.py --config {CONFIG} " + " ".join(f"--{name} {value}" for name, value in own.items())
-    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHON", forked_python(tmp_path, monkeypatch))
     launcher = REPOSITORY / "scripts" / "msrun_launcher.sh"
     script = ["bash", launcher, order, "2", free_port(), tmp_path / "msrun", "True", "100"]
     done = subprocess.run(list(map(str, script)), cwd=tmp_path, capture_output=True, text=True, timeout=200)
