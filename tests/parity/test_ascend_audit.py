@@ -311,6 +311,7 @@ def test_the_command_exits_with_1_where_an_operator_is_missing(
     assert "compute_dtype is float32" in " ".join(out.split())
     monkeypatch.setattr(dryrun, "audit_there", lambda config, world: "there is no compiler")
     explicit = {"parallel": {"parallel_mode": "semi_auto_parallel", "parallel_fallback": "explicit"}}
+    model = {"model": {"model_config": SIZES | FUSED | {"num_layers": 1}}}  # its graphs are those of the first test
     code, out, errors = run_plan(tmp_path, capsys, model | explicit, "ascend", "--json")
     found = json.loads(out)
     assert code == 0 and found["missing"] == found["semi_auto"] == []

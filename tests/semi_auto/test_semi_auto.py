@@ -271,13 +271,13 @@ def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor
 @pytest.mark.parametrize(
     ("changes", "close"),
     [
-        # A window in the second of two layers, which have one attention, and an embedding of another width.
+        # A window in the second of two layers, which have one attention, and an embedding of another width. All heads
+        # have keys of their own, without biases, and half of each is rotated.
         ({"num_layers": 2, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1, "layers_group": 2,
-          "embedding_size": 12}, None),
+          "embedding_size": 12, "n_kv_heads": 4, "rotary_pct": 0.5, "qkv_has_bias": False}, None),
         # One layer, where what is different is within a layer: compiling is most of what this costs.
         ({"use_qk_norm": True, "tie_word_embeddings": True, "seq_length": 7, "rotary_pct": 0.5, "rope_interleave": True,
           "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, None),
-        ({"n_kv_heads": 4, "rotary_pct": 0.5, "qkv_has_bias": False}, None),
         ({"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
           "qk_rope_head_dim": 4, "v_head_dim": 6, "rope_interleave": True,
           "architectures": "LlamaForCausalLM"}, None),
