@@ -38,7 +38,7 @@ ROOMS = (
         "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),
-    ("trainer.plan.graph_memory", "trainer.plan.division"),
+    ("trainer.plan.graph_memory", "trainer.plan.host_memory", "trainer.plan.division"),
     ("trainer.plan.device_memory",),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan.pipeline",),

@@ -5,14 +5,20 @@ Limits: tolerances.py, of the largest sum of the sizes of what is added up.
 
 from __future__ import annotations
 
+import _ctypes
+import importlib.util
 import itertools
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy_kernels import distance
 from tolerances import rounding_limit
 
+from trainer.ops import host_library
 from trainer.ops.cpu import onednn
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy tells of numbers that are not finite
@@ -55,6 +61,27 @@ LAYOUTS = contiguous, transposed, columns, columns_transposed, heads
 def test_the_library_of_mindspore_is_found() -> None:
     assert LIBRARY is not None
     assert isinstance(onednn.operators(), onednn.OneDnnOperators)
+
+
+def test_it_says_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(spec: SimpleNamespace | None) -> str:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+        found, text = host_library.find_onednn.__wrapped__()
+        assert found is None
+        return text
+
+    installed, place = importlib.util.find_spec("mindspore"), tmp_path / "lib" / "libdnnl.so.3"
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    place.parent.mkdir()
+    assert text(None) == "MindSpore is not installed"
+    assert text(spec) == "MindSpore's libdnnl.so.3 cannot be loaded"
+    place.write_text("no library")
+    assert text(spec) == "MindSpore's libdnnl.so.3 cannot be loaded"
+    place.unlink()
+    place.symlink_to(_ctypes.__file__)
+    assert text(spec) == "MindSpore's libdnnl.so.3 has another interface"
+    monkeypatch.setattr(host_library, "_VERSION", (3, 9))
+    assert re.fullmatch(r"MindSpore brings oneDNN 3\.10\.\d+ instead of 3\.9", text(installed))
 
 
 @BOTH

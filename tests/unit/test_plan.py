@@ -14,8 +14,11 @@ from trainer.config import Override, load_config
 from trainer.config.checks.notices import Notice
 from trainer.errors import UserError
 from trainer.models.shapes import parameter_shapes
+from trainer.ops.host_library import OneDnn, find_onednn
+from trainer.plan import plan as plan_module
 from trainer.plan.memory import check_memory, memory_estimate, memory_notices
 from trainer.plan.render import plan_dict, plan_sections, plan_text
+from trainer.run import prepare
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -120,6 +123,25 @@ def test_muon_names_the_groups_that_each_rule_updates() -> None:
     assert state["AdamW"]["optimizer state"] > state["Muon"]["optimizer state"] > state["SGD"]["optimizer state"]
 
 
+def test_it_says_how_the_layers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_of("quickstart").execution == f"layer by layer on arrays, through {find_onednn().text}"
+    for key, value, reason in (
+        ("hidden_dropout", 0.1, "dropout"),
+        ("compute_dtype", "float16", "float16"),
+        ("pet_config", ADAPTERS, "adapters"),
+        ("embedding_size", 64, "an embedding of another width"),
+    ):
+        found = plan_of("quickstart", **{f"model__model_config__{key}": value}).execution
+        assert found == f"blocks compiled once, run layer by layer, for {reason}"
+    assert plan_of("quickstart", context__mode=1).execution == "operator by operator"
+    for module in (prepare, plan_module):
+        monkeypatch.setattr(module, "find_onednn", lambda: OneDnn(None, "MindSpore's libdnnl.so.3 cannot be loaded"))
+    plan = plan_of("quickstart")
+    assert plan.execution == "layer by layer on arrays, in NumPy: MindSpore's libdnnl.so.3 cannot be loaded"
+    told = "MindSpore's libdnnl.so.3 cannot be loaded: NumPy computes the layers, which takes longer"
+    assert told in plan.notices and told not in plan_of("quickstart", context__mode=1).notices
+
+
 def test_rows_of_an_evaluation_are_those_it_reads() -> None:
     assert plan_of("qwen3_tiny").eval_rows == 8 * 16, "max_batches of batch_size rows"
     assert plan_of("qwen3_tiny", train_dataset__max_batches=2, runner_config__batch_size=4).eval_rows == 8
@@ -171,9 +193,13 @@ LONG = {"model__model_config__num_layers": 12, "runner_config__batch_size": 32}
 @pytest.mark.parametrize(
     ("name", "flags", "measured_mib"),
     [
-        ("bench_dense", {}, 1180),
-        ("bench_dense", {"runner_config__batch_size": 2}, 703),
-        ("bench_dense", {"model__model_config__num_layers": 12}, 1796),
+        ("bench_dense", {}, 689),
+        ("bench_dense", {"runner_config__batch_size": 2}, 577),
+        ("bench_dense", {"model__model_config__num_layers": 12}, 956),
+        ("bench_dense", {"model__model_config__vocab_size": 32768}, 914),
+        ("bench_dense", LONG, 1869),
+        ("bench_dense", {"model__model_config__num_layers": 12, "recompute_config__select_recompute": "[mlp]"}, 833),
+        ("quickstart", {"runner_config__batch_size": 16}, 555),
         ("qwen3_tiny", {}, 684),
         ("bench_dense", HALF, 1138),
         ("bench_dense", {**HALF, "model__model_config__num_layers": 12}, 1559),
@@ -214,4 +240,4 @@ def test_a_run_whose_weights_cannot_fit_is_refused() -> None:
 def test_memory_without_training_is_that_of_the_weights() -> None:
     config = load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), [])
     parts = memory_estimate(config, trains=False, device="CPU")
-    assert parts.keys() == {"MindSpore and Python", "compiled code, workspaces", "weights", "total"}
+    assert parts.keys() == {"MindSpore and Python", "workspaces", "weights", "total"}

@@ -156,6 +156,18 @@ def runs_host_layers(config: Config, device: str, world: World) -> bool:
     return known and not runs_semi_auto(config, world)
 
 
+def why_compiled(config: Config, device: str, world: World) -> str:
+    """What sends the layers of a run through compiled blocks; empty where `runs_host_layers`."""
+    if runs_host_layers(config, device, world):
+        return ""
+    if device != "CPU" or config.classifier is not None:
+        return f"device {device}" if device != "CPU" else "a classifier"
+    if runs_semi_auto(config, world):
+        return "MindSpore's semi-automatic mode"
+    unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, _divides(config, world))
+    return unknown or "float16"
+
+
 def _divides(config: Config, world: World) -> bool:
     """Whether ranks divide the matrices or the sequences."""
     degrees = degrees_of(config, world)

@@ -22,9 +22,11 @@ class TrainingBackend(Protocol):
 
     config: Config
     world: World
-    execution: str  # how the model is executed, in words
     data_config: Config  # with the batch sizes that one of `data_ranks` reads
     data_ranks: Ranks
+
+    def execution(self, device: str) -> str:
+        """How the model is computed, in words."""
 
     def check_device(self, device: str) -> None:
         """Raises a UserError where the mode does not run on this device; asked before all else."""

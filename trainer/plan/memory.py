@@ -1,8 +1,9 @@
 """How much memory a run will take: an estimate of its peak, by part.
 
 Weights, gradients and optimizer state are exact. Activations are counted: what the kernels and the operators between
-them keep for the backward pass. What MindSpore takes beside them was measured on a CPU (2 to 12 layers, 128 to 512
-tokens of 64 to 256 numbers): the estimate is within a tenth of the peak there.
+them keep for the backward pass. What MindSpore takes beside them was measured on a CPU (2 to 12 layers of 64 to 256
+numbers, 512 to 8,192 tokens a micro-batch, vocabularies up to 32,768): there the estimate is within a tenth of the
+peak.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
-from trainer.models.shapes import attention_shapes, layer_targets, mlp_shapes, sublayer_of
+from trainer.models.shapes import attention_shapes, layer_prefix, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
+from trainer.ops.select import runs_host_layers
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.layout import is_expert, local_settings
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
 from trainer.plan.division import Held, held_parts
+from trainer.plan.host_memory import head_values, layer_values
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 _FLOAT32_BYTES = 4
 _ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
+_WORKSPACE_BYTES = 72 << 20  # what a run imports, threads and their scratch memory
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
 _SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
 _HALF_KEEPS = 5  # eighths of a block's activations with half precision: residuals and norms stay float32
@@ -64,10 +68,12 @@ def memory_estimate(
 
 
 def _host_memory(config: Config, trains: bool, device: str, world: World, held: Held) -> dict[str, int]:
-    settings, network = config.decoder, config.network
+    settings, network, on_host = config.decoder, config.network, runs_host_layers(config, device, world)
     own_bytes = _OwnBytes(config, world)
     weights = own_bytes.weights(held.shapes) if trains else _bytes(held.shapes)
-    parts = {"MindSpore and Python": _IMPORT_BYTES, "compiled code, workspaces": _COMPILED_BYTES, "weights": weights}
+    parts = {"MindSpore and Python": _IMPORT_BYTES}
+    parts |= {"workspaces": _WORKSPACE_BYTES} if on_host else {"compiled code, workspaces": _COMPILED_BYTES}
+    parts["weights"] = weights
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
     if trains:
@@ -77,6 +83,11 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
         parts["gradients"] = own_bytes.gradients(trained, copies)
         parts["optimizer state"] = own_bytes.optimizer_state(trained)
+        if on_host:
+            dense = {name: shape for name, shape in _of_layers(trained).items() if not is_expert(name)}
+            later = own_bytes.gradients(dense, 1) if own_bytes.level in ("", "level1") else 0
+            parts["activations"] = _host_activations(config, labels, held, later)
+            return parts | {"total": sum(parts.values())}
         parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
         if held.tensor == 1 and len(held.passes) == settings.num_layers + settings.mtp_depth:
             parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
@@ -104,7 +115,7 @@ class _OwnBytes:
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         if self.level != "level3":
             return _bytes(shapes)
-        layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
+        layers = _of_layers(shapes)
         # What is used is whole, and what is used next, which may be under way: one of the two is a layer.
         whole = _largest_unit(shapes) + _largest_unit(layers)
         return sum(self.part(name, shape) for name, shape in shapes.items()) + whole
@@ -121,6 +132,10 @@ class _OwnBytes:
         return sum(number * self.part(name, shapes[name]) for name, number in arrays.items())
 
 
+def _of_layers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
+
+
 def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Bytes of the largest layer, or of the embedding or head: what is whole at once where the rest is divided."""
     sizes: dict[str, int] = {}
@@ -128,6 +143,32 @@ def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
         unit = ".".join(name.split(".")[:3])
         sizes[unit] = sizes.get(unit, 0) + _bytes({name: shape})
     return max(sizes.values(), default=0)
+
+
+def _host_activations(config: Config, tokens: int, held: Held, later: int) -> int:
+    """Bytes of a micro-batch beside all gradients, at the peak, where layers are computed on arrays.
+
+    Args:
+        later: Bytes of the gradients that do not exist before the backward pass of their layers.
+    """
+    settings, depth = config.decoder, config.decoder.mtp_depth
+    first, again = first_trained_layer(config, frozen_names(config)), recomputed_parts(config)
+    again += again[-1:] * depth  # multi-token prediction modules recompute what the last layer recomputes
+    layers = {layer: layer_values(settings, layer, again[layer]) for layer in held.passes if layer >= first}
+    working = max((each.working for each in layers.values()), default=0) * tokens
+    kept = sum(each.kept * held.passes[layer] for layer, each in layers.items()) * tokens
+    if not held.has_head:
+        return (kept + working) * _FLOAT32_BYTES
+    # Recomputed experts: as much as their weights was measured.
+    redone = tuple(layer_prefix(layer) for layer in layers if again[layer] in ("block", "mlp"))
+    kept += sum(math.prod(shape) for name, shape in held.shapes.items() if is_expert(name) and name.startswith(redone))
+    # What enters the block of each module, and the gradients of its head, which add up later.
+    kept += depth * (8 * settings.hidden_size * tokens + settings.vocab_size * settings.hidden_size)
+    # The layers' gradients take the place of what the layers kept: the peak is at the begin of the backward pass or,
+    # with little to keep, at its end.
+    begin = (kept + max(head_values(settings, tokens), working)) * _FLOAT32_BYTES - later
+    end = (max((each.kept for each in layers.values()), default=0) * tokens + working) * _FLOAT32_BYTES
+    return max(begin, end)
 
 
 def _activations_of_label(config: Config, device: str, held: Held) -> int:

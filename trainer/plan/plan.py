@@ -14,8 +14,16 @@ from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
 from trainer.device.resolve import device_notices
 from trainer.models.shapes import adapted_projections, all_shapes, is_buffer, layer_targets
+from trainer.ops.host_library import find_onednn
 from trainer.ops.precision import PartDtype
-from trainer.ops.select import KernelChoice, dtype_notices, part_dtypes, precision_of, select_kernels
+from trainer.ops.select import (
+    KernelChoice,
+    dtype_notices,
+    part_dtypes,
+    precision_of,
+    runs_host_layers,
+    select_kernels,
+)
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
@@ -152,7 +160,7 @@ def plan_run(
         host_ranks=world.local_size,
         layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
         optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
-        execution=backend.execution,
+        execution=backend.execution(device),
         output_dir=str(Path(config.output_dir).expanduser()),
         optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
         clipping=_clipping(config),
@@ -202,6 +210,8 @@ def _notices(
 ) -> list[str]:
     notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
     notices += [*dtype_notices(config, precision_of(config, device, world), device), *freeze_notices(config)]
+    if runs_host_layers(config, device, world) and find_onednn().library is None:
+        notices.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
     return notices + list(memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
 
 

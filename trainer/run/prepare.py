@@ -14,6 +14,8 @@ from trainer.config.checks.problem import Problem
 from trainer.config.device_defaults import with_device_defaults
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
+from trainer.ops.host_library import find_onednn
+from trainer.ops.select import why_compiled
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.ascend import ascend_problems
@@ -47,7 +49,7 @@ class Prepared:
 
 
 class ExplicitBackend:
-    """A `TrainingBackend`: compiled blocks run layer by layer, gradients summed over the ranks by the step."""
+    """A `TrainingBackend`: layer by layer, with gradients summed over the ranks by the step."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
@@ -57,8 +59,15 @@ class ExplicitBackend:
         self.data_ranks = (world.rank, world.size)
         if degrees.ranks == world.size:  # otherwise the job is refused
             self.data_ranks = (Mesh(degrees).coordinate_of(world.rank).data, degrees.data_parallel)
-        compiled = "blocks compiled once, run layer by layer"
-        self.execution = compiled if config.context.mode == 0 else "operator by operator"
+
+    def execution(self, device: str) -> str:
+        if self.config.context.mode != 0:
+            return "operator by operator"
+        reason = why_compiled(self.config, device, self.world)
+        if reason:
+            return "blocks compiled once, run layer by layer" + (f", for {reason}" if device == "CPU" else "")
+        library, text = find_onednn()
+        return f"layer by layer on arrays, {'in NumPy: ' if library is None else 'through '}{text}"
 
     def check_device(self, device: str) -> None:
         """A CPU can do what `preflight` lets through."""

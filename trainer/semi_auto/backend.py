@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 class SemiAutoBackend:
     """A `TrainingBackend`: one graph, which MindSpore shards over the ranks."""
 
-    execution = "one graph, sharded by MindSpore"
     data_ranks = (0, 1)  # every rank reads the batch of all; the graph takes this rank's part
 
     def __init__(self, config: Config, world: World) -> None:
@@ -37,6 +36,9 @@ class SemiAutoBackend:
     @cached_property
     def data_config(self) -> Config:
         return data_config(self.config, self.world)
+
+    def execution(self, device: str) -> str:
+        return "one graph, sharded by MindSpore"
 
     def check_device(self, device: str) -> None:
         if device == "CPU":
