@@ -102,12 +102,15 @@ def test_it_names_the_kernels_of_experts() -> None:
 @pytest.mark.parametrize(
     ("name", "flags", "measured_mib"),
     [
-        ("moe_tiny", {}, 978),
-        ("moe_tiny", {"runner_config__batch_size": 16}, 765),
-        ("moe_dropless", {}, 1024),
-        ("moe_mtp", {}, 1208),
-        ("moe_mtp", {"model__model_config__mtp_depth": 0}, 1075),
-        ("moe_mtp", {"model__model_config__mtp_depth": 0} | moe(first_k_dense_replace=0), 984),
+        ("moe_tiny", {}, 689),
+        ("moe_tiny", {"runner_config__batch_size": 16}, 603),
+        ("moe_dropless", {}, 715),
+        ("moe_mtp", {}, 738),
+        ("moe_mtp", {"model__model_config__mtp_depth": 0}, 653),
+        ("moe_mtp", {"model__model_config__mtp_depth": 0} | moe(first_k_dense_replace=0), 659),
+        ("bench_moe", {}, 818),
+        ("bench_moe", {"model__model_config__num_layers": 12}, 1291),
+        ("bench_moe", {"model__model_config__num_layers": 12, "recompute_config__recompute": True}, 1172),
     ],
 )
 def test_the_memory_estimate_is_near_what_was_measured(name: str, flags: dict, measured_mib: int) -> None:

@@ -197,6 +197,7 @@ LONG = {"model__model_config__num_layers": 12, "runner_config__batch_size": 32}
         ("bench_dense", {"runner_config__batch_size": 2}, 577),
         ("bench_dense", {"model__model_config__num_layers": 12}, 956),
         ("bench_dense", {"model__model_config__vocab_size": 32768}, 914),
+        ("bench_dense", {"model__model_config__vocab_size": 32768, "runner_config__batch_size": 2}, 860),
         ("bench_dense", LONG, 1869),
         ("bench_dense", {"model__model_config__num_layers": 12, "recompute_config__select_recompute": "[mlp]"}, 833),
         ("quickstart", {"runner_config__batch_size": 16}, 555),
@@ -207,12 +208,13 @@ LONG = {"model__model_config__num_layers": 12, "runner_config__batch_size": 32}
         ("bench_dense", {**HALF, **RECOMPUTE, **LORA}, 938),
         ("bench_dense", {**HALF, **RECOMPUTE, **LORA, "model__model_config__num_layers": 12}, 987),
         ("bench_dense", {**HALF, **RECOMPUTE, **LORA, **LONG}, 2162),
-        ("bench_dense", {**RECOMPUTE, **LONG}, 1905),
+        ("bench_dense", {**RECOMPUTE, **LONG}, 968),
     ],
 )
 def test_the_memory_estimate_is_near_what_was_measured(name: str, flags: dict, measured_mib: int) -> None:
     """Peaks (VmHWM) of runs with MindSpore 2.10 on two cores."""
-    assert plan_of(name, **flags).memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=0.12)
+    limit = 0.12 if flags.keys() & HALF.keys() else 0.1  # blocks in half precision are compiled
+    assert plan_of(name, **flags).memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=limit)
 
 
 def test_a_run_that_does_not_fit_is_told_so() -> None:

@@ -84,9 +84,10 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         parts["gradients"] = own_bytes.gradients(trained, copies)
         parts["optimizer state"] = own_bytes.optimizer_state(trained)
         if on_host:
-            dense = {name: shape for name, shape in _of_layers(trained).items() if not is_expert(name)}
-            later = own_bytes.gradients(dense, 1) if own_bytes.level in ("", "level1") else 0
-            parts["activations"] = _host_activations(config, labels, held, later)
+            if degrees_of(config, world).data_parallel > 1:  # a copy of the gradients that are summed, as was measured
+                summed = {name: shape for name, shape in trained.items() if not is_expert(name)}
+                parts["workspaces"] += own_bytes.gradients(summed, 1)
+            parts["activations"] = _host_activations(config, labels, held, own_bytes, trained)
             return parts | {"total": sum(parts.values())}
         parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
         if held.tensor == 1 and len(held.passes) == settings.num_layers + settings.mtp_depth:
@@ -115,7 +116,7 @@ class _OwnBytes:
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         if self.level != "level3":
             return _bytes(shapes)
-        layers = _of_layers(shapes)
+        layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
         # What is used is whole, and what is used next, which may be under way: one of the two is a layer.
         whole = _largest_unit(shapes) + _largest_unit(layers)
         return sum(self.part(name, shape) for name, shape in shapes.items()) + whole
@@ -132,10 +133,6 @@ class _OwnBytes:
         return sum(number * self.part(name, shapes[name]) for name, number in arrays.items())
 
 
-def _of_layers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
-
-
 def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Bytes of the largest layer, or of the embedding or head: what is whole at once where the rest is divided."""
     sizes: dict[str, int] = {}
@@ -145,30 +142,31 @@ def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _host_activations(config: Config, tokens: int, held: Held, later: int) -> int:
-    """Bytes of a micro-batch beside all gradients, at the peak, where layers are computed on arrays.
-
-    Args:
-        later: Bytes of the gradients that do not exist before the backward pass of their layers.
-    """
+def _host_activations(
+    config: Config, tokens: int, held: Held, own_bytes: _OwnBytes, trained: Mapping[str, tuple[int, ...]]
+) -> int:
+    """Bytes of a micro-batch beside all gradients, at the peak, where layers are computed on arrays in float32."""
     settings, depth = config.decoder, config.decoder.mtp_depth
     first, again = first_trained_layer(config, frozen_names(config)), recomputed_parts(config)
     again += again[-1:] * depth  # multi-token prediction modules recompute what the last layer recomputes
     layers = {layer: layer_values(settings, layer, again[layer]) for layer in held.passes if layer >= first}
     working = max((each.working for each in layers.values()), default=0) * tokens
     kept = sum(each.kept * held.passes[layer] for layer, each in layers.items()) * tokens
-    if not held.has_head:
-        return (kept + working) * _FLOAT32_BYTES
     # Recomputed experts: as much as their weights was measured.
     redone = tuple(layer_prefix(layer) for layer in layers if again[layer] in ("block", "mlp"))
     kept += sum(math.prod(shape) for name, shape in held.shapes.items() if is_expert(name) and name.startswith(redone))
+    if not held.has_head:
+        return (kept + working) * _FLOAT32_BYTES
     # What enters the block of each module, and the gradients of its head, which add up later.
     kept += depth * (8 * settings.hidden_size * tokens + settings.vocab_size * settings.hidden_size)
-    # The layers' gradients take the place of what the layers kept: the peak is at the begin of the backward pass or,
+    # Gradients of dense layers take the place of what these kept: the peak is at the beginning of the backward pass or,
     # with little to keep, at its end.
-    begin = (kept + max(head_values(settings, tokens), working)) * _FLOAT32_BYTES - later
+    whole = tuple(layer_prefix(layer) for layer in layers if not again[layer])
+    later = {name: shape for name, shape in trained.items() if name.startswith(whole) and not is_expert(name)}
+    later_bytes = own_bytes.gradients(later, 1) if own_bytes.level in ("", "level1") else 0
+    beginning = (kept + max(head_values(settings, tokens), working)) * _FLOAT32_BYTES - later_bytes
     end = (max((each.kept for each in layers.values()), default=0) * tokens + working) * _FLOAT32_BYTES
-    return max(begin, end)
+    return max(beginning, end)
 
 
 def _activations_of_label(config: Config, device: str, held: Held) -> int:
