@@ -155,6 +155,9 @@ def _host_activations(
     # Recomputed experts: as much as their weights was measured.
     redone = tuple(layer_prefix(layer) for layer in layers if again[layer] in ("block", "mlp"))
     kept += sum(math.prod(shape) for name, shape in held.shapes.items() if is_expert(name) and name.startswith(redone))
+    if own_bytes.degrees.expert_parallel > 1:  # the rows that are sent, received and returned
+        sent = sum(held.passes[layer] for layer in layers if settings.is_moe_layer(layer))
+        kept += sent * 3 * settings.experts.num_experts_chosen * settings.hidden_size * tokens
     if not held.has_head:
         return (kept + working) * _FLOAT32_BYTES
     # What enters the block of each module, and the gradients of its head, which add up later.
