@@ -390,7 +390,7 @@ def test_nothing_to_resume(path: Path, home: Path) -> None:
 
 
 def test_two_runs_do_not_write_to_one_folder(home: Path) -> None:
-    path = write_config(home / "busy", home / "data", {"context": {"mode": 1}})
+    path = write_config(home / "busy", home / "data")
     output = train(path, runner_config__stop_step=2)
     before = files_below(output)
     with claimed_folder(output):

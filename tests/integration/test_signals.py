@@ -35,8 +35,6 @@ from trainer.errors import EXIT_SIGINT, EXIT_SIGTERM
 pytestmark = pytest.mark.slow
 
 LONG = {"runner_config": {"batch_size": 4, "epochs": 10_000}, "lr_schedule": {"type": "ConstantWarmUpLR"}}
-# Where nothing depends on it, a process compiles nothing: that is a third of its time.
-EAGER = {"context": {"mode": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +96,7 @@ def test_killed_at_any_moment_the_newest_complete_checkpoint_serves(home: Path, 
 
 def test_during_an_evaluation(home: Path) -> None:
     endless = {"data_loader": {"type": "SyntheticDataset", "num_samples": 10_000_000}}
-    changes = {**LONG, **EAGER, "do_eval": True, "eval_step_interval": 2, "eval_dataset": endless}
+    changes = {**LONG, "do_eval": True, "eval_step_interval": 2, "eval_dataset": endless}
     path = write_config(home / "evaluating", home / "data", changes)
     output = home / "evaluating" / "output"
     process = start("--config", path, cwd=home)
@@ -115,7 +113,7 @@ def test_during_an_evaluation(home: Path) -> None:
 @pytest.mark.parametrize("seconds", [0.3, 3], ids=["while MindSpore loads", "while it evaluates"])
 def test_run_mode_eval_says_that_it_was_stopped(home: Path, uninterrupted: Path, seconds: float) -> None:
     endless = {"data_loader": {"type": "SyntheticDataset", "num_samples": 10_000_000}}
-    changes = {**EAGER, "run_mode": "eval", "load_checkpoint": str(uninterrupted), "eval_dataset": endless}
+    changes = {"run_mode": "eval", "load_checkpoint": str(uninterrupted), "eval_dataset": endless}
     folder = home / f"eval_mode-{seconds}"
     path = write_config(folder, home / "data", changes)
     process = start("--config", path, cwd=home, sigint=signal.SIG_IGN, has_imported=seconds > 1)
@@ -131,7 +129,7 @@ def test_run_mode_eval_says_that_it_was_stopped(home: Path, uninterrupted: Path,
 def test_a_second_signal_acts_at_once(home: Path) -> None:
     runner = {"batch_size": 4, "epochs": 10_000, "gradient_accumulation_steps": 100_000}  # one step takes minutes
     synthetic = {"data_loader": {"type": "SyntheticDataset", "num_samples": 400_000}}
-    path = write_config(home / "twice", home / "data", {**EAGER, "runner_config": runner, "train_dataset": synthetic})
+    path = write_config(home / "twice", home / "data", {"runner_config": runner, "train_dataset": synthetic})
     output = home / "twice" / "output"
     process = start("--config", path, cwd=home)
     log = output / "logs" / "rank-0.log"
@@ -196,7 +194,7 @@ def test_control_c_at_a_terminal(home: Path, uninterrupted: Path) -> None:
 
 
 def test_a_reader_that_goes_away_does_not_end_the_training(home: Path) -> None:
-    path = write_config(home / "pipe", home / "data", {**EAGER, "runner_config": {"batch_size": 4, "stop_step": 5}})
+    path = write_config(home / "pipe", home / "data", {"runner_config": {"batch_size": 4, "stop_step": 5}})
     ensure_server()
     command = f"{sys.executable} {FORKED} {PROGRAM} --config {path} | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=home, capture_output=True, text=True, timeout=60)
@@ -208,7 +206,6 @@ def test_a_reader_that_goes_away_does_not_end_the_training(home: Path) -> None:
 @pytest.mark.parametrize("sigint", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background job"])
 def test_while_predicting(home: Path, uninterrupted: Path, sigint: signal.Handlers) -> None:
     changes = {
-        **EAGER,
         "run_mode": "predict",
         "load_checkpoint": str(uninterrupted),
         "predict_data": ["the cat"] * 5000,

@@ -48,7 +48,7 @@ def test_a_dense_file_passes_and_the_verdict_is_json(tmp_path, capsys):
 
 
 def test_experts_with_a_module_for_another_token_on_megatron_data(tmp_path, capsys):
-    arguments = ["--context.mode", "1", "--steps", "2", "--output_dir", str(tmp_path)]
+    arguments = ["--steps", "2", "--output_dir", str(tmp_path)]
     code = dispatch(["smoke", "--config", write(tmp_path, EXPERTS), *arguments])
     printed = capsys.readouterr().out
     assert code == 0 and "PASS (" in printed
@@ -58,7 +58,7 @@ def test_experts_with_a_module_for_another_token_on_megatron_data(tmp_path, caps
 
 def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
     text = EXPERTS.replace("learning_rate: 2.e-4, warmup_steps: 2000", "learning_rate: 1.e+30")
-    arguments = ["--context.mode", "1", "--json", "--output_dir", str(tmp_path)]
+    arguments = ["--json", "--output_dir", str(tmp_path)]
     code = dispatch(["smoke", "--config", write(tmp_path, text), *arguments])
     verdict = json.loads(capsys.readouterr().out)
     assert (code, verdict["result"]) == (1, "fail") and "step 2" in verdict["problem"]

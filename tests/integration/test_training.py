@@ -148,7 +148,6 @@ def test_accumulated_micro_batches_equal_one_large_batch(home: Path) -> None:
         "runner_wrapper.use_clip_grad": True,
         "runner_wrapper.max_grad_norm": 0.5,
         "runner_config": {"epochs": 1, "stop_step": 8, "batch_size": 8},
-        "context": {"mode": 1},  # tests/parity/test_train_step.py compiles both shapes
     }
     path = write_config(home / "accumulation", data, changes)
     whole = step_records(train(path, output_dir=home / "whole"))
@@ -180,7 +179,6 @@ def test_the_learning_rate_follows_the_schedule(home: Path, capsys: pytest.Captu
     changes = {
         "lr_schedule": {"type": "CosineWithWarmUpLR", "learning_rate": 0.01, "warmup_steps": 4, "lr_end": 0.001},
         "runner_config.stop_step": 12,
-        "context": {"mode": 1},
     }
     path = write_config(home / "schedule", home / "data", changes)
     rates = column(step_records(train(path)), "lr")

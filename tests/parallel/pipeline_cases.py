@@ -12,7 +12,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 from step_cases import CLIP, EXPERTS, SCALE, part_of, rows_of  # noqa: E402
-from tiny_trainer import config_of  # noqa: E402
+from tiny_trainer import quick_config  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
 from trainer.models.generate import Generator, Sampling  # noqa: E402
@@ -73,10 +73,10 @@ def config_of_case(name: str, **sections: Any) -> Config:
     model = {"num_layers": 4, "pp_interleave_num": case.get("chunks", 1), **case.get("model", {})}
     parallel = {"pipeline_stage": case["stages"], "micro_batch_num": case["micro_batches"]} | case.get("degrees", {})
     interleaves = {"pipeline_config": {"pipeline_interleave": "chunks" in case}}
-    given = {"optimizer": SGD, "runner_wrapper": CLIP, "context": {"mode": 0 if case.get("compiled") else 1}}
+    given = {"optimizer": SGD, "runner_wrapper": CLIP} | ({"context": {"mode": 0}} if case.get("compiled") else {})
     given |= {"parallel_config": parallel, "parallel": interleaves, "seed": 5}
     given |= {"runner_config": {"batch_size": 4}} | case.get("sections", {}) | sections
-    return config_of(model=model, **given)
+    return quick_config(model=model, **given)
 
 
 def weights_of(config: Config) -> dict[str, np.ndarray]:
@@ -95,9 +95,7 @@ def trained(
 ) -> dict[str, Any]:
     """Numbers of some steps, and the weights of this rank after them; without a group those of one process alone."""
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
-    # To compile what one process trains would cost most of its time.
-    in_turn = {"context": {"mode": 1}} if group is None else {}
-    config = config_of_case(name, use_parallel=group is not None, **in_turn)
+    config = config_of_case(name, use_parallel=group is not None)
     weights, parts = weights_of(config), held_parts(config, world)
     if parts is not None:
         weights = {key: np.ascontiguousarray(part.shard.of(weights[key])) for key, part in parts.items()}

@@ -41,7 +41,7 @@ from run_helpers import (  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
 JOB_SECONDS = 200  # two cores that other tests use as well
-# Where nothing depends on it, the ranks compile nothing: that is a third of a short job's time.
+# Ranks that divide matrices or sequences compile their blocks, which is a third of the time of a short job.
 EAGER = {"context.mode": 1}
 SAVED_EVERY = 5
 SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
@@ -68,7 +68,7 @@ def run(folder: Path, ranks: int, config: Path, *flags: object, **environment: s
 
 def endless(folder: Path, *flags: object, **environment: str) -> Launcher:
     """A job of two ranks that has done three steps of very many."""
-    changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2, **EAGER}
+    changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2}
     config, output = write_config(folder, write_corpus(folder / "data"), changes), folder / "output"
     job = launch(folder, 2, config, *flags, forked=False, **environment)  # what ends is the worker itself
     return going_on(job, output, 3)
@@ -224,7 +224,7 @@ def test_a_rank_that_stands_still_is_a_hang(tmp_path: Path) -> None:
 
 
 def test_ranks_share_prompts_and_evaluation(tmp_path: Path) -> None:
-    changes = {"runner_config.epochs": 2, **EAGER}
+    changes = {"runner_config.epochs": 2}
     config = write_config(tmp_path / "run", write_corpus(tmp_path / "data"), changes)
     train(config)
     flags = ["--load_checkpoint", tmp_path / "run" / "output" / "checkpoints", "--output_dir"]

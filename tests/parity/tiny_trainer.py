@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor
+from quick_mode import quick_mode
 
 from trainer.config import Config, parse_config
 from trainer.config.recompute import recomputed_parts
@@ -37,6 +38,14 @@ def config_of(**sections: dict[str, Any]) -> Config:
     """A configuration of the tiny model; `model` changes its settings, other names are sections."""
     model = {"model_config": MODEL | sections.pop("model", {})}
     return parse_config("tiny", json.dumps({"model": model} | sections))
+
+
+def quick_config(**sections: dict[str, Any]) -> Config:
+    """The same in the mode in which it is trained soonest, where the sections give none."""
+    config = config_of(**sections)
+    if "context" in sections or quick_mode(config) == config.context.mode:
+        return config
+    return config_of(**sections, context={"mode": 1})
 
 
 class TinyTrainer:
