@@ -39,6 +39,8 @@ _PRODUCTS = (
     (r"\.down_proj\.", "down product"),
     (r"lm_head|embed_tokens", "head: products"),
 )
+# The same of copies of weights, by what the thread does.
+_COPIES = ((r"HostAttention.*enter", "q, k, v products"), (r"HostAttention.*leave", "output projection"))
 # What threads do, by the qualified name of the function that they call: what is measured inside is not in it.
 _ITEMS = (
     (r"HostAttention.*attend", "attention: copies, mask"),
@@ -91,6 +93,8 @@ def product_name(weights: WeightNames, regions: Regions, arguments: tuple) -> st
     named = next(filter(None, (weights.of(array) for array in arguments[1:3])), None)
     if named is not None:
         return (first_match(_PRODUCTS, named) or "products") + half
+    if (copied := first_match(_COPIES, regions.item)) is not None:
+        return copied + half
     doing = item_name(regions.item)
     if doing.startswith("attention"):
         return "attention: scores, values" + half

@@ -104,7 +104,7 @@ def sequences_of(settings: ModelConfig, segments: list[list[int]], window: int |
     both = np.repeat(angles, 2, axis=1) if settings.rope_interleave else np.concatenate((angles, angles), 1)
     cos_Nd, sin_Nd = np.cos(both).astype(np.float32), np.sin(both).astype(np.float32)
     positions = layer.TokenPositions(
-        *layer.Rotary(settings).half_tables(cos_Nd, sin_Nd), layer.query_blocks(segments_BT, window)
+        layer.Rotary(settings).table(cos_Nd, sin_Nd), layer.query_blocks(segments_BT, window)
     )
     return Sequences(segments_BT, cos_Nd, sin_Nd, positions)
 

@@ -167,8 +167,8 @@ class InputBuilder:
         if self.rotary is None:
             found = self.tables(positions_N), mask, window_mask, None
         else:
-            tables = self.rotary.half_tables(self.cos[positions_N], self.sin[positions_N])
-            found = (), (None, None), None, TokenPositions(*tables, mask, window_mask)
+            table = self.rotary.table(self.cos[positions_N], self.sin[positions_N])
+            found = (), (None, None), None, TokenPositions(table, mask, window_mask)
         if single:
             self._plain = batch.input_ids.shape, found
         return found
