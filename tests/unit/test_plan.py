@@ -217,6 +217,12 @@ def test_the_memory_estimate_is_near_what_was_measured(name: str, flags: dict, m
     assert plan_of(name, **flags).memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=limit)
 
 
+def test_the_memory_of_an_evaluation_is_near_what_was_measured() -> None:
+    overrides = [Override("run_mode", "eval"), Override("model.model_config.vocab_size", "32768")]
+    config = load_config(str(REPOSITORY / "configs" / "bench_dense.yaml"), overrides)
+    assert memory_estimate(config, trains=False, device="CPU")["total"] / MIB == pytest.approx(698, rel=0.1)
+
+
 def test_a_run_that_does_not_fit_is_told_so() -> None:
     assert list(memory_notices(2000 * MIB, left_bytes=2000 * MIB)) == []
     (notice,) = memory_notices(2001 * MIB, left_bytes=1000 * MIB)

@@ -2,7 +2,8 @@
 
 A block is compiled once (context.mode 0) and called for every layer with that layer's weights as views: MindSpore
 specialises on every Parameter object it is given, so handing over Parameters would compile every layer anew. A view
-costs microseconds, copies nothing, and gradients flow through it.
+costs microseconds, copies nothing, and gradients flow through it. Where a CPU computes whole layers on arrays
+(`trainer.ops.cpu.decoder_parts`), their parts take the place of the compiled ones.
 
 Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary, H query heads, K key/value heads, d head size.
 """

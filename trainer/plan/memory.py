@@ -31,7 +31,7 @@ from trainer.parallel.layout import is_expert, local_settings
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
 from trainer.plan.division import Held, held_parts
-from trainer.plan.host_memory import head_values, layer_values
+from trainer.plan.host_memory import head_values, layer_values, sublayer_values
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -76,6 +76,10 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     parts["weights"] = weights
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
+    if config.run_mode == "eval" and on_host:
+        tokens, layers = config.runner_config.batch_size * settings.seq_length, range(settings.num_layers)
+        passing = max((sublayer_values(settings, layer)["attention"].kept for layer in layers), default=0)
+        parts["activations"] = (head_values(settings, tokens) + tokens * passing) * _FLOAT32_BYTES
     if trains:
         shared = degrees_of(config, world).context_parallel  # each of so many ranks has a part of a sequence
         labels = config.runner_config.batch_size * network.labels_per_sequence // shared
