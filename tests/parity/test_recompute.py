@@ -131,7 +131,7 @@ def test_memory_of_activations_is_a_quarter_or_less_and_of_frozen_layers_nothing
     ensure_server()
     done = subprocess.run(
         [sys.executable, FORKED, Path(__file__).with_name("recompute_memory.py")],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))},
         capture_output=True,
         text=True,
         timeout=120,
