@@ -41,7 +41,8 @@ Gradients: TypeAlias = dict[str, Tensor]
 _ROWS = 256  # that a thread takes at once: products of fewer are slower
 _QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
 _KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled for each number of keys
-_SCORES = 1 << 17  # of the heads that a thread takes at once, for the longest block: they stay in its cache
+_SCORES = 1 << 19  # of the heads that a thread takes at once, for the longest block: fewer calls, and yet in its cache
+_TASKS = 8  # of which the threads take one after the other, at least, where there are heads enough
 _CACHE_LINE = 16  # numbers
 _TURNED = "self_attn.q_", "self_attn.k_"  # names of what makes queries and keys begin so
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
@@ -223,7 +224,7 @@ class HostAttention:
         self.rotary, self.scale, self.scratch = Rotary(settings), np.float32(self.head_size**-0.5), scratch
 
     def forward(
-        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Iterable[Iterable[QueryBlock]],
+        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Sequence[Sequence[QueryBlock]],
         keeps: bool = True,
     ) -> tuple[Tensor, SavedAttention | None]:  # fmt: skip
         """The result, and what `backward` takes; without `keeps` None."""
@@ -277,7 +278,7 @@ class HostAttention:
         return result, SavedAttention(scale_N, q_NC, k_NK, v_NK, heads_NC, plain) if keeps else None
 
     def backward(
-        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Iterable[Iterable[QueryBlock]],
+        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Sequence[Sequence[QueryBlock]],
         saved: SavedAttention, grad_ND: np.ndarray, trained: Iterable[str],
     ) -> tuple[Tensor, Gradients]:  # fmt: skip
         """The gradients of x and of the trained weights. `saved` is used up."""
@@ -335,7 +336,9 @@ class HostAttention:
 
         threads = host_threads()
         threads.run(parts(slice(0, rows), _ROWS), leave)
-        tasks = ((sequence, heads) for sequence in blocks for heads, group in self._head_parts(sequence) if not group)
+        most = max(1, self.kv_heads * len(blocks) // _TASKS)
+        tasks = ((sequence, heads) for sequence in blocks
+                 for heads, group in self._head_parts(sequence, most) if not group)  # fmt: skip
         threads.run(tasks, attend)
         threads.run(parts(slice(0, rows), _ROWS), enter)
         for name, of_parts in of_norms.items():
@@ -373,11 +376,11 @@ class HostAttention:
         taken = self.scratch.take(thread, slice(0, shape[0] * shape[1]), *widths, narrow=narrow)
         return [array.reshape(shape) for array in taken]
 
-    def _head_parts(self, blocks: Iterable[QueryBlock]) -> Iterator[tuple[slice, int]]:
-        """Key/value heads, so many at once that the scores of any of the blocks stay in the cache, and each of the
-        query heads that share their keys."""
+    def _head_parts(self, blocks: Iterable[QueryBlock], most: int | None = None) -> Iterator[tuple[slice, int]]:
+        """Key/value heads, so many at once (and at most `most`) that the scores of any of the blocks stay in the cache,
+        and each of the query heads that share their keys."""
         scores = max((each.queries.stop - each.queries.start) * (each.keys.stop - each.keys.start) for each in blocks)
-        for heads in parts(slice(0, self.kv_heads), max(1, _SCORES // (2 * scores))):
+        for heads in parts(slice(0, self.kv_heads), min(max(1, _SCORES // (2 * scores)), most or self.kv_heads)):
             for group in range(self.groups):
                 yield heads, group
 

@@ -172,11 +172,11 @@ class OneDnnOperators:
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         narrow = a.dtype == BFLOAT16
-        # A primitive writes bfloat16, and is faster for several small matrices; where they have one row it reads wrong
-        # places.
-        if narrow and not self.emulates and (a.ndim > 2 or out.dtype == BFLOAT16):
-            if a.shape[-2] > 1 and a.size and b.size:
-                self._narrow_product(a, b, out, accumulate)
+        # A primitive writes bfloat16, and takes several matrices at once: between two calls a thread waits for
+        # Python's lock. Where an axis has one number, oneDNN 3.10 reads wrong places of a view.
+        if not (narrow and self.emulates) and (a.ndim > 2 or out.dtype == BFLOAT16):
+            if min(*a.shape[-2:], b.shape[-1]) > 1 and a.size:
+                self._primitive_product(a, b, out, accumulate)
                 return
         result = self._wide(2, out) if out.dtype == BFLOAT16 else out
         if narrow and self.emulates:
@@ -199,8 +199,8 @@ class OneDnnOperators:
                               None)  # fmt: skip
             _check(status)
 
-    def _narrow_product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
-        key = ("matmul", a.shape, a.strides, b.shape, b.strides, out.dtype, out.strides, accumulate)
+    def _primitive_product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
+        key = ("matmul", a.dtype, a.shape, a.strides, b.shape, b.strides, out.dtype, out.strides, accumulate)
         if (primitive := self.made.get(key)) is None:
             source, weights, result = (self._description(array) for array in (a, b, out))
             primitive = self._make(
