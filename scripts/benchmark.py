@@ -73,6 +73,7 @@ from benchmark_tools import (  # noqa: E402
 from trainer.config import load_config  # noqa: E402
 from trainer.errors import TrainerError  # noqa: E402
 
+NO_FOLDING = 160  # columns of a table that goes to a file or a pipe
 DEEP_LAYERS = 32
 ACCUMULATION = 8
 
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rounds < 1 or ("steps" in options and options.steps < SETTLING_STEPS + 2):
         parser.error(f"--rounds must be at least 1 and --steps at least {SETTLING_STEPS + 2}")
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else NO_FOLDING)
     try:
         measured = {
             "dense": dense, "step": benchmark_step.step, "moe": benchmark_moe.moe, "launch": benchmark_launch.launch,
