@@ -17,15 +17,19 @@ from pathlib import Path
 import psutil
 from fork_server import FORKED, ensure_server
 
+from trainer.launch.msrun import MSRUN_VARIABLE
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"
 HERE = Path(__file__).resolve().parent
 WORKER = HERE / "stand_in_worker.py"
 MSRUN = HERE / "stand_in_msrun.py"
+FORKED_MSRUN = HERE / "forked_msrun.py"
 MARK = "RUN_TRAINER_TEST"
 
 LIMIT_SECONDS = 15.0
 """A failure anywhere must have ended everything by then."""
+_AGENTS_END_SECONDS = 10.0
 
 
 _OF_THIS_THREAD = threading.local()
@@ -52,6 +56,7 @@ class Launcher:
 
     def __init__(self, folder: Path, command: list[str], environment: dict[str, str]) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
+        self.forks_msrun = environment.get(MSRUN_VARIABLE) == str(FORKED_MSRUN)
         _started().append(self)
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "out.txt", folder / "err.txt"
@@ -115,7 +120,12 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self.kill_family()
             raise AssertionError(f"it did not end; {self.printed[-500:]!r} {self.errors[-2000:]!r}") from None
-        left = [" ".join(process.cmdline()) for process in self.family()]
+        # The agents of a forked msrun are children of the fork server, and not of the launcher: it releases them, and
+        # they end by themselves. What the launcher has started itself ends before it.
+        deadline = time.monotonic() + (_AGENTS_END_SECONDS if self.forks_msrun else 0)
+        while (family := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = [process.cmdline() for process in family if process.is_running()]
         if left:
             self.kill_family()
         assert not left, left

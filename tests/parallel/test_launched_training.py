@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import ensure_server
-from launch_helpers import LIMIT_SECONDS, PROGRAM, Launcher
+from launch_helpers import FORKED_MSRUN, LIMIT_SECONDS, PROGRAM, Launcher
 from tolerances import DecoderLimits, decoder_limits
 
 from trainer.errors import EXIT_HANG
@@ -55,7 +55,7 @@ def launch(folder: Path, ranks: int, config: Path, *flags: object, forked: bool 
     if forked:
         ensure_server()
         program = Path(__file__).with_name("forked_workers.py")
-        environment = {MSRUN_VARIABLE: str(Path(__file__).with_name("forked_msrun.py"))} | environment
+        environment = {MSRUN_VARIABLE: str(FORKED_MSRUN)} | environment
     return Launcher(folder, [sys.executable, str(program), *map(str, words)], environment)
 
 
