@@ -208,7 +208,12 @@ def test_the_plan_counts_and_needs_less_memory() -> None:
     for part in ("gradients", "optimizer state"):
         ratio = half.weights / whole.weights
         assert half.memory_bytes[part] == pytest.approx(ratio * whole.memory_bytes[part])
-    assert half.memory_bytes["activations"] < 0.75 * whole.memory_bytes["activations"]
+    # Of all four layers and of two; with fewer tokens nothing is kept that counts.
+    whole_kept, half_kept = (
+        build_plan(config_of(freeze, "runner_config.batch_size=256")).memory_bytes["activations"]
+        for freeze in ("{}", "{embeddings: True, layers: 0-1}")
+    )
+    assert half_kept < 0.75 * whole_kept
     text = plan_text(half)
     assert f"{whole.weights:,}: {half.weights:,} trained, {half.frozen.weights:,} frozen" in text
     assert "frozen" not in plan_text(whole)
