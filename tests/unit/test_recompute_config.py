@@ -96,7 +96,8 @@ def test_what_was_taken_is_said() -> None:
 
 def test_the_plan_shows_it_and_needs_less_memory() -> None:
     # With so few tokens as in TEXT nothing is kept that counts.
-    plans = {keys: build_plan(load(f"{TEXT}recompute_config: {{{keys}}}\n", "runner_config.batch_size=64")) for keys in (
+    rows = "runner_config.batch_size=64"
+    plans = {keys: build_plan(load(f"{TEXT}recompute_config: {{{keys}}}\n", rows)) for keys in (
         "recompute: False", "recompute: True", "recompute: 2", "select_recompute: [attention]")}  # fmt: skip
     none, whole, some, half = (plan.memory_bytes["activations"] for plan in plans.values())
     assert whole < min(some, half) < max(some, half) < none
