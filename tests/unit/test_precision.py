@@ -160,7 +160,7 @@ def on_cpu(text: str) -> tuple[Precision, list[str]]:
     [
         ("oneDNN", "oneDNN", ""),
         ("emulated", "emulated", "model.model_config.compute_dtype bfloat16: this processor has no instructions for"),
-        ("", "", "compute_dtype asks for bfloat16, for which MindSpore's oneDNN 3.10 is missing"),
+        ("", "", "compute_dtype asks for bfloat16, for which this MindSpore has no oneDNN 3.10"),
     ],
 )
 def test_who_multiplies_in_bfloat16(monkeypatch: pytest.MonkeyPatch, processor: str, by: str, told: str) -> None:

@@ -52,7 +52,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("max_grad_norm", "runner_wrapper.max_grad_norm", "value", "Largest global norm after clipping.", "FLOAT"),
         Flag("do_eval", "do_eval", "bool", "Evaluate while training."),
         Flag("mode", "context.mode", "value",
-             "0: compiled blocks; 1: no compilation. Of a file of the newer schema: 1, with no effect.", "0|1"),
+             "0: layers on arrays or compiled blocks; 1: operator by operator. Newer schema: 1, no effect.", "0|1"),
         Flag("device_target", "context.device_target", "value", "Device: CPU, Ascend or GPU.", "NAME"),
         Flag("device_fallback", "context.device_fallback", "bool", "Use the best device if device_target is missing."),
         Flag("device_id", "context.device_id", "value", "Which device of this machine.", "INT"),

@@ -79,7 +79,8 @@ def resolve_precision(
         if of_products and dtype != "float32":
             return PartDtype("float32", f"{why} asks for {dtype}; between products in bfloat16 a CPU has float32")
         if dtype == "bfloat16" and device == "CPU":
-            return PartDtype("float32", f"{why} asks for bfloat16, {on_host.why}")
+            reason = "of which a CPU has matrix products alone" if on_host.by else on_host.why
+            return PartDtype("float32", f"{why} asks for bfloat16, {reason}")
         return PartDtype(dtype, why)
 
     return Precision(

@@ -198,7 +198,7 @@ def _host_bfloat16(unknown: str) -> HostBfloat16:
     why = {
         "oneDNN": "oneDNN multiplies, sums are float32",
         "emulated": "this processor has no instructions for it: float32 products of rounded numbers",
-        "": "for which MindSpore's oneDNN 3.10 is missing",
+        "": "for which this MindSpore has no oneDNN 3.10",
     }
     return HostBfloat16(by, why[by])
 

@@ -52,10 +52,10 @@ def execute(setup: Setup, tell: Callable[[str], None]) -> None:
         KeyboardInterrupt, SystemExit: It was stopped.
     """
     if setup.ranks == 1:
-        tell(f"training on the {setup.device}; the first step loads MindSpore and compiles")
+        tell(f"training on the {setup.device}; the first step loads MindSpore")
         code = train_and_resume(setup.folder, setup.steps, tell)
     else:
-        tell(f"training on {setup.ranks} processes; the first step loads MindSpore and compiles")
+        tell(f"training on {setup.ranks} processes; the first step loads MindSpore")
         code = _run_job(setup)
     if code == EXIT_SIGINT:
         raise KeyboardInterrupt

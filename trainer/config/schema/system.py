@@ -13,7 +13,7 @@ class ContextConfig(Section):
     """Device and execution mode (YAML ``context``)."""
 
     mode: int = setting(
-        0, "0: blocks are compiled; 1: no compilation, for debugging; the same numbers, but memory grows on a CPU.",
+        0, "0: layers on arrays (CPU) or compiled blocks; 1: operator by operator, to debug; memory grows on a CPU.",
         meanings={0: "graph", 1: "pynative"}, ge=0, le=1)
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
     device_fallback: bool = setting(
