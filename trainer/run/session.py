@@ -29,7 +29,7 @@ from trainer.models.inputs import InputBuilder
 from trainer.models.shapes import is_buffer
 from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
-from trainer.ops.select import has_host_layers, precision_of, select_kernels
+from trainer.ops.select import precision_of, runs_host_layers, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
@@ -100,9 +100,7 @@ def open_session(
     config = with_device_defaults(config, device)
     precision = precision_of(config, device, world)
     shard, pipeline = _shard(config, communicator), None
-    divided = shard is not None and (shard.tensor is not None or shard.tokens.ranks > 1)
-    on_host = has_host_layers(config.network, precision, device, compiled=config.context.mode == 0, divided=divided)
-    choices = select_kernels(config.network, device, precision)
+    choices, on_host = select_kernels(config.network, device, precision), runs_host_layers(config, device, world)
     kernels = load_kernels(choices, precision, device=device, host_layers=on_host)
     if shard is not None and shard.tokens.ranks > 1:
         kernels = over_context(kernels, communicator.groups, shard.tokens, compiled=config.context.mode == 0)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -261,35 +261,33 @@ class OneDnnOperators:
         primitive.run(self.stream, y, grad, out)
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        for parts in _fixed_parts(x, out):
-            size = parts[0].size
-            if size < _PARTS[-1]:
-                NumpyOperators().silu(*parts)
-                continue
-            if (primitive := self.made.get(("silu", size))) is None:
-                numbers = self._description(parts[0])
-                primitive = self._make(
-                    ("silu", size), "eltwise_forward", (_FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS),
-                    ((_SRC, numbers), (_DST, numbers)),
-                )  # fmt: skip
-            primitive.run(self.stream, *parts)
+        self._in_parts("silu", self._make_silu, x, out)
 
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        for parts in _fixed_parts(x, grad, out):
+        self._in_parts("silu_gradient", self._make_silu_gradient, x, grad, out)
+
+    def _in_parts(self, name: str, make: Callable[[tuple, ctypes.c_void_p], _Primitive], *arrays: np.ndarray) -> None:
+        for parts in _fixed_parts(*arrays):
             size = parts[0].size
             if size < _PARTS[-1]:
-                NumpyOperators().silu_gradient(*parts)
+                getattr(NumpyOperators(), name)(*parts)
                 continue
-            if (primitive := self.made.get(("silu_gradient", size))) is None:
-                numbers = self._description(parts[0])
-                forward = self._kind("eltwise_forward", (_FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS))
-                primitive = self._make(
-                    ("silu_gradient", size), "eltwise_backward",
-                    (_SWISH, numbers, numbers, numbers, *_SWISH_FACTORS, forward),
-                    ((_SRC, numbers), (_DIFF_DST, numbers), (_DIFF_SRC, numbers)),
-                )  # fmt: skip
-                self.library.dnnl_primitive_desc_destroy(forward)
+            if (primitive := self.made.get((name, size))) is None:
+                primitive = make((name, size), self._description(parts[0]))
             primitive.run(self.stream, *parts)
+
+    def _make_silu(self, key: tuple, numbers: ctypes.c_void_p) -> _Primitive:
+        arguments = _FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS
+        return self._make(key, "eltwise_forward", arguments, ((_SRC, numbers), (_DST, numbers)))
+
+    def _make_silu_gradient(self, key: tuple, numbers: ctypes.c_void_p) -> _Primitive:
+        forward = self._kind("eltwise_forward", (_FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS))
+        primitive = self._make(
+            key, "eltwise_backward", (_SWISH, numbers, numbers, numbers, *_SWISH_FACTORS, forward),
+            ((_SRC, numbers), (_DIFF_DST, numbers), (_DIFF_SRC, numbers)),
+        )  # fmt: skip
+        self.library.dnnl_primitive_desc_destroy(forward)
+        return primitive
 
     def _description(self, array: np.ndarray) -> ctypes.c_void_p:
         dims = _array_of(ctypes.c_int64, array.ndim)
