@@ -54,6 +54,7 @@ def test_a_run_leaves_what_is_promised(first_run: tuple[Path, str, str]) -> None
         "config.yaml",
         "plan.txt",
         "metrics.jsonl",
+        "run.json",
         "report.png",
         "logs/rank-0.log",
         *(f"{checkpoint}/{name}" for name in ("model.safetensors", "optimizer.safetensors", "state.json", "COMPLETE")),

@@ -54,6 +54,7 @@ ROOMS = (
     ("trainer.step",),
     ("trainer.monitors",),
     ("trainer.checkpoint",),
+    ("trainer.report",),
     ("trainer.run.session",),
     ("trainer.semi_auto.rules",),
     ("trainer.semi_auto",),
@@ -67,8 +68,8 @@ ROOMS = (
 )
 LAST_ROOM_BEFORE_MINDSPORE = "trainer.launch.checks"
 ALSO_WITHOUT_MINDSPORE = (
-    "trainer.monitors", "trainer.cli", "trainer.semi_auto.rules", "trainer.semi_auto.backend", "trainer.run.prepare",
-    "trainer.smoke",
+    "trainer.monitors", "trainer.report", "trainer.cli", "trainer.semi_auto.rules", "trainer.semi_auto.backend",
+    "trainer.run.prepare", "trainer.smoke",
 )
 
 MAX_FILE_LINES = 600

@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_monitors_console import run_info, step_metrics
-from test_monitors_report import colours, picture, write_metrics
+from test_report_picture import colours, picture, write_metrics
 
 from trainer.monitors.console import ProgressMonitor, console_monitor, log_file_monitor
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import routing_details
-from trainer.monitors.report import Curves, Panel, _draw_panel, draw_report, read_curves
 from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.routing import RoutingCounts
+from trainer.report.curves import Curves, read_metrics
+from trainer.report.picture import Panel, _draw_panel, draw_report, panels
+from trainer.report.record import read_run
 
 # Layers 1 and 2 and an MTP module, of 4 experts: nothing dropped, 3 of 12 dropped, all at one expert.
 COUNTS = RoutingCounts(
@@ -101,13 +103,12 @@ def test_metrics_have_a_list_and_the_report_a_panel(tmp_path: Path) -> None:
     monitor.close(None)
     record = json.loads(path.read_text().splitlines()[0])
     assert (record["aux_loss"], record["drop_rate"]) == (1.5, [0.0, 0.25, 0.75])
-    curves = read_curves(path, COUNTS.layers)
-    panels = {panel.title: panel.fields for panel in curves.panels()}
-    names = [f"layer {layer}" for layer in COUNTS.layers]
-    assert panels["drop rate"] == [f"drop_rate.{name}" for name in names]
-    assert panels["busiest expert / mean"] == [f"load_imbalance.{name}" for name in names]
-    assert panels["aux_loss"] == ["aux_loss"] and "router_entropy" not in panels
-    assert curves.fields["drop_rate.layer 2"] == [0.25, 0.25]
+    curves = read_metrics(path).curves
+    shown = {panel.title: panel.fields for panel in panels(curves)}
+    assert shown["drop rate"] == ["drop_rate.0", "drop_rate.1", "drop_rate.2"]
+    assert shown["busiest expert / mean"] == ["load_imbalance.0", "load_imbalance.1", "load_imbalance.2"]
+    assert shown["aux_loss"] == ["aux_loss"] and "router_entropy" not in shown
+    assert list(curves.means("drop_rate.1")) == [0.25, 0.25]
 
 
 def test_the_picture_grows_by_two_panels(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_the_picture_grows_by_two_panels(tmp_path: Path) -> None:
     for folder, details in ((dense, {}), (experts, routing_details(COUNTS))):
         folder.mkdir()
         write_metrics(folder / "metrics.jsonl", 20, **details)
-        assert draw_report(folder / "metrics.jsonl", folder / "report.png", COUNTS.layers)
+        assert draw_report(read_run(folder), folder / "report.png")
     heights = [picture(folder / "report.png").shape[0] for folder in (dense, experts)]
     assert heights[1] - heights[0] == pytest.approx(2 * 2 * 110, abs=2), "two panels of two inches"
     # The colour of the second line of a panel; an antialiased third one may leave no pixel of its own.
@@ -126,8 +127,10 @@ def test_the_picture_grows_by_two_panels(tmp_path: Path) -> None:
 def test_a_panel_of_many_layers_draws_all_and_names_a_few(layers: int, named: int) -> None:
     from matplotlib.figure import Figure
 
-    names = [f"drop_rate.layer {layer}" for layer in range(layers)]
-    curves = Curves([1, 2], {name: [0.5, 0.4] for name in names})
+    names = [f"drop_rate.{layer}" for layer in range(layers)]
+    curves = Curves()
+    for step, rate in ((1, 0.5), (2, 0.4)):
+        curves.add({"step": step, "drop_rate": [rate] * layers})
     axis = Figure().subplots()
     _draw_panel(axis, curves, Panel("drop rate", names))
     assert len(axis.lines) == layers and axis.get_ylim()[0] == 0

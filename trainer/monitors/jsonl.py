@@ -73,7 +73,7 @@ class JsonlMonitor(Monitor):
 def read_records(path: Path) -> Iterator[dict[str, object]]:
     """The records of a metrics file in order, without a line that a killed run left incomplete."""
     with path.open(encoding="utf-8", errors="replace") as lines:
-        yield from filter(None, map(_parse, lines))
+        yield from filter(None, map(parse_line, lines))
 
 
 def cut_after(path: Path, step: int) -> None:
@@ -87,7 +87,7 @@ def cut_after(path: Path, step: int) -> None:
     shortened = path.with_name(path.name + ".tmp")
     with path.open(encoding="utf-8", errors="replace") as lines, shortened.open("w", encoding="utf-8") as kept:
         for line in lines:
-            record = _parse(line)
+            record = parse_line(line)
             if record is not None and record["step"] <= step:
                 kept.write(line)
         kept.flush()
@@ -106,11 +106,12 @@ def put_aside(path: Path) -> Path | None:
     return aside
 
 
-def _parse(line: str) -> dict[str, object] | None:
+def parse_line(line: str) -> dict[str, object] | None:
+    """A record of a metrics file; None for a line that is incomplete or none of ours."""
     if not line.endswith("\n"):
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

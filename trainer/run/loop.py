@@ -34,12 +34,13 @@ from trainer.monitors.console import console_monitor, log_file_monitor, no_detai
 from trainer.monitors.files import claimed_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, Totals, peak_rss_bytes, routing_details
-from trainer.monitors.report import ReportMonitor
 from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.select import kernel_notices
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan.render import plan_text
+from trainer.report.monitor import ReportMonitor
+from trainer.report.starts import StartMonitor
 from trainer.run.evaluate import eval_run, evaluate_now
 from trainer.run.prepare import Prepared, held_parts, prepare
 from trainer.run.stop_signals import EXIT_CODES, StopSignals
@@ -121,7 +122,8 @@ class _Training:
 
     def run_prepared(self, notices: Sequence[str], extra_monitors: Sequence[Monitor]) -> int:
         summary = None
-        self.monitors = [self.totals, *_monitors(self.config, self.folder, self.world.rank), *extra_monitors]
+        own = _monitors(self.config, self.folder, self.world, self.plan.device)
+        self.monitors = [self.totals, *own, *extra_monitors]
         try:
             for notice in notices:
                 self.tell("on_notice", notice)
@@ -407,8 +409,9 @@ class _Training:
             getattr(monitor, event)(*values)
 
 
-def _monitors(config: Config, folder: Path, rank: int) -> list[Monitor]:
+def _monitors(config: Config, folder: Path, world: World, device: str) -> list[Monitor]:
     """Every rank has a log file; rank 0 has the console, the metrics and the report."""
+    rank = world.rank
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
     layers = config.decoder.moe_layers
     details = drop_rate_lines(layers) if watches_drop_rate(config) else no_details
@@ -419,9 +422,7 @@ def _monitors(config: Config, folder: Path, rank: int) -> list[Monitor]:
     if rank > 0:
         return logs
     console = console_monitor(config.log_format, every, details=details)
-    monitors = [console, *logs, JsonlMonitor(folder / "metrics.jsonl")]
+    monitors = [console, *logs, JsonlMonitor(folder / "metrics.jsonl"), StartMonitor(folder, device, world.size)]
     if config.report:
-        # After the metrics file, which it reads, is closed.
-        report = ReportMonitor(folder / "metrics.jsonl", folder / "report.png", console.on_notice, layers)
-        monitors.append(report)
+        monitors.append(ReportMonitor(folder, console.on_notice))  # after those whose files it reads are closed
     return monitors

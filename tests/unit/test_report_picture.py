@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import time
@@ -12,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.monitors import report
-from trainer.monitors.report import ReportMonitor, draw_report, read_curves
+from trainer.report.curves import read_metrics
+from trainer.report.monitor import ReportMonitor
+from trainer.report.picture import draw_report, panels
+from trainer.report.record import read_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -32,39 +33,17 @@ def write_metrics(path: Path, steps: int, *, eval_every: int = 10, **extra: floa
                 file.write(json.dumps(evaluation) + "\n")
 
 
-def test_curves_and_panels(tmp_path: Path) -> None:
+def test_panels(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_metrics(path, 20, **{"drop_rate.layer_0": 0.1, "drop_rate.layer_1": 0.2, "balance": 0.3})
-    with path.open("a") as file:
-        file.write('{"step": 21, "loss": null, "lr": 0.0001}\n{"step": 22, "torn')
-    curves = read_curves(path)
-    assert curves.steps == list(range(1, 22))
-    assert curves.fields["loss"][:20] == [5.0 / step for step in range(1, 21)] and math.isnan(curves.fields["loss"][20])
-    assert math.isnan(curves.fields["balance"][20])
-    assert (curves.eval_steps, curves.eval_losses) == ([10, 20], [0.6, 0.3])
+    write_metrics(path, 20, **{"drop_rate": [0.1, 0.2], "other.a": 0.1, "other.b": 0.2, "balance": 0.3})
     # No panel for a norm nobody asked for; one for each name before a dot.
-    assert [(panel.title, panel.fields) for panel in curves.panels()] == [
+    assert [(panel.title, panel.fields) for panel in panels(read_metrics(path).curves)] == [
         ("learning rate", ["lr"]),
         ("tokens/s", ["tokens_per_second"]),
-        ("drop rate", ["drop_rate.layer_0", "drop_rate.layer_1"]),
+        ("drop rate", ["drop_rate.0", "drop_rate.1"]),
+        ("other", ["other.a", "other.b"]),
         ("balance", ["balance"]),
     ]
-
-
-def test_a_field_that_begins_later_keeps_its_place(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0, "global_norm": 0.5}\n')
-    curves = read_curves(path)
-    assert math.isnan(curves.fields["global_norm"][0]) and curves.fields["global_norm"][1] == 0.5
-
-
-def test_a_long_training_is_thinned_evenly_and_keeps_its_evaluations(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_metrics(path, 3 * report._MAX_POINTS, eval_every=100)
-    curves = read_curves(path)
-    assert len(curves.steps) <= report._MAX_POINTS and curves.steps[0] == 1
-    assert len(set(np.diff(curves.steps))) == 1
-    assert len(curves.eval_steps) == 3 * report._MAX_POINTS // 100
 
 
 def picture(path: Path) -> np.ndarray:
@@ -85,11 +64,11 @@ TRAIN_BLUE, EVAL_ORANGE = 0x1F77B4, 0xFF7F0E
 def test_the_picture(tmp_path: Path) -> None:
     metrics_path, report_path = tmp_path / "metrics.jsonl", tmp_path / "report.png"
     write_metrics(metrics_path, 9)
-    assert draw_report(metrics_path, report_path) is True
+    assert draw_report(read_run(tmp_path), report_path) is True
     without_eval = picture(report_path)
     assert TRAIN_BLUE in colours(without_eval) and EVAL_ORANGE not in colours(without_eval)
     write_metrics(metrics_path, 30, drop_rate=0.5)
-    assert draw_report(metrics_path, report_path) is True
+    assert draw_report(read_run(tmp_path), report_path) is True
     with_eval = picture(report_path)
     assert {TRAIN_BLUE, EVAL_ORANGE} <= colours(with_eval)
     assert with_eval.shape[0] > without_eval.shape[0], "one panel more"
@@ -98,7 +77,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def test_a_single_step_can_be_seen(tmp_path: Path) -> None:
     write_metrics(tmp_path / "metrics.jsonl", 1)
-    assert draw_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+    assert draw_report(read_run(tmp_path), tmp_path / "report.png")
     assert TRAIN_BLUE in colours(picture(tmp_path / "report.png"))
 
 
@@ -106,24 +85,26 @@ def test_a_single_step_can_be_seen(tmp_path: Path) -> None:
 def test_nothing_to_draw_draws_nothing(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert draw_report(tmp_path / "metrics.jsonl", tmp_path / "report.png") is False
+    assert draw_report(read_run(tmp_path), tmp_path / "report.png") is False
     assert not (tmp_path / "report.png").exists()
 
 
 def test_a_picture_that_fails_is_a_notice(tmp_path: Path) -> None:
     write_metrics(tmp_path / "metrics.jsonl", 3)
     notices: list[str] = []
-    ReportMonitor(tmp_path / "metrics.jsonl", tmp_path / "missing" / "report.png", notices.append).close(None)
-    assert len(notices) == 1 and "missing/report.png was not drawn: FileNotFoundError" in notices[0]
-    ReportMonitor(tmp_path / "metrics.jsonl", tmp_path / "report.png", notices.append).close(None)
+    (tmp_path / "report.png.tmp").mkdir()
+    ReportMonitor(tmp_path, notices.append).close(None)
+    assert len(notices) == 1 and "/report.png was not drawn: IsADirectoryError" in notices[0]
+    (tmp_path / "report.png.tmp").rmdir()
+    ReportMonitor(tmp_path, notices.append).close(None)
     assert len(notices) == 1 and (tmp_path / "report.png").exists()
 
 
 def test_the_drawing_library_is_imported_only_to_draw() -> None:
     program = """if True:
         import sys
-        import trainer.monitors.report, trainer.monitors.console
-        assert not {"matplotlib", "rich", "numpy"} & set(sys.modules), set(sys.modules)
+        import trainer.report.monitor, trainer.monitors.console
+        assert not {"matplotlib", "rich"} & set(sys.modules), set(sys.modules)
     """
     result = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -132,5 +113,5 @@ def test_the_drawing_library_is_imported_only_to_draw() -> None:
 def test_a_long_training_is_drawn_in_seconds(tmp_path: Path) -> None:
     write_metrics(tmp_path / "metrics.jsonl", 50_000)
     started_at = time.process_time()
-    draw_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+    draw_report(read_run(tmp_path), tmp_path / "report.png")
     assert time.process_time() - started_at < 5

@@ -1,0 +1,256 @@
+"""A run folder as one value: the configuration, the curves, and what else its files tell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.checkpoint.store import BEST, behind_link, complete_checkpoints, read_marker
+from trainer.config import Config, load_config
+from trainer.config.read.nodes import plain
+from trainer.config.read.yaml_reader import parse_document, read_text
+from trainer.config.schema.fields import Section
+from trainer.errors import UserError
+from trainer.report.curves import Curves, Evaluation, Metrics, MetricsReader, Pause, Skipped
+from trainer.report.starts import RUN_FILE, Start, read_starts
+from trainer.storage.marker import MARKER
+
+METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.yaml"
+State = Literal["running", "finished", "stopped", "failed", "unknown"]
+_SILENT_SECONDS = 600.0
+"""A run on another machine that has written nothing for so long is taken to be gone."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint of a run.
+
+    Attributes:
+        saved: When, as a Unix time in seconds.
+        eval_loss: Of the evaluation after the same step; None without one.
+        is_best: Whether ``checkpoints/best`` points to it.
+    """
+
+    path: Path
+    step: int
+    saved: float
+    size_bytes: int
+    eval_loss: float | None
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of a run folder tell.
+
+    Attributes:
+        config: The resolved configuration; None where config.yaml is missing or this version does not read it.
+        settings: The same as it is written, by dotted keys: ``{"optimizer.eps": 1e-08, "callbacks.0.type": ...}``.
+        starts: Of the training, in order; empty where an earlier version wrote the folder.
+        metrics: The content of metrics.jsonl; `curves`, `evaluations`, `skipped` and `pauses` are parts of it.
+        resumes: The steps after which the training went on in another process, ascending.
+        checkpoints: The complete ones that are still there, by step.
+        outcome: How the last start ended, in words; empty while it runs.
+        updated: When metrics.jsonl last grew, as a Unix time in seconds; 0 without one.
+    """
+
+    folder: Path
+    config: Config | None
+    settings: dict[str, Any]
+    starts: tuple[Start, ...]
+    metrics: Metrics
+    resumes: tuple[int, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
+    state: State
+    outcome: str
+    updated: float
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def curves(self) -> Curves:
+        return self.metrics.curves
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        return self.metrics.evaluations
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        return self.metrics.skipped
+
+    @property
+    def pauses(self) -> list[Pause]:
+        return self.metrics.pauses
+
+    @property
+    def restarts(self) -> list[dict[str, object]]:
+        """Of a job that started again: `number`, `most`, `reason`, `ranks`, with their `step`."""
+        return self.metrics.restarts
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.metrics.last_step
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends, as its last start knew it; the last one done where that is unknown."""
+        return self.starts[-1].last_step if self.starts else self.step
+
+    @property
+    def began(self) -> datetime | None:
+        """When the first start was."""
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(self.starts[0].began) if self.starts else None
+        return None
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Numbers of the layers with experts, which ``drop_rate.0`` and the others count from 0."""
+        return list(self.config.decoder.moe_layers) if self.config is not None else []
+
+    def changed(self) -> dict[str, Any]:
+        """The settings that are not the defaults, by dotted key."""
+        return dict(_changed(self.config)) if self.config is not None else dict(self.settings)
+
+
+class RunReader:
+    """Reads a run folder, again and again while the run goes on: of metrics.jsonl only what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metrics = MetricsReader(folder / METRICS_FILE)
+        self._config_stamp: tuple[int, int] | None = None
+        self._config: tuple[Config | None, dict[str, Any]] = (None, {})
+
+    def read(self) -> RunRecord:
+        """What the folder tells now. `metrics` is the same object every time.
+
+        Raises:
+            OSError: metrics.jsonl is there and cannot be read.
+        """
+        starts, metrics = read_starts(self.folder), self._metrics.read()
+        config, settings = self._read_config()
+        updated = _modified(self.folder / METRICS_FILE)
+        state, outcome = _state(starts, updated)
+        return RunRecord(
+            folder=self.folder,
+            config=config,
+            settings=settings,
+            starts=starts,
+            metrics=metrics,
+            resumes=_resumes(starts, metrics),
+            checkpoints=_checkpoints(self.folder / "checkpoints", metrics),
+            state=state,
+            outcome=outcome,
+            updated=updated,
+        )
+
+    def _read_config(self) -> tuple[Config | None, dict[str, Any]]:
+        path = self.folder / CONFIG_FILE
+        try:
+            status = path.stat()
+        except OSError:
+            return None, {}
+        if (status.st_mtime_ns, status.st_ino) != self._config_stamp:
+            self._config_stamp = status.st_mtime_ns, status.st_ino
+            self._config = _read_config(path)
+        return self._config
+
+
+def read_run(folder: Path) -> RunRecord:
+    """What a run folder tells. Raises OSError where metrics.jsonl is there and cannot be read."""
+    return RunReader(folder).read()
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a training has begun there."""
+    return (folder / METRICS_FILE).is_file() or (folder / RUN_FILE).is_file()
+
+
+def _read_config(path: Path) -> tuple[Config | None, dict[str, Any]]:
+    settings: dict[str, Any] = {}
+    try:
+        settings = dict(flat(plain(parse_document(str(path), read_text(str(path)))[0])))
+        return load_config(str(path)), settings
+    except UserError:  # of another version, or for a model folder that is gone: a report does without it
+        return None, settings
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables and lists of tables with their dotted keys, as flags name them."""
+    if isinstance(value, dict):
+        items = [(str(name), each) for name, each in value.items()]
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        items = [(str(number), each) for number, each in enumerate(value)]
+    else:
+        yield key, value
+        return
+    for name, each in items:
+        yield from flat(each, f"{key}.{name}" if key else name)
+
+
+def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys whose values are not those that the schema declares as defaults."""
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), prefix + (field.alias or name)
+        if isinstance(value, Section):
+            yield from _changed(value, f"{key}.")
+        elif isinstance(value, list) and any(isinstance(each, Section) for each in value):
+            for number, each in enumerate(value):
+                yield from _changed(each, f"{key}.{number}.")
+        elif value != field.get_default(call_default_factory=True):
+            yield key, value
+
+
+def _resumes(starts: tuple[Start, ...], metrics: Metrics) -> tuple[int, ...]:
+    """A start from an earlier step has cut off what came after it, the marks of resuming there included."""
+    steps: list[int] = []
+    for step in [start.step for start in starts] or [int(restart["step"]) for restart in metrics.restarts]:
+        steps = [each for each in steps if each < step] + [step] * (step > 0)
+    return tuple(steps)
+
+
+def _state(starts: tuple[Start, ...], updated: float) -> tuple[State, str]:
+    if not starts:
+        return "unknown", ""
+    last = starts[-1]
+    if last.outcome:
+        kind = last.outcome.partition(" ")[0].rstrip(":")
+        if last.outcome == "stopped early" or kind == "finished":
+            return "finished", last.outcome
+        return ("stopped" if kind == "stopped" else "failed"), last.outcome
+    is_alive = last.is_alive
+    if is_alive is None:
+        is_alive = time.time() - updated < _SILENT_SECONDS
+    return ("running", "") if is_alive else ("failed", "failed: the process ended without a word")
+
+
+def _checkpoints(folder: Path, metrics: Metrics) -> tuple[SavedCheckpoint, ...]:
+    losses = {each.step: each.loss for each in metrics.evaluations}
+    best = behind_link(folder / BEST)
+    found = []
+    for path in complete_checkpoints(folder):
+        marker = read_marker(path)
+        if marker is not None:  # it was not removed in between
+            size, loss = sum(marker.file_bytes.values()), losses.get(marker.step)
+            saved = _modified(path / MARKER)
+            found.append(SavedCheckpoint(path, marker.step, saved, size, loss, path.name == best.name))
+    return tuple(sorted(found, key=lambda each: each.step))
+
+
+def _modified(path: Path) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,191 @@
+"""run.json in the output folder: every start of a training, what ran it, and how it ended.
+
+metrics.jsonl says what the steps did; this file says who did them, and whether anybody still does. It is written when
+a run starts and when it ends, so a run that was killed has a start without an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from trainer import __version__
+from trainer.errors import RunError, TrainerError
+from trainer.input_files import read_bytes
+from trainer.monitors.files import write_text
+from trainer.monitors.metrics import Monitor, RunInfo, RunSummary
+from trainer.storage.json_files import Count, JsonError, OpenDocument, parse_json
+
+RUN_FILE = "run.json"
+_GIT_SECONDS = 5.0
+
+
+class Start(OpenDocument):
+    """One start of a training, new or resumed.
+
+    Attributes:
+        began, ended: ISO 8601 with the offset from UTC; `ended` is empty while it runs, and where it was killed.
+        step: Optimizer steps that were done before it.
+        last_step: The step after which it ends.
+        resumed_from: The checkpoint; empty for a new run.
+        processor: Of rank 0.
+        host, pid, process_start: The process of rank 0; `process_start` in clock ticks since the machine booted.
+        commit: Of the git folder that holds the trainer, with ``-dirty`` where files were changed; empty without one.
+        outcome: ``finished``, ``stopped early``, ``stopped by SIGTERM``, ``failed: ...``; empty while it runs.
+        end_step: The last step it did.
+    """
+
+    began: str
+    step: Count
+    last_step: Count
+    total_steps: Count = 0
+    resumed_from: str = ""
+    device: str = ""
+    processor: str = ""
+    ranks: Count = 1
+    host: str = ""
+    pid: Count = 0
+    process_start: Count = 0
+    commit: str = ""
+    versions: dict[str, str] = {}
+    command: list[str] = []
+    ended: str = ""
+    outcome: str = ""
+    end_step: Count = 0
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether its process is there; None where another machine ran it."""
+        if self.host != socket.gethostname():
+            return None
+        return process_start(self.pid) == self.process_start != 0
+
+
+class RunFile(OpenDocument):
+    starts: list[Start]
+
+
+def read_starts(folder: Path) -> tuple[Start, ...]:
+    """The starts of the training in an output folder, in order; none where an earlier version wrote it, or the file is
+    damaged: a report does without it."""
+    try:
+        return tuple(parse_json(read_bytes(folder / RUN_FILE), RunFile, RUN_FILE).starts)
+    except (OSError, JsonError):
+        return ()
+
+
+class StartMonitor(Monitor):
+    """Writes run.json. A run that resumes adds to it."""
+
+    def __init__(self, folder: Path, device: str, ranks: int) -> None:
+        self._folder, self._device, self._ranks = folder, device, ranks
+        self._starts: list[Start] = []
+        self._step = 0
+
+    def on_start(self, info: RunInfo) -> None:
+        earlier = read_starts(self._folder) if info.start_step > 0 else ()
+        self._step = info.start_step
+        self._starts = [*earlier, _new_start(info, self._device, self._ranks)]
+        self._write()
+
+    def on_step(self, metrics: object) -> None:
+        self._step += 1
+
+    def close(self, summary: RunSummary | None) -> None:
+        if not self._starts:  # it ended before the first step
+            return
+        outcome = summary.outcome if summary is not None else _failure(sys.exc_info()[1])
+        changes = {"ended": _now(), "outcome": outcome, "end_step": self._step}
+        self._starts[-1] = self._starts[-1].model_copy(update=changes)
+        with contextlib.suppress(RunError):  # a full disk must not hide how the run ended
+            self._write()
+
+    def _write(self) -> None:
+        write_text(self._folder / RUN_FILE, RunFile(starts=self._starts).model_dump_json(indent=1) + "\n")
+
+
+def _new_start(info: RunInfo, device: str, ranks: int) -> Start:
+    return Start(
+        began=_now(),
+        step=info.start_step,
+        last_step=info.last_step,
+        total_steps=info.total_steps,
+        resumed_from=str(info.resumed_from or ""),
+        device=device,
+        processor=processor(),
+        ranks=ranks,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process_start=process_start(os.getpid()),
+        commit=git_commit(Path(__file__).resolve().parent),
+        versions=versions(),
+        command=_as_text(sys.argv),
+    )
+
+
+def _failure(error: BaseException | None) -> str:
+    """How a run that failed ended, in a line."""
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return "stopped by SIGINT"
+    text = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
+    return f"failed: {' '.join(text.split())[:300]}"
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _as_text(words: Sequence[str]) -> list[str]:
+    """Without what is not UTF-8, which JSON cannot hold."""
+    return [os.fsencode(word).decode(errors="replace") for word in words]
+
+
+def process_start(pid: int) -> int:
+    """When a process started, in clock ticks since the machine booted; 0 where there is none. Together with its number
+    that says which process it is: numbers are given again."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(status.rpartition(")")[2].split()[19])  # field 22; the second one, a name, may have spaces
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def processor() -> str:
+    """Name of the processor and the number of cores that this process may use."""
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        name = found[1].strip() if found else name
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
+
+
+def versions() -> dict[str, str]:
+    """Of this program and of what computes."""
+    found = {"run_trainer": __version__, "python": platform.python_version()}
+    for package in ("mindspore", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def git_commit(folder: Path) -> str:
+    """The commit of the git folder that `folder` is in; empty where there is none, or no git."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12",
+               "--exclude=*"]  # fmt: skip
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+        return found.stdout.strip() if found.returncode == 0 else ""
+    return ""
