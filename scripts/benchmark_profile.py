@@ -8,7 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config, Override, load_config
+from trainer.plan.flops import flops_per_sequence
 
 if TYPE_CHECKING:
+    from trainer.ops.peak import Ceilings
     from trainer.step.train_step import TrainStep
 
 WARM_UP_STEPS = 3
 NOT_EXPLAINED = "not explained"
 _DISPATCH = "dispatch: Python, MindSpore's autograd"
-_CEILING_ROWS, _CEILING_WIDTH, _CEILING_BYTES = 256, 1024, 1 << 26
 _HALF = ", bfloat16"
 
 # Products by the weight that they take: the first pattern that its name has.
@@ -52,15 +53,6 @@ _ITEMS = (
     (r"[Ee]xperts|add_rows", "experts: SwiGLU, rows"),
     (r"[Rr]outer", "router"),
 )
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What all cores reach together: products in GFLOP/s, copying in GB/s, read and written."""
-
-    float32: float
-    bfloat16: float | None
-    memory: float
 
 
 def first_match(patterns: Sequence[tuple[str, str]], text: str) -> str | None:
@@ -172,50 +164,6 @@ def patch_all(regions: Regions, step: TrainStep, weights: WeightNames) -> Patche
     return patches
 
 
-def product_ceiling(dtype: type) -> float:
-    """GFLOP/s of products on all cores, in tiles of `_CEILING_ROWS` rows; the fastest of some."""
-    from trainer.ops.cpu.arrays import host_threads, parts
-    from trainer.ops.cpu.onednn import operators
-
-    threads, size = host_threads(), _CEILING_WIDTH
-    rows = 16 * _CEILING_ROWS * threads.threads
-    x, weight, out = np.zeros((rows, size), dtype), np.zeros((size, size), dtype), np.empty((rows, size), np.float32)
-
-    def multiply(part: slice, thread: int) -> None:
-        operators().matmul(x[part], weight, out[part])
-
-    best = min(_seconds(lambda: threads.run(parts(slice(0, rows), _CEILING_ROWS), multiply)) for _ in range(8))
-    return 2 * rows * size * size / best / 1e9
-
-
-def memory_ceiling() -> float:
-    """GB/s, read and written, of copying between arrays that no cache holds."""
-    from trainer.ops.cpu.arrays import host_threads, parts
-
-    source, target = (np.ones(_CEILING_BYTES // 4, np.float32) for _ in range(2))
-
-    def copy(part: slice, thread: int) -> None:
-        target[part] = source[part]
-
-    best = min(_seconds(lambda: host_threads().run(parts(slice(0, len(source)), 1 << 18), copy)) for _ in range(8))
-    return 2 * source.nbytes / best / 1e9
-
-
-def ceilings() -> Ceilings:
-    from trainer.ops.cpu import onednn
-
-    half = getattr(onednn, "BFLOAT16", None)
-    return Ceilings(product_ceiling(np.float32), None if half is None else product_ceiling(half), memory_ceiling())
-
-
-def best_of(found: Sequence[Ceilings]) -> Ceilings:
-    """A ceiling is the best that the machine was seen to do."""
-    half = [each.bfloat16 for each in found if each.bfloat16 is not None]
-    return Ceilings(
-        max(each.float32 for each in found), max(half, default=None), max(each.memory for each in found)
-    )
-
-
 def _seconds(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     run()
@@ -223,19 +171,9 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def needed_operations(config: Config) -> float:
-    """Floating-point operations of the products that a step needs: three products of each matrix with each token, and
-    of attention those with the keys that a query sees (a token sees half of the sequence)."""
-    from trainer.models.shapes import EMBEDDING, HEAD, parameter_shapes
-
-    decoder, runner = config.decoder, config.runner_config
-    tokens = runner.batch_size * decoder.seq_length * runner.gradient_accumulation_steps
-    active = 1.0 if decoder.experts is None else decoder.experts.num_experts_chosen / decoder.experts.expert_num
-    weights = 0.0
-    for name, shape in parameter_shapes(decoder).items():
-        if len(shape) > 1 and (name != EMBEDDING or decoder.tie_word_embeddings) or name == HEAD:
-            weights += np.prod(shape) * (active if ".experts." in name else 1)
-    pairs = tokens * (decoder.seq_length + 1) / 2 * decoder.num_layers
-    return 6 * tokens * weights + 3 * 4 * pairs * decoder.num_heads * decoder.head_size
+    """Floating-point operations of the products that a step needs."""
+    runner = config.runner_config
+    return flops_per_sequence(config) * runner.batch_size * runner.gradient_accumulation_steps
 
 
 class Profile:
@@ -301,6 +239,8 @@ def render_rows(title: str, rows: Iterable[tuple[Key, Row]], limits: Ceilings, c
 
 
 def profile(options: argparse.Namespace, console: Console) -> int:
+    from trainer.ops.peak import best_of, ceilings
+
     path = options.config or str(ROOT / "configs" / f"bench_{options.model}.yaml")
     config = load_config(path, [Override(*pair.split("=", 1), "flag --set") for pair in options.set])
     measured = Profile(config)

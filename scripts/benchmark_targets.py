@@ -53,8 +53,8 @@ _VOCABULARY = {"model.model_config.vocab_size": "32768"}
 VOCABULARY_PEAK_BEFORE = 2_268e6
 """Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
 _ROWS = 1, 8  # sequences that are generated together
-_CEILING = "import sys; sys.path[:0] = ['scripts', '.']; import benchmark_profile as b, numpy, json; " \
-    "print(json.dumps({'gflops': max(b.product_ceiling(numpy.float32) for _ in range(3))}))"  # fmt: skip
+_CEILING = "import sys; sys.path[:0] = ['.']; from trainer.ops import peak; import numpy, json; " \
+    "print(json.dumps({'gflops': max(peak.product_ceiling(numpy.float32) for _ in range(3))}))"  # fmt: skip
 
 
 class Programs(NamedTuple):

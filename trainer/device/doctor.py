@@ -177,13 +177,13 @@ def check_device(root: Path, environment: Mapping[str, str]) -> Check:
             return Check("device", "warn", "npu-smi and CANN, but no card in /dev", "pass the cards to the container")
         return Check("device", "ok", f"{cards_text} with CANN")
     if toolkit:
-        return Check("device", "warn", f"CPU ({_processor()}); CANN is installed, but there is no Ascend card",
+        return Check("device", "warn", f"CPU ({processor_name()}); CANN is installed, but there is no Ascend card",
                      "pass the cards to the container, or use --device_target CPU")
     gpu = _gpu_name(environment)
     if gpu:
-        return Check("device", "warn", f"CPU ({_processor()}); {gpu} stays idle",
+        return Check("device", "warn", f"CPU ({processor_name()}); {gpu} stays idle",
                      f"nothing to do: MindSpore {TESTED_MINDSPORE} has no GPU wheel, training uses the CPU")
-    return Check("device", "ok", f"CPU ({_processor()})")
+    return Check("device", "ok", f"CPU ({processor_name()})")
 
 
 def check_cores(usable: int, present: int) -> Check:
@@ -323,7 +323,7 @@ def _available_memory_bytes() -> int:
     return psutil.virtual_memory().available
 
 
-def _processor() -> str:
+def processor_name() -> str:
     with contextlib.suppress(OSError):
         if model := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return model[1]

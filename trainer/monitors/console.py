@@ -1,6 +1,6 @@
 """The output of a run: a live progress line on a terminal, plain lines everywhere else and in the log file.
 
-A thread of Rich draws the live line a few times a second, so a step only stores its metrics.
+`trainer/monitors/live.py` has what the live line shows and how it is drawn.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from trainer.monitors import wording
 from trainer.monitors.files import write_failure
+from trainer.monitors.live import Eta, LiveState, NotebookLine, TerminalLine, in_notebook
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, Task
-    from rich.text import Text
-
-REFRESHES_PER_SECOND = 4
-_WIDTH_WITH_BAR = 105  # columns; a narrower terminal shows the figures only
 
 DetailLines = Callable[[StepMetrics], list[str]]
 """Makes more lines after the line of a step."""
@@ -30,29 +26,6 @@ DetailLines = Callable[[StepMetrics], list[str]]
 
 def no_details(metrics: StepMetrics) -> list[str]:
     return []
-
-
-class Eta:
-    """Seconds until the last step, from an exponential mean over about twenty steps."""
-
-    _FORGET = 0.05
-
-    def __init__(self) -> None:
-        self._mean_seconds: float | None = None
-        self._steps_seen = 0
-
-    def add(self, metrics: StepMetrics) -> None:
-        """Adds a step to the mean, except the first, which compiles."""
-        self._steps_seen += 1
-        if self._steps_seen == 2:
-            self._mean_seconds = metrics.step_seconds
-        elif self._mean_seconds is not None:
-            self._mean_seconds += self._FORGET * (metrics.step_seconds - self._mean_seconds)
-
-    def seconds(self, metrics: StepMetrics) -> float | None:
-        """Seconds from ``metrics`` to the last step; None at the last step, and before the second step."""
-        steps_left = metrics.last_step - metrics.step
-        return steps_left * self._mean_seconds if self._mean_seconds is not None and steps_left > 0 else None
 
 
 class LineMonitor(Monitor):
@@ -108,51 +81,48 @@ class LineMonitor(Monitor):
 
 
 class ProgressMonitor(LineMonitor):
-    """Shows the newest step in a live line; evaluations, checkpoints, notices and details scroll past above it.
+    """Shows the newest step, or what else the run does, in a live line; evaluations, checkpoints, notices and details
+    scroll past above it. It must be closed, also after a failure.
 
-    It must be closed, also after a failure: until then a thread draws and the cursor is hidden.
+    Args:
+        state: What `line` draws.
+        console: Prints the summary; None: `line` does.
     """
 
-    def __init__(self, console: Console, every: int = 1, details: DetailLines = no_details) -> None:
-        super().__init__(self._print, every=every, details=details)
-        self._console = console
-        self._progress: Progress | None = None
-        self._bar_task: Task | None = None
-        self.newest: StepMetrics | None = None
+    def __init__(
+        self,
+        line: TerminalLine | NotebookLine,
+        state: LiveState,
+        console: Console | None = None,
+        details: DetailLines = no_details,
+        every: int = 1,
+    ) -> None:
+        super().__init__(line.print, every=every, details=details)
+        self._line, self._state, self._console = line, state, console
 
     def on_start(self, info: RunInfo) -> None:
-        from rich.progress import BarColumn, Progress, ProgressColumn
-        from rich.table import Column
-
-        monitor = self
-
-        class Figures(ProgressColumn):
-            def render(self, task: object) -> Text:
-                return monitor.figures()
-
         super().on_start(info)
-        bar = [BarColumn(bar_width=20)] if self._console.width >= _WIDTH_WITH_BAR else []
-        columns = (Figures(table_column=Column(no_wrap=True)), *bar)
-        self._progress = Progress(*columns, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
-        self._progress.add_task("", total=info.last_step, completed=info.start_step)
-        self._bar_task = self._progress.tasks[0]
-        self._progress.start()
+        self._state.begin(info)
+        self._line.start()
 
     def on_step(self, metrics: StepMetrics) -> None:
-        self._eta.add(metrics)
-        self.newest = metrics
-        if self._bar_task is not None:
-            # Not Progress.update, which locks and redraws: the drawing thread reads this number at its next refresh.
-            self._bar_task.completed = metrics.step
+        self._state.add(metrics)
+        self._line.changed()
         if metrics.overflow:
-            self._print(f"step {metrics.step}: overflow, update skipped (loss scale {metrics.loss_scale:g})")
+            self._write(f"step {metrics.step}: overflow, update skipped (loss scale {metrics.loss_scale:g})")
         self._write_details(metrics)
 
+    def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
+        self._state.do(name, done, total)
+        if name:
+            self._line.start()
+        self._line.changed()
+
     def close(self, summary: RunSummary | None) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-        if summary is None:
+        self._state.end()
+        self._line.stop()
+        if summary is None or self._console is None:
+            super().close(summary)
             return
         from rich.table import Table
         from rich.text import Text
@@ -163,25 +133,6 @@ class ProgressMonitor(LineMonitor):
         for name, value in wording.summary_rows(summary):
             table.add_row(Text(name), Text(value))  # as Text: a path may contain brackets
         self._console.print(table)
-
-    def figures(self) -> Text:
-        """The figures of the newest step, for the live line."""
-        from rich.text import Text
-
-        metrics = self.newest
-        if metrics is None:
-            return Text("first step: compiling", style="dim")
-        step = f"step {metrics.step:>{len(str(self._last_step))}}/{self._last_step}  "
-        norm = "" if metrics.global_norm is None else f"norm {metrics.global_norm:.3g}  "
-        left = self._eta.seconds(metrics)
-        eta = f"  eta {wording.duration(left)}" if left is not None else ""
-        more = "".join(f"{name} {value:.4g}  " for name, value in metrics.extra.items())
-        rest = f"  lr {metrics.lr:.2e}  {norm}{more}{wording.rate(metrics)}{eta}"
-        return Text.assemble(step, ("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), (rest, "dim"))
-
-    def _print(self, line: str) -> None:
-        # Rich would read "[1/2]" as markup and colour numbers and paths.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def console_monitor(
@@ -195,9 +146,13 @@ def console_monitor(
     if log_format == "rich" and stream.isatty():
         from rich.console import Console
 
-        console = Console(file=stream)
+        console, state = Console(file=stream), LiveState()
         if not console.is_dumb_terminal:
-            return ProgressMonitor(console, per_print_times, details)
+            line = TerminalLine(console, state, print_above=stream is sys.stdout)
+            return ProgressMonitor(line, state, console, details, per_print_times)
+    if log_format == "rich" and stream is sys.stdout and in_notebook():
+        state = LiveState()
+        return ProgressMonitor(NotebookLine(state), state, details=details, every=per_print_times)
 
     def write(line: str) -> None:
         # The reader may have closed the pipe, as in `| head`. The run continues, and the log file has all lines.

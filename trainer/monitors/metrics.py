@@ -21,7 +21,7 @@ DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY = "drop_rate", "load_imbalance", "rout
 
 _STEP_FIELDS = (
     "step", "epoch", "loss", "lr", "global_norm", "loss_scale", "overflow", "tokens", "tokens_per_second",
-    "input_tokens_per_second", "step_seconds", "data_wait_seconds", "peak_rss_bytes",
+    "input_tokens_per_second", "mfu", "step_seconds", "data_wait_seconds", "peak_rss_bytes",
 )  # fmt: skip
 
 
@@ -37,6 +37,7 @@ class RunInfo:
     steps_per_epoch: int = 0
     resumed_from: Path | None = None  # the checkpoint that this run continues
     restarted: Mapping[str, object] = field(default_factory=dict)  # number, reason ... of a job that starts again
+    compiles: bool = True  # whether the first step compiles
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class StepMetrics:
     skipped: str = ""  # why the step updated nothing
     details: Mapping[str, object] = field(default_factory=dict)
     labels: str = "tokens"  # the unit of tokens: "images" for a classifier
+    mfu: float | None = None  # model FLOPs utilization, 0 to 1; None where the peak of the devices is not known
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,10 @@ class Monitor:
     def on_step(self, metrics: StepMetrics) -> None:
         """Called after every optimizer step: must stay far below a millisecond."""
 
+    def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Called when the run begins with something that is no step, such as "evaluating", as often as it gets on, and
+        with an empty name when it is over. Must be as quick as `on_step`."""
+
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Called after an evaluation."""
 
@@ -135,7 +141,10 @@ class Monitor:
 def step_record(metrics: StepMetrics) -> dict[str, object]:
     """The fields of a step in metrics.jsonl, in order."""
     skipped = {"skipped": metrics.skipped} if metrics.skipped else {}
-    return {name: getattr(metrics, name) for name in _STEP_FIELDS} | skipped | {**metrics.extra, **metrics.details}
+    fields = {name: getattr(metrics, name) for name in _STEP_FIELDS}
+    if metrics.mfu is None:
+        del fields["mfu"]
+    return fields | skipped | {**metrics.extra, **metrics.details}
 
 
 def eval_record(metrics: EvalMetrics) -> dict[str, object]:

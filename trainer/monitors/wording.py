@@ -53,6 +53,17 @@ def rate(metrics: StepMetrics | RunSummary) -> str:
     return f"{text}, {count(metrics.tokens_per_second)} with loss"
 
 
+def rates(metrics: StepMetrics) -> tuple[str, ...]:
+    """The same, the longest text first."""
+    short = f"{count(metrics.input_tokens_per_second)} {metrics.labels}/s"
+    return tuple(dict.fromkeys((rate(metrics), short, f"{count(metrics.input_tokens_per_second)}/s")))
+
+
+def utilization(mfu: float) -> str:
+    """Model FLOPs utilization: ``mfu 41.5 %``."""
+    return f"mfu {100 * mfu:.1f} %"
+
+
 def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
     """``step 20/100 | epoch 1/2 | loss 5.6123 | lr 5.00e-05 | norm 0.981 | 12.3k tokens/s | eta 1m05s``."""
     width = len(str(metrics.last_step))
@@ -70,6 +81,8 @@ def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
         parts.append("OVERFLOW, update skipped")
     parts += [f"{name} {value:.4g}" for name, value in metrics.extra.items()]
     parts.append(rate(metrics))
+    if metrics.mfu is not None:
+        parts.append(utilization(metrics.mfu))
     if eta_seconds is not None:
         parts.append(f"eta {duration(eta_seconds)}")
     return " | ".join(parts)

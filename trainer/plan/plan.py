@@ -30,6 +30,7 @@ from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.division import Division, division
 from trainer.plan.experts import active_weights, experts_plan
+from trainer.plan.flops import flops_per_sequence
 from trainer.plan.memory import memory_notices
 from trainer.plan.pipeline import PipelinePlan, pipeline_plan
 from trainer.plan.traffic import TrafficPlan, traffic_plan
@@ -95,6 +96,7 @@ class Plan:
     micro_batches: int
     rows_per_step: int  # of a full step, over all ranks
     tokens_per_step: int
+    flops_per_row: float  # model FLOPs of a sequence or image, see `trainer.plan.flops`
     steps_per_epoch: int
     epochs: int
     total_steps: int
@@ -139,8 +141,7 @@ def plan_run(
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
     notices, data, steps = _notices(config, world, backend, device, memory_bytes), None, 0
-    read, ranks = backend.data_config.runner_config, backend.data_ranks[1]
-    reads = trains and opens_data
+    read, ranks, reads = backend.data_config.runner_config, backend.data_ranks[1], trains and opens_data
     if config.run_mode not in ("predict", "chat") and opens_data:
         from trainer.data.batches.loader import eval_batches, optimizer_steps, training_batches
 
@@ -186,6 +187,7 @@ def plan_run(
         micro_batches=read.gradient_accumulation_steps,
         rows_per_step=step_rows,
         tokens_per_step=step_rows * settings.labels_per_sequence,
+        flops_per_row=flops_per_sequence(config),
         steps_per_epoch=steps,
         epochs=epochs,
         total_steps=total,

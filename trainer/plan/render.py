@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -210,6 +211,7 @@ def _step_rows(plan: Plan) -> Rows:
         ("data", f"{counted(plan.rows, unit)} an epoch" if plan.rows else "not known, it is not on this machine"),
         *_packing_rows(plan),
         ("optimizer step", step),
+        *([("model FLOPs", _flops(plan))] * (plan.tokens_per_step > 0)),
         *([("steps", f"{_steps(plan)}{ends}")] * known),
         ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
     ]
@@ -224,6 +226,19 @@ def _step_rows(plan: Plan) -> Rows:
         rates = ", ".join(f"{rate:.3e} at step {step:,}" for step, rate in plan.learning_rates if step in chosen)
         rows.append(("learning rate", rates))
     return rows
+
+
+def _flops(plan: Plan) -> str:
+    """Of a step and of a token, or an image."""
+    step = _operations(plan.flops_per_row * plan.rows_per_step)
+    each = plan.flops_per_row * plan.rows_per_step / plan.tokens_per_step
+    return f"{step} a step, {_operations(each)} {'an image' if plan.labels == 'images' else 'a token'}"
+
+
+def _operations(number: float) -> str:
+    """Like 12.3 GFLOP."""
+    power = min(max(math.floor(math.log10(max(number, 1.0) * 1.0005) / 3), 0), 6)
+    return f"{number / 1000**power:.3g} {' kMGTPE'[power].strip()}FLOP"
 
 
 def _packing_rows(plan: Plan) -> Rows:

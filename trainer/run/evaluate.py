@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -17,7 +16,7 @@ from trainer.errors import EXIT_OK, EXIT_SIGTERM
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
 from trainer.monitors.files import make_folder, write_text
-from trainer.monitors.metrics import EvalMetrics
+from trainer.monitors.metrics import EvalMetrics, Monitor
 from trainer.run.prepare import held_parts
 from trainer.run.stop_signals import StopSignals
 
@@ -33,10 +32,10 @@ _BATCHES_ON_THE_WAY = 32  # of an evaluation in a pipeline: so many may wait for
 
 
 def evaluate_now(
-    session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int, on_batch: Callable[[], None]
+    session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int, on_batch: Callable[[int, int], None]
 ) -> EvalMetrics | None:
     """Evaluates on all ranks together; None when a signal cut it short, which then says nothing. `on_batch` is called
-    after each batch."""
+    before the first batch and after each, with the number of those that are done and of all."""
     from trainer.step.evaluate import evaluate, perplexity
 
     asked, pipeline = itertools.count(), session.pipeline
@@ -52,7 +51,8 @@ def evaluate_now(
     batches = data.loader.epoch(0)
     # Ranks may evaluate unequal numbers of batches, so they cannot gather the weights of each.
     with contextlib.closing(batches), session.whole_weights():
-        some = _each_told(itertools.islice(batches, data.max_batches), on_batch)
+        count = min(data.loader.batches_per_epoch, data.max_batches or data.loader.batches_per_epoch)
+        some = _each_told(itertools.islice(batches, data.max_batches), count, on_batch)
         found = evaluate(
             session.model if pipeline is None else pipeline.evaluate,
             session.build_inputs,
@@ -66,15 +66,23 @@ def evaluate_now(
     return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds, found.accuracy)
 
 
-def _each_told(batches: Iterable[Batch], on_batch: Callable[[], None]) -> Iterator[Batch]:
-    for batch in batches:
+def _each_told(batches: Iterable[Batch], count: int, on_batch: Callable[[int, int], None]) -> Iterator[Batch]:
+    on_batch(0, count)
+    for done, batch in enumerate(batches, start=1):
         yield batch
-        on_batch()
+        on_batch(done, count)
 
 
 def eval_run(config: Config, world: World, plan: Plan) -> int:
     """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
-    console = console_monitor("plain" if config.log_format == "rich" else config.log_format)
+    console = console_monitor(config.log_format)
+    try:
+        return _eval_run(config, world, plan, console)
+    finally:
+        console.close(None)
+
+
+def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int:
     for notice in plan.notices:
         console.on_notice(notice)
     weights = starting_weights(config, console.on_notice, parts=held_parts(config, world), world=world)
@@ -82,12 +90,17 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
+        console.on_activity("loading MindSpore")
         from trainer.run.session import open_session
 
         session = open_session(config, weights, world, plan.device)
         stopped = session.communicator.any(bool(stop))
-        beat = functools.partial(heartbeat.beat, 0)
-        metrics = None if stopped else evaluate_now(session, plan.data, stop, 0, 1, beat)
+
+        def tell(done: int, batches: int) -> None:
+            heartbeat.beat(0)
+            console.on_activity("evaluating", done, batches)
+
+        metrics = None if stopped else evaluate_now(session, plan.data, stop, 0, 1, tell)
     if metrics is None:
         name = stop.received.name if stop else "a signal to another rank"
         console.on_notice(f"stopped by {name}: the evaluation has no result")

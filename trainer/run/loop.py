@@ -35,7 +35,7 @@ from trainer.monitors.files import claimed_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, Totals, peak_rss_bytes, routing_details
 from trainer.monitors.wording import drop_rate_lines
-from trainer.ops.select import kernel_notices
+from trainer.ops.select import kernel_notices, precision_of, runs_host_layers
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan.render import plan_text
@@ -105,6 +105,7 @@ class _Training:
         self.saved_at = (self.position.step, self.evaluations.step)
         self.stopped: signal.Signals | None = None
         self.held = contextlib.ExitStack()
+        self.peak_flops: float | None = None  # of all devices, as far as it is known
         self.info = RunInfo(
             output_dir=self.folder,
             total_steps=self.plan.total_steps,
@@ -114,6 +115,7 @@ class _Training:
             steps_per_epoch=self.plan.steps_per_epoch,
             resumed_from=prepared.resume_from,
             restarted=heartbeat.restarted(),
+            compiles=not runs_host_layers(config, prepared.plan.device, world),
         )
 
     def run(self, extra_monitors: Sequence[Monitor]) -> int:
@@ -133,7 +135,8 @@ class _Training:
                 return EXIT_OK
             with StopSignals() as stop:
                 # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
-                self.load_engine()
+                with self.activity("loading MindSpore"):
+                    self.load_engine()
                 self.agree(stop)
                 if self.stopped:
                     self.tell("on_notice", f"stopped by {self.stopped.name} before the first step")
@@ -212,6 +215,11 @@ class _Training:
         if self.resumed and self.resumed.step:
             self.step.load_state(self.resumed.step)
         self.resumed = None
+        if self.world.rank == 0:
+            from trainer.ops.peak import peak_flops
+
+            products = precision_of(self.config, self.plan.device, self.world).compute.dtype
+            self.peak_flops = peak_flops(self.plan.device, products, self.world)
 
     def agree(self, stop: StopSignals, counts: Sequence[float] | None = None) -> None:
         """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting.
@@ -231,7 +239,8 @@ class _Training:
         try:
             self.train(stop)
             self.save()
-            self.saver.finish()
+            with self.activity("saving"):
+                self.saver.finish()
         except Exception:
             # What is being written is worth waiting for; the other ranks of a job may be gone.
             if self.world.size == 1:
@@ -316,6 +325,7 @@ class _Training:
             tokens=result.tokens,
             tokens_per_second=result.tokens / seconds,
             input_tokens_per_second=sequences * config.network.labels_per_sequence / seconds,
+            mfu=sequences * self.plan.flops_per_row / seconds / self.peak_flops if self.peak_flops else None,
             step_seconds=seconds,
             data_wait_seconds=waited,
             peak_rss_bytes=peak_rss_bytes(),
@@ -355,7 +365,8 @@ class _Training:
             return
         assert self.data.evaluation is not None, "do_eval without data is an error of the configuration"
         epoch = position.epoch if epoch_ended else position.epoch + 1
-        metrics = evaluate_now(self.session, self.data.evaluation, stop, step, epoch, self.beat)
+        with self.activity("evaluating"):
+            metrics = evaluate_now(self.session, self.data.evaluation, stop, step, epoch, self.tell_evaluating)
         self.agree(stop)
         if metrics is None:
             return
@@ -372,6 +383,10 @@ class _Training:
         """Saves a checkpoint where something has happened since the last one."""
         if self.saved_at == (self.position.step, self.evaluations.step):
             return
+        with self.activity("saving"):
+            self.save_now()
+
+    def save_now(self) -> None:
         self.saver.finish()  # before memory is taken for the next one
         began = time.perf_counter()
         saved, position, communicator = self.step.to_save(), replace(self.position), self.session.communicator
@@ -400,6 +415,19 @@ class _Training:
     def beat(self) -> None:
         step = self.position.step
         heartbeat.beat(step if step > self.info.start_step else None)
+
+    @contextlib.contextmanager
+    def activity(self, name: str) -> Iterator[None]:
+        """Tells the monitors what the run does, which is no step."""
+        self.tell("on_activity", name)
+        try:
+            yield
+        finally:
+            self.tell("on_activity", "")
+
+    def tell_evaluating(self, done: int, batches: int) -> None:
+        self.beat()
+        self.tell("on_activity", "evaluating", done, batches)
 
     def tell_saved(self, path: Path, step: int) -> None:
         self.tell("on_checkpoint", path, step)

@@ -24,7 +24,7 @@ from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.device_memory import fixed_bytes
 from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import Plan, plan_run
-from trainer.run.prepare import choose_backend, prepare, show_build
+from trainer.run.prepare import BuildProgress, choose_backend, prepare
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -93,7 +93,7 @@ def plan_file(
         if not elsewhere:
             return prepare(config, world).plan
         device, memory_bytes = planned_device(config), _memory(config, world)
-        plan = plan_run(config, world, backend, device, memory_bytes, show_build, opens_data and not away)
+        plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not away)
         for section in away if opens_data else ():
             _check_data(config, section, is_away=True)
         of_memory = _memory_notices(config, memory_bytes) if has_sizes and checks_memory else []
@@ -197,8 +197,8 @@ def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
     text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
     return replace(
         plan, weights=0, active_weights=0, frozen=replace(plan.frozen, weights=0, tensors=0), groups=(), experts={},
-        recompute="", adapters="", pipeline=None, tokens_per_step=0, memory_bytes={}, host_memory_bytes=0,
-        notices=(*plan.notices, *notices, Notice(text, "parallel")),
+        recompute="", adapters="", pipeline=None, tokens_per_step=0, flops_per_row=0.0, memory_bytes={},
+        host_memory_bytes=0, notices=(*plan.notices, *notices, Notice(text, "parallel")),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from trainer.config.checks.problem import Problem
 from trainer.config.device_defaults import with_device_defaults
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
+from trainer.monitors import wording
 from trainer.ops.host_library import find_onednn
 from trainer.ops.select import why_compiled
 from trainer.parallel.mesh import Mesh
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.plan.backend import TrainingBackend
     from trainer.step.train_step import TrainStep
 
-_PROGRESS_BYTES = 64 << 20  # a token file smaller than this is built too fast for a progress line
+_SILENT_SECONDS = 0.5  # of tokenizing, before it is shown
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,13 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
 
         check_starting_files(config)
     if not config.trains:
-        return Prepared(config, plan_run(config, world, backend, device, memory_bytes, show_build), {}, None, None)
+        return Prepared(config, plan_run(config, world, backend, device, memory_bytes, BuildProgress()), {}, None, None)
     resume_from = None
     if config.resume_training:  # looked for before the data, which may take long to tokenize
         from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed
 
         resume_from = checkpoint_to_resume(config)
-    plan = plan_run(config, world, backend, device, memory_bytes, show_build)
+    plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
     from trainer.data.datasets import data_layout
 
     layout = data_layout(backend.data_config, plan.data.dataset, backend.data_ranks[1])
@@ -156,9 +158,20 @@ def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
     return prepare(in_job(config, world), world).plan
 
 
-def show_build(done_bytes: int, total_bytes: int) -> None:
-    """Tells the launcher that text is being tokenized, and shows a line on a terminal where it is much."""
-    heartbeat.beat(None)
-    if total_bytes >= _PROGRESS_BYTES and sys.stderr.isatty():
-        end = "\n" if done_bytes >= total_bytes else ""
-        print(f"\rtokenizing: {100 * done_bytes // total_bytes} % of {total_bytes >> 20} MiB", end=end, file=sys.stderr)
+class BuildProgress:
+    """Tells the launcher that text is being tokenized, and shows it on a terminal where it takes long."""
+
+    def __init__(self) -> None:
+        self._began, self._shown = 0.0, ""
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        heartbeat.beat(None)
+        if not sys.stderr.isatty():
+            return
+        now = time.monotonic()
+        self._began = self._began or now
+        text = f"tokenizing {100 * done_bytes // max(total_bytes, 1)} % of {wording.size(total_bytes)}"
+        ended = done_bytes >= total_bytes
+        if text != self._shown and (self._shown or now - self._began > _SILENT_SECONDS):
+            self._shown = "" if ended else text
+            print(f"\r\x1b[K{'' if ended else text}", end="", file=sys.stderr, flush=True)

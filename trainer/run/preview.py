@@ -17,7 +17,7 @@ from trainer.data.batches.loader import epoch_order
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
 from trainer.errors import EXIT_OK, UserError
 from trainer.plan.render import Section, counted, print_sections, source_rows
-from trainer.run.prepare import show_build
+from trainer.run.prepare import BuildProgress
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -85,9 +85,9 @@ def preview(config: Config, num_rows: int, notices: list[str]) -> Preview:
     evaluates = config.run_mode == "eval"
     section = EVAL if evaluates and config.eval_dataset is not None else TRAIN
     if evaluates:
-        dataset, shuffle = build_eval_dataset(config, show_build, notices.append), False
+        dataset, shuffle = build_eval_dataset(config, BuildProgress(), notices.append), False
     else:
-        dataset, _ = build_train_dataset(config, show_build, notices.append)
+        dataset, _ = build_train_dataset(config, BuildProgress(), notices.append)
         shuffle = config.train_dataset.data_loader.shuffle
     if dataset is None:
         fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
