@@ -204,6 +204,7 @@ def _step_rows(plan: Plan) -> Rows:
     step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {batch}"
     step += f" on each rank: {counted(plan.rows_per_step, unit)}" if plan.ranks > 1 else ""
     step += f", {counted(plan.tokens_per_step, plan.labels)}" if plan.tokens_per_step else ""
+    step += f", {_operations(plan.flops_per_row * plan.rows_per_step)}" if plan.flops_per_row else ""
     ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
     known = plan.rows > 0
     rows: Rows = [
@@ -211,7 +212,6 @@ def _step_rows(plan: Plan) -> Rows:
         ("data", f"{counted(plan.rows, unit)} an epoch" if plan.rows else "not known, it is not on this machine"),
         *_packing_rows(plan),
         ("optimizer step", step),
-        *([("model FLOPs", _flops(plan))] * (plan.tokens_per_step > 0)),
         *([("steps", f"{_steps(plan)}{ends}")] * known),
         ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
     ]
@@ -226,13 +226,6 @@ def _step_rows(plan: Plan) -> Rows:
         rates = ", ".join(f"{rate:.3e} at step {step:,}" for step, rate in plan.learning_rates if step in chosen)
         rows.append(("learning rate", rates))
     return rows
-
-
-def _flops(plan: Plan) -> str:
-    """Of a step and of a token, or an image."""
-    step = _operations(plan.flops_per_row * plan.rows_per_step)
-    each = plan.flops_per_row * plan.rows_per_step / plan.tokens_per_step
-    return f"{step} a step, {_operations(each)} {'an image' if plan.labels == 'images' else 'a token'}"
 
 
 def _operations(number: float) -> str:
