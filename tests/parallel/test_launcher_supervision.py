@@ -20,7 +20,7 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(8), pytest.mark.xdist_group(__name__)]
 
 TRICKY = ["two words", 'double " quote', "single ' quote", "$HOME", "`id`", "größe 漢字", "a\\b", "*", "", "--flag=x y"]
-SHORT = {"RUN_TRAINER_TIME_SCALE": "0.3"}
+SHORT, SHORTER = {"RUN_TRAINER_TIME_SCALE": "0.3"}, {"RUN_TRAINER_TIME_SCALE": "0.1"}
 """Shortens the launcher's grace periods, where a test waits for one of them to run out."""
 
 
@@ -215,6 +215,22 @@ def test_a_stopped_worker_is_killed_after_a_signal_to_end(tmp_path: Path) -> Non
     assert "failed" not in job.errors
 
 
+def test_a_rank_that_holds_the_others_up_is_named_once(tmp_path: Path) -> None:
+    """The other one stands for a rank that waits for it."""
+    go_on = tmp_path / "go_on"
+    job = launch(tmp_path, 60, f"0@6:after={go_on}", **SHORTER)
+    job.wait_for_step(2)
+    stopped = psutil.Process(job.facts(1)["pid"])
+    stopped.suspend()
+    time.sleep(2)
+    go_on.touch()
+    stopped.resume()
+    assert job.end() == 0
+    lines = [line for line in job.errors.splitlines() if line.startswith("rank 1 ")]
+    text = f"rank 1 was stopped by a signal (SIGSTOP or the like, process {stopped.pid}); the others wait."
+    assert lines == [text, "rank 1 gets on."]
+
+
 def test_a_stopped_agent_is_woken_to_report_the_end(tmp_path: Path) -> None:
     job = launch(tmp_path, 20)
     job.wait_for_step(2)
@@ -228,12 +244,13 @@ def test_a_child_of_a_worker_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
-    job = launch(tmp_path, 1000, "0@4:hang", "1@4:deaf", "1@5:hang", options=("--hang_timeout", 2), **SHORT)
+    job = launch(tmp_path, 1000, "0@4:hang", "1@4:deaf", "1@5:hang", options=("--hang_timeout", 2), **SHORTER)
     job.wait_for_step(3)
     began = time.monotonic()
     assert job.end() == EXIT_HANG
     assert time.monotonic() - began < LIMIT_SECONDS + 2
     assert "no step was finished for 2 s (--hang_timeout)." in job.errors
+    assert "\nrank 0 has done step 3, others 4; nothing moves any more.\n" in f"\n{job.errors}"
     for rank in range(2):
         assert "in wait_for_ever" in job.log(rank) and "most recent call first" in job.log(rank)
 

@@ -29,6 +29,7 @@ from trainer.launch.job import (
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
+from trainer.launch.trouble import Trouble
 from trainer.launch.wire import scaled, wakeup_pipe
 
 GRACE_SECONDS = 8.0
@@ -107,6 +108,7 @@ class Supervisor:
     msrun_failure: End | None = None
     failure_elsewhere: Event | None = None  # of another node, which ends this one
     reported_done: bool = False
+    trouble: Trouble = field(default_factory=Trouble)
     began: float = field(default_factory=time.monotonic)  # when the workers were started, once they are
     standing_since: float | None = None  # since when a process of a job that is to end has been stopped
     kill_at: float | None = None
@@ -178,6 +180,7 @@ class Supervisor:
                 self.moved_at = now
                 self.nodes.moved()
             self._check_stopped(now)
+            self._check_trouble(now)
         self._check_signals(now)
         self._check_msrun()
         self._check_failures(now)
@@ -254,6 +257,13 @@ class Supervisor:
             words = f"{stopped(self.stopped_by).words}; not all ranks could save."
             self.nodes.failed(128 + self.stopped_by, [words, *self.stopped_lines])
             self._kill(now)
+
+    def _check_trouble(self, now: float) -> None:
+        """Names the ranks of this host for which the others wait."""
+        if self.msrun is not None and self.stopped_by is None and self.pool.ending_since is None and not self.hang:
+            lines = self.trouble.lines(self.pool, now - max(self.began, self.moved_at or 0.0))
+            if lines:
+                self.screen.print(lines)
 
     def _check_msrun(self) -> None:
         """Ends msrun once it has started all agents: when one of them dies, it would kill the others without grace, and
