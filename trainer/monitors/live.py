@@ -6,6 +6,7 @@ terminal a thread draws it a few times a second, so that a step only stores its 
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
@@ -186,7 +187,7 @@ def fitted(parts: Sequence[Part], columns: int) -> list[tuple[Part, str]]:
 
 
 def draw_bar(share: float, columns: int, *, coloured: bool = True, ascii_only: bool = False) -> Text:
-    """A bar of so many columns; without colours what is left of it is empty."""
+    """A bar of so many columns; without colours what is left of it is a thinner line."""
     from rich.text import Text
 
     halves = round(2 * columns * min(max(share, 0.0), 1.0))
@@ -196,7 +197,7 @@ def draw_bar(share: float, columns: int, *, coloured: bool = True, ascii_only: b
     rest = columns - full - half
     return Text.assemble(
         ("━" * full + "╸" * half, "cyan" if full < columns else "green"),
-        ("━" * rest if coloured else " " * rest, "bright_black"),
+        ("━" * rest if coloured else "─" * rest, "bright_black"),
     )
 
 
@@ -217,6 +218,7 @@ class TerminalLine:
         self._shown = ""
         self._streams: dict[str, Any] = {}
         self._write_to = console.file  # not the streams that stand in its place below
+        self._renderer = _in_memory(console)
 
     def start(self) -> None:
         if self._thread is not None:
@@ -287,8 +289,8 @@ class TerminalLine:
             return self._console.width
 
     def _rendered(self, *what: Any, **options: Any) -> str:
-        with self._console.capture() as captured:
-            self._console.print(*what, **options)
+        with self._renderer.capture() as captured:
+            self._renderer.print(*what, **options)
         return captured.get()
 
     def _write(self, text: str) -> None:
@@ -297,6 +299,16 @@ class TerminalLine:
             self._write_to.flush()
         except (OSError, ValueError):
             self._ended.set()  # a terminal that was closed is no reason to end the run, and the log file has all lines
+
+
+def _in_memory(console: Console) -> Console:
+    """A console that renders as this one does and writes nowhere: capturing flushes its file, which may be closed."""
+    from rich.console import Console
+
+    return Console(
+        file=io.StringIO(), force_terminal=console.is_terminal, color_system=console.color_system or None,
+        no_color=console.no_color,
+    )  # fmt: skip
 
 
 class _Above:

@@ -19,6 +19,7 @@ from trainer.data.source.samples import prompt_messages
 from trainer.errors import EXIT_SIGTERM, UserError
 from trainer.launch import heartbeat
 from trainer.monitors.files import make_folder, write_failure
+from trainer.parallel.world import SINGLE_PROCESS
 from trainer.run.generation import (
     context_length,
     decoded,
@@ -29,12 +30,13 @@ from trainer.run.generation import (
     print_text,
     sampling_of,
 )
-from trainer.run.prepare import held_parts
+from trainer.run.prepare import held_parts, prepare
 from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import Tokenizer
+    from trainer.models.generate import Generator
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
     from trainer.run.generation import SharedCopy
@@ -141,8 +143,19 @@ def _asked_to_stop(stop: StopSignals) -> bool:
     return bool(stop)
 
 
-def _predict(config: Config, stop: Callable[[], bool], world: World, device: str) -> None:
-    prompts, tokenizer = read_prompts(config), load_tokenizer(config)
+class _Opened(NamedTuple):
+    """Prompts in tokens, the most new ones of each, and the model."""
+
+    encoded: list[list[int]]
+    limits: list[int]
+    tokenizer: Tokenizer
+    generator: Generator
+    communicator: Communicator
+    copy: SharedCopy
+
+
+def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, makes_folder: bool) -> _Opened:
+    tokenizer = load_tokenizer(config)
     template = load_chat_template(config, "train_dataset", tokenizer) if config.chat else None
     encoded = [_encode(config, tokenizer, template, prompt) for prompt in prompts]
     limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
@@ -154,10 +167,40 @@ def _predict(config: Config, stop: Callable[[], bool], world: World, device: str
     for notice in template.notices if template else ():
         tell(notice)
     weights = starting_weights(config, tell, parts=held_parts(config, world), world=world)
-    folder = Path(config.output_dir).expanduser()
-    make_folder(folder, config.source.where("output_dir"))
+    if makes_folder:
+        make_folder(Path(config.output_dir).expanduser(), config.source.where("output_dir"))
     ends = end_ids(config, tokenizer, template)
-    generator, communicator, copy = open_generator(config, weights, ends, world, device)
+    return _Opened(encoded, limits, tokenizer, *open_generator(config, weights, ends, world, device))
+
+
+def continue_texts(config: Config, texts: Sequence[str]) -> list[str]:
+    """What the model adds to each prompt, for notebooks: nothing is printed but notes, and nothing is written.
+
+    Raises:
+        UserError: As of `predict`.
+        KeyboardInterrupt: SIGINT or SIGTERM came.
+    """
+    prepared = prepare(config)
+    config, prompts = prepared.config, [_prompt(prepared.config, text, "") for text in texts]
+    found = ["" for _ in texts]
+    with StopSignals() as stop:
+        opened = _open(config, prompts, SINGLE_PROCESS, prepared.plan.device, makes_folder=False)
+        sampling, size = sampling_of(config), config.predict_batch_size or config.decoder.batch_size
+        for first in range(0, len(prompts), size):
+            part = slice(first, first + size)
+            steps = opened.generator.stream(opened.encoded[part], opened.limits[part], sampling, first)
+            new = decoded(steps, len(opened.encoded[part]), opened.tokenizer, opened.generator)
+            for pieces in new:
+                if stop:
+                    raise KeyboardInterrupt
+                for row, piece in enumerate(pieces, start=first):
+                    found[row] += piece
+    return found
+
+
+def _predict(config: Config, stop: Callable[[], bool], world: World, device: str) -> None:
+    prompts, folder = read_prompts(config), Path(config.output_dir).expanduser()
+    encoded, limits, tokenizer, generator, communicator, copy = _open(config, prompts, world, device, makes_folder=True)
     sampling, size = sampling_of(config), config.predict_batch_size or config.decoder.batch_size
 
     def until_stopped(steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -18,7 +19,7 @@ class StopSignals:
     """Remembers SIGINT and SIGTERM instead of ending the process; a second one of the same kind acts at once.
 
     A second one within _ECHO_SECONDS counts as the first: batch systems signal every process of a job, and a launcher
-    then forwards the signal as well.
+    then forwards the signal as well. Python handles signals in the main thread alone: elsewhere this remembers nothing.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class StopSignals:
         self._remembered_at: dict[int, float] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in EXIT_CODES:
+        for number in EXIT_CODES if threading.current_thread() is threading.main_thread() else ():
             self._before[number] = signal.signal(number, self._remember)
         return self
 
