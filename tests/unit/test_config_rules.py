@@ -221,7 +221,10 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ("runner_config: {sink_mode: True}\n", ["ignored: runner_config.sink_mode (a.yaml:1): ", "no data sink"]),
         ("context: {hccl_buffsize: 200}\n", ["context.hccl_buffsize (a.yaml:1)", "Ascend"]),
         ("swap_config: {swap: True}\n", ["swap_config.swap"]),
-        ("tensorboard: {tensorboard_dir: a}\n", ["tensorboard.tensorboard_dir", "metrics.jsonl"]),
+        ("tensorboard: {log_timers_to_tensorboard: True}\n", ["log_timers_to_tensorboard True: not used, there is no"]),
+        ("monitor_config: {weight_state_format: log}\n", ["weight_state_format: not used, monitor_config.mon"]),
+        ("monitor_config: {local_loss_format: log}\n", ["ignored: monitor_config.local_loss_format (a.yaml:1)"]),
+        ("monitor_config: {global_norm_spike_threshold: 3.0}\n", ["wrapper.global_norm_spike_threshold 3.0: not"]),
         ("callbacks: [{type: ObsMonitor}]\n", ["callbacks.0", "nothing is uploaded"]),
         ("callbacks: [{type: CheckpointMonitor, prefix: x}]\n", ["callbacks.0.prefix"]),
         (

@@ -102,7 +102,7 @@ train_dataset:
 monitor:
   health_checkpoint: {{global_norm_skip_time: 3}}
   train_state: {{local_norm: True, device_loss: True}}
-  tensorboard: {{output_dir: "tb"}}
+  tensorboard: {{output_dir: "tb", log_interval: 5}}
 callbacks:
   - {{type: MaxLogitsMonitor}}
 context: {{mode: 1, device_target: "Ascend", max_device_memory: "58GB"}}
@@ -123,6 +123,10 @@ def test_every_section_becomes_ours():
     assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
     assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
     assert config.checkpoint_monitor.async_save
+    tensorboard = config.tensorboard
+    assert (tensorboard.tensorboard_dir, tensorboard.log_interval) == ("tb", 5)
+    assert tensorboard.tensorboard_queue_size == 1000
+    assert tensorboard.log_timers_to_tensorboard and tensorboard.log_loss_scale_to_tensorboard
     assert (config.checkpoint_monitor.save_checkpoint_steps, config.checkpoint_monitor.keep_checkpoint_max) == (50, 2)
     data = config.train_dataset
     assert data.input_columns == ["input_ids", "labels", "loss_mask", "position_ids"] and data.data_loader.shuffle
@@ -183,7 +187,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
     assert "a.yaml: a file of MindSpore Transformers' newer schema" in told
     for key, line in (
         ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
-        ("train_dataset.num_parallel_workers", 51), ("monitor.tensorboard.output_dir", 56),
+        ("train_dataset.num_parallel_workers", 51), ("monitor.train_state.device_loss", 55),
         ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.enable_profiling", 60),
     ):  # fmt: skip
         assert f"{key} (a.yaml:{line})" in told, key

@@ -89,6 +89,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     ),
     "Output": (
         Flag("output_dir", "output_dir", "value", "Folder for everything a run leaves.", "DIR"),
+        Flag("trackers", "trackers", "list", "Services that get the numbers: wandb, mlflow, swanlab.", "NAME..."),
         Flag("log_format", "log_format", "value",
              "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT"),
     ),

@@ -71,6 +71,10 @@ class LineMonitor(Monitor):
     def on_notice(self, text: str) -> None:
         self._write(f"note: {text}")
 
+    def write_line(self, line: str) -> None:
+        """Prints a line of another monitor."""
+        self._write(line)
+
     def close(self, summary: RunSummary | None) -> None:
         if summary is not None:
             for line in wording.summary_lines(summary):
@@ -137,7 +141,7 @@ class ProgressMonitor(LineMonitor):
 
 def console_monitor(
     log_format: str, per_print_times: int = 1, stream: TextIO | None = None, details: DetailLines = no_details
-) -> Monitor:
+) -> LineMonitor:
     """The monitor that prints to the user; ``rich`` is a live line of every step on a terminal, plain lines elsewhere.
 
     Elsewhere a line is printed every `per_print_times` steps. `stream` is standard output when None.
@@ -164,7 +168,7 @@ def console_monitor(
 
 def worker_log_monitor(
     path: Path, log_format: str, every: int = 1, details: DetailLines = no_details, *, anew: bool = True
-) -> Monitor:
+) -> LineMonitor:
     """Writes the lines of ``log_format`` alone, as a process prints them; `anew` replaces an existing file.
 
     Raises:
@@ -182,7 +186,7 @@ def log_file_monitor(
     *,
     step_line: wording.StepLine = wording.plain_step,
     stamp: str = "%Y-%m-%d %H:%M:%S ",
-) -> Monitor:
+) -> LineMonitor:
     """Appends lines to the file at ``path``, each with date and time (`stamp`).
 
     Raises:

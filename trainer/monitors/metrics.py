@@ -38,6 +38,8 @@ class RunInfo:
     resumed_from: Path | None = None  # the checkpoint that this run continues
     restarted: Mapping[str, object] = field(default_factory=dict)  # number, reason ... of a job that starts again
     compiles: bool = True  # whether the first step compiles
+    samples_per_step: int = 0  # sequences or images of a full window, over all ranks
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,11 @@ from trainer.monitors.console import console_monitor, log_file_monitor, no_detai
 from trainer.monitors.files import claimed_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, Totals, peak_rss_bytes, routing_details
+from trainer.monitors.trackers import tracker_monitors
+from trainer.monitors.training_state import OPTIMIZER_NORMS, WEIGHT_NORM, StateLog, TrainingState
 from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.select import kernel_notices, precision_of, runs_host_layers
+from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan.render import plan_text
@@ -100,6 +103,7 @@ class _Training:
         self.saves, self.early_stop = config.checkpoint_monitor, config.early_stop
         self.totals = Totals()
         self.monitors: list[Monitor] = []
+        self.records = TrainingState(config)
         self.position = self.resumed.position if self.resumed else Position()
         self.evaluations = self.resumed.evaluations if self.resumed else EvalHistory()
         self.saved_at = (self.position.step, self.evaluations.step)
@@ -116,6 +120,8 @@ class _Training:
             resumed_from=prepared.resume_from,
             restarted=heartbeat.restarted(),
             compiles=not runs_host_layers(config, prepared.plan.device, world),
+            samples_per_step=self.plan.micro_batches * self.data.loader.global_batch_size,
+            ranks=world.size,
         )
 
     def run(self, extra_monitors: Sequence[Monitor]) -> int:
@@ -129,6 +135,11 @@ class _Training:
         try:
             for notice in notices:
                 self.tell("on_notice", notice)
+            records = self.config.monitor_config
+            if records.monitor_on and records.print_struct:
+                names = "\n".join(trained_shapes(self.config))
+                self.tell("on_notice", f"monitor_config.print_struct: no step is made; trained parameters:\n{names}")
+                return EXIT_OK
             if self.ended():
                 done = f"the checkpoint has done all {self.info.last_step} steps of this run"
                 self.tell("on_notice", f"nothing to do: {self.stops_early() or done}")
@@ -340,8 +351,25 @@ class _Training:
             kept["bubble_share"] = result.bubble_share
         if self.saver.waited_seconds:
             kept["save_wait_seconds"], self.saver.waited_seconds = self.saver.waited_seconds, 0.0
+        kept |= self.state_norms() if self.records.is_due(self.position.step) else {}
         watched = result.router_rates is not None and watches_drop_rate(self.config)
         return kept | (routing_details(result.router_rates) if watched else {})
+
+    def state_norms(self) -> dict[str, object]:
+        """The norms of weights and optimizer state that `monitor_config` asks for; all ranks call it."""
+        kinds = [kind for kind, name in OPTIMIZER_NORMS.items() if self.records.asks_for(name)]
+        if not (kinds or self.records.asks_for(WEIGHT_NORM)):
+            return {}
+        from trainer.step.state_norms import norm_of_weights, norms_of_state
+
+        names, communicator, saved = list(trained_shapes(self.config)), self.session.communicator, self.step.to_save()
+        if self.session.computes_together and self.world.rank > 0:  # rank 0 has gathered them
+            saved = saved._replace(weights={}, optimizer={})
+        norms: dict[str, object] = {}
+        if self.records.asks_for(WEIGHT_NORM):
+            norms[WEIGHT_NORM] = norm_of_weights(saved, names, communicator)
+        found = norms_of_state(saved, kinds, names, communicator) if kinds else {}
+        return norms | {OPTIMIZER_NORMS[kind]: by_name for kind, by_name in found.items() if by_name}
 
     def tell_what_was_skipped(self, result: StepResult) -> None:
         """Overflow has a line of its own on the console, other reasons get a notice."""
@@ -450,7 +478,18 @@ def _monitors(config: Config, folder: Path, world: World, device: str) -> list[M
     if rank > 0:
         return logs
     console = console_monitor(config.log_format, every, details=details)
-    monitors = [console, *logs, JsonlMonitor(folder / "metrics.jsonl"), StartMonitor(folder, device, world.size)]
+    lines = [console, *logs]
+
+    def notice(text: str) -> None:
+        for monitor in lines:
+            monitor.on_notice(text)
+
+    # Trackers before the lines, which show a last notice.
+    monitors = [*tracker_monitors(config, notice), *lines, JsonlMonitor(folder / "metrics.jsonl")]
+    monitors.append(StartMonitor(folder, device, world.size))
+    state = TrainingState(config)
+    if state.goes_to("log"):
+        monitors += [StateLog(state, monitor.write_line) for monitor in lines]
     if config.report:
         monitors.append(ReportMonitor(folder, console.on_notice))  # after those whose files it reads are closed
     return monitors

@@ -41,6 +41,8 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
     yield from changed(config, "log_format", "plain")
     yield from changed(config, "worker_log_dir", None)
     yield from changed(config, "report", after=False)
+    yield from changed(config, "trackers", [], "a smoke run is not recorded")
+    yield from changed(config, "tensorboard.tensorboard_dir", None, "a smoke run is not recorded")
 
 
 def rows_of_a_step(config: Config, setup: Setup) -> int:

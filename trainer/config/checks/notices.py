@@ -130,6 +130,12 @@ _UNUSED = (
     _Unused("runner_wrapper", "max_grad_norm clip_type clip_by_group clip_value",
             lambda c: c.trains and not c.runner_wrapper.use_clip_grad,
             "runner_wrapper.use_clip_grad is False", "use_clip_grad"),
+    _Unused("monitor_config", "local_norm_format optimizer_state_format weight_state_format throughput_baseline"
+            " print_struct", lambda c: not c.monitor_config.monitor_on, "monitor_config.monitor_on is False"),
+    _Unused("tensorboard", "log_loss_scale_to_tensorboard log_timers_to_tensorboard log_interval"
+            " tensorboard_queue_size", lambda c: not c.tensorboard.tensorboard_dir, "there is no tensorboard_dir"),
+    _Unused("", "trackers", lambda c: not c.trains, _run_mode),
+    _Unused("tensorboard", "tensorboard_dir", lambda c: not c.trains, _run_mode),
     _Unused("runner_wrapper", "global_norm_spike_threshold global_norm_spike_count_threshold",
             lambda c: c.trains and not c.runner_wrapper.use_skip_data_by_global_norm,
             "runner_wrapper.use_skip_data_by_global_norm is False", "use_skip_data_by_global_norm"),

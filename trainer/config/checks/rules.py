@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.config.checks.model import model_problems
 from trainer.config.checks.moe import callback_problems, moe_problems
 from trainer.config.checks.parallel import parallel_problems
 from trainer.config.checks.problem import NO_VALUE, Problem, problem, raise_problems
+from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import asked_dtype
 from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
@@ -26,7 +28,7 @@ _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 def rule_problems(config: Config) -> list[Problem]:
     """Everything that the sections say against each other."""
-    rules = (model_problems, moe_problems, callback_problems, stage_problems, _schedule, _training)
+    rules = (model_problems, moe_problems, callback_problems, stage_problems, _schedule, _training, _records)
     return [found for rule in rules for found in rule(config)]
 
 
@@ -72,6 +74,29 @@ def _training(config: Config) -> Iterator[Problem]:
         if asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float16":
             rule = "float16 has too small a range to sum gradients in"
             yield problem(config, key, rule, "leave it out, or use compute_dtype bfloat16")
+
+
+def _records(config: Config) -> Iterator[Problem]:
+    for number, pattern in enumerate(config.monitor_config.target or ()):
+        try:
+            read_pattern(pattern)
+        except PatternError as error:
+            yield problem(config, f"monitor_config.target.{number}", str(error), "write for example layers.0",
+                          value=pattern, because="monitor_config.target")  # fmt: skip
+
+
+def _packages(config: Config) -> Iterator[Problem]:
+    """The packages that records are handed to, which a run does without where it has none."""
+    wanted = dict.fromkeys(config.tracker_names, "trackers")
+    if config.tensorboard.tensorboard_dir:
+        wanted["tensorboardX"] = "tensorboard.tensorboard_dir"
+    for package, key in wanted.items():
+        if find_spec(package) is None:
+            rule = f"needs the package {package}, which is not installed"
+            fix = f"pip install {package}"
+            if package == "swanlab":  # no extra could be installed, see setup.cfg
+                fix += ", then pip install 'protobuf>=7.34.1', which MindSpore needs"
+            yield problem(config, key, rule, fix)._replace(is_absent=True)
 
 
 def preflight(config: Config, world: World = SINGLE_PROCESS, of_backend: Sequence[Problem] = ()) -> None:
@@ -122,6 +147,7 @@ def _run(config: Config) -> Iterator[Problem]:
         fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
         yield problem(config, asked, "there is nothing to evaluate on", fix)
     yield from _evaluates(config) if config.trains else ()
+    yield from _packages(config) if config.trains else ()
     if mode == "predict" and not config.predict_data:
         fix = 'give --predict_data "Once upon a time"'
         yield problem(config, "predict_data", "run_mode predict needs prompts", fix, because="run_mode")

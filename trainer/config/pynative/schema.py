@@ -65,6 +65,10 @@ class PynativeHealth(Section):
 class PynativeTensorboard(Section):
     """TensorBoard files (``monitor.tensorboard``)."""
 
+    output_dir: FilePath = setting("", "Folder for event files. Default empty: none.")
+    log_interval: int = setting(1, "Steps between records.", ge=1, le=COUNT)
+    queue_size: int = setting(1000, "Records that are kept before they are written.", ge=1, le=COUNT)
+
 
 class PynativeMoeMonitor(Section):
     """Records of experts (``monitor.moe_monitor``)."""

@@ -367,3 +367,11 @@ def _others(work: _Work) -> None:
             work.put(source, entry.node, source)
     if work.config.monitor.train_state.local_norm:
         work.put("runner_wrapper.local_norm", True, "monitor.train_state.local_norm")
+    tensorboard = work.config.monitor.tensorboard
+    if tensorboard.output_dir:  # everything that this trainer has a tag for
+        source = "monitor.tensorboard"
+        work.put("tensorboard.tensorboard_dir", tensorboard.output_dir, f"{source}.output_dir")
+        work.put("tensorboard.log_interval", tensorboard.log_interval, f"{source}.log_interval")
+        work.put("tensorboard.tensorboard_queue_size", tensorboard.queue_size, f"{source}.queue_size")
+        for name in ("loss_scale", "timers"):
+            work.put(f"tensorboard.log_{name}_to_tensorboard", True, f"{source}.output_dir")

@@ -30,6 +30,7 @@ def fill_in(found: Resolved) -> None:
     _from_grouped_schedule(found)
     _from_sparse_layers(found)
     _from_optimizer(found)
+    _from_records(found)
 
 
 def _section(found: Resolved, key: str) -> dict[str, Any]:
@@ -52,6 +53,13 @@ def _set(found: Resolved, key: str, value: Any, because: str) -> None:
         data[name] = value
         place = found.positions[because]
         found.positions[key] = SourceLocation(place.order, f"{place.text} ({because})")
+
+
+def _from_records(found: Resolved) -> None:
+    """Norms of parameters are computed where they are recorded."""
+    records = _section(found, "monitor_config")
+    if records.get("monitor_on") is True and records.get("local_norm_format"):
+        _set(found, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
 
 
 def _from_family(found: Resolved) -> None:

@@ -25,6 +25,9 @@ _MOVED = {
     "callback": "callbacks",
     "model_config": _MODEL,
     "moe_config": f"{_MODEL}.moe_config",
+    # What use_skip_data_by_global_norm reads there.
+    "monitor_config.global_norm_spike_threshold": "runner_wrapper.global_norm_spike_threshold",
+    "monitor_config.global_norm_spike_count_threshold": "runner_wrapper.global_norm_spike_count_threshold",
     "train_dataset_task.dataset_config": "train_dataset",
     "eval_dataset_task.dataset_config": "eval_dataset",
     f"parallel.{_THRESHOLD}": f"parallel.parallel_optimizer_config.{_THRESHOLD}",

@@ -1,7 +1,7 @@
 """The root of the configuration: one attribute for each key at the top of a YAML file."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import PrivateAttr
 
@@ -45,6 +45,9 @@ class ModelSection(Section):
     settings: ModelConfig = section(ModelConfig, "Its sizes and options.", alias="model_config")
     classifier: ClassifierConfig | None = setting(
         None, "Sizes of an MlpClassifier, in place of model_config. Default null: those of its section.")
+
+
+Tracker: TypeAlias = Literal["wandb", "mlflow", "swanlab"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,9 @@ class Config(Section):
     trainer: TrainerSection = section(TrainerSection, "MindSpore Transformers' trainer class.")
     tensorboard: TensorboardConfig = section(TensorboardConfig, "TensorBoard files.")
     monitor_config: MonitorConfig = section(MonitorConfig, "Training state records.")
+    trackers: Tracker | list[Tracker] = setting(
+        [], "Services that get every number of metrics.jsonl while the run goes on: wandb, mlflow, swanlab; their own"
+        " environment variables say where they are. Default: none.")
 
     use_skip_data_by_global_norm: bool = setting(
         False, "The same as runner_wrapper.use_skip_data_by_global_norm, where older files write it.")
@@ -173,6 +179,11 @@ class Config(Section):
     def network(self) -> ModelConfig | ClassifierConfig:
         """The sizes of the model, of whichever kind it is."""
         return self.classifier or self.model.settings
+
+    @property
+    def tracker_names(self) -> list[str]:
+        """Each of `trackers` once."""
+        return list(dict.fromkeys([self.trackers] if isinstance(self.trackers, str) else self.trackers))
 
     @property
     def checkpoint_monitor(self) -> CheckpointMonitor:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypeAlias
 
-from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, Section, section, setting
+from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, FilePath, Section, section, setting
 
 # A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
 _Layers: TypeAlias = bool | int | str | list[int | str | list[Any]]
@@ -141,6 +141,39 @@ class SwapConfig(Section):
 class TensorboardConfig(Section):
     """TensorBoard files (YAML ``tensorboard``)."""
 
+    tensorboard_dir: FilePath | None = setting(
+        None, "Folder for TensorBoard's event files, which rank 0 writes to its subfolder rank_0. Default null: none.")
+    tensorboard_queue_size: int = setting(10, "Records that are kept before they are written.", ge=1, le=COUNT)
+    log_interval: int = setting(1, "Optimizer steps between records.", ge=1, le=COUNT)
+    log_loss_scale_to_tensorboard: bool = setting(False, "Write the loss scale too.")
+    log_timers_to_tensorboard: bool = setting(False, "Write the time of a step, samples/s and tokens/s too.")
+
+
+Outlet: TypeAlias = Literal["log", "tensorboard"]
+"""Where a record of the training state goes."""
+
 
 class MonitorConfig(Section):
     """Training state records (YAML ``monitor_config``)."""
+
+    monitor_on: bool = setting(False, "Whether the keys of this section act.")
+    step_interval: int = setting(1, "Optimizer steps between records.", ge=1, le=COUNT)
+    target: list[str] | None = setting(
+        None, "Regular expressions for the parameters that local_norm_format and optimizer_state_format record, found"
+        " anywhere in their names. Default null: all.")
+    invert: bool = setting(False, "The parameters that target does not name.")
+    local_norm_format: Outlet | list[Outlet] | None = setting(
+        None, "Where the norm of each parameter's gradient goes: log, tensorboard or both. Default null: nowhere.")
+    optimizer_state_format: Outlet | list[Outlet] | None = setting(
+        None, "Where the norms of AdamW's two averages of each parameter go, which takes time. Default null: nowhere.")
+    weight_state_format: Outlet | list[Outlet] | None = setting(
+        None, "Where the norm of all trained weights goes, which takes time. Default null: nowhere.")
+    throughput_baseline: float | None = setting(
+        None, "Samples per second and device: the share of it that a step reaches is recorded. Default null: off.",
+        gt=0)
+    print_struct: bool = setting(False, "Print the names of all trained parameters, and end without a step.")
+
+    def outlets(self, key: str) -> frozenset[str]:
+        """Where the records of a key such as ``local_norm_format`` go."""
+        value = getattr(self, key) if self.monitor_on else None
+        return frozenset([value] if isinstance(value, str) else value or ())

@@ -1,0 +1,164 @@
+"""Weights & Biases, MLflow and SwanLab, each through its own package and the environment variables that it reads.
+
+Where to send to, and whether to send at all, is theirs to say: WANDB_MODE=offline, MLFLOW_TRACKING_URI,
+SWANLAB_MODE=offline. A resumed run goes on in the run that the first one made there, whose name is in output_dir, in
+the file trackers/wandb and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.read.dump import values
+from trainer.monitors.files import write_text
+from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
+from trainer.monitors.tracking import eval_numbers, step_numbers
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+_PROJECT = "run_trainer"
+_MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 500  # of a request of MLflow; characters
+
+
+class _Service:
+    """What the three share; each is a `Tracker`."""
+
+    name = ""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.layers, self.folder = config, config.decoder.moe_layers, Path()
+
+    def start(self, info: RunInfo) -> None:
+        self.folder = info.output_dir.absolute()
+        known = ""
+        with contextlib.suppress(OSError, ValueError):
+            known = self._name_file().read_text(encoding="utf-8").strip() if info.start_step else ""
+        self.open(self.folder.name, known)
+
+    def open(self, title: str, known: str) -> None:
+        """Begins a run of this title, or goes on with the run that is `known` there."""
+        raise NotImplementedError
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def remember(self, name: str) -> None:
+        path = self._name_file()
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, f"{name}\n")
+
+    def _name_file(self) -> Path:
+        return self.folder / "trackers" / self.name
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.log(step_numbers(metrics, self.layers), metrics.step)
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self.log(eval_numbers(metrics), metrics.step)
+
+    def flush(self) -> None:
+        """The packages send by themselves."""
+
+
+class Wandb(_Service):
+    """https://docs.wandb.ai: project run_trainer, or WANDB_PROJECT."""
+
+    name = "wandb"
+
+    def open(self, title: str, known: str) -> None:
+        import wandb
+
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("there is no API key: call `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+        name = known or secrets.token_hex(4)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT), name=os.environ.get("WANDB_NAME", title), id=name,
+            resume="allow" if known else None, dir=str(self.folder), config=values(self.config),
+            settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+        self.remember(name)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def close(self, outcome: str) -> None:
+        self.run.finish(exit_code=int(outcome == "failed"))
+
+
+class Mlflow(_Service):
+    """https://mlflow.org: experiment run_trainer, or MLFLOW_EXPERIMENT_NAME."""
+
+    name = "mlflow"
+
+    def open(self, title: str, known: str) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self.client, self.metric = MlflowClient(), Metric
+        if known:
+            self.run = known
+            self.client.update_run(known, status="RUNNING")
+            return
+        wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        found = self.client.get_experiment_by_name(wanted)
+        experiment = found.experiment_id if found else self.client.create_experiment(wanted)
+        self.run = self.client.create_run(experiment, run_name=os.environ.get("MLFLOW_RUN_NAME", title)).info.run_id
+        self.remember(self.run)
+        keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in _flat(values(self.config)).items()]
+        for first in range(0, len(keys), _MOST_PARAMETERS):
+            self.client.log_batch(self.run, params=keys[first : first + _MOST_PARAMETERS])
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        now = int(1000 * time.time())
+        self.client.log_batch(self.run, [self.metric(name, value, now, step) for name, value in numbers.items()])
+
+    def close(self, outcome: str) -> None:
+        status = "FAILED" if outcome == "failed" else "KILLED" if outcome.startswith("stopped by") else "FINISHED"
+        self.client.set_terminated(self.run, status)
+
+
+class SwanLab(_Service):
+    """https://docs.swanlab.cn: project run_trainer, or SWANLAB_PROJ_NAME."""
+
+    name = "swanlab"
+
+    def open(self, title: str, known: str) -> None:
+        import swanlab
+
+        mode = os.environ.get("SWANLAB_MODE", "online")
+        resumes = {"id": known, "resume": "allow"} if known and mode in ("online", "cloud") else {}
+        self.run = swanlab.init(
+            project=os.environ.get("SWANLAB_PROJ_NAME", _PROJECT), name=os.environ.get("SWANLAB_EXP_NAME", title),
+            mode=mode, log_dir=os.environ.get("SWANLAB_LOG_DIR", str(self.folder / "swanlog")),
+            config=values(self.config), reinit=True, **resumes,
+            settings=swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")),
+        )  # fmt: skip
+        self.remember(str(self.run.id))
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def close(self, outcome: str) -> None:
+        state = "crashed" if outcome == "failed" else "success"
+        self.run.finish(state, **({"error": outcome} if outcome == "failed" else {}))
+
+
+SERVICES = {service.name: service for service in (Wandb, Mlflow, SwanLab)}
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of plain values by dotted key."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if _has_sections(tree) else ()
+    below = {key: leaf for name, value in items for key, leaf in _flat(value, f"{path}{name}.").items()}
+    return below if items else {path.rstrip("."): tree}
+
+
+def _has_sections(tree: Any) -> bool:
+    return isinstance(tree, list) and any(isinstance(item, dict) for item in tree)
