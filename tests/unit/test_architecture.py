@@ -55,6 +55,7 @@ ROOMS = (
     ("trainer.monitors",),
     ("trainer.checkpoint",),
     ("trainer.report",),
+    ("trainer.profiling",),
     ("trainer.run.session",),
     ("trainer.semi_auto.rules",),
     ("trainer.semi_auto",),
@@ -265,7 +266,8 @@ def fused_operators_elsewhere(modules: list[Module]) -> list[str]:
             for name, line in module.used_from_mindspore():
                 if name in FUSED_OPERATORS:
                     found.append(f"{module.at(line)} uses {name}: fused operators belong to trainer/ops/ascend")
-        if room_of(module.name) not in (room_of("trainer.ops"), room_of("trainer.semi_auto")):
+        measures = module.name == "trainer.profiling.host"  # it wraps what there is
+        if room_of(module.name) not in (room_of("trainer.ops"), room_of("trainer.semi_auto")) and not measures:
             for target, line in module.imports():
                 if target in KERNEL_MODULES:
                     found.append(f"{module.at(line)} imports {target}: only ops and semi_auto choose kernels")

@@ -18,7 +18,6 @@ import benchmark  # noqa: E402
 import benchmark_bare  # noqa: E402
 import benchmark_moe  # noqa: E402
 import benchmark_profile  # noqa: E402
-import benchmark_regions  # noqa: E402
 import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
 import benchmark_targets  # noqa: E402
@@ -27,6 +26,8 @@ import benchmark_tools  # noqa: E402
 from trainer.config import Override, load_config, parse_config  # noqa: E402
 from trainer.models.shapes import parameter_shapes  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
+from trainer.profiling.host import NOT_EXPLAINED, profile_rows  # noqa: E402
+from trainer.profiling.regions import Key, Regions  # noqa: E402
 
 CONFIG = """
 runner_config: {batch_size: 8}
@@ -453,7 +454,7 @@ def test_each_second_of_a_step_is_in_one_row() -> None:
             function(item, place % 2)
         spend(1)  # nobody works
 
-    regions = benchmark_regions.Regions(lambda: now)
+    regions = Regions(lambda: now)
     product = regions.wrapped(spend, lambda of, arguments: f"product of {of.item or 'the step'}", lambda _: (8.0, 2.0))
 
     def item(seconds: float, thread: int) -> None:
@@ -475,7 +476,7 @@ def test_each_second_of_a_step_is_in_one_row() -> None:
         ("waiting threads", "backward"): (18, 1),
     }
     assert sum(row.seconds for row in regions.rows.values()) == now == 50
-    row = regions.rows[benchmark_regions.Key(f"product of {item_name}", "backward")]
+    row = regions.rows[Key(f"product of {item_name}", "backward")]
     assert (row.bytes, row.operations) == (16, 4)
 
 
@@ -484,8 +485,8 @@ def test_the_profile_of_a_step_counts_its_products() -> None:
     profile = benchmark_profile.Profile(config)
     before = profile.plain()
     taken = profile.measured()
-    found = benchmark_profile.profile_rows(profile.regions.rows, 1)
-    assert found[-1][0] == (benchmark_profile.NOT_EXPLAINED, "")
+    found = profile_rows(profile.regions.rows, 1)
+    assert found[-1][0] == (NOT_EXPLAINED, "")
     assert before > 0 and sum(row.seconds for _, row in found) <= taken
     tokens, projections, mlp, head = 2 * 16, 32 * (32 + 2 * 16), 3 * 32 * 48, 64 * 32
     layers = 2 * (projections + 32 * 32 + mlp)

@@ -48,7 +48,7 @@ def test_overrides_are_in_the_dump():
 def test_the_dump_holds_what_acts_and_not_what_is_ignored():
     text = dump_config(load(BASE))
     assert "gradient_accumulation_steps: 1\n" in text
-    for key in ("sink_mode", "swap", "profile", "null"):
+    for key in ("sink_mode", "swap", "null"):
         assert key not in text
     assert "sink_mode: true" in dump_config(load(BASE, "runner_config.sink_mode=True"))
 

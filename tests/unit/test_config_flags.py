@@ -229,7 +229,6 @@ def test_a_wrong_command_line_is_one_message(argv, parts):
         (["--adapter_id", "x"], ["flag --adapter_id: adapter_id = 'x'", "pet_config, which is absent"]),
         (["--modal_type", "image", "text"], ["modal_type = ['image', 'text']: not yet supported"]),
         (["--only_save_strategy"], ["only_save_strategy = True: not yet supported"]),
-        (["--profile"], ["profile = True: not yet supported", "metrics.jsonl"]),
     ],
 )
 def test_flags_that_cannot_be_honoured_are_errors(run, argv, parts):

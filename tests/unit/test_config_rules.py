@@ -199,7 +199,6 @@ def test_what_is_right_at_the_edge_loads(text):
             "train_dataset: {data_loader: {type: BlendedMegatronDatasetDataLoader, datasets_type: BERTDataset}}\n",
             ["datasets_type = 'BERTDataset': not yet", "GPTDataset"],
         ),
-        ("callbacks: [{type: ProfileMonitor, start_step: 3}]\n", ["callbacks.0 = 'ProfileMonitor': not yet"]),
         ("callbacks: [{type: EarlyStop, restore_best_weights: True}]\n", ["restore_best_weights = True: not", "best"]),
         ("model_config: {pet_config: {exclude_layers: [wq]}}\n", ["not yet", "target_modules"]),
     ],

@@ -144,11 +144,11 @@ def test_weights_beyond_the_device_are_an_error():
 
 def test_all_problems_are_told_at_once():
     broken = FINETUNE.replace("batch_size: 1,", "batch_sise: 1,").replace("epochs: 2", "epochs: none")
-    broken = broken.replace("data_parallel: 4", "data_parallel: x").replace("use_parallel: True", "profile: True")
+    broken = broken.replace("data_parallel: 4", "data_parallel: x").replace("use_parallel: True", "lr_scale: True")
     broken = broken.replace('"./parallel.json"}', '"./parallel.json", unknown: 1}')
     with pytest.raises(SeveralProblems) as caught:
         plan_of(broken)
-    for part in ("batch_sise: unknown", "epochs = 'none'", "data_parallel = 'x'", "profile = True", "MindSpore 2.10"):
+    for part in ("batch_sise: unknown", "epochs = 'none'", "data_parallel = 'x'", "lr_scale = True", "MindSpore 2.10"):
         assert part in str(caught.value)
     lines = str(caught.value.short).splitlines()
     assert len(lines) == 1 + len(caught.value.errors) + 1 and lines[-1].startswith("  Fix: ")

@@ -88,6 +88,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
              "explicit: data parallelism instead of semi-automatic mode.", "NAME"),
     ),
     "Output": (
+        Flag("profile", "profile", "bool", "Profile steps 1 to 10, or --profile_start_step to --profile_stop_step."),
         Flag("output_dir", "output_dir", "value", "Folder for everything a run leaves.", "DIR"),
         Flag("trackers", "trackers", "list", "Services that get the numbers: wandb, mlflow, swanlab.", "NAME..."),
         Flag("log_format", "log_format", "value",
@@ -101,7 +102,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     ),
     NO_EFFECT: (
         Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink; ignored."),
-        Flag("profile", "profile", "bool", "Profiler; not yet."),
         Flag("auto_trans_ckpt", "auto_trans_ckpt", "bool", "Transform checkpoints; ignored."),
         Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value", "Checkpoint's layout; ignored.", "PATH"),
         Flag("strategy_load_checkpoint", "strategy_load_checkpoint", "value", "Checkpoint's layout; ignored.", "PATH"),

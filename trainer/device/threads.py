@@ -42,7 +42,7 @@ def set_up_cpu_threads() -> None:
     os.environ[_RUNTIME_SETTINGS] = "pipeline:False"
     try:
         # MindSpore reads the setting when the first graph runs, and then announces it and its thread numbers.
-        with _silent():
+        with silent():
             mindspore.runtime.dispatch_threads_num(threads)
             _twice(mindspore.Tensor(np.ones(1, np.float32))).asnumpy()
     finally:
@@ -55,7 +55,7 @@ def _twice(x: mindspore.Tensor) -> mindspore.Tensor:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Sends what C++ code writes to stdout and stderr nowhere. An exception inside still reaches the caller."""
     saved = {stream: os.dup(stream) for stream in (1, 2)}
     try:

@@ -51,6 +51,7 @@ from trainer.run.stop_signals import EXIT_CODES, StopSignals
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import Batch
+    from trainer.profiling.window import StepProfiler
     from trainer.step.train_step import StepResult
 
 
@@ -109,6 +110,7 @@ class _Training:
         self.saved_at = (self.position.step, self.evaluations.step)
         self.stopped: signal.Signals | None = None
         self.held = contextlib.ExitStack()
+        self.profiler: StepProfiler | None = None
         self.peak_flops: float | None = None  # of all devices, as far as it is known
         self.info = RunInfo(
             output_dir=self.folder,
@@ -166,6 +168,9 @@ class _Training:
             summary = self.totals.summary(outcome, paths, self.saver.waited_seconds)
             return EXIT_CODES[self.stopped] if self.stopped else EXIT_OK
         finally:
+            with contextlib.suppress(Exception):  # of a run that fails: its error counts
+                if self.profiler is not None:
+                    self.profiler.close()
             for monitor in self.monitors:
                 monitor.close(summary)
 
@@ -226,11 +231,30 @@ class _Training:
         if self.resumed and self.resumed.step:
             self.step.load_state(self.resumed.step)
         self.resumed = None
+        self.profiler = self.open_profiler()
         if self.world.rank == 0:
             from trainer.ops.peak import peak_flops
 
             products = precision_of(self.config, self.plan.device, self.world).compute.dtype
             self.peak_flops = peak_flops(self.plan.device, products, self.world)
+
+    def open_profiler(self) -> StepProfiler | None:
+        """What profiles the steps of this rank; None where none is to be."""
+        section, config = self.config.profile_monitor, self.config
+        if section is None:
+            return None
+        if not self.info.start_step < section.stop_step or section.start_step > self.info.last_step:
+            steps = f"steps {self.info.start_step + 1} to {self.info.last_step}"
+            self.tell("on_notice", f"profile: this run does {steps}, none of them is profiled")
+            return None
+        from trainer.profiling.window import StepProfiler, distributed_arguments, is_profiled
+
+        if not is_profiled(section, config, self.world):
+            return None
+        folder = Path(section.output_path or self.folder).expanduser() / "profile" / f"rank_{self.world.rank}"
+        on_arrays = runs_host_layers(config, self.plan.device, self.world)
+        notice, layout = functools.partial(self.tell, "on_notice"), distributed_arguments(config, self.world)
+        return StepProfiler(section, folder, self.plan.device, on_arrays, notice, layout)
 
     def agree(self, stop: StopSignals, counts: Sequence[float] | None = None) -> None:
         """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting.
@@ -249,6 +273,8 @@ class _Training:
         """Trains to the last step, an early stop or a signal; always leaves a checkpoint of where it stopped."""
         try:
             self.train(stop)
+            if self.profiler is not None:
+                self.profiler.close()
             self.save()
             with self.activity("saving"):
                 self.saver.finish()
@@ -259,7 +285,17 @@ class _Training:
                     self.saver.finish()
             raise
 
+    def advance_profile(self) -> None:
+        """Between two steps: begins what is profiled, and ends it."""
+        if self.profiler is None:
+            return
+        if self.profiler.is_due(self.position.step):
+            with self.activity("writing the profile"):
+                self.profiler.close()
+        self.profiler.begin(self.position.step + 1, self.step)
+
     def train(self, stop: StopSignals) -> None:
+        self.advance_profile()
         self.evaluate_if_due(stop)  # the run may have been stopped between a step and its evaluation
         while not self.ended() and not self.stopped:
             batches = self.data.loader.epoch(self.position.epoch, self.position.batch)
@@ -268,6 +304,7 @@ class _Training:
                     self.beat()
                     self.tell("on_step", metrics)
                     self.agree(stop, votes)
+                    self.advance_profile()
                     if not self.stopped:
                         self.evaluate_if_due(stop)
                     every = self.saves.save_checkpoint_steps
@@ -299,8 +336,12 @@ class _Training:
 
     def located_step(self, micro_batches: list[Batch], stop: StopSignals) -> StepResult:
         """Does a step; a failure says which step it was and which micro-batches it saw."""
+        profiled = contextlib.nullcontext()
+        if self.profiler is not None:
+            profiled = self.profiler.step(self.position.step + 1, self.step)
         try:
-            return self.step(micro_batches, lambda: votes_of(stop, self.saver))
+            with profiled:
+                return self.step(micro_batches, lambda: votes_of(stop, self.saver))
         except RunError as error:
             position = self.position
             first, last = position.batch + 1, position.batch + len(micro_batches)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.config import Config
 from trainer.config.checks.parallel import DATA_PARALLEL
-from trainer.config.schema.callbacks import CheckpointMonitor
+from trainer.config.schema.callbacks import CheckpointMonitor, ProfileMonitor
 from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.degrees import SHARING
 from trainer.smoke.model import CHUNKS
@@ -43,6 +43,10 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
     yield from changed(config, "report", after=False)
     yield from changed(config, "trackers", [], "a smoke run is not recorded")
     yield from changed(config, "tensorboard.tensorboard_dir", None, "a smoke run is not recorded")
+    yield from changed(config, "profile", after=False)
+    for number, callback in enumerate(config.callbacks):
+        if isinstance(callback, ProfileMonitor):  # what it writes stays in the folder of the smoke run
+            yield from changed(config, f"callbacks.{number}.output_path", None)
 
 
 def rows_of_a_step(config: Config, setup: Setup) -> int:

@@ -28,7 +28,9 @@ _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 def rule_problems(config: Config) -> list[Problem]:
     """Everything that the sections say against each other."""
-    rules = (model_problems, moe_problems, callback_problems, stage_problems, _schedule, _training, _records)
+    rules = (
+        model_problems, moe_problems, callback_problems, stage_problems, _schedule, _training, _records, _profiles,
+    )  # fmt: skip
     return [found for rule in rules for found in rule(config)]
 
 
@@ -166,6 +168,15 @@ def _run(config: Config) -> Iterator[Problem]:
 def starts_anew(config: Config) -> bool:
     """Whether a finetuning starts from new weights because the file writes an empty load_checkpoint."""
     return config.run_mode == "finetune" and not config.load_checkpoint and bool(config.source.where("load_checkpoint"))
+
+
+def _profiles(config: Config) -> Iterator[Problem]:
+    window = config.profile_monitor
+    if window is not None and window.stop_step < window.start_step:
+        number = next((n for n, callback in enumerate(config.callbacks) if callback is window), None)
+        key = "profile_stop_step" if number is None else f"callbacks.{number}.stop_step"
+        rule = f"must be at least the first step that is profiled ({window.start_step})"
+        yield problem(config, key, rule, "raise it, or lower the first one")
 
 
 def _evaluates(config: Config) -> Iterator[Problem]:

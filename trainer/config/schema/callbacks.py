@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, REQUIRED, Section, setting
+from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, REQUIRED, FilePath, Section, setting
 
 _METRICS = "metrics.jsonl and report.png hold what it would show"
 
@@ -63,9 +63,22 @@ class EvalMonitor(Section):
 
 
 class ProfileMonitor(Section):
-    """Records what the device does."""
-    support, support_reason = "not_yet", "profiling is not built; remove it: metrics.jsonl has the seconds of each step"
+    """Profiles a window of steps; the keys profile, profile_start_step ... are the same at the top."""
+
     type: Literal["ProfileMonitor"] = setting(REQUIRED, "Kind of monitor.")
+    start_step: int = setting(1, "First step that is profiled.", ge=1, le=COUNT)
+    stop_step: int = setting(10, "Last step that is profiled.", ge=1, le=COUNT)
+    output_path: FilePath | None = setting(
+        None, "Folder for its files, in which each rank has profile/rank_N. Default null: output_dir.")
+    profile_rank_ids: list[Annotated[int, Field(ge=0, le=RANKS)]] | None = setting(
+        None, "Ranks that are profiled. Default null: all.")
+    profile_pipeline: bool = setting(False, "Profile the first rank of each stage of a pipeline.")
+    profile_communication: bool = setting(False, "Ascend: small collectives, too; implies profiler_level 1.")
+    profile_memory: bool = setting(False, "Ascend: memory of tensors.")
+    profiler_level: int = setting(0, "Ascend: 0 operators, 1 and AICORE and AscendCL, 2 and runtime.", ge=0, le=2)
+    with_stack: bool = setting(False, "Ascend: Python stacks.")
+    data_simplification: bool = setting(True, "Ascend: remove the raw data.")
+    mstx: bool = setting(False, "Ascend: mark steps in the trace (mstx).")
 
 
 class EarlyStop(Section):

@@ -1,16 +1,16 @@
 """The root of the configuration: one attribute for each key at the top of a YAML file."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from trainer.config.checks.problem import NOWHERE, SourceLocation
 from trainer.config.families import FAMILIES
-from trainer.config.schema.callbacks import Callback, CheckpointMonitor, EarlyStop
+from trainer.config.schema.callbacks import Callback, CheckpointMonitor, EarlyStop, ProfileMonitor
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
-from trainer.config.schema.fields import BATCH, COUNT, FilePath, Section, section, setting
+from trainer.config.schema.fields import BATCH, COUNT, RANKS, FilePath, Section, section, setting
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
@@ -98,6 +98,23 @@ class Config(Section):
     eval_step_interval: int = setting(100, "Optimizer steps between evaluations; -1: never by steps.", ge=-1, le=COUNT)
     eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs.", ge=-1, le=COUNT)
     report: bool = setting(True, "Leave report.png: the curves of the run.")
+    profile: bool = setting(
+        False, "Profile the steps from profile_start_step to profile_stop_step: MindSpore's profiler, and on a CPU a"
+        " table of the parts of a step.")
+    profile_start_step: int = setting(1, "First step that is profiled.", ge=1, le=COUNT)
+    profile_stop_step: int = setting(10, "Last step that is profiled.", ge=1, le=COUNT)
+    profile_output: FilePath | None = setting(
+        None, "Folder for the profile, in which each rank has profile/rank_N. Default null: output_dir.")
+    profile_rank_ids: list[Annotated[int, Field(ge=0, le=RANKS)]] | None = setting(
+        None, "Ranks that are profiled. Default null: all.")
+    profile_pipeline: bool = setting(False, "Profile the first rank of each stage of a pipeline.")
+    profile_communication: bool = setting(False, "Ascend: small collectives in the profile; implies profiler_level 1.")
+    profile_memory: bool = setting(False, "Ascend: memory of tensors in the profile.")
+    profiler_level: int = setting(
+        0, "Ascend: 0 operators, 1 and AICORE and AscendCL, 2 and runtime.", ge=0, le=2, aliases="profile_level")
+    with_stack: bool = setting(False, "Ascend: Python stacks in the profile.")
+    data_simplification: bool = setting(True, "Ascend: remove the raw data of the profile.")
+    mstx: bool = setting(False, "Ascend: mark steps in the profile (mstx).")
     log_format: Literal["rich", "plain", "mindformers", "mindspore"] = setting(
         "rich", "Progress line, plain lines, MindSpore Transformers' lines, or those of MindSpore's LossMonitor; rich"
         " prints plain lines if the output is no terminal.")
@@ -190,6 +207,27 @@ class Config(Section):
         """When checkpoints are saved; where the file has no such callback, only at the end."""
         found = (entry for entry in self.callbacks if isinstance(entry, CheckpointMonitor))
         return next(found, CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=0))
+
+    @property
+    def profile_monitor(self) -> ProfileMonitor | None:
+        """What is profiled: by the callback, or by the keys at the top."""
+        found = next((entry for entry in self.callbacks if isinstance(entry, ProfileMonitor)), None)
+        if found is not None or not self.profile:
+            return found
+        return ProfileMonitor(
+            type="ProfileMonitor",
+            start_step=self.profile_start_step,
+            stop_step=self.profile_stop_step,
+            output_path=self.profile_output,
+            profile_rank_ids=self.profile_rank_ids,
+            profile_pipeline=self.profile_pipeline,
+            profile_communication=self.profile_communication,
+            profile_memory=self.profile_memory,
+            profiler_level=self.profiler_level,
+            with_stack=self.with_stack,
+            data_simplification=self.data_simplification,
+            mstx=self.mstx,
+        )
 
     @property
     def early_stop(self) -> EarlyStop | None:

@@ -26,7 +26,6 @@ OTHER_NAMES = {
     "torch_dtype": "dtype",
     "broadcast_data": "use_broadcast_data",
     "generation": "generation_config",
-    "profile_level": "profiler_level",
 }
 """Keys of the table that have another name."""
 

@@ -1,4 +1,4 @@
-"""For `benchmark.py profile`: seconds of the functions of a step, measured by wrapping them from outside.
+"""Seconds of the functions of a step, measured by wrapping them from outside.
 
 Each second belongs to the innermost function that is measured: a row has what its functions take without what is
 measured inside them. Where threads compute together, a second of one of n threads is 1 / n of a second of the step, and
@@ -57,12 +57,22 @@ Cost = Callable[[tuple], tuple[float, float]]
 """Arguments -> bytes, operations."""
 
 
-class Regions:
-    """Rows of what runs while it is on. `clock` gives seconds."""
+class Event(NamedTuple):
+    """One call: seconds of the clock, the time of what it called included."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    key: Key
+    thread: int
+    began: float
+    seconds: float
+
+
+class Regions:
+    """Rows of what runs while it is on. `clock` gives seconds; with `events` each single call is kept, too."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, events: list[Event] | None = None) -> None:
         self.clock, self.now, self.lock = clock, _Thread(), threading.Lock()
         self.rows: dict[Key, Row] = {}
+        self.events = events
 
     @property
     def item(self) -> str:
@@ -88,6 +98,8 @@ class Regions:
             inside, taken = now.inside.pop(), self.clock() - began
             if now.inside:
                 now.inside[-1] += taken
+            if self.events is not None:
+                self.events.append(Event(key, threading.get_ident(), began, taken))
             self.add(key, Row((taken - inside) * now.weight, 1, *cost))
 
     def wrapped(
