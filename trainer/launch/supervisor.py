@@ -26,10 +26,9 @@ from trainer.launch.job import (
     stopped,
     write_state,
 )
-from trainer.launch.pool import WorkerPool
+from trainer.launch.pool import Trouble, WorkerPool
 from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
-from trainer.launch.trouble import Trouble
 from trainer.launch.wire import scaled, wakeup_pipe
 
 GRACE_SECONDS = 8.0

@@ -14,6 +14,7 @@ from trainer.report.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 _NOT_DRAWN = frozenset(
@@ -46,9 +47,20 @@ def draw_report(record: RunRecord, path: Path) -> bool:
 
     Raises OSError where the file cannot be written.
     """
+    figure = draw_figure(record)
+    if figure is None:
+        return False
+    unfinished = path.with_name(path.name + ".tmp")
+    figure.savefig(unfinished, format="png", dpi=110)
+    os.replace(unfinished, path)
+    return True
+
+
+def draw_figure(record: RunRecord) -> Figure | None:
+    """The curves of a run, for a file or a notebook; None where there is nothing to draw."""
     curves = record.curves
     if not curves.steps and not record.evaluations:
-        return False
+        return None
     # Not pyplot, which keeps a global figure and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,10 +77,7 @@ def draw_report(record: RunRecord, path: Path) -> bool:
         axis.grid(alpha=0.3)
     figure.align_ylabels(axes)
     axes[-1].set_xlabel("optimizer step")
-    unfinished = path.with_name(path.name + ".tmp")
-    figure.savefig(unfinished, format="png", dpi=110)
-    os.replace(unfinished, path)
-    return True
+    return figure
 
 
 def _draw_loss(axis: Axes, record: RunRecord) -> None:
