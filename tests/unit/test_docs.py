@@ -39,6 +39,7 @@ MAX_README_LINES = 250
 MAX_IMAGE_BYTES = 150_000
 CONFIGS = sorted(path.name for path in (REPOSITORY / "configs").glob("*.yaml"))
 WITHOUT_CONFIG = ("doctor", "schema")
+OF_RUNS = {"compare": ("--loss", "--output"), "runs": ()}  # their options with a value
 OF_A_JOB = ("status", "stop", "verify")
 # Switches and options with a value of the commands themselves; every other flag is the configuration's.
 SWITCHES = {
@@ -119,6 +120,10 @@ def check_command(words: list[str]) -> None:
     name = words[0] if words and not words[0].startswith("--") else "train"
     if name in OF_A_JOB:
         assert len(words) == 2 and not words[1].startswith("-"), words
+        return
+    if name in OF_RUNS:
+        own = split_arguments(words[1:], ("--exact", "--json"), OF_RUNS[name]).rest
+        assert [word for word in own if not word.startswith("--")] and words[0] == name, words
         return
     if name == "launch":
         check_job(read_options(words[1:]))
@@ -267,7 +272,7 @@ def test_the_page_of_flags_holds_every_flag_and_its_key() -> None:
 def test_every_flag_in_the_text_exists() -> None:
     """Named flags in backquotes: those of a run, of a command or of launch, negated or not."""
     known = {flag.name for flag in FLAGS} | {*HELP, "elastic", "force", "worker_num", "config", "options", "output_dir"}
-    known |= {flag.removeprefix("--") for flags in (*SWITCHES.values(), *OPTIONS.values()) for flag in flags}
+    known |= {flag.removeprefix("--") for flags in (*SWITCHES.values(), *OPTIONS.values(), *OF_RUNS.values(), ("--exact",)) for flag in flags}
     for page in PAGES:
         for text in re.findall(r"`([^`]+)`", prose(page)):
             for name in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w.-])", text):

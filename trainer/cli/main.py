@@ -21,6 +21,7 @@ import typer
 
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, split_arguments
 from trainer.cli.loading import without_collections
+from trainer.cli.reports import reports
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending, receive_signals_in_a_thread
 from trainer.cli.tools import tools
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
@@ -498,7 +499,7 @@ def _export(
     return EXIT_OK
 
 
-app.registered_commands += tools.registered_commands
+app.registered_commands += [*reports.registered_commands, *tools.registered_commands]
 
 
 def _load(arguments: Arguments, problems: list[Problem] | None = None) -> Config:

@@ -1,0 +1,132 @@
+"""Comparing runs by their files: settings that differ, the first number that differs, figures; listing runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from config_helpers import BASE, load
+
+from trainer.cli.main import dispatch
+from trainer.config import dump_config
+from trainer.errors import UserError
+from trainer.report.compare import Difference, compare, first_difference, tokens_to_loss
+from trainer.report.record import read_run
+
+
+def step(number: int, loss: float, **changes: object) -> dict[str, object]:
+    fields = {"step": number, "epoch": 1, "loss": loss, "lr": 0.5, "global_norm": 1.25, "tokens": 100}
+    return {**fields, "step_seconds": 2.0, "input_tokens_per_second": 50.0, "peak_rss_bytes": 3 << 20, **changes}
+
+
+def evaluation(number: int, loss: float) -> dict[str, object]:
+    return {"step": number, "epoch": 1, "eval_loss": loss, "eval_seconds": 1.0}
+
+
+RECORDS = [step(1, 3.0), step(2, 2.5), evaluation(2, 2.25), step(3, 2.0), evaluation(3, 1.75)]
+
+
+def write_run(folder: Path, records: list[dict[str, object]] = RECORDS, *pairs: str) -> Path:
+    folder.mkdir(parents=True)
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "config.yaml").write_text(dump_config(load(BASE, f"output_dir={folder}", *pairs)), encoding="utf-8")
+    return folder
+
+
+def changed(place: int, **changes: object) -> list[dict[str, object]]:
+    return [record | (changes if number == place else {}) for number, record in enumerate(RECORDS)]
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        (RECORDS, None),
+        (changed(1, step_seconds=9.0, tokens_per_second=1.0), None),  # times are not compared
+        (changed(1, loss=2.5000000000000004), Difference(2, "loss", 2.5, 2.5000000000000004)),
+        (changed(0, global_norm=None), Difference(1, "global_norm", 1.25, None)),
+        (changed(3, lr=0.25), Difference(3, "lr", 0.5, 0.25)),
+        (changed(4, eval_loss=1.5), Difference(3, "eval_loss", 1.75, 1.5)),
+        (RECORDS[:3], Difference(3, "step", 3, None)),
+        ([*RECORDS, step(4, 1.0)], Difference(4, "step", None, 4)),
+        ([*RECORDS, {"step": 3, "save_wait_seconds": 1.0}], None),
+        (RECORDS[1:], Difference(1, "step", 1, None)),
+        ([], Difference(1, "step", 1, None)),
+    ],
+)
+def test_the_first_difference_of_two_runs(tmp_path, records, expected):
+    left, right = write_run(tmp_path / "left"), write_run(tmp_path / "right", records)
+    assert first_difference(left, right) == expected
+
+
+def test_settings_that_differ_are_named_with_all_values(tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", RECORDS, "seed=7", "optimizer.eps=1e-6")]
+    found = compare(runs)
+    assert found.settings == [("seed", ["1", "7"]), ("optimizer.eps", ["1e-08", "1e-06"])]
+    assert found.names == ["a", "b"] and found.differences == [None]
+    again = compare([runs[0], write_run(tmp_path / "other" / "a")])
+    assert again.settings == [] and again.names == [str(runs[0]), str(tmp_path / "other" / "a")]
+
+
+def test_tokens_to_a_loss_are_those_of_evaluations_or_steps(tmp_path):
+    record = read_run(write_run(tmp_path / "a"))
+    assert [tokens_to_loss(record, loss) for loss in (3.0, 2.0, 1.0)] == [200, 300, None]
+    steps = read_run(write_run(tmp_path / "b", [each for each in RECORDS if "loss" in each]))
+    assert [tokens_to_loss(steps, loss) for loss in (3.0, 2.25, 1.0)] == [100, 300, None]
+
+
+def test_exact_says_by_its_exit_code_whether_the_numbers_are_the_same(tmp_path, capsys):
+    left, same = str(write_run(tmp_path / "left")), str(write_run(tmp_path / "same"))
+    other = str(write_run(tmp_path / "other", changed(3, loss=2.125)))
+    assert dispatch(["compare", left, same, "--exact"]) == 0
+    assert "all numbers are the same" in capsys.readouterr().out
+    assert dispatch(["compare", left, same, other, "--exact", "--loss", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert "step 3: loss 2.0 in left, 2.125 in other" in printed and "no key differs" in printed
+    assert re.search(r"left +unknown +3/3 +2.0000 +1.7500 at step 3 +300 +50 +3 MiB +300", printed)
+    assert dispatch(["compare", left, other]) == 0
+    capsys.readouterr()
+    dispatch(["compare", left, other, "--json"])
+    assert json.loads(capsys.readouterr().out)["first_difference"]["other"]["step"] == 3
+
+
+def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path):
+    runs = [write_run(tmp_path / "<b>a&b"), write_run(tmp_path / "c", RECORDS[:1])]
+    assert dispatch(["compare", *map(str, runs), "--output", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "compare.html").read_text(encoding="utf-8")
+    assert "&lt;b&gt;a&amp;b" in page and "<b>" not in page and not re.search(r"<script|https?://|src=|nan", page)
+    assert page.count("<svg") == 4 and 'd="M' in page
+    assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_listed_a_line_each_for_a_pipe(tmp_path, capsys):
+    write_run(tmp_path / "deep" / "er" / ("x" * 150))
+    write_run(tmp_path / "other", RECORDS[:2])
+    (tmp_path / "other" / "checkpoints" / "step-1").mkdir(parents=True)
+    assert dispatch(["runs", str(tmp_path)]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["run", "state", "step", "loss", "eval", "loss", "began", "folder"]
+    assert len(rows) == 2 and all(row.split()[1] == "unknown" for row in rows)
+    assert any(row.endswith("/deep/er/" + "x" * 150) and " 3/3 " in row for row in rows)
+    assert dispatch(["runs", str(tmp_path), "--json"]) == 0 and len(json.loads(capsys.readouterr().out)) == 2
+    assert dispatch(["runs", str(tmp_path / "other" / "checkpoints")]) == 0
+    assert "no run below" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["compare", "A"], "name two runs or more"),
+        (["compare", "A", "A"], "is named twice"),
+        (["compare", "A", "nothing"], "there is no run in this folder"),
+        (["runs", "nothing"], "is no folder"),
+        (["compare", "A", "A", "--loss", "low"], "--loss"),
+    ],
+)
+def test_wrong_arguments_are_found(tmp_path, arguments, part):
+    write_run(tmp_path / "A")
+    with pytest.raises(UserError) as caught:
+        dispatch([str(tmp_path / each) if each in ("A", "nothing") else each for each in arguments])
+    assert part in str(caught.value)

@@ -1,0 +1,75 @@
+"""The commands that look at finished and unfinished runs: compare, runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
+from trainer.input_files import user_path
+
+reports = typer.Typer()
+
+_Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+@reports.command("compare")
+def _compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Output folders of runs.")],
+    loss: Annotated[float | None, typer.Option(help="Also: the tokens to this loss.", show_default=False)] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Exit code 1 where a number differs.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A folder for compare.png and compare.html; none by default.", metavar="DIR"),
+    ] = None,
+    json_: _Json = False,
+) -> int:
+    """Compares runs: figures, settings that differ, and the first step whose numbers differ from the first run's."""
+    from trainer.plan.render import print_sections
+    from trainer.report.compare import as_dict, compare, sections
+
+    if len(folders) < 2:
+        raise UserError("there is nothing to compare", key="RUN", fix="name two runs or more")
+    comparison = compare([user_path(folder, "argument RUN") for folder in folders])
+    if json_:
+        print(json.dumps(as_dict(comparison, loss), indent=1))
+    else:
+        print_sections(sections(comparison, loss))
+    if output is not None:
+        from trainer.monitors.files import make_folder
+        from trainer.report.compare_page import draw, write_page
+
+        folder = user_path(output, "flag --output")
+        make_folder(folder, "flag --output")
+        draw(comparison, folder / "compare.png")
+        write_page(comparison, folder / "compare.html", loss)
+        if not json_:
+            print(folder / "compare.html", folder / "compare.png", sep="\n")
+    return EXIT_RUN_FAILED if exact and any(comparison.differences) else EXIT_OK
+
+
+@reports.command("runs")
+def _runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look.")] = Path("output"),
+    json_: _Json = False,
+) -> int:
+    """Lists the runs below a folder: state, step, loss, when and where; the newest last."""
+    from trainer.plan.render import print_sections, sections_text
+    from trainer.report.runs import HEADER, find_runs, row_of, run_dict
+
+    found = find_runs(user_path(folder, "argument DIR"))
+    if json_:
+        print(json.dumps([run_dict(record) for record in found], indent=1))
+    elif found:
+        table = ("runs", [HEADER, *map(row_of, found)])
+        if sys.stdout.isatty():
+            print_sections([table])
+        else:
+            print(*(line.strip() for line in sections_text([table]).splitlines()[1:]), sep="\n")
+    else:
+        print(f"no run below {folder}")
+    return EXIT_OK

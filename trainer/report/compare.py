@@ -1,0 +1,175 @@
+"""Several runs beside each other: what differs in their configurations, figures, and the first step that differs."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.errors import UserError
+from trainer.monitors import wording
+from trainer.monitors.jsonl import read_records
+from trainer.report.record import METRICS_FILE, RunRecord, is_run_folder, read_run
+
+_SAME_IN_EQUAL_RUNS = ("loss", "lr", "global_norm", "tokens", "loss_scale", "overflow", "eval_loss")
+"""Fields of metrics.jsonl that are the same bits in two runs that compute the same; times are not."""
+_OF_THE_RUN = frozenset(("output_dir", "resume_training"))
+ABSENT = "-"
+Rows = list[tuple[str, ...]]
+
+
+class Difference(NamedTuple):
+    """The first place where two runs are not the same: a number, or a step that one of them does not have."""
+
+    step: int
+    field: str  # "step" where it is missing
+    left: object  # None where there is none
+    right: object
+
+    def text(self, left: str, right: str) -> str:
+        if self.field == "step":
+            has, lacks = (left, right) if self.left is not None else (right, left)
+            return f"{lacks} ends before step {self.step}, which {has} has; the steps before it are the same"
+        return f"step {self.step}: {self.field} {self.left!r} in {left}, {self.right!r} in {right}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs in the order in which they were named.
+
+    Attributes:
+        names: One for each, all different.
+        settings: Keys that are not the same in all runs, with the value in each as text.
+        differences: From the first run to each other one; None where all numbers are the same.
+    """
+
+    records: list[RunRecord]
+    names: list[str]
+    settings: list[tuple[str, list[str]]]
+    differences: list[Difference | None]
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Reads the runs.
+
+    Raises:
+        UserError: A folder holds no run, or is named twice.
+    """
+    places = [folder.resolve() for folder in folders]
+    for number, (folder, place) in enumerate(zip(folders, places, strict=True)):
+        if not is_run_folder(folder):
+            fix = "name output_dir of a training; run_trainer.py runs lists them"
+            raise UserError("there is no run in this folder", where="argument RUN", value=str(folder), fix=fix)
+        if place in places[:number]:
+            raise UserError("is named twice", where="argument RUN", value=str(folder), fix="name other runs")
+    records = [read_run(folder) for folder in folders]
+    own = [record.name for record in records]
+    names = own if len(set(own)) == len(own) else [str(folder) for folder in folders]
+    settings = list(_settings([record.settings for record in records]))
+    differences = [first_difference(records[0].folder, record.folder) for record in records[1:]]
+    return Comparison(records, names, settings, differences)
+
+
+def _settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    for key in dict.fromkeys(key for settings in runs for key in settings):
+        values = [settings.get(key, ABSENT) for settings in runs]
+        if key not in _OF_THE_RUN and any(value != values[0] for value in values):
+            yield key, [str(value) for value in values]
+
+
+def first_difference(left: Path, right: Path) -> Difference | None:
+    """The first number of metrics.jsonl that is not the same in two run folders; None where all are."""
+    pairs = itertools.zip_longest(_numbers(left), _numbers(right))
+    for one, other in pairs:
+        if one is None or other is None:
+            step = (one or other)[0]
+            return Difference(step, "step", *(None if each is None else step for each in (one, other)))
+        if one[0] != other[0]:
+            step = min(one[0], other[0])
+            return Difference(step, "step", *(step if each[0] == step else None for each in (one, other)))
+        for name in _SAME_IN_EQUAL_RUNS:
+            if one[1].get(name) != other[1].get(name):
+                return Difference(one[0], name, one[1].get(name), other[1].get(name))
+    return None
+
+
+def _numbers(folder: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Step and fields of each step and evaluation, in order."""
+    path = folder / METRICS_FILE
+    for record in read_records(path) if path.is_file() else ():
+        if "loss" in record or "eval_loss" in record:
+            yield int(record["step"]), record  # type: ignore[call-overload]
+
+
+def figures(comparison: Comparison, loss: float | None = None) -> tuple[tuple[str, ...], Rows]:
+    """The table: a header, and a row for each run.
+
+    Args:
+        loss: Adds the tokens that a run took to this loss, of evaluations where it makes any, else of steps.
+    """
+    header = ("run", "state", "step", "loss", "best eval loss", "tokens", "tokens/s", "memory")
+    rows = []
+    for name, record in zip(comparison.names, comparison.records, strict=True):
+        curves, best = record.curves, record.metrics.best
+        means = [each for each in curves.means("loss") if not math.isnan(each)]
+        memory = curves.fields.get("peak_rss_bytes")
+        tokens, seconds = (curves.tokens[-1], curves.seconds[-1]) if curves.steps else (0, 0.0)
+        row = [
+            name, record.state, f"{record.step}/{record.last_step}", f"{means[-1]:.4f}" if means else ABSENT,
+            f"{best.loss:.4f} at step {best.step}" if best else ABSENT, wording.count(tokens),
+            wording.count(tokens / seconds) if seconds else ABSENT,
+            wording.size(max(memory.highs)) if memory is not None and memory.has_values else ABSENT,
+        ]  # fmt: skip
+        if loss is not None:
+            found = tokens_to_loss(record, loss)
+            row.append(ABSENT if found is None else wording.count(found))
+        rows.append(tuple(row))
+    return (*header, f"tokens to {loss:g}") if loss is not None else header, rows
+
+
+def tokens_to_loss(record: RunRecord, loss: float) -> int | None:
+    """Tokens with a loss up to the first evaluation of at most this loss, or the first such step of a run without
+    evaluations; None where there is none."""
+    curves = record.curves
+    if record.evaluations:
+        reached = next((each.step for each in record.evaluations if each.loss <= loss), None)
+    else:
+        points = zip(curves.steps, curves.means("loss"), strict=False)
+        reached = next((step for step, mean in points if mean <= loss), None)
+    if reached is None or not curves.steps:
+        return None
+    if reached == 0:
+        return 0
+    return curves.tokens[min(bisect.bisect_left(curves.steps, reached), len(curves.steps) - 1)]
+
+
+def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[str, Rows]]:
+    """The whole comparison as titled tables: figures, settings that differ, first steps that differ."""
+    header, rows = figures(comparison, loss)
+    settings = [(key, *values) for key, values in comparison.settings]
+    settings = settings or [("no key differs", *[""] * len(comparison.names))]
+    others = zip(comparison.names[1:], comparison.differences, strict=True)
+    first = comparison.names[0]
+    same = "all numbers are the same"
+    steps = [(name, same if found is None else found.text(first, name)) for name, found in others]
+    return [
+        ("RUNS", [header, *rows]),
+        ("CONFIGURATION", [("key", *comparison.names), *settings]),
+        (f"AGAINST {first}", [("", ""), *steps]),
+    ]
+
+
+def as_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
+    """The comparison for machines."""
+    header, rows = figures(comparison, loss)
+    differences = [None if found is None else found._asdict() for found in comparison.differences]
+    return {
+        "runs": [dict(zip(header, row, strict=True)) | {"folder": str(record.folder)}
+                 for row, record in zip(rows, comparison.records, strict=True)],
+        "settings": {key: dict(zip(comparison.names, values, strict=True)) for key, values in comparison.settings},
+        "first_difference": dict(zip(comparison.names[1:], differences, strict=True)),
+    }  # fmt: skip
