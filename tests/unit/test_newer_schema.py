@@ -106,7 +106,7 @@ monitor:
 callbacks:
   - {{type: MaxLogitsMonitor}}
 context: {{mode: 1, device_target: "Ascend", max_device_memory: "58GB"}}
-profiler: {{enable_profiling: True, start_step: 7, end_step: 8}}
+profiler: {{enable_profiling: True, start_step: 7, end_step: 8, profiler_rank: [1], profile_cpu: False}}
 {MODEL}"""
 
 
@@ -123,6 +123,8 @@ def test_every_section_becomes_ours():
     assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
     assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
     assert config.checkpoint_monitor.async_save
+    window = config.profile_monitor
+    assert (window.start_step, window.stop_step, window.profile_rank_ids, window.with_stack) == (7, 8, [1], True)
     tensorboard = config.tensorboard
     assert (tensorboard.tensorboard_dir, tensorboard.log_interval) == ("tb", 5)
     assert tensorboard.tensorboard_queue_size == 1000
@@ -188,7 +190,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
     for key, line in (
         ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
         ("train_dataset.num_parallel_workers", 51), ("monitor.train_state.device_loss", 55),
-        ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.enable_profiling", 60),
+        ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.profile_cpu", 60),
     ):  # fmt: skip
         assert f"{key} (a.yaml:{line})" in told, key
     assert "checkpoint.enable_save False: the end of a run is saved" in notices(

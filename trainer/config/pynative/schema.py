@@ -4,7 +4,9 @@ A key that acts is translated by `translate`; those that change nothing here, or
 ``unsupported.yaml``. Sections that are dictionaries are translated as a whole: their keys are those of our section.
 """
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
 
 from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, WIDTH, FilePath, Section, section, setting
 
@@ -85,6 +87,17 @@ class PynativeMonitor(Section):
 
 class PynativeProfiler(Section):
     """Profiling (``profiler``)."""
+
+    enable_profiling: bool = setting(False, "Profile the steps from start_step to end_step.")
+    start_step: int = setting(1, "First step that is profiled.", ge=1, le=COUNT)
+    end_step: int = setting(1, "Last step that is profiled.", ge=1, le=COUNT)
+    output_path: FilePath | None = setting(None, "Folder for the profile. Default null: output_dir.")
+    profiler_rank: list[Annotated[int, Field(ge=0, le=RANKS)]] | None = setting(
+        None, "Ranks that are profiled. Default null: all.")
+    profiler_level: int = setting(0, "How much an Ascend records.", ge=0, le=2)
+    mstx: bool = setting(False, "Mark steps in the profile.")
+    profile_memory: bool = setting(False, "Memory of tensors in the profile.")
+    with_stack: bool = setting(True, "Python stacks in the profile.")
 
 
 class PynativeRecompute(Section):

@@ -70,6 +70,13 @@ _ADAPTED = {
 }
 """Our matrices -> the modules there that hold them."""
 
+_PROFILER_KEYS = {
+    "start_step": "profile_start_step", "end_step": "profile_stop_step", "output_path": "profile_output",
+    "profiler_rank": "profile_rank_ids", "profiler_level": "profiler_level", "mstx": "mstx",
+    "profile_memory": "profile_memory", "with_stack": "with_stack",
+}  # fmt: skip
+"""Of `profiler`, with ours."""
+
 
 @dataclass
 class Translation:
@@ -375,3 +382,9 @@ def _others(work: _Work) -> None:
         work.put("tensorboard.tensorboard_queue_size", tensorboard.queue_size, f"{source}.queue_size")
         for name in ("loss_scale", "timers"):
             work.put(f"tensorboard.log_{name}_to_tensorboard", True, f"{source}.output_dir")
+    if work.config.profiler.enable_profiling:
+        work.put("profile", True, "profiler.enable_profiling")
+        for name, key in _PROFILER_KEYS.items():
+            value = getattr(work.config.profiler, name)
+            if value is not None:
+                work.put(key, value, f"profiler.{name}")
