@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 100, 40
 _COMMAND = "python run_trainer.py --config configs/quickstart.yaml"
-_CONTROL = re.compile(r"\x1b\[(\?25[lh]|\d*[AK])|\r|\n")
+_CONTROL = re.compile(r"\x1b\[J|\r(?!\n)|\r?\n")
 
 
 def run_in_terminal(command: list[str]) -> str:
@@ -58,19 +58,18 @@ def run_in_terminal(command: list[str]) -> str:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that remain on a terminal, with their colours: a live line replaces itself."""
-    lines, row, start = [""], 0, 0
+    """The lines that remain on a terminal, with their colours: a live line is drawn from its beginning."""
+    lines, start = [""], 0
     for control in _CONTROL.finditer(written):
-        lines[row] += written[start : control.start()]
+        lines[-1] += written[start : control.start()]
         start = control.end()
-        if control.group() == "\n":
-            row += 1
-            lines += [""] * (row == len(lines))
-        elif control.group().endswith("K"):
-            lines[row] = ""
-        elif control.group().endswith("A"):
-            row -= int(control.group(1)[:-1] or 1)
-    lines[row] += written[start:]
+        if control.group().endswith("\n"):
+            lines.append("")
+        elif control.group() == "\r" and start < len(written):
+            following = _CONTROL.search(written, start)
+            if following is None or following.start() > start or following.group() == "\x1b[J":
+                lines[-1] = ""  # what is drawn next takes its place
+    lines[-1] += written[start:]
     return lines
 
 
