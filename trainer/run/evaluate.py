@@ -90,7 +90,7 @@ def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
-        console.on_activity("loading MindSpore")
+        console.on_activity("loading MindSpore" if world.size == 1 else "")
         from trainer.run.session import open_session
 
         session = open_session(config, weights, world, plan.device)

@@ -148,7 +148,8 @@ class _Training:
                 return EXIT_OK
             with StopSignals() as stop:
                 # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
-                with self.activity("loading MindSpore"):
+                # A launcher says so itself, and takes what MindSpore prints meanwhile off the terminal.
+                with self.activity("loading MindSpore" if self.world.size == 1 else ""):
                     self.load_engine()
                 self.agree(stop)
                 if self.stopped:
