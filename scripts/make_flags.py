@@ -34,6 +34,7 @@ run_trainer.py plan     --config FILE [flags] [--ranks N] [--local_ranks N] [--a
 run_trainer.py smoke    --config FILE [flags] [--ranks N] [--steps N] [--json]
 run_trainer.py chat     CHECKPOINT [--config FILE] [flags]
 run_trainer.py data     --config FILE [flags] [--rows N] [--json]
+run_trainer.py sweep    --config FILE --grid KEY=V,V [--grid ...] [--jobs N] [flags]
 run_trainer.py compare  RUN RUN... [--loss X] [--exact] [--output DIR] [--json]
 run_trainer.py runs     [DIR] [--json]
 run_trainer.py launch   [options] --config FILE [flags]

@@ -64,7 +64,7 @@ ROOMS = (
     ("trainer.audit",),
     ("trainer.run",),
     ("trainer.dryrun",),
-    ("trainer.smoke",),
+    ("trainer.smoke", "trainer.sweep"),
     ("trainer.cli",),
 )
 LAST_ROOM_BEFORE_MINDSPORE = "trainer.launch.checks"

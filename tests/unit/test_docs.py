@@ -49,7 +49,7 @@ SWITCHES = {
 OPTIONS = {
     "export": ("--output", "--dtype", "--shard_size", "--adapter"),
     "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank", "--schedule"),
-    "data": ("--rows",), "smoke": ("--ranks", "--steps"),
+    "data": ("--rows",), "smoke": ("--ranks", "--steps"), "sweep": ("--grid", "--jobs"),
 }  # fmt: skip
 
 # `kind` of a fenced block -> its text.
@@ -133,7 +133,7 @@ def check_command(words: list[str]) -> None:
         assert len(arguments.rest) == 1, words
         load_config(str(REPOSITORY / (arguments.config or "configs/quickstart.yaml")), arguments.overrides)
         return
-    assert name in ("train", "plan", "data", "smoke", "export", *WITHOUT_CONFIG), words
+    assert name in ("train", "plan", "data", "smoke", "sweep", "export", *WITHOUT_CONFIG), words
     own, own_values = SWITCHES.get(name, ("--help",)), OPTIONS.get(name, ())
     arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
     assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words

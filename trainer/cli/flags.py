@@ -181,7 +181,8 @@ def split_arguments(
     return Arguments(reader.config, reader.options + reader.named + reader.dotted, reader.rest)
 
 
-_SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend", "steps": "3"}
+_SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend", "steps": "3", "jobs": "2",
+           "grid": "optimizer.eps=1e-8,1e-6"}  # fmt: skip
 """Examples of values of a command's own options that are no paths."""
 
 

@@ -441,6 +441,26 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
     return EXIT_OK
 
 
+@app.command("sweep")
+def _sweep(
+    context: typer.Context,
+    grid: Annotated[
+        list[str] | None, typer.Option("--grid", help="Values of a key, a run for each.", metavar="KEY=V,V")
+    ] = None,
+    config: _ConfigFile = None,
+    options: _Options = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Runs at a time; default: cores.", metavar="INT")] = None,
+) -> int:
+    """Trains with every combination of some settings: runs side by side, then a comparison of all.
+
+    Each is an ordinary run in a folder of its own below --output_dir. Called again, the sweep goes on where it was
+    stopped. Exit code 1: a run failed.
+    """
+    from trainer.sweep.command import sweep
+
+    return sweep(context.obj, grid or [], jobs)
+
+
 @app.command("launch")
 def _launch(
     context: typer.Context,

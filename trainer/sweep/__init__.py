@@ -1,0 +1,1 @@
+"""Runs of one file with different settings, side by side."""

@@ -1,0 +1,39 @@
+"""The command `sweep`: prepares all runs, does them, and compares them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from trainer.cli.flags import Arguments
+from trainer.errors import UserError
+from trainer.plan.render import print_sections
+from trainer.report.compare import compare, figures, sections
+from trainer.report.compare_page import draw, write_page
+from trainer.report.record import is_run_folder
+from trainer.sweep.run import execute, jobs_for, prepare_sweep
+
+
+def sweep(arguments: Arguments, grids: Sequence[str], jobs: int | None) -> int:
+    """Trains every combination and returns the exit code, see `execute`.
+
+    Raises:
+        UserError: As of `prepare_sweep` and `jobs_for`: no run was started.
+    """
+    if arguments.config is None:
+        raise UserError("a sweep needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
+    runs, root, device = prepare_sweep(arguments, grids)
+    at_a_time = jobs_for(jobs, len(runs), device)
+    tell = functools.partial(print, flush=True)
+    done = sum(run.is_done for run in runs)
+    tell(f"{len(runs)} runs in {root}, {at_a_time} at a time" + (f", {done} of them finished already" if done else ""))
+    code = execute(runs, at_a_time, tell)
+    folders = [run.folder for run in runs if is_run_folder(run.folder)]
+    if len(folders) > 1:
+        comparison = compare(folders)
+        header, rows = figures(comparison)
+        print_sections([("runs", [header, *rows]), sections(comparison)[1]])
+        draw(comparison, root / "compare.png")
+        write_page(comparison, root / "compare.html")
+        tell(f"{root / 'compare.html'}\n{root / 'compare.png'}")
+    return code

@@ -1,0 +1,116 @@
+"""The settings of a sweep: ``--grid optimizer.eps=1e-8,1e-6 --grid seed=1,2`` are four runs.
+
+A value is what a flag of a run takes: ``--grid optimizer.betas=[0.9,0.95],[0.9,0.99]`` has two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import yaml
+
+from trainer.cli.flags import split_arguments
+from trainer.config.read.relocate import canonical_key
+from trainer.errors import UserError
+
+_MOST_RUNS, _LONGEST, _LONGEST_NAME = 1000, 10_000, 100
+_WHERE = "flag --grid"
+_OF_THE_SWEEP = ("config", "options", "output_dir", "resume_training", "run_mode")
+_EXAMPLE = "write --grid optimizer.eps=1e-8,1e-6"
+
+
+class Axis(NamedTuple):
+    """A key and its values, as flags write them."""
+
+    flag: str
+    key: str  # under its own name and in its own place
+    texts: tuple[str, ...]
+
+
+class Point(NamedTuple):
+    """A run of a sweep."""
+
+    name: str  # of its folder
+    flags: tuple[str, ...]
+
+
+def read_axis(text: str) -> Axis:
+    """Reads one ``--grid``.
+
+    Raises:
+        UserError: It has no key, an unknown one or one that is the sweep's, no value, or one of them twice.
+    """
+    flag, equals, listed = text.partition("=")
+    flag = flag.strip().removeprefix("--")
+    if not equals or not flag:
+        raise UserError("is not key=value,value", where=_WHERE, value=text, fix=_EXAMPLE)
+    if flag.replace("-", "_") in _OF_THE_SWEEP:
+        fix = "choose another key; --output_dir is the folder of all runs"
+        raise UserError("cannot be different in the runs of a sweep", where=_WHERE, key=flag, fix=fix)
+    texts = _values(flag, listed)
+    if len(set(texts)) < len(texts):
+        twice = next(each for number, each in enumerate(texts) if each in texts[:number])
+        raise UserError("is listed twice", where=_WHERE, key=flag, value=twice, fix="leave one out")
+    overrides = split_arguments([f"--{flag}={texts[0]}"]).overrides  # an unknown flag is reported here
+    return Axis(flag, canonical_key(overrides[0].key), texts)
+
+
+def _values(flag: str, listed: str) -> tuple[str, ...]:
+    """The items of a list in YAML's flow style without its brackets, each as it is written."""
+    begin = "["
+    text = f"{begin}{listed}]"
+    try:
+        node = yaml.compose(text, yaml.SafeLoader) if len(text) < _LONGEST else None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        node = None
+    if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(text) or listed.rstrip().endswith(","):
+        raise UserError("its values are no list", where=_WHERE, key=flag, value=listed, fix=_EXAMPLE)
+    texts = tuple(text[item.start_mark.index : item.end_mark.index].strip() for item in node.value)
+    if not texts or not all(texts):
+        raise UserError("has no value", where=_WHERE, key=flag, value=listed, fix=_EXAMPLE)
+    return texts
+
+
+def points(grids: Sequence[str], given: Sequence[str] = ()) -> list[Point]:
+    """Every combination of the values, the last key's changing first.
+
+    Args:
+        given: The keys that other flags set.
+
+    Raises:
+        UserError: As of `read_axis`; a key is there twice; there are too many runs, or no grid.
+    """
+    axes = [read_axis(text) for text in grids]
+    if not axes:
+        raise UserError("a sweep needs a grid", key="--grid", fix=_EXAMPLE)
+    for number, axis in enumerate(axes):
+        if axis.key in [other.key for other in axes[:number]]:
+            raise UserError("is given twice", where=_WHERE, key=axis.flag, fix="write all its values in one --grid")
+        if axis.key in map(canonical_key, given):
+            fix = "leave one of the two out"
+            raise UserError("is given by a flag too", where=_WHERE, key=axis.flag, fix=fix)
+    runs = 1
+    for axis in axes:
+        runs *= len(axis.texts)
+    if runs > _MOST_RUNS:
+        raise UserError(f"these are {runs} runs, more than {_MOST_RUNS}", where=_WHERE, fix="leave values out")
+    short = [axis.flag.rpartition(".")[2] for axis in axes]
+    labels = [last if short.count(last) == 1 else axis.flag for last, axis in zip(short, axes, strict=True)]
+    found = []
+    for texts in itertools.product(*(axis.texts for axis in axes)):
+        name = folder_name(",".join(f"{label}={text}" for label, text in zip(labels, texts, strict=True)))
+        flags = tuple(f"--{axis.flag}={text}" for axis, text in zip(axes, texts, strict=True))
+        found.append(Point(name, flags))
+    return found
+
+
+def folder_name(name: str) -> str:
+    """A name that is one folder in any file system and needs no quotes in a shell; different ones stay different."""
+    plain = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", name).rstrip("_")
+    if plain == name and len(name) <= _LONGEST_NAME:
+        return name
+    return f"{plain[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
