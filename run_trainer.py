@@ -7,7 +7,10 @@ import sys
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the packages load ends without a traceback
     try:
-        from trainer.cli.main import program
+        from trainer.cli.loading import without_collections
+
+        with without_collections():
+            from trainer.cli.main import program
     except ModuleNotFoundError as missing:
         print(
             f"error: the package {missing.name} is not installed for {sys.executable}\n"

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Python's cyclic collector is off: it would go through many thousands of new objects, of which none is garbage."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.freeze()  # the first collection would go through all that was loaded
+            gc.enable()

@@ -301,21 +301,24 @@ def _plan(
     run runs steps on MindSpore's Ascend backend, without one and as any rank of the job, and measures device memory,
     reads by the host and collectives (g++ is needed).
     """
-    from trainer.config.checks.problem import SeveralProblems
     from trainer.parallel.world import planned_world
-    from trainer.plan.render import plan_dict, plan_sections, print_sections
-    from trainer.run.plan_file import described_world, plan_file
 
+    world = planned_world(ranks, local_ranks)
     if dryrun is not None:
-        return _dry_run(context.obj, dryrun, json_, planned_world(ranks, local_ranks), rank)
+        return _dry_run(context.obj, dryrun, json_, world, rank)
     if audit is not None:
-        return _audit(_load(context.obj), audit, json_, planned_world(ranks, local_ranks), rank)
-    told: list[Problem] = []
-    loaded = _load(context.obj, told)
-    try:
-        plan = plan_file(loaded, described_world(loaded, planned_world(ranks, local_ranks)), told)
-    except SeveralProblems as problems:
-        raise (problems.whole if verbose else problems.short) from None
+        return _audit(_load(context.obj), audit, json_, world, rank)
+    with without_collections():
+        from trainer.config.checks.problem import SeveralProblems
+        from trainer.plan.render import plan_dict, plan_sections, print_sections
+        from trainer.run.plan_file import described_world, plan_file
+
+        told: list[Problem] = []
+        loaded = _load(context.obj, told)
+        try:
+            plan = plan_file(loaded, described_world(loaded, world), told)
+        except SeveralProblems as problems:
+            raise (problems.whole if verbose else problems.short) from None
     if schedule is not None:
         from trainer.plan.pipeline import draw_schedule
 
