@@ -56,7 +56,7 @@ class Recorder(Tracker):
 
 
 def run_info(folder: Path, **changes: object) -> RunInfo:
-    return RunInfo(folder, 9, 9, samples_per_step=8, ranks=2, **changes)
+    return RunInfo(folder, 9, 9, samples_per_step=8, ranks=2, flops_per_step=8e12, **changes)
 
 
 def tell(monitor: TrackerMonitor, folder: Path, steps: range) -> None:
@@ -139,7 +139,7 @@ def test_event_files_have_the_tags_of_mindspore_transformers(tmp_path):
     assert last == {
         "learning-rate": (2, 0.25), "batch-size": (2, 8.0), "loss": (2, 1.5), "grad-norm": (1, 2.0),
         "loss-scale": (2, 1024.0), "iteration-time": (2, 2000.0), "throughput": (2, 2.0),
-        "tokens-per-second": (2, 60.0),
+        "tokens-per-second": (2, 60.0), "model-flops-throughput-per-npu": (2, 2.0),
         "B-samples-per-day": (2, pytest.approx(4 * 86400 / 1e9)), "data-wait-time": (2, 500.0), "lm-loss": (1, 1.5),
         "load-balancing-loss": (1, 1.25), "mtp-loss": (1, 3.0), "local_norm/layers.0.q": (2, 0.5),
         "weight_norm": (2, 9.0),

@@ -78,6 +78,8 @@ def test_jobs_are_within_the_cores_and_one_on_a_device(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert [jobs_for(None, 9, "CPU"), jobs_for(None, 3, "CPU"), jobs_for(8, 9, "CPU")] == [4, 3, 8]
     assert jobs_for(None, 9, "Ascend") == 1
+    # There is no memory for two, unless the user knows better.
+    assert [jobs_for(jobs, 9, "CPU", 1 << 60) for jobs in (None, 3)] == [1, 3]
     for jobs, device in ((0, "CPU"), (2, "Ascend")):
         with pytest.raises(UserError):
             jobs_for(jobs, 4, device)

@@ -40,6 +40,7 @@ class RunInfo:
     compiles: bool = True  # whether the first step compiles
     samples_per_step: int = 0  # sequences or images of a full window, over all ranks
     ranks: int = 1
+    flops_per_step: float = 0.0  # floating-point operations of the model in a full window, by the plan's count
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def step_tags(metrics: StepMetrics, config: Config, info: RunInfo) -> tuple[dict
         main |= {"iteration-time": 1000 * seconds, "throughput": samples / info.ranks}  # ms; samples/s on a device
         others |= {
             "B-samples-per-day": samples * _SECONDS_OF_A_DAY / 1e9,
+            "model-flops-throughput-per-npu": info.flops_per_step / seconds / info.ranks / 1e12,  # TFLOP/s
             "tokens-per-second": metrics.input_tokens_per_second,
             "data-wait-time": 1000 * metrics.data_wait_seconds,
         }

@@ -102,6 +102,14 @@ def _table(rows: Rows) -> str:
     return f"<table>{head}{''.join(lines)}</table>"
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two others: 3 to 10 multiples of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(high - low))
+    step = next(power * factor for factor in (0.2, 0.5, 1.0) if (high - low) / (power * factor) < 6 or factor == 1.0)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)]
+
+
 def _chart(curves: Sequence[Curve]) -> str:
     """An SVG picture: a path for each curve, with its name and last value where the pointer rests on it."""
     finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
@@ -118,14 +126,13 @@ def _chart(curves: Sequence[Curve]) -> str:
         return f"{x:.1f},{y:.1f}"
 
     lines = []
-    for part in range(5):
-        value = low + (high - low) * part / 4
+    for value in _ticks(low, high):
         x, y = place(first, value).split(",")
         lines.append(f'<line class="grid" x1="{x}" y1="{y}" x2="{_WIDTH - 8}" y2="{y}"/>'
                      f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{value:.4g}</text>')  # fmt: skip
-        step = round(first + (last - first) * part / 4)
-        x, anchor = place(step, low).split(",")[0], ("start", "middle", "middle", "middle", "end")[part]
-        lines.append(f'<text x="{x}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{step}</text>')
+    for step in filter(float.is_integer, _ticks(first, last)):
+        x = place(int(step), low).split(",")[0]
+        lines.append(f'<text x="{x}" y="{_HEIGHT - 8}" text-anchor="middle">{step:.0f}</text>')
     for curve in curves:
         points = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if math.isfinite(value)]
         path = " L".join(place(step, value) for step, value in points)

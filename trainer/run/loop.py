@@ -124,6 +124,7 @@ class _Training:
             compiles=not runs_host_layers(config, prepared.plan.device, world),
             samples_per_step=self.plan.micro_batches * self.data.loader.global_batch_size,
             ranks=world.size,
+            flops_per_step=self.plan.flops_per_row * self.plan.micro_batches * self.data.loader.global_batch_size,
         )
 
     def run(self, extra_monitors: Sequence[Monitor]) -> int:

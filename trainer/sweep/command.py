@@ -22,8 +22,8 @@ def sweep(arguments: Arguments, grids: Sequence[str], jobs: int | None) -> int:
     """
     if arguments.config is None:
         raise UserError("a sweep needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
-    runs, root, device = prepare_sweep(arguments, grids)
-    at_a_time = jobs_for(jobs, len(runs), device)
+    runs, root, device, run_bytes = prepare_sweep(arguments, grids)
+    at_a_time = jobs_for(jobs, len(runs), device, run_bytes)
     tell = functools.partial(print, flush=True)
     done = sum(run.is_done for run in runs)
     tell(f"{len(runs)} runs in {root}, {at_a_time} at a time" + (f", {done} of them finished already" if done else ""))

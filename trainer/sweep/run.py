@@ -23,6 +23,7 @@ from trainer.cli.flags import Arguments, split_arguments
 from trainer.config import Override, load_config
 from trainer.config.checks.parallel import in_job
 from trainer.config.read.dump import values
+from trainer.device.doctor import memory_left_bytes
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, UserError
 from trainer.launch.processes import kill_group, share_of_cores, start_session
 from trainer.parallel.world import SINGLE_PROCESS
@@ -56,8 +57,10 @@ class SweepRun:
     code: int | None = None  # exit code
 
 
-def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[SweepRun], Path, str]:
-    """The runs, the folder of all of them, and their device; all that can be known before the first one starts.
+def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[SweepRun], Path, str, int]:
+    """The runs, the folder of all of them, their device and the memory of the largest in bytes.
+
+    All that can be known before the first one starts is checked.
 
     Raises:
         UserError: The grid or the settings of any run are wrong, two runs are the same, or a folder has another run.
@@ -70,7 +73,7 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
     runs: list[SweepRun] = []
     mistakes: list[str] = []
     configs: dict[str, Config] = {}
-    device = ""
+    device, run_bytes = "", 0
     for point in found:
         folder = root / point.name
         flags = [*own, *point.flags, f"--output_dir={folder}"]
@@ -78,7 +81,7 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
             config = load_config(arguments.config, split_arguments(flags).overrides)
             _check(config, point, configs)
             prepared = prepare(in_job(config, SINGLE_PROCESS), SINGLE_PROCESS)
-            device = prepared.plan.device
+            device, run_bytes = prepared.plan.device, max(run_bytes, prepared.plan.memory_bytes["total"])
             runs.append(_run_in(folder, point, prepared, [f"--config={arguments.config}", *flags]))
         except UserError as error:
             mistakes.append(f"{point.name}: {str(error).rstrip('.')}")
@@ -86,7 +89,7 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
         rule = "no run was started, settings are wrong" + "".join(f"\n  {text}" for text in mistakes[:10])
         more = f"\n  and {len(mistakes) - 10} more" if len(mistakes) > 10 else ""
         raise UserError(rule + more, where="flag --grid", fix="correct them")
-    return runs, root, device
+    return runs, root, device, run_bytes
 
 
 def _as_flag(override: Override, config: Config) -> Iterator[str]:
@@ -127,8 +130,11 @@ def _run_in(folder: Path, point: Point, prepared: Prepared, arguments: list[str]
     return run
 
 
-def jobs_for(jobs: int | None, runs: int, device: str) -> int:
-    """How many runs go at a time: one for each core on a CPU, one on an Ascend.
+def jobs_for(jobs: int | None, runs: int, device: str, run_bytes: int = 0) -> int:
+    """How many runs go at a time: one for each core on a CPU, as far as memory reaches, and one on an Ascend.
+
+    Args:
+        run_bytes: Memory of the largest run, as its plan estimates it.
 
     Raises:
         UserError: It is less than 1, or an Ascend would be shared.
@@ -140,7 +146,8 @@ def jobs_for(jobs: int | None, runs: int, device: str) -> int:
             rule = "the runs of a sweep would share one device"
             raise UserError(rule, where="flag --jobs", key="--jobs", value=jobs, fix="leave it out")
         return 1
-    return max(1, min(jobs or len(os.sched_getaffinity(0)), runs))
+    fitting = memory_left_bytes() // run_bytes if run_bytes else runs
+    return max(1, min(jobs or min(len(os.sched_getaffinity(0)), fitting), runs))
 
 
 class _Stop:
