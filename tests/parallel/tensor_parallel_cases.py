@@ -129,6 +129,11 @@ def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -
     return config_of(**({"context": {"mode": 1}} | sections | {"model": model}))
 
 
+def every_parted(world: Group, suites: list[list[Any]]) -> list[tuple[dict[str, Trained], dict[str, Trained]]]:
+    """Of each suite, whose arguments of `parted` are given, what a rank of it has trained."""
+    return [parted(world, *suite) for suite in suites]
+
+
 def parted(
     world: Group, layout: dict[str, Any], cases: dict[str, int], mistakes: dict[str, list[str]]
 ) -> tuple[dict[str, Trained], dict[str, Trained]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from rank_job import on_rank_processes
-from tensor_parallel_cases import COUNTED_TWICE, NOT_COUNTED, Layout, Trained, assembled, config, parted, whole
+from tensor_parallel_cases import COUNTED_TWICE, NOT_COUNTED, Layout, Trained, assembled, config, every_parted, whole
 
 from trainer.parallel.world import World
 from trainer.plan.division import layout_of
@@ -75,10 +76,19 @@ def one_rank() -> dict[tuple[str, int], dict[int, Trained]]:
     return dict(zip(stops, found, strict=True))
 
 
+@functools.cache
+def of_ranks(number: int) -> dict[str, list[tuple[dict[str, Trained], dict[str, Trained]]]]:
+    """What each rank has trained, by suite: one job for all suites of so many ranks."""
+    suites = {name: suite for name, suite in SUITES.items() if suite.ranks == number}
+    given = [(suite.layout, suite.cases, suite.mistakes) for suite in suites.values()]
+    ranks = on_rank_processes(number, f"{every_parted.__module__}:every_parted", given, limit_seconds=400)
+    return {name: [found[place] for found in ranks] for place, name in enumerate(suites)}
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_losses_norms_and_weights_are_those_of_one_rank(name: str, one_rank: dict) -> None:
     suite = SUITES[name]
-    found = on_rank_processes(suite.ranks, f"{parted.__module__}:parted", suite.layout, suite.cases, suite.mistakes)
+    found = of_ranks(suite.ranks)[name]
     for case, steps in suite.cases.items():
         right, parts = one_rank[case, suite.data][steps], [right[case] for right, _ in found]
         compare_steps(case, right, parts)
