@@ -55,6 +55,7 @@ def test_a_run_leaves_what_is_promised(first_run: tuple[Path, str, str]) -> None
         "plan.txt",
         "metrics.jsonl",
         "run.json",
+        "report.html",
         "report.png",
         "logs/rank-0.log",
         *(f"{checkpoint}/{name}" for name in ("model.safetensors", "optimizer.safetensors", "state.json", "COMPLETE")),

@@ -94,7 +94,7 @@ def test_a_picture_that_fails_is_a_notice(tmp_path: Path) -> None:
     notices: list[str] = []
     (tmp_path / "report.png.tmp").mkdir()
     ReportMonitor(tmp_path, notices.append).close(None)
-    assert len(notices) == 1 and "/report.png was not drawn: IsADirectoryError" in notices[0]
+    assert len(notices) == 1 and "/report.png was not written: IsADirectoryError" in notices[0]
     (tmp_path / "report.png.tmp").rmdir()
     ReportMonitor(tmp_path, notices.append).close(None)
     assert len(notices) == 1 and (tmp_path / "report.png").exists()

@@ -50,10 +50,10 @@ class Series:
         self.lows[-1], self.highs[-1] = min(self.lows[-1], value), max(self.highs[-1], value)
 
     def halved(self) -> Series:
-        """With each two neighbouring points as one; their number must be even."""
+        """With each two neighbouring points as one; of an odd number the last stays alone."""
         found = Series()
         for at in range(0, len(self.counts), 2):
-            pair = [each for each in (at, at + 1) if self.counts[each]]
+            pair = [each for each in (at, at + 1) if each < len(self.counts) and self.counts[each]]
             count = sum(self.counts[each] for each in pair)
             found.counts.append(count)
             found.means.append(sum(self.means[each] * (self.counts[each] / count) for each in pair) if pair else _NAN)
@@ -107,11 +107,23 @@ class Curves:
             if not math.isnan(value):
                 self.fields[name].add(value)
 
+    def halved(self) -> Curves:
+        """With each two neighbouring points as one."""
+        last = len(self.steps) - 1
+        kept = [min(at + 1, last) for at in range(0, last + 1, 2)]
+        return Curves(
+            [self.steps[at] for at in kept],
+            [self.tokens[at] for at in kept],
+            [self.seconds[at] for at in kept],
+            {name: series.halved() for name, series in self.fields.items()},
+            2 * self.stride,
+        )
+
     def _open_point(self) -> None:
         if len(self.steps) == MAX_POINTS:
-            self.steps, self.tokens, self.seconds = self.steps[1::2], self.tokens[1::2], self.seconds[1::2]
-            self.fields = {name: series.halved() for name, series in self.fields.items()}
-            self.stride *= 2
+            less = self.halved()
+            self.steps, self.tokens, self.seconds, self.fields = less.steps, less.tokens, less.seconds, less.fields
+            self.stride = less.stride
         self._in_last = 0
         self.steps.append(0)
         self.tokens.append(self.tokens[-1] if self.tokens else 0)

@@ -165,7 +165,7 @@ class _Training:
                 self.tell("on_notice", self.stops_early())
                 outcome = "stopped early"
             written = {"checkpoints": "checkpoints", "metrics": "metrics.jsonl", "log": "logs/rank-0.log"}
-            written |= {"report": "report.png"} if self.config.report else {}
+            written |= {"report": "report.html"} if self.config.report else {}
             paths = {name: self.folder / path for name, path in written.items()}
             summary = self.totals.summary(outcome, paths, self.saver.waited_seconds)
             return EXIT_CODES[self.stopped] if self.stopped else EXIT_OK
@@ -534,5 +534,7 @@ def _monitors(config: Config, folder: Path, world: World, device: str) -> list[M
     if state.goes_to("log"):
         monitors += [StateLog(state, monitor.write_line) for monitor in lines]
     if config.report:
-        monitors.append(ReportMonitor(folder, console.on_notice))  # after those whose files it reads are closed
+        # After those whose files it reads are closed.
+        live = config.report == "live"
+        monitors.append(ReportMonitor(folder, console.on_notice, config.report_interval, live))
     return monitors

@@ -97,7 +97,12 @@ class Config(Section):
     do_eval: bool = setting(False, "Evaluate while training.")
     eval_step_interval: int = setting(100, "Optimizer steps between evaluations; -1: never by steps.", ge=-1, le=COUNT)
     eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs.", ge=-1, le=COUNT)
-    report: bool = setting(True, "Leave report.png: the curves of the run.")
+    report: bool | Literal["live"] = setting(
+        True, "Leave report.html and report.png: the curves of the run and what was run. live: serve it on this machine"
+        " too, at an address that the run prints.")
+    report_interval: float = setting(
+        30.0, "Seconds between two writings of report.html while the run trains; 0: only at the end. Default 30.", ge=0,
+        le=COUNT)
     profile: bool = setting(
         False, "Profile the steps from profile_start_step to profile_stop_step: MindSpore's profiler, and on a CPU a"
         " table of the parts of a step.")

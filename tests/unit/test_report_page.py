@@ -1,0 +1,226 @@
+"""report.html: what is in it, that no text of a run gets out of its place, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import MISSING, Browser, open_browser
+from test_monitors_console import run_info, step_metrics
+
+from trainer.config import dump_config, load_config
+from trainer.monitors.metrics import Totals
+from trainer.report.monitor import ReportMonitor
+from trainer.report.page import as_json, report_data, report_html
+from trainer.report.record import read_run
+from trainer.report.server import ReportServer
+from trainer.report.starts import StartMonitor
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EVIL = "</script><b id=evil>x</b><!--<script>@data@"
+
+
+def make_run(folder: Path, steps: int = 120, layers: int = 4, running: bool = False) -> Path:
+    """The folder of a run with everything that a report shows; its texts try to get out of their places."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = load_config(str(REPOSITORY / "configs" / "moe_tiny.yaml"))
+    (folder / "config.yaml").write_text(dump_config(config))
+    for start in (0, steps // 2):
+        monitor = StartMonitor(folder, "CPU", 1)
+        monitor.on_start(run_info(output_dir=folder, start_step=start, last_step=steps))
+        if start == 0 or not running:
+            monitor.close(Totals().summary("finished" if start else "stopped by SIGTERM", {}))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            record = {"step": step, "epoch": 1, "loss": 2 + 3 / step, "lr": 1e-3, "global_norm": 0.5 + 2 / step,
+                      "tokens": 100, "tokens_per_second": 1000.0 + step, "step_seconds": 0.1, "data_wait_seconds": 0.01,
+                      "peak_rss_bytes": 10**9 + step, "drop_rate": [step / steps / 9] * layers,
+                      "load_imbalance": [1 + 1 / step] * layers, "aux_loss": 1.5}  # fmt: skip
+            if step == 7:
+                record |= {"skipped": EVIL, "loss": None}
+            if step % 25 == 1 and step > 1:
+                record["save_wait_seconds"] = 0.5
+            print(json.dumps(record), file=file)
+            if step % 20 == 0:
+                print(json.dumps({"step": step, "eval_loss": 2 + 4 / step, "eval_seconds": 1.5}), file=file)
+    (folder / "predictions.jsonl").write_text(json.dumps({"prompt": EVIL, "text": EVIL + "\u2028\ud800"}) + "\n")
+    return folder
+
+
+def page_of(folder: Path) -> str:
+    return report_html(report_data(read_run(folder)))
+
+
+def data_of(page: str) -> dict:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def test_no_text_leaves_its_place(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "<b>&@script@"))
+    assert "id=evil" in page and "<b id=evil" not in page and "<!--" not in page
+    assert len(re.findall("</script>", page)) == 2
+    assert "<title>&lt;b&gt;&amp;@script@</title>" in page
+    data = data_of(page)
+    assert data["title"] == "<b>&@script@" and data["samples"][0][1] == EVIL and data["skipped"] == [[7, EVIL]]
+    assert json.loads(as_json({"a": "<&>"})) == {"a": "<&>"}
+    page.encode()
+
+
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    folder = make_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff")), steps=3)
+    ReportMonitor(folder, pytest.fail).close(None)
+    assert data_of((folder / "report.html").read_text())["step"] == 3
+
+
+def test_what_the_page_holds(tmp_path: Path) -> None:
+    data = report_data(read_run(make_run(tmp_path)))
+    assert (data["state"], data["step"], data["resumes"], data["clip"]) == ("finished", 120, [60], 1.0)
+    assert data["best"] == 5 and data["evaluations"][5][:2] == [120, 2.03333]
+    assert data["charts"] == ["lr", "global_norm", "tokens_per_second", "peak_rss_bytes", "aux_loss"]
+    assert data["curves"]["fields"]["loss"]["mean"][6] is None and len(data["curves"]["steps"]) == 120
+    assert [map_["title"].split(" of")[0] for map_ in data["heat"]] == ["drop rate", "load"]
+    assert data["heat"][0]["layers"] == [0, 1, 2, 3] and len(data["heat"][0]["rows"]) == 4
+    assert sum(data["time"]) == pytest.approx(120 * 0.1 + 6 * 1.5 + 4 * 0.5)
+    assert dict(map(tuple, data["settings"]))["model.arch.type"] == "MixtralForCausalLM"
+    assert {"command", "versions", "device", "start 2"} <= {fact[0] for fact in data["facts"]}
+
+
+def test_a_long_run_is_a_small_file(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, steps=20_000, layers=24))
+    assert len(page.encode()) < 300_000
+    data = data_of(page)
+    loss = data["curves"]["fields"]["loss"]
+    assert data["curves"]["stride"] > 1 and loss["low"][0] < loss["mean"][0] < loss["high"][0]
+    assert data["skipped_count"] == 1 and len(data["pauses"]) <= 300
+
+
+def test_it_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+    make_run(tmp_path, running=True)
+    monitor = ReportMonitor(tmp_path, pytest.fail, interval=0.05)
+    monitor.on_start(run_info(output_dir=tmp_path))
+    until = time.monotonic() + 20
+    while not (tmp_path / "report.html").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert data_of((tmp_path / "report.html").read_text())["state"] == "running"
+    assert not (tmp_path / "report.png").exists(), "pictures are drawn at the end only"
+    monitor.on_step(step_metrics(1))
+    monitor.close(None)
+    assert (tmp_path / "report.png").exists()
+
+
+def test_the_server_answers_this_machine_alone(tmp_path: Path) -> None:
+    make_run(tmp_path, running=True)
+    server = ReportServer(lambda: report_data(read_run(tmp_path), live=True))
+
+    def get(path: str, host: str = "localhost") -> tuple[int, bytes]:
+        request = urllib.request.Request(server.address + path, headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, b""
+
+    try:
+        assert b"connect-src 'self'" in get("")[1]
+        data = json.loads(get("data.json")[1])
+        assert data["state"] == "running" and get(f"data.json?since={data['stamp']}") == (204, b"")
+        assert [get("", "evil.example")[0], get("../config.yaml")[0], get("config.yaml")[0]] == [403, 404, 404]
+    finally:
+        began = time.monotonic()
+        server.close()
+    assert time.monotonic() - began < 10
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if MISSING:
+        pytest.skip(MISSING)
+    with open_browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+def shown(browser: Browser, folder: Path) -> None:
+    ReportMonitor(folder, pytest.fail).close(None)
+    browser.open((folder / "report.html").as_uri())
+    assert browser.messages() == []
+
+
+@pytest.mark.slow
+def test_a_browser_draws_it(browser: Browser, tmp_path: Path) -> None:
+    browser.resize(1280, 900)
+    shown(browser, make_run(tmp_path / EVIL.replace("/", "_")))
+    assert browser.run("return document.getElementById('evil')") is None
+    assert EVIL in browser.run("return document.querySelector('.samples').textContent")
+    titles = browser.run("return [...document.querySelectorAll('h2')].map(each => each.textContent)")
+    for title in ("loss (nats a token)", "learning rate", "gradient norm", "tokens/s", "aux loss", "predictions",
+                  "where the time went", "drop rate of each layer", "the run"):  # fmt: skip
+        assert title in titles, title
+    text = browser.run("return document.body.textContent")
+    for part in ("clipped at 1", "1 step skipped", "resumed", "pause: evaluation", "pause: checkpoint", "best 2.0333"):
+        assert part in text, part
+    # A line of 120 steps has 119 pieces, but for the step without a loss.
+    drawn = "return document.querySelector('svg path[stroke-width=\"1\"]').getAttribute('d').match(/[ML]/g).length"
+    assert browser.run(drawn) == 119
+
+
+@pytest.mark.slow
+def test_hovering_shows_the_values_of_a_step(browser: Browser, tmp_path: Path) -> None:
+    browser.resize(1280, 900)
+    shown(browser, make_run(tmp_path / "run"))
+    box = browser.run("const box = document.querySelector('svg').getBoundingClientRect();"
+                      "return [box.left, box.top, box.width, box.height]")  # fmt: skip
+    browser.move_to(box[0] + box[2] - 12, box[1] + box[3] / 2)
+    tip = "return [...document.querySelectorAll('.tip')].find(tip => tip.style.visibility == 'visible')?.textContent"
+    text = browser.wait(tip)
+    assert text.startswith("step 120") and "train loss2.025" in text and "eval loss2.0333" in text
+    crossed = "return [...document.querySelectorAll('.cross:not([visibility=hidden])')].length"
+    assert browser.run(crossed) == 6, "every chart shows the step"
+    browser.move_to(1, 1)
+    browser.wait(crossed + " == 0")
+    assert browser.messages() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [320, 375, 1600])
+def test_it_fits_a_phone_and_a_screen_in_light_and_dark(browser: Browser, tmp_path: Path, width: int) -> None:
+    folder, grounds = make_run(tmp_path / "run"), set()
+    browser.resize(width, 800)
+    for is_dark in (False, True):
+        browser.dark(is_dark)
+        shown(browser, folder)
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        grounds.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
+    browser.dark(False)
+    assert len(grounds) == 2
+
+
+@pytest.mark.slow
+def test_a_served_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path, steps=40, running=True)
+    notices: list[str] = []
+    monitor = ReportMonitor(tmp_path, notices.append, live=True)
+    monitor.on_start(run_info(output_dir=tmp_path))
+    (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", notices[0])
+    browser.open(address)
+    assert "40 steps" in browser.run("return document.body.textContent")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "loss": 1.0, "tokens": 1}\n')
+    browser.wait("return document.body.textContent.includes('41 steps')")
+    starts = json.loads((tmp_path / "run.json").read_text())
+    starts["starts"][-1] |= {"outcome": "finished", "ended": starts["starts"][-1]["began"]}
+    (tmp_path / "run.json").write_text(json.dumps(starts))
+    monitor.close(None)
+    browser.wait("return document.querySelector('.state').textContent == 'finished'")
+    assert browser.messages() == [] and len(notices) == 1

@@ -1,0 +1,269 @@
+"use strict";
+// report.html: draws the data of one run. `data` is what trainer/report/page.py puts into the page.
+
+const color = (name) => `var(--${name})`;
+const choices = { smooth: 15, log: false };
+
+function render(data) {
+  for (const chart of [...charts]) chart.forget();
+  const main = document.getElementById("report");
+  main.replaceChildren(
+    ...heading(data),
+    tiles(data),
+    element("div", { class: "grid", id: "charts" }),
+    footer(data),
+  );
+  document.title = data.title + " – " + data.state;
+  const grid = document.getElementById("charts");
+  const add = (fill, wide) => {
+    const card = element("section", { class: wide ? "card wide" : "card" });
+    grid.append(card);
+    fill(card);
+  };
+  if (data.curves.steps.length || data.evaluations.length) {
+    add((card) => lossChart(card, data), true);
+    for (const spec of smallCharts(data)) add((card) => drawChart(card, spec));
+    for (const map of data.heat) add((card) => drawHeatMap(card, { ...map, format: map.percent ? percent : precise }), true);
+    add((card) => timeCard(card, data), true);
+  }
+  if (data.checkpoints.length) add((card) => checkpointCard(card, data), true);
+  if (data.samples.length) add((card) => sampleCard(card, data), true);
+  add((card) => runCard(card, data), true);
+  add((card) => settingsCard(card, data), true);
+}
+
+function percent(value) {
+  return value === null || value === undefined ? "–" : trimmed(value * 100, 3) + " %";
+}
+
+// ---- above the charts ----
+
+function heading(data) {
+  const done = data.last_step ? Math.min(data.step / data.last_step, 1) : 0;
+  const header = element("header", {}, element("h1", {}, data.title),
+    element("span", { class: "state " + data.state }, data.state), element("span", { class: "soft", id: "connection" }));
+  const steps = data.last_step > data.step ? `step ${count(data.step)} of ${count(data.last_step)}` : `${count(data.step)} steps`;
+  const parts = [data.model, steps];
+  if (data.state === "running" && data.left_seconds !== null) parts.push("about " + duration(data.left_seconds) + " left");
+  else if (data.outcome && data.outcome !== data.state) parts.push(data.outcome);
+  const bar = element("div", { class: "progress", title: percent(done) }, element("div", { style: { width: 100 * done + "%" } }));
+  return [header, element("p", { class: "outcome soft " + data.state }, parts.filter(Boolean).join(" · ")), bar];
+}
+
+function tiles(data) {
+  const loss = data.curves.fields.loss, best = data.best === null ? null : data.evaluations[data.best];
+  const last = loss ? numbers(smoothed(data.curves.steps, loss.mean, smoothWidth(data))).pop() : undefined;
+  const rate = data.tokens_per_second;
+  const shown = [
+    ["train loss", precise(last), "smoothed, at the end"],
+    best && ["best eval loss", precise(best[1]), `at step ${count(best[0])}`],
+    best && best[3] !== null && ["accuracy", percent(best[3]), "of the best evaluation"],
+    rate && [data.labels + "/s", compact(rate), "median of the steps"],
+    data.tokens && [data.labels, compact(data.tokens), "trained on"],
+    data.peak_bytes && ["memory", bytes(data.peak_bytes), "highest resident"],
+    ["time", duration(data.seconds), data.starts > 1 ? `in ${data.starts} starts` : "training"],
+  ];
+  return element("div", { class: "tiles" }, ...shown.filter(Boolean).map(([name, value, more]) =>
+    element("div", { class: "tile" }, element("span", {}, name), element("b", {}, value), element("span", {}, more))));
+}
+
+function footer(data) {
+  const made = element("footer", {}, element("span", {}, `run_trainer ${data.version}`), element("span", {}, `written ${data.written}`));
+  if (!data.live && data.state === "running") {
+    const box = element("input", { type: "checkbox", id: "reload" });
+    box.checked = location.hash === "#reload";
+    box.addEventListener("change", () => { location.hash = box.checked ? "reload" : ""; reloadLater(data); });
+    made.append(element("label", {}, box, ` reload every ${data.interval} s`));
+  }
+  return made;
+}
+
+let waiting = null;
+
+function reloadLater(data) {
+  clearTimeout(waiting);
+  if (!data.live && data.state === "running" && location.hash === "#reload") {
+    waiting = setTimeout(() => location.reload(), 1000 * Math.max(data.interval, 2));
+  }
+}
+
+// ---- charts ----
+
+function domain(data) {
+  const steps = data.curves.steps, evaluated = data.evaluations.map((each) => each[0]);
+  const first = Math.min(...steps.slice(0, 1), ...evaluated.slice(0, 1)) - (data.curves.stride - 1);
+  return [Math.max(first, 0), Math.max(data.step, ...evaluated.slice(-1), first + 1)];
+}
+
+function smoothWidth(data) {
+  const [first, last] = domain(data);
+  return choices.smooth / 1000 * (last - first);
+}
+
+function series(data, name, more) {
+  const found = data.curves.fields[name];
+  return { label: more.label || name, color: color("train"), x: data.curves.steps, y: found.mean,
+    low: found.low || found.mean, high: found.high || found.mean, band: Boolean(found.low), ...more };
+}
+
+function marks(data) {
+  return data.resumes.map((step) => ({ x: step, color: color("accent"), label: "resumed after step " + count(step) }));
+}
+
+function resumeKey(data) {
+  return data.resumes.length ? [{ kind: "dash", color: color("accent"), label: "resumed" }] : [];
+}
+
+function lossChart(card, data) {
+  const slider = element("input", { type: "range", min: "0", max: "60", value: String(choices.smooth), "aria-label": "smoothing" });
+  const log = element("input", { type: "checkbox" });
+  log.checked = choices.log;
+  const controls = [element("label", {}, "smoothing", slider), element("label", {}, log, "logarithmic")];
+  let chart = null;
+  const draw = () => {
+    if (chart) chart.forget();
+    chart = drawChart(card, lossSpec(data, controls));
+  };
+  slider.addEventListener("input", () => { choices.smooth = Number(slider.value); draw(); slider.focus(); });
+  log.addEventListener("change", () => { choices.log = log.checked; draw(); log.focus(); });
+  draw();
+}
+
+function lossSpec(data, controls) {
+  const { steps, fields, stride } = data.curves, lines = [], keys = [];
+  if (fields.loss) {
+    const raw = series(data, "loss", { label: "train loss" }), width = smoothWidth(data);
+    if (raw.band || width > 0) {
+      lines.push({ ...raw, width: 1, opacity: 0.5, inTip: true, band: raw.band });
+      keys.push(raw.band ? { kind: "band", color: color("train"), label: `lowest to highest of ${count(stride)} steps` }
+        : { kind: "band", color: color("train"), label: "each step" });
+    }
+    lines.push({ label: "smoothed", color: color("train"), x: steps, y: smoothed(steps, raw.y, width), width: 2, inTip: width > 0, keeps: 1 });
+    keys.push({ kind: "", color: color("train"), label: width > 0 ? "train, smoothed" : "train" });
+  }
+  if (data.evaluations.length) {
+    const evaluated = data.evaluations;
+    lines.push({ label: "eval loss", color: color("eval"), x: evaluated.map((each) => each[0]), y: evaluated.map((each) => each[1]),
+      dots: true, width: 2, best: data.best, keeps: 0.98 });
+    keys.push({ kind: "dot", color: color("eval"), label: "eval" });
+  }
+  return { title: `loss (nats a ${data.labels.replace(/s$/, "")})`, height: 300, domain: domain(data), stride, lines, keys: [...keys, ...resumeKey(data)],
+    flags: marks(data), log: choices.log, controls };
+}
+
+const SMALL = {
+  lr: { title: "learning rate", zero: true, axis: (value) => value === 0 ? "0" : value.toExponential(1).replace(".0e", "e") },
+  global_norm: { title: "gradient norm", zero: true },
+  tokens_per_second: { title: "tokens/s", zero: true },
+  peak_rss_bytes: { title: "memory", zero: true, axis: bytes, format: bytes },
+};
+
+function smallCharts(data) {
+  const made = [];
+  for (const name of data.charts) {
+    const known = SMALL[name] || { title: name.replaceAll("_", " ") };
+    const spec = { domain: domain(data), stride: data.curves.stride, lines: [series(data, name, { label: known.title, width: 1.4 })],
+      keys: [], flags: [], ...known };
+    if (name === "global_norm") normExtras(spec, data);
+    if (name === "tokens_per_second") rateExtras(spec, data);
+    if (name === "peak_rss_bytes") spec.title = "memory (highest resident of the process)";
+    spec.flags.push(...marks(data));
+    made.push(spec);
+  }
+  return made;
+}
+
+function normExtras(spec, data) {
+  if (data.clip !== null) {
+    spec.rules = [{ y: data.clip, color: color("eval") }];
+    spec.keys.push({ kind: "dash", color: color("eval"), label: "clipped at " + precise(data.clip) });
+  }
+  const skipped = data.skipped.map(([step, reason]) => ({ x: step, solid: true, color: color("bad"), label: "skipped", value: reason }));
+  spec.flags.push(...skipped);
+  if (data.skipped_count) {
+    spec.keys.push({ kind: "tick", color: color("bad"), label: data.skipped_count === 1 ? "1 step skipped" : `${count(data.skipped_count)} steps skipped` });
+  }
+}
+
+function rateExtras(spec, data) {
+  spec.title = data.labels + "/s";
+  const longest = Math.max(...data.pauses.map((pause) => pause[2]), 1e-9);
+  spec.stems = data.pauses.map(([step, kind, seconds]) => ({ x: step, size: seconds / longest, color: color("pause-" + kind),
+    label: kind === "checkpoint" ? "pause: checkpoint" : "pause: evaluation", value: duration(seconds) }));
+  for (const kind of ["evaluation", "checkpoint"]) {
+    if (data.pauses.some((pause) => pause[1] === kind)) spec.keys.push({ kind: "tick", color: color("pause-" + kind), label: "pause: " + kind });
+  }
+}
+
+function timeCard(card, data) {
+  const names = [["steps", color("train")], ["waiting for data", color("soft")], ["evaluation", color("pause-evaluation")],
+    ["checkpoints", color("pause-checkpoint")]];
+  const total = data.time.reduce((sum, seconds) => sum + seconds, 0) || 1;
+  const parts = names.map(([name, shade], at) => [name, shade, data.time[at]]).filter((part) => part[2] > 0);
+  card.append(
+    element("div", { class: "head" }, element("h2", {}, "where the time went"), element("span", { class: "key" }, duration(total))),
+    element("div", { class: "bar" }, ...parts.map(([name, shade, seconds]) =>
+      element("div", { title: name, style: { background: shade, width: 100 * seconds / total + "%" } }))),
+    element("div", { class: "keys head" }, ...parts.map(([name, shade, seconds]) =>
+      key("dot", shade, `${name} ${duration(seconds)} (${percent(seconds / total)})`))));
+}
+
+// ---- tables ----
+
+function table(names, rows) {
+  const cell = (kind, value, isNumber) => value instanceof Node ? element(kind, {}, value)
+    : element(kind, { class: isNumber ? "number" : "" }, value);
+  return element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, ...names.map(([name, isNumber]) => cell("th", name, isNumber)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((value, at) => cell("td", value, names[at][1])))))));
+}
+
+function checkpointCard(card, data) {
+  const rows = data.checkpoints.map(([step, saved, size, loss, isBest]) => [count(step),
+    isBest ? element("span", { class: "best" }, (loss === null ? "–" : precise(loss)) + " best") : element("span", {}, loss === null ? "–" : precise(loss)),
+    bytes(size), saved, "checkpoints/step-" + String(step).padStart(8, "0")]);
+  card.append(element("div", { class: "head" }, element("h2", {}, "checkpoints")),
+    table([["step", true], ["eval loss"], ["size", true], ["saved"], ["folder"]], rows));
+}
+
+function sampleCard(card, data) {
+  const made = data.samples.map(([title, prompt, text]) => element("div", {}, element("span", { class: "soft" }, title),
+    element("pre", {}, element("span", { class: "prompt" }, prompt), text)));
+  card.append(element("div", { class: "head" }, element("h2", {}, data.samples_title)), element("div", { class: "samples" }, ...made));
+}
+
+function runCard(card, data) {
+  const body = element("tbody", {}, ...data.facts.map(([name, value, isCode]) => element("tr", {}, element("th", {}, name),
+    element("td", { class: "word" }, isCode ? element("code", {}, value) : value))));
+  card.append(element("div", { class: "head" }, element("h2", {}, "the run")), element("div", { class: "scroll" }, element("table", {}, body)));
+}
+
+function settingsCard(card, data) {
+  const rows = data.settings.map(([name, value]) => element("div", { class: "mono" }, element("span", {}, name), element("span", {}, value)));
+  card.append(element("div", { class: "head" }, element("h2", {}, data.settings_title)), element("div", { class: "settings" }, ...rows));
+}
+
+// ---- a page that is served while the run goes on ----
+
+async function follow(data) {
+  let stamp = data.stamp;
+  for (;;) {
+    await new Promise((resolve) => setTimeout(resolve, 2000));
+    try {
+      const answer = await fetch("data.json?since=" + encodeURIComponent(stamp), { cache: "no-store" });
+      if (answer.status === 204) continue;
+      const found = await answer.json();
+      stamp = found.stamp;
+      render(found);
+      if (found.state !== "running") return;
+    } catch (error) {
+      const note = document.getElementById("connection");
+      if (note) note.textContent = "no connection: the run has ended, or the way to it is gone; report.html holds the last state";
+    }
+  }
+}
+
+const data = JSON.parse(document.getElementById("data").textContent);
+render(data);
+reloadLater(data);
+if (data.live && data.state === "running") follow(data);
