@@ -13,7 +13,7 @@ import pytest
 
 from trainer.report.curves import read_metrics
 from trainer.report.monitor import ReportMonitor
-from trainer.report.picture import draw_report, panels
+from trainer.report.picture import draw_report, panels, smoothed
 from trainer.report.record import read_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,6 +73,15 @@ def test_the_picture(tmp_path: Path) -> None:
     assert {TRAIN_BLUE, EVAL_ORANGE} <= colours(with_eval)
     assert with_eval.shape[0] > without_eval.shape[0], "one panel more"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
+
+
+def test_smoothing_keeps_a_constant_and_gaps() -> None:
+    values = [2.0, 2.0, float("nan"), 2.0] * 10
+    found = smoothed(values, 3.0)
+    assert [round(value, 9) if value == value else None for value in found] == [2.0, 2.0, None, 2.0] * 10
+    spike = smoothed([0.0] * 20 + [1.0] + [0.0] * 20, 2.0)
+    assert max(spike) == spike[20] < 0.25 and sum(spike) == pytest.approx(1.0, rel=1e-6)
+    assert smoothed([1.0, 5.0], 0.1) == [1.0, 5.0] and len(smoothed([1.0, 2.0], 9.0)) == 2
 
 
 def test_a_single_step_can_be_seen(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from trainer import __version__
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
-from trainer.report.record import RunRecord
+from trainer.report.record import RunRecord, clip_norm
 from trainer.report.samples import read_samples
 
 _PAGE = Path(__file__).parent / "page"
@@ -123,7 +123,7 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
         "evaluations": [[one.step, _rounded(one.loss, 6), _rounded(one.seconds, 3), _rounded(one.accuracy)]
                         for one in evaluations],
         "best": evaluations.index(best) if best is not None else None,
-        "clip": _clip(record),
+        "clip": clip_norm(record),
         "skipped": [[one.step, one.reason[:200]] for one in _spread(record.skipped, _MOST_SKIPPED)],
         "skipped_count": len(record.skipped),
         "pauses": [[one.step, one.kind, _rounded(one.seconds, 3)] for one in pauses],
@@ -247,15 +247,6 @@ def _date(text: str) -> str:
 def _setting_text(value: Any) -> str:
     text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
     return _valid(text if len(text) <= 300 else text[:300] + " ...")
-
-
-def _clip(record: RunRecord) -> float | None:
-    """The largest norm of a gradient after clipping; None where another rule clips, or none."""
-    if record.config is None:
-        return None
-    wrapper = record.config.runner_wrapper
-    clips = wrapper.use_clip_grad and wrapper.clip_type == "norm" and not wrapper.clip_by_group
-    return wrapper.max_grad_norm if clips else None
 
 
 def _left_seconds(record: RunRecord, pauses: dict[str, float]) -> float | None:

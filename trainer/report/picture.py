@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
-from trainer.report.record import RunRecord
+from trainer.report.record import RunRecord, clip_norm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,7 @@ _NOT_DRAWN = frozenset(
 # Lists with a number for each MoE layer, a panel each.
 _LAYER_PANELS = {DROP_RATE: "drop rate", LOAD_IMBALANCE: "busiest expert / mean"}
 _MAX_LEGEND_ENTRIES = 8
+_TRAIN, _EVAL, _RESUMED, _SKIPPED = "#1f77b4", "#ff7f0e", "#7f56d9", "#d62728"
 
 
 class Panel(NamedTuple):
@@ -73,22 +75,75 @@ def draw_figure(record: RunRecord) -> Figure | None:
     _draw_loss(axes[0], record)
     for axis, panel in zip(axes[1:], shown, strict=True):
         _draw_panel(axis, curves, panel, record.moe_layers)
+        if panel.fields == ["global_norm"]:
+            _draw_clip(axis, record)
     for axis in axes:
         axis.grid(alpha=0.3)
+        for step in record.resumes:
+            axis.axvline(step, color=_RESUMED, linestyle=(0, (5, 4)), linewidth=1)
+    figure.suptitle(_title(record), fontsize="medium")
     figure.align_ylabels(axes)
     axes[-1].set_xlabel("optimizer step")
     return figure
 
 
+def _title(record: RunRecord) -> str:
+    """Name, state and step; a dollar would begin a formula."""
+    state = "" if record.state == "unknown" else f", {record.state}"
+    text = f"{record.name}{state} at step {record.step:,}".replace("$", r"\$")
+    return text.encode("utf-8", "replace").decode()
+
+
 def _draw_loss(axis: Axes, record: RunRecord) -> None:
-    curves, evaluations = record.curves, record.evaluations
+    curves, evaluations, best = record.curves, record.evaluations, record.metrics.best
     if curves.has_values("loss"):
-        axis.plot(curves.steps, curves.means("loss"), linewidth=1, label="train", marker=_marker(curves.steps))
+        series, steps = curves.fields["loss"], curves.steps
+        if curves.stride > 1:
+            axis.fill_between(steps, series.lows, series.highs, color=_TRAIN, alpha=0.2, linewidth=0)
+        if len(steps) > 2:
+            axis.plot(steps, series.means, linewidth=0.8, color=_TRAIN, alpha=0.35)
+        line = smoothed(series.means, len(steps) / 70)
+        axis.plot(steps, line, linewidth=1.6, color=_TRAIN, label="train, smoothed", marker=_marker(steps))
     if evaluations:
         steps, losses = [each.step for each in evaluations], [each.loss for each in evaluations]
-        axis.plot(steps, losses, linewidth=1.5, marker="o", markersize=4, label="eval")
+        few = len(steps) <= 60
+        axis.plot(steps, losses, linewidth=1.5, color=_EVAL, marker="o" if few else "", markersize=4, label="eval")
+    if best is not None:
+        axis.plot([best.step], [best.loss], linestyle="", marker="o", markersize=10, markerfacecolor="none",
+                  markeredgecolor=_EVAL, label=f"best eval {best.loss:.4f} at step {best.step:,}")  # fmt: skip
+    if record.resumes:
+        axis.plot([], [], color=_RESUMED, linestyle=(0, (5, 4)), linewidth=1, label="resumed")
     axis.set_ylabel("loss (nats a token)")
     axis.legend()
+
+
+def _draw_clip(axis: Axes, record: RunRecord) -> None:
+    """The norm beyond which a gradient is clipped, where that is near the curve, and the steps that were skipped."""
+    limit, norms = clip_norm(record), record.curves.fields["global_norm"]
+    if limit is not None and limit <= 3 * max(value for value in norms.highs if not math.isnan(value)):
+        axis.axhline(limit, color=_EVAL, linestyle="--", linewidth=1, label=f"clipped at {limit:g}")
+    for number, one in enumerate(record.skipped[:200]):
+        axis.axvline(one.step, color=_SKIPPED, linewidth=0.8, label="skipped" if number == 0 else None)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize="x-small")
+
+
+def smoothed(values: Sequence[float], width: float) -> list[float]:
+    """Mean over neighbours with the weights of a bell curve, whose standard deviation is `width` points; NaN is left
+    out, and stays."""
+    import numpy as np
+
+    found = np.asarray(values, float)
+    if width < 0.5:
+        return found.tolist()
+    reach = min(math.ceil(3 * width), len(found) - 1)
+    weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
+    known = ~np.isnan(found)
+    # `full`, cut to the middle: `same` has the length of the longer argument.
+    middle = slice(reach, reach + len(found))
+    sums = np.convolve(np.where(known, found, 0.0), weights, "full")[middle]
+    counts = np.convolve(known.astype(float), weights, "full")[middle]
+    return np.where(known, sums / np.maximum(counts, 1e-300), np.nan).tolist()
 
 
 def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] = ()) -> None:
@@ -98,7 +153,7 @@ def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] 
     for number, name in enumerate(panel.fields):
         # Neighbours look alike, so that the order can be seen.
         style = {} if count <= _MAX_LEGEND_ENTRIES else {"color": colormaps["viridis"](number / (count - 1))}
-        if number in named:
+        if number in named and count > 1:
             suffix = name.partition(".")[2] or name
             style["label"] = f"layer {_layer(int(suffix), layers)}" if suffix.isdecimal() else suffix
         axis.plot(curves.steps, curves.means(name), linewidth=1, marker=_marker(curves.steps), **style)

@@ -213,6 +213,15 @@ def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def clip_norm(record: RunRecord) -> float | None:
+    """The largest norm of a gradient after clipping; None where another rule clips, or none."""
+    if record.config is None:
+        return None
+    wrapper = record.config.runner_wrapper
+    clips = wrapper.use_clip_grad and wrapper.clip_type == "norm" and not wrapper.clip_by_group
+    return wrapper.max_grad_norm if clips else None
+
+
 def _resumes(starts: tuple[Start, ...], metrics: Metrics) -> tuple[int, ...]:
     """A start from an earlier step has cut off what came after it, the marks of resuming there included."""
     steps: list[int] = []
