@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -79,17 +80,30 @@ class HostThreads:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = min(len(os.sched_getaffinity(0)), _MOST_HOST_THREADS) if threads is None else threads
         self.pool = ThreadPoolExecutor(self.threads - 1, "host") if self.threads > 1 else None
+        self.at_work = threading.local()  # whether a thread is inside `run`
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
     def run(self, items: Iterable[Item], function: Callable[[Item, int], None]) -> None:
-        """Calls function(item, number of the thread) for every item; items may run at the same time."""
+        """Calls function(item, number of the thread) for every item; items may run at the same time.
+
+        Where `function` itself calls this, its thread takes all items: the others have work of their own.
+        """
+        number = getattr(self.at_work, "number", None)
+        if number is not None:
+            for item in items:
+                function(item, number)
+            return
         # A step of a list's iterator cannot be interrupted, so that no item is taken twice.
         left = iter(list(items))
 
         def take(thread: int) -> None:
-            with np.errstate(all="ignore"):  # what is not finite is found in the results, without warnings
-                for item in left:
-                    function(item, thread)
+            self.at_work.number = thread
+            try:
+                with np.errstate(all="ignore"):  # what is not finite is found in the results, without warnings
+                    for item in left:
+                        function(item, thread)
+            finally:
+                self.at_work.number = None
 
         others = [self.pool.submit(take, thread) for thread in range(1, self.threads)] if self.pool else []
         take(0)

@@ -8,17 +8,20 @@ Legend: B sequences, Q new tokens of a pass, N = B * Q, S cached positions, D hi
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 from trainer.errors import RunError
 from trainer.models.block import Block
 from trainer.models.moe import HostMoeLayer
 from trainer.models.shapes import EMBEDDING, adapted_projections, adapter_names, block_names
+from trainer.ops.cpu import arrays
 from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
@@ -176,7 +179,7 @@ class Generator:
         """Logits [B, V] after token number `last` of each sequence in this pass, whose first position is `starts`."""
         parts, settings = self.parts, self.model.settings
         rows, width = ids_BQ.shape
-        attention, heads = parts.block.attention, (settings.num_heads, parts.block.attention.cache_heads)
+        heads = settings.num_heads, parts.block.attention.cache_heads
         positions_BQ = np.minimum(starts_B[:, None] + np.arange(width), cache.capacity - 1)
         seen = parts.seen(int(positions_BQ.max()) + 1)
         allowed_BQS = np.arange(seen) <= positions_BQ[:, :, None]
@@ -189,12 +192,7 @@ class Generator:
         logits_BV = None
         for chunk in self.chunks:
             x_ND = parts.embed(ids_BQ.reshape(-1)) if chunk.receive is None else chunk.receive()
-            for layer in chunk.layers:
-                weights, mask = parts.weights(layer), masks[settings.has_window(layer)]
-                q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
-                cached = cache.update(layer, new)
-                x_ND = x_ND + attention.over_cache(parts.kernels.cached_attention, q_NC, cached, mask, weights)
-                x_ND = parts.feed_forward(layer, x_ND, weights)
+            x_ND = parts.run_layers(chunk.layers, x_ND, tables, masks, cache)
             if chunk.send is None:
                 logits_BV = parts.logits(x_ND, (np.arange(rows) * width + last_B).astype(np.int32))
             else:
@@ -206,11 +204,24 @@ class Generator:
         return logits_BV
 
 
+def _run_layers(parts, layers, x_ND, tables, masks, cache):
+    """As `DeviceParts.run_layers`, for both kinds of parts."""
+    attention, attend, has_window = parts.block.attention, parts.kernels.cached_attention, parts.has_window
+    for layer in layers:
+        weights = parts.weights(layer)
+        q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
+        cached = cache.update(layer, new)
+        x_ND = x_ND + attention.over_cache(attend, q_NC, cached, masks[has_window(layer)], weights)
+        x_ND = parts.feed_forward(layer, x_ND, weights)
+    return x_ND
+
+
 class DeviceParts:
     """What a pass consists of, with the model's own kernels: tensors go from part to part."""
 
     def __init__(self, model: Decoder, build_inputs: InputBuilder) -> None:
         self.model, self.kernels, self.block, self.tables = model, model.kernels, model.block, build_inputs.tables
+        self.has_window = model.settings.has_window
 
     def new_cache(self, rows: int, tokens: int) -> Cache:
         return Cache(self.model, rows, self.seen(tokens))
@@ -224,6 +235,12 @@ class DeviceParts:
 
     def embed(self, ids_N: np.ndarray) -> Tensor:
         return self.model.run_embedding(Tensor(ids_N))
+
+    def run_layers(
+        self, layers: Sequence[int], x_ND: Tensor, tables: Sequence[Tensor], masks: Sequence[Tensor], cache: Cache
+    ) -> Tensor:
+        """The residual stream after layers that follow each other; `masks` are those without and with a window."""
+        return _run_layers(self, layers, x_ND, tables, masks, cache)
 
     def feed_forward(self, layer: int, x_ND: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
         """The residual stream after the feed-forward sublayer of a layer."""
@@ -248,12 +265,13 @@ class HostParts:
     def __init__(self, model: Decoder, build_inputs: InputBuilder) -> None:
         self.settings = settings = model.settings
         self.kernels = kernels = model.kernels.host()
-        self.block, self.linear = Block(settings, kernels), kernels.linear()
-        self.vocabulary = None
+        self.block, self.linear, self.has_window = Block(settings, kernels), kernels.linear(), settings.has_window
+        self.vocabulary, self.divided = None, model.shard is not None
         if model.tensor is not None:
             self.vocabulary = Vocabulary(model.tensor.group, model.shard.layout.parameters[EMBEDDING].shape[0])
             for projection in (self.block.attention.out, self.block.mlp.down):
                 projection.linear = kernels.summed_linear(model.tensor.group)
+        _call_directly(self.block)
         self.cos, self.sin = build_inputs.cos, build_inputs.sin
         self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
         self.of_layers = [self._layer(model, layer) for layer in range(settings.num_layers)]
@@ -293,7 +311,8 @@ class HostParts:
 
     def new_cache(self, rows: int, tokens: int) -> HostCache:
         dtype = self.kernels.precision.compute.dtype
-        return HostCache(self.settings, rows, tokens, "float32" if dtype == "bfloat16" else dtype)
+        heads, dtype = self.block.attention.cache_heads, "float32" if dtype == "bfloat16" else dtype
+        return HostCache(self.settings, heads, rows, tokens, dtype)
 
     def seen(self, positions: int) -> int:
         return positions
@@ -308,9 +327,27 @@ class HostParts:
         x_NE = self.embedding[ids_N] if self.vocabulary is None else self.vocabulary.rows(self.embedding, ids_N)
         return x_NE if self.mapping_in is None else self.linear(x_NE, self.mapping_in)
 
+    def run_layers(
+        self, layers: Sequence[int], x_ND: np.ndarray, tables: Sequence[np.ndarray],
+        masks: Sequence[np.ndarray | None], cache: HostCache,
+    ) -> np.ndarray:  # fmt: skip
+        """As `DeviceParts.run_layers`. Threads share the sequences, and go through all layers without waiting."""
+        rows, threads = len(cache.positions_BQ), arrays.host_threads()
+        if self.divided or rows == 1:
+            return _run_layers(self, layers, x_ND, tables, masks, cache)
+        out_ND, width = np.empty_like(x_ND), len(x_ND) // rows
+
+        def run(part: slice, thread: int) -> None:
+            tokens = slice(part.start * width, part.stop * width)
+            of_part = [table[tokens] for table in tables], [mask if mask is None else mask[part] for mask in masks]
+            out_ND[tokens] = _run_layers(self, layers, x_ND[tokens], *of_part, cache.part(part))
+
+        threads.run(arrays.parts(slice(0, rows), -(-rows // threads.threads)), run)
+        return out_ND
+
     def feed_forward(self, layer: int, x_ND: np.ndarray, weights: Sequence[np.ndarray | None]) -> np.ndarray:
         experts = self.of_experts[layer]
-        return x_ND + self.block.mlp.construct(x_ND, weights) if experts is None else self.moe(x_ND, experts)
+        return x_ND + self.block.mlp(x_ND, weights) if experts is None else self.moe(x_ND, experts)
 
     def logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:
         x_BE = x_ND[ends_B] if self.mapping_out is None else self.linear(x_ND[ends_B], self.mapping_out)
@@ -377,21 +414,46 @@ class Cache:
 
 
 class HostCache:
-    """The same as arrays [B, capacity, width], in the dtype of the matrix products, or float32 for bfloat16, which
-    NumPy lacks."""
+    """The same as arrays [B, K, capacity, d], in the dtype of the matrix products, or float32 for bfloat16, which NumPy
+    lacks: what a head reads is contiguous. K is 1 where all heads share what is kept."""
 
-    def __init__(self, settings: ModelConfig, rows: int, capacity: int, dtype: str) -> None:
+    def __init__(self, settings: ModelConfig, heads: int, rows: int, capacity: int, dtype: str) -> None:
         self.capacity, self.sequences_B1, self.positions_BQ, self.seen = capacity, np.arange(rows)[:, None], None, 0
         self.layers = [
-            tuple(np.zeros((rows, capacity, width), dtype) for width in settings.cache_widths)
+            tuple(np.zeros((rows, heads, capacity, width // heads), dtype) for width in settings.cache_widths)
             for _ in range(settings.num_layers)
         ]
 
     def place(self, positions_BQ: np.ndarray, seen: int) -> None:
         self.positions_BQ, self.seen = positions_BQ, seen
 
+    def part(self, rows: slice) -> HostCache:
+        """That of some of the sequences, where it is placed."""
+        found = copy.copy(self)
+        found.positions_BQ = self.positions_BQ[rows]
+        found.sequences_B1 = np.arange(len(found.positions_BQ))[:, None]
+        found.layers = [tuple(store[rows] for store in stores) for stores in self.layers]
+        return found
+
     def update(self, layer: int, new: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """As `Cache.update`; returns [B, K, seen, d], or [B, seen, d] where all heads share it."""
+        heads = self.layers[layer][0].shape[1]
         for store, rows in zip(self.layers[layer], new, strict=True):
-            store[self.sequences_B1, self.positions_BQ] = rows.reshape(*self.positions_BQ.shape, -1)
-        first, second = self.layers[layer]
-        return first[:, : self.seen], second[:, : self.seen]
+            store[self.sequences_B1, :, self.positions_BQ] = rows.reshape(*self.positions_BQ.shape, heads, -1)
+        first, second = (store[:, :, : self.seen] if heads > 1 else store[:, 0, : self.seen]
+                         for store in self.layers[layer])  # fmt: skip
+        return first, second
+
+
+def _call_directly(cell: nn.Cell) -> None:
+    """Makes calls of a cell and of those inside it calls of their `construct`: what MindSpore does first takes ten
+    microseconds, as long as a small product."""
+    cell.__class__ = _direct(type(cell))
+    for name, inner in cell.name_cells().items():
+        _call_directly(inner)
+        cell.__dict__[name] = inner  # found without the search that follows where there is no attribute
+
+
+@functools.cache
+def _direct(kind: type[nn.Cell]) -> type[nn.Cell]:
+    return type(kind.__name__, (kind,), {"__call__": kind.construct})

@@ -188,19 +188,20 @@ class HostKernels:
         return np.repeat(bias_BQS, heads // kv_heads, axis=1)[:, None]
 
     def cached_attention(
-        self, q_BQC: np.ndarray, k_BSK: np.ndarray, v_BSV: np.ndarray, mask: np.ndarray | None, heads: int,
-        kv_heads: int, scale: float | None = None,
+        self, q_BQC: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None, heads: int, kv_heads: int,
+        scale: float | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """As `cached_attention` of cpu/kernels.py. Threads share a large one by sequences and heads."""
+        """As `cached_attention` of cpu/kernels.py; keys and values [B, K, S, d], or of one head [B, S, d].
+
+        Threads share a large one by sequences and heads.
+        """
         rows, queries, width = q_BQC.shape
         group, rounded, rounded_softmax = heads // kv_heads, self.rounded, rounding(self.precision.softmax.dtype)
         scale = np.float32((width // heads) ** -0.5 if scale is None else scale)
         q = rounded(q_BQC * scale).reshape(rows, queries, kv_heads, group, -1)
         q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries * group, -1)
-        k, v = (  # views of the cache where it is float32
-            x.astype(np.float32, copy=False).reshape(rows, x.shape[1], kv_heads, -1).transpose(0, 2, 1, 3)
-            for x in (k_BSK, v_BSV)
-        )
+        # Views of the cache where it is float32.
+        k, v = ((x if x.ndim == 4 else x[:, None]).astype(np.float32, copy=False) for x in (k, v))
 
         def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
             scores = rounded_softmax(rounded(q @ k.swapaxes(-1, -2)))
