@@ -134,6 +134,8 @@ def test_it_says_how_the_layers_are_computed(monkeypatch: pytest.MonkeyPatch) ->
         found = plan_of("quickstart", **{f"model__model_config__{key}": value}).execution
         assert found == f"blocks compiled once, run layer by layer, for {reason}"
     assert plan_of("quickstart", context__mode=1).execution == "operator by operator"
+    found = plan_of("quickstart", run_mode="predict", predict_data="x").execution
+    assert found == f"layer by layer on arrays, in NumPy, products through {find_onednn().text}"
     for module in (prepare, plan_module):
         monkeypatch.setattr(module, "find_onednn", lambda: OneDnn(None, "MindSpore's libdnnl.so.3 cannot be loaded"))
     plan = plan_of("quickstart")

@@ -63,12 +63,15 @@ class ExplicitBackend:
             self.data_ranks = (Mesh(degrees).coordinate_of(world.rank).data, degrees.data_parallel)
 
     def execution(self, device: str) -> str:
-        if self.config.context.mode != 0:
+        predicts, (library, text) = self.config.run_mode in ("predict", "chat"), find_onednn()
+        if predicts and device == "CPU":  # in any mode
+            products = f": {text}" if library is None else f", products through {text}"
+            return f"layer by layer on arrays, in NumPy{products}"
+        if predicts or self.config.context.mode != 0:
             return "operator by operator"
         reason = why_compiled(self.config, device, self.world)
         if reason:
             return "blocks compiled once, run layer by layer" + (f", for {reason}" if device == "CPU" else "")
-        library, text = find_onednn()
         return f"layer by layer on arrays, {'in NumPy: ' if library is None else 'through '}{text}"
 
     def check_device(self, device: str) -> None:

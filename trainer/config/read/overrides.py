@@ -137,8 +137,8 @@ def _parsed(override: Override, place: SourceLocation, most: int) -> Entry:
 
 
 def is_boolean(key: str) -> bool:
-    """True when a dotted key is True or False and nothing else."""
-    return {kind for field in fields_at(key) for kind in scalar_kinds(field)} == {bool}
+    """True when a dotted key is True or False, or one of a few words, and nothing else."""
+    return {kind for field in fields_at(key) for kind in scalar_kinds(field, listed=False)} == {bool}
 
 
 def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceLocation) -> tuple[str, Entry, Shape]:

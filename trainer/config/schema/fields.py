@@ -179,11 +179,12 @@ def shape_of(field: FieldInfo) -> Shape:
     return Shape(_sections(items) or _sections(parts), bool(_sections(items)), type(None) in parts)
 
 
-def scalar_kinds(field: FieldInfo) -> set[type]:
-    """The types of value a field may hold, leaving out ``None``; of ``Literal`` the types of its members."""
+def scalar_kinds(field: FieldInfo, *, listed: bool = True) -> set[type]:
+    """The types of value a field may hold, leaving out ``None``; of ``Literal`` the types of its members, if `listed`.
+    """
     parts = _flatten(field.annotation)
     kinds = {part if isinstance(part, type) else get_origin(part) for part in parts if get_origin(part) is not Literal}
-    members = {type(value) for part in parts if get_origin(part) is Literal for value in get_args(part)}
+    members = {type(value) for part in parts if get_origin(part) is Literal for value in get_args(part) if listed}
     return {kind for kind in kinds | members if isinstance(kind, type) and kind is not type(None)}
 
 
