@@ -15,6 +15,7 @@ from trainer.config.checks.notices import Notice
 from trainer.errors import UserError
 from trainer.models.shapes import parameter_shapes
 from trainer.ops.host_library import OneDnn, find_onednn
+from trainer.parallel.world import SINGLE_PROCESS
 from trainer.plan import plan as plan_module
 from trainer.plan.memory import check_memory, memory_estimate, memory_notices
 from trainer.plan.render import plan_dict, plan_sections, plan_text
@@ -134,8 +135,11 @@ def test_it_says_how_the_layers_are_computed(monkeypatch: pytest.MonkeyPatch) ->
         found = plan_of("quickstart", **{f"model__model_config__{key}": value}).execution
         assert found == f"blocks compiled once, run layer by layer, for {reason}"
     assert plan_of("quickstart", context__mode=1).execution == "operator by operator"
-    found = plan_of("quickstart", run_mode="predict", predict_data="x").execution
-    assert found == f"layer by layer on arrays, in NumPy, products through {find_onednn().text}"
+    predicts = [Override("run_mode", "predict"), Override("load_checkpoint", "x"), Override("predict_data", "x")]
+    config = load_config(str(REPOSITORY / "configs/qwen3_tiny.yaml"), predicts)
+    backend = prepare.ExplicitBackend(config, SINGLE_PROCESS)
+    assert backend.execution("Ascend") == "operator by operator"
+    assert backend.execution("CPU") == f"layer by layer on arrays, in NumPy, products through {find_onednn().text}"
     for module in (prepare, plan_module):
         monkeypatch.setattr(module, "find_onednn", lambda: OneDnn(None, "MindSpore's libdnnl.so.3 cannot be loaded"))
     plan = plan_of("quickstart")
