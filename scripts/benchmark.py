@@ -22,7 +22,7 @@ the number of experts, and with a capacity.
 `parallel` divides these two models between two ranks, by each kind of parallelism.
 
 `targets` compares a figure or two of everything with its target: training in float32 and bfloat16, experts, memory,
-prediction, evaluation, start. A round takes five minutes.
+prediction, evaluation, start, and what watching a run costs. A round takes six minutes.
 
 `profile` says where the time of a training step goes, against what the machine can do at most.
 

@@ -211,6 +211,22 @@ def prediction_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
     yield ratio_line("tokens/s, prompts / evaluation", 1.0, prompt, evaluation, "tokens/s")
 
 
+def watching(run: Programs) -> Figures:
+    costs = last_json(run_process([sys.executable, ROOT / "scripts" / "benchmark_watching.py"]))
+    step = run.train({}).steady_step_seconds
+    share = (costs["own"] + costs["others"] / run.options.threads) / step + costs["report"] / 30 / run.options.threads
+    return {"share": share, "step": step, **costs}
+
+
+def watching_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    def middle(name: str) -> float:
+        return statistics.median(each[name] for each in rounds)
+
+    detail = (f"a step of {middle('step'):.2f} s: {middle('own') * 1e6:.0f} us, other threads "
+              f"{middle('others') * 1e6:.0f} us; report.html {middle('report') * 1e3:.0f} ms every 30 s")  # fmt: skip
+    yield Line("share of a step, lines, metrics, TensorBoard, report", middle("share"), 0.005, False, detail)
+
+
 def start(run: Programs) -> Figures:
     program = [sys.executable, run.options.trainer]
     commands = {"help": [*program, "--help"], "plan": [*program, "plan", "--config", _DENSE]}
@@ -228,6 +244,7 @@ GROUPS = {
     "dense": Group(dense, dense_lines), "bfloat16": Group(half, half_lines), "wide": Group(wide, wide_lines),
     "experts": Group(experts, experts_lines), "memory": Group(memory, memory_lines),
     "prediction": Group(prediction, prediction_lines), "start": Group(start, start_lines),
+    "watching": Group(watching, watching_lines),
 }  # fmt: skip
 
 

@@ -368,6 +368,7 @@ def figures_of_groups() -> dict[str, dict]:
         "experts": {"trainer": run(1.4, 0.4), "eager": eager, "dense": run(1.4, 0.37), "experts 4": run(1.4, 0.4),
                     "experts 64": run(1.4, 0.47)},
         "memory": {"trainer": run(peak=1_360_000_000)}, "prediction": prediction, "start": {"help": 0.3, "plan": 0.5},
+        "watching": {"share": 0.005, "step": 0.5, "own": 1e-4, "others": 1e-4, "report": 0.1},
     }  # fmt: skip
 
 
@@ -389,6 +390,8 @@ def figures_of_groups() -> dict[str, dict]:
     ("prediction", {"trainer 8 prompt": 0.13}, ["tokens/s, prompts / evaluation"]),
     ("start", {"help": 0.31}, ["CPU seconds of help"]),
     ("start", {"plan": 0.51}, ["CPU seconds of plan"]),
+    ("watching", {}, []),
+    ("watching", {"share": 0.0051}, ["share of a step, lines, metrics, TensorBoard, report"]),
 ])  # fmt: skip
 def test_each_figure_of_the_targets_can_fail_alone(group: str, changes: dict, failing: list[str]) -> None:
     lines = list(benchmark_targets.GROUPS[group].lines([{**figures_of_groups()[group], **changes}] * 2))

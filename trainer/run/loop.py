@@ -133,7 +133,7 @@ class _Training:
 
     def run_prepared(self, notices: Sequence[str], extra_monitors: Sequence[Monitor]) -> int:
         summary = None
-        own = _monitors(self.config, self.folder, self.world, self.plan.device)
+        own = monitors_of(self.config, self.folder, self.world, self.plan.device)
         self.monitors = [self.totals, *own, *extra_monitors]
         try:
             for notice in notices:
@@ -508,7 +508,7 @@ class _Training:
             getattr(monitor, event)(*values)
 
 
-def _monitors(config: Config, folder: Path, world: World, device: str) -> list[Monitor]:
+def monitors_of(config: Config, folder: Path, world: World, device: str) -> list[Monitor]:
     """Every rank has a log file; rank 0 has the console, the metrics and the report."""
     rank = world.rank
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
