@@ -347,6 +347,19 @@ def test_embedding() -> None:
     assert distance(found, right_VD) <= rounding_limit(11)
 
 
+def test_what_threads_share_inside_their_work_stays_with_each() -> None:
+    """Otherwise all would wait for threads that wait, too."""
+    pool, found = HostThreads(2), []
+
+    def work(item: int, thread: int) -> None:
+        pool.run(range(3), lambda inner, own: found.append((item, inner, thread == own)))
+
+    pool.run(range(4), work)
+    assert sorted(found) == [(item, inner, True) for item in range(4) for inner in range(3)]
+    alone = threading.Barrier(2)
+    pool.run(range(2), lambda item, thread: alone.wait(30))  # afterwards they share again
+
+
 def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, np.ndarray]]:
     """Results and gradients of all parts, computed by so many threads."""
     pool = HostThreads(threads)
